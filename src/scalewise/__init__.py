@@ -1,0 +1,25 @@
+"""Train models at scale from composable configs: predict, prove, survive, show.
+
+``compose`` turns Hydra overrides into a ``Run``; ``train`` runs it and returns a ``Result``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalewise.api import Result as Result
+    from scalewise.api import Run as Run
+    from scalewise.api import compose as compose
+    from scalewise.api import train as train
+
+__all__ = ["Result", "Run", "compose", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the API at its first use, so that ``import scalewise.plan`` stays light."""
+    if name in __all__:
+        from scalewise import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

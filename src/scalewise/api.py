@@ -1,0 +1,31 @@
+"""The same doors from Python."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime
+from pathlib import Path
+
+from scalewise.config.compose import changed, compose
+from scalewise.launch.job import Order, Result, execute
+from scalewise.run import Run
+
+__all__ = ["Result", "Run", "compose", "train"]
+
+
+def train(run: Run, folder: Path | str | None = None) -> Result:
+    """Trains ``run``, writes its report, and returns how it ended.
+
+    ``folder`` is where its files go; None: ``runs/NAME/TIMESTAMP``. A failure is a ``Result``,
+    not an exception; data or a checkpoint that cannot be used raise ``ConfigError``. A run of
+    several ranks starts processes, so call it below ``if __name__ == "__main__":``.
+    """
+    from scalewise.reports import page
+
+    if folder is None:
+        folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    command = shlex.join(["scalewise", "train", *run.overrides])
+    order = Order(run, command=command, changed=tuple(changed(run)))
+    result = execute(order, Path(folder).absolute())
+    page.write(result.folder)
+    return result

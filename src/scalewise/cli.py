@@ -1,0 +1,105 @@
+"""``scalewise VERB [overrides]``: finds the verb, and turns every ending into an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from scalewise.errors import ScalewiseError
+
+VERBS = {
+    "train": "train a model and write its report; -m or sweep=NAME for many",
+    "report": "write report.html again for a run's or a sweep's folder",
+    "doctor": "say what this machine has, and what that means for a run",
+}
+"""Every verb and what it does; a part of the frozen surface."""
+
+EXAMPLES = (
+    ("a small model on this machine, in seconds", "scalewise train experiment=smoke"),
+    (
+        "two layouts by two precisions, one report",
+        "scalewise train -m experiment=demo parallelism=single,ddp precision=fp32,bf16_mixed",
+    ),
+    ("your own text", "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code of one command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(given)
+    except ScalewiseError as error:
+        print(f"scalewise: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("scalewise: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(given: list[str]) -> int:
+    if _asks_completion(given):
+        return _complete(given)
+    verb = given[0] if given else ""
+    if verb in ("", "-h", "--help", "help") or "--help" in given or "-h" in given:
+        print(help_text())
+        return 0
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"scalewise {version('scalewise')}")
+        return 0
+    if verb not in VERBS:
+        import difflib
+
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
+        print(f"scalewise: no verb {verb!r}; {hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"scalewise.verbs.{verb}")
+    return int(module.main(given[1:]))
+
+
+def help_text() -> str:
+    """Returns what ``scalewise --help`` prints: verbs, groups, grammar, examples."""
+    from scalewise.config import tree
+
+    lines = ["usage: scalewise VERB [overrides] [Hydra's flags]", "", "verbs"]
+    lines += [f"  {verb:<12} {does}" for verb, does in VERBS.items()]
+    lines += ["", "groups: pick one by GROUP=OPTION, change a field by GROUP.FIELD=VALUE"]
+    for group in (*tree.GROUPS, "experiment", "sweep"):
+        lines.append(f"  {group:<12} {', '.join(tree.names(group))}")
+    lines += ["", "examples"]
+    for what, line in EXAMPLES:
+        lines += [f"  # {what}", f"  {line}"]
+    lines += [
+        "",
+        "Hydra's flags pass through: -m (every combination of a,b,c), --cfg job (show, do not",
+        "run), --info, -cd DIR (your own groups). Completion: eval \"$(scalewise -sc install=bash)\"",
+    ]
+    return "\n".join(lines)
+
+
+def _asks_completion(given: list[str]) -> bool:
+    return bool(given) and given[0] in ("-sc", "--shell-completion", "--shell_completion")
+
+
+def _complete(given: list[str]) -> int:
+    """Answers the shell: verbs ourselves, overrides through Hydra with the verb taken out."""
+    line = os.environ.get("COMP_LINE", "")
+    program, _, rest = line.partition(" ")
+    words = rest.split(" ")
+    if given[1:] and given[1].startswith("query") and len(words) == 1:
+        print(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
+        return 0
+    if words[0] in VERBS:
+        line = " ".join([program, *words[1:]])
+        os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))
+    from scalewise.config.door import Verb, open_door
+
+    return open_door(Verb(), ["-sc", *given[1:]])

@@ -1,0 +1,187 @@
+"""The way from a command line through Hydra to Runs: one, or the jobs of a multirun.
+
+Hydra composes, this file validates, and only then does a verb hear of a Run. All of a multirun's
+jobs are validated before the first starts.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from scalewise.config import naming, refuse, schema, tree
+from scalewise.config.read import read
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a multirun, validated and not yet started."""
+
+    number: int
+    run: Run
+    folder: Path
+    varied: Mapping[str, str]
+    """What this job's overrides set otherwise than its neighbours'."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one job ended: its exit code and the number that a sweeper minimises."""
+
+    exit_code: int
+    objective: float
+
+
+class Verb:
+    """What a verb does with a Run, and with the jobs of a multirun."""
+
+    name: str
+
+    def one(self, run: Run, folder: Path) -> int:
+        """Runs a single job into ``folder`` and returns the exit code."""
+        raise NotImplementedError
+
+    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+        """Runs a batch of a multirun into ``folder`` and returns how each job ended."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A verb on its way through Hydra, and the exit codes of its jobs so far."""
+
+    verb: Verb
+    codes: list[int]
+
+
+_passages: list[Passage] = []
+
+
+def open_door(verb: Verb, arguments: Sequence[str]) -> int:
+    """Returns the exit code of ``scalewise VERB ARGUMENTS``.
+
+    Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
+    """
+    prepare()
+    passage = Passage(verb, [])
+    raised: list[Exception] = []
+
+    def task(config: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        folder = Path(hydra_config.runtime.output_dir)
+        with read_write(config), open_dict(config):
+            config.hydra = hydra_config
+        try:
+            passage.codes.append(verb.one(read(config, list(hydra_config.overrides.task)), folder))
+        except Exception as error:  # Hydra would print about it
+            _remove_empty(folder)
+            raised.append(error)
+
+    _passages.append(passage)
+    program = hydra.main(
+        version_base="1.3", config_path=str(tree.root() / "conf"), config_name="config"
+    )(task)
+    argv, errors = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["scalewise", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
+    try:
+        program()
+        if raised:
+            raise raised[0]
+    except Exception as error:
+        raise refuse.translated(error, arguments) from error
+    finally:
+        _passages.remove(passage)
+        sys.argv = argv
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if errors is not None:
+            os.environ["HYDRA_FULL_ERROR"] = errors
+    return _exit_code(passage.codes)
+
+
+def prepare() -> None:
+    """Registers schemas and resolvers with Hydra; may be called again."""
+    schema.store()
+    naming.register()
+
+
+def launch(
+    loader: ConfigLoader, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
+) -> list[JobReturn]:
+    """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
+    setup_globals()
+    passage = _passages[-1]
+    folder = Path(config.hydra.sweep.dir).absolute()
+    try:
+        jobs = _validated(loader, config, job_overrides, first, folder)
+    except ConfigError:
+        _remove_empty(folder)
+        raise
+    ends = passage.verb.many(jobs, folder, jobs[0].run.question)
+    passage.codes.extend(end.exit_code for end in ends)
+    return [_job_return(end) for end in ends]
+
+
+def _validated(
+    loader: ConfigLoader,
+    config: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+    folder: Path,
+) -> list[Job]:
+    varied = _varied(job_overrides)
+    jobs, complaints = [], {}
+    for number, overrides in enumerate(job_overrides, start=first):
+        composed = loader.load_sweep_config(config, list(overrides))
+        with open_dict(composed):
+            composed.hydra.job.id = composed.hydra.job.num = number
+        try:
+            run = read(composed, list(composed.hydra.overrides.task))
+        except ConfigError as error:
+            complaints |= {str(complaint): complaint for complaint in error.complaints}
+            continue
+        own = folder / str(OmegaConf.select(composed, "hydra.sweep.subdir"))
+        jobs.append(Job(number, run, own, varied[number - first]))
+    if complaints:
+        raise ConfigError(complaints.values())
+    return jobs
+
+
+def _varied(job_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    varying = [key for key in keys if len({table.get(key) for table in tables}) > 1]
+    return [{key.lstrip("+"): table[key] for key in varying if key in table} for table in tables]
+
+
+def _job_return(end: End) -> JobReturn:
+    result: Any = JobReturn()
+    result.status = JobStatus.COMPLETED
+    result.return_value = end.objective
+    return result
+
+
+def _exit_code(codes: Sequence[int]) -> int:
+    """Returns 0, the code that all unsuccessful jobs share, or 1 where they differ."""
+    bad = set(codes) - {0}
+    return bad.pop() if len(bad) == 1 else int(bool(bad))
+
+
+def _remove_empty(folder: Path) -> None:
+    """Removes the folders that Hydra made for a job that never was."""
+    (folder / "multirun.yaml").unlink(missing_ok=True)
+    for candidate in (folder, *folder.parents[:2]):
+        try:
+            candidate.rmdir()
+        except OSError:
+            return

@@ -1,0 +1,35 @@
+"""Readable names: the parts of a run and its learning rate, or the sweep's experiment."""
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+
+def register() -> None:
+    """Registers the resolvers that conf/config.yaml uses for names."""
+    for name, function in (("run_name", run_name), ("sweep_name", sweep_name)):
+        OmegaConf.register_new_resolver(f"scalewise.{name}", function, replace=True)
+
+
+def run_name(*, _root_: Any) -> str:
+    """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``."""
+    choices = _root_.hydra.runtime.choices
+    parts = [choices.get(key) for key in ("model", "parallelism", "precision", "optimizer")]
+    rate = OmegaConf.select(_root_, "optimizer.lr")
+    return "-".join(str(part) for part in parts if part) + f"-lr{rate_text(rate)}"
+
+
+def sweep_name(*, _root_: Any) -> str:
+    """Returns the experiment and the sweep by name, or the model where neither is given."""
+    choices = _root_.hydra.runtime.choices
+    given = [choices.get(key) for key in ("experiment", "sweep")]
+    parts = [str(part).replace("/", "-") for part in dict.fromkeys(given) if part]
+    return "-".join(parts) or f"{choices.get('model')}-sweep"
+
+
+def rate_text(rate: object) -> str:
+    """Returns a learning rate as people write it: ``3e-4``."""
+    if not isinstance(rate, float | int):
+        return str(rate)
+    digits, exponent = f"{rate:.6e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"

@@ -1,0 +1,45 @@
+"""Where conf/, experiments/ and sweeps/ are: inside the installed package, else in the checkout."""
+
+from pathlib import Path
+
+from scalewise.errors import ConfigError
+
+GROUPS = (
+    "model",
+    "data",
+    "objective",
+    "parallelism",
+    "precision",
+    "optimizer",
+    "schedule",
+    "trainer",
+    "checkpoint",
+    "tracking",
+    "launch",
+    "hardware",
+    "callbacks",
+)
+"""Config groups in the order of the defaults list; a part of the frozen surface."""
+
+CLOSED = tuple(group for group in GROUPS if group != "callbacks")
+"""Groups whose choice must be one of the registered specs."""
+
+
+def root() -> Path:
+    """Returns the folder that holds ``conf``, ``experiments`` and ``sweeps``."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / "_tree", package.parents[1])
+    for candidate in candidates:
+        if (candidate / "conf" / "config.yaml").is_file():
+            return candidate
+    looked = " or ".join(str(candidate) for candidate in candidates)
+    raise ConfigError.one("", "", f"no conf/config.yaml in {looked}", "install scalewise again")
+
+
+def names(group: str) -> list[str]:
+    """Returns the options of a group, of ``experiment`` or of ``sweep``, by file name."""
+    folder = {"experiment": root() / "experiments", "sweep": root() / "sweeps"}.get(
+        group, root() / "conf" / group
+    )
+    files = sorted(folder.rglob("*.yaml"))
+    return [file.relative_to(folder).with_suffix("").as_posix() for file in files]

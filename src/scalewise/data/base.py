@@ -1,0 +1,73 @@
+"""What every data source answers: the length of a row, and rows of token ids by index."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalewise.errors import Complaint
+
+
+class Rows(Protocol):
+    """Rows of ``sequence + 1`` token ids: the inputs, and the labels one place on.
+
+    A row is a pure function of its index. ``streamed`` rows are read in their own order: their
+    length is ``sys.maxsize``, and an index below the last one asked for starts the stream anew.
+    """
+
+    @property
+    def streamed(self) -> bool:
+        """Returns True where indices must be asked for in increasing order."""
+        ...
+
+    def __len__(self) -> int:
+        """Returns the number of whole rows of one epoch."""
+        ...
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``: one row per index, S = sequence + 1, in one gather."""
+        ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The rows to train on, the held-out rows, and the tokenizer.json that reads them back."""
+
+    train: Rows
+    validation: Rows | None = None
+    tokenizer: Path | None = None
+
+
+class Data(ABC):
+    """A data source as a spec."""
+
+    sequence: int
+
+    @property
+    @abstractmethod
+    def vocabulary_needed(self) -> int | None:
+        """Returns one more than the largest token id it may yield; None until it is prepared."""
+
+    @abstractmethod
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields what is wrong and can be seen without reading the data (files that are absent)."""
+
+    @abstractmethod
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns the rows, after whatever must be done once (tokenize, write a cache).
+
+        Safe when several processes start at once; a second call costs a memory map. Raises
+        ``DataError`` naming the key and the cure (empty, truncated, id >= ``vocabulary``).
+        """
+
+    def not_positive(self, *fields: str) -> Iterator[Complaint]:
+        """Yields a complaint for each of the named fields that is zero or less."""
+        for field in fields:
+            value, default = getattr(self, field), getattr(type(self), field)
+            if value <= 0:
+                cure = f"give data.{field}={'null' if default is None else default}"
+                yield Complaint(f"data.{field}", value, "must be positive", cure)

@@ -1,0 +1,107 @@
+"""The embedded default: the sources of the running Python's standard library."""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from scalewise.config.registry import option
+from scalewise.data.base import Data, Splits
+from scalewise.data.tokenized import Source, splits, tokenized
+from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import Complaint, DataError
+
+SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
+VALIDATION_FRACTION = 0.05
+
+
+@option("data", "corpus")
+@dataclass(frozen=True)
+class Corpus(Data):
+    """Python's standard library as text: real prose and code on every machine, no download."""
+
+    sequence: int = 256
+    """Tokens of a row."""
+    vocabulary: int = 4096
+    """Tokens of the byte-level BPE that is trained on the text; at least 257."""
+    megabytes: float = 8.0
+    """The most source text that is read, in MB (10^6 bytes)."""
+
+    @property
+    def vocabulary_needed(self) -> int:
+        """Returns the size of the tokenizer."""
+        return self.vocabulary
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields numbers that cannot be."""
+        yield from self.not_positive("sequence", "megabytes")
+        yield from Tokenization(self.vocabulary).complaints()
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns the packed rows; about 5 % of the files are held out, by a hash of their path."""
+        root = Path(sysconfig.get_path("stdlib"))
+        sizes = self._sizes(root)
+        if len(sizes) < 2:
+            reason = f"{root} has no two Python sources within that size"
+            cure = "give more data.megabytes, or your own files with data=text"
+            raise DataError.one("data.megabytes", self.megabytes, reason, cure)
+        held = held_out(sizes, VALIDATION_FRACTION)
+        train = partial(_texts, root, [name for name in sizes if name not in held])
+        source = Source(
+            name="corpus",
+            key="data.megabytes",
+            value=self.megabytes,
+            identity={"python": sys.version, "files": list(sizes.items())},
+            splits={"train": train, "validation": partial(_texts, root, sorted(held))},
+            training=train,
+            tokenization=Tokenization(self.vocabulary),
+        )
+        return splits(tokenized(source, vocabulary), self.sequence, validation=True)
+
+    def _sizes(self, root: Path) -> dict[str, int]:
+        """Returns the bytes of each source by its path under ``root``, in order while they fit."""
+        sizes: dict[str, int] = {}
+        left = self.megabytes * 1e6
+        for name in sorted(_sources(root)):
+            size = (root / name).stat().st_size
+            if 0 < size <= left:
+                sizes[name] = size
+                left -= size
+        return sizes
+
+
+def held_out(names: Iterable[str], fraction: float) -> set[str]:
+    """Returns the names to validate on: those whose hash falls below ``fraction``.
+
+    Adding a name moves no other across. Of two names or more at least one falls on each side.
+    """
+    place = {name: _place(name) for name in names}
+    held = {name for name in place if place[name] < fraction}
+    if not held:
+        return {min(place, key=place.__getitem__)}
+    if len(held) == len(place):
+        held.remove(max(place, key=place.__getitem__))
+    return held
+
+
+def _place(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+
+
+def _sources(root: Path) -> Iterator[str]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIPPED]
+        for name in names:
+            if name.endswith(".py"):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _texts(root: Path, names: list[str]) -> Iterator[str]:
+    for name in names:
+        yield (root / name).read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,164 @@
+"""Datasets of the Hugging Face Hub, or in its formats on this machine."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scalewise.config.registry import option
+from scalewise.data.base import Data, Splits
+from scalewise.data.rows import StreamedRows
+from scalewise.data.tokenized import Source, packed, splits, tokenized
+from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization, encode
+from scalewise.errors import Complaint, ConfigError, DataError
+
+
+@option("data", "hf")
+@dataclass(frozen=True)
+class HuggingFace(Data):
+    """A dataset that the ``datasets`` library reads, tokenized once or as it streams.
+
+    A dataset of the Hub is tokenized anew only when one of these options changes: give a
+    ``revision`` to say which state of it is meant. A dataset never runs code of its own.
+    """
+
+    sequence: int = 256
+    """Tokens of a row."""
+    path: str = ""
+    """A name on the Hub, a folder of .jsonl or .parquet, or a ``save_to_disk`` folder."""
+    configuration: str | None = None
+    """The dataset's configuration (its subset), where it has several."""
+    revision: str | None = None
+    """A commit, tag or branch of the Hub; null is the newest."""
+    split: str = "train"
+    """The split to train on; slices such as train[:95%] where it does not stream."""
+    validation_split: str | None = None
+    """The held-out split; null validates on nothing. It is always tokenized into the cache."""
+    field: str = "text"
+    """The column that holds the text."""
+    streaming: bool = False
+    """Tokenizes while training, in stored order: every rank reads, and a resumed run rereads."""
+    tokenizer: str | None = None
+    """Path of a tokenizer.json; null trains a byte-level BPE on the train split."""
+    vocabulary: int = 4096
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    end_of_text: str = END_OF_TEXT
+    """The token between documents, as the given tokenizer calls it."""
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns the size of the tokenizer that is trained; None where one is given."""
+        return self.vocabulary if self.tokenizer is None else None
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields an empty path, a local folder that is absent, and numbers that cannot be."""
+        yield from self.not_positive("sequence")
+        yield from self._tokenization.complaints()
+        if not self.path:
+            cure = "give data.path=roneneldan/TinyStories, or a folder"
+            yield Complaint("data.path", "''", "is empty", cure)
+        elif self.path.startswith((".", "/", "~")) and not self._folder.is_dir():
+            yield Complaint("data.path", self.path, "no such folder", "give a folder or a Hub name")
+        for field in ("split", "field"):
+            if not getattr(self, field):
+                yield Complaint(f"data.{field}", "''", "is empty", f"give data.{field}=NAME")
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns packed rows, or rows in the order of the stream where ``streaming``."""
+        if importlib.util.find_spec("datasets") is None:
+            cure = "pip install 'scalewise[hf]'"
+            raise ConfigError.one("data", "hf", "needs the package datasets", cure)
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        train = partial(self._documents, self.split)
+        parts: dict[str, Documents] = {} if self.streaming else {"train": train}
+        if self.validation_split:
+            parts["validation"] = partial(self._documents, self.validation_split)
+        source = Source(
+            name="hf",
+            key="data.path",
+            value=self.path,
+            identity=self._identity(),
+            splits=parts,
+            training=train,
+            tokenization=self._tokenization,
+        )
+        folder = tokenized(source, vocabulary)
+        held = "validation" in parts
+        if not self.streaming:
+            return splits(folder, self.sequence, validation=held)
+        return Splits(
+            self._stream(folder / "tokenizer.json", train),
+            packed(folder, "validation", self.sequence) if held else None,
+            folder / "tokenizer.json",
+        )
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def _identity(self) -> dict[str, object]:
+        names = ("path", "configuration", "revision", "split", "validation_split", "field")
+        identity: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self._folder.is_dir():
+            files = sorted(path for path in self._folder.rglob("*") if path.is_file())
+            stats = [(str(file.absolute()), file.stat()) for file in files]
+            identity["files"] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return identity
+
+    def _stream(self, tokenizer: Path, train: Documents) -> StreamedRows:
+        from tokenizers import Tokenizer
+
+        loaded = Tokenizer.from_file(str(tokenizer))
+        rows = StreamedRows(lambda: encode(loaded, self.end_of_text, train()), self.sequence)
+        try:
+            rows.gather([0])
+        except IndexError as error:
+            reason = f"the split {self.split!r} does not fill one row"
+            cure = "give more text or a smaller data.sequence"
+            raise DataError.one("data.sequence", self.sequence, reason, cure) from error
+        return rows
+
+    def _documents(self, split: str) -> Iterator[str]:
+        """Yields the texts of a split in its stored order; ``DataError`` if it cannot be read."""
+        from datasets.exceptions import DatasetsError
+
+        try:
+            dataset = self._dataset(split)
+            if self.field in (dataset.column_names or ()):
+                dataset = dataset.select_columns([self.field])  # the others need no decoding
+            for row in dataset:
+                text = row.get(self.field)
+                if not isinstance(text, str):
+                    reason = f"{self.path} has no text there; it has: {', '.join(row)}"
+                    raise DataError.one("data.field", self.field, reason, "name another data.field")
+                yield text
+        except (DatasetsError, ValueError, KeyError, OSError) as error:
+            reason = f"split {split!r} cannot be read: {' '.join(str(error).split())}"
+            cure = "check data.path, data.configuration and the split"
+            raise DataError.one("data.path", self.path, reason, cure) from error
+
+    def _dataset(self, split: str) -> Any:
+        """Returns the rows of a split, as the ``datasets`` library reads them."""
+        import datasets
+
+        folder = self._folder
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(folder))[split]
+        if (folder / "state.json").is_file():
+            if split != "train":
+                raise ValueError("the folder holds one saved dataset, whose split is train")
+            return datasets.load_from_disk(str(folder))
+        return datasets.load_dataset(
+            str(folder) if folder.is_dir() else self.path,
+            self.configuration,
+            split=split,
+            revision=self.revision,
+            streaming=self.streaming,
+        )

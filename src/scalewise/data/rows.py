@@ -1,0 +1,91 @@
+"""Rows of token ids: packed end to end in memory-mapped shards, or cut from a stream.
+
+Shapes: B rows, S = sequence + 1 tokens of a row (T inputs and one more label).
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+
+class PackedRows:
+    """Rows cut end to end from 1-D shards of token ids; a row never spans two shards.
+
+    Row i of a shard is its tokens ``i * sequence`` to ``(i + 1) * sequence`` inclusive: the last
+    label of a row is the first input of the next, so every token but a shard's first is a label.
+    """
+
+    streamed = False
+
+    def __init__(self, shards: Sequence[NDArray[np.integer]], sequence: int) -> None:
+        long_enough = [np.asarray(shard) for shard in shards if len(shard) > sequence]
+        self._width = sequence + 1
+        self._windows = [sliding_window_view(s, self._width)[::sequence] for s in long_enough]
+        self._ends = np.cumsum([len(windows) for windows in self._windows], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``, the rows at ``indices``."""
+        index_B = np.asarray(indices, dtype=np.int64)
+        if len(self._windows) == 1:
+            return self._windows[0][index_B].astype(np.int64)
+        tokens_BS = np.empty((len(index_B), self._width), dtype=np.int64)
+        shard_B = np.searchsorted(self._ends, index_B, side="right")
+        for shard in np.unique(shard_B):
+            windows, mine_B = self._windows[shard], shard_B == shard
+            tokens_BS[mine_B] = windows[index_B[mine_B] - self._ends[shard] + len(windows)]
+        return tokens_BS
+
+
+class StreamedRows:
+    """Rows cut end to end from a stream of token arrays that can be opened again.
+
+    Index i is the i-th row of the stream repeated for ever, its last incomplete row dropped. The
+    cost of a row is the cost of everything before it that was not yet read: each rank reads the
+    whole stream, and a resumed run reads again up to where it stopped.
+    """
+
+    streamed = True
+
+    def __init__(self, start: Callable[[], Iterator[NDArray[np.integer]]], sequence: int) -> None:
+        self._start = start
+        self._sequence = sequence
+        self._stream = self._cut()
+        self._read = 0
+        self._row_S = np.empty(0, dtype=np.int64)
+        self._total: int | None = None
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``; ``IndexError`` where the stream is shorter than one row."""
+        return np.stack([self._row(int(index)) for index in indices])
+
+    def _row(self, index: int) -> NDArray[np.int64]:
+        wanted = index if self._total is None else index % self._total
+        if wanted < self._read - 1:
+            self._stream, self._read = self._cut(), 0
+        while self._read <= wanted:
+            row_S = next(self._stream, None)
+            if row_S is None:
+                if self._read == 0:
+                    raise IndexError("the stream holds no whole row")
+                self._total = self._read
+                return self._row(index)
+            self._row_S, self._read = row_S, self._read + 1
+        return self._row_S
+
+    def _cut(self) -> Iterator[NDArray[np.int64]]:
+        rest = np.empty(0, dtype=np.int64)
+        for tokens in self._start():
+            rest = np.concatenate([rest, tokens.astype(np.int64)])
+            whole = max(len(rest) - 1, 0) // self._sequence
+            for row in range(whole):
+                yield rest[row * self._sequence : (row + 1) * self._sequence + 1]
+            rest = rest[whole * self._sequence :]

@@ -1,0 +1,115 @@
+"""The user's own text files."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from scalewise.config.registry import option
+from scalewise.data.base import Data, Splits
+from scalewise.data.corpus import held_out
+from scalewise.data.reading import PLAIN, RECORDS, documents, matching, path_complaints
+from scalewise.data.tokenized import Source, splits, tokenized
+from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
+from scalewise.errors import Complaint, DataError
+
+
+@option("data", "text")
+@dataclass(frozen=True)
+class Text(Data):
+    """Text files, tokenized once into the cache and again when one of them changes."""
+
+    sequence: int = 256
+    """Tokens of a row."""
+    paths: tuple[str, ...] = ()
+    """Globs of plain text files, .jsonl and .parquet; relative to where the run is started."""
+    field: str | None = None
+    """The field of .jsonl and .parquet that holds the text."""
+    tokenizer: str | None = None
+    """Path of a tokenizer.json; null trains a byte-level BPE on the train split."""
+    vocabulary: int = 4096
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    end_of_text: str = END_OF_TEXT
+    """The token between documents, as the given tokenizer calls it."""
+    validation_fraction: float = 0.05
+    """Share that is held out, by file, within the file where there is one; 0 holds out nothing."""
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns the size of the tokenizer that is trained; None where one is given."""
+        return self.vocabulary if self.tokenizer is None else None
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields absent or unknown files, a missing field, and numbers that cannot be."""
+        yield from self.not_positive("sequence")
+        yield from self._tokenization.complaints()
+        if not 0 <= self.validation_fraction < 1:
+            reason = "is a share of the text, from 0 to below 1"
+            cure = "give data.validation_fraction=0.05"
+            yield Complaint("data.validation_fraction", self.validation_fraction, reason, cure)
+        if not self.paths:
+            yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.txt']")
+        yield from path_complaints("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
+        records = [path for path in matching(self.paths) if path.suffix in RECORDS]
+        if records and not self.field:
+            reason = f"{records[0]} holds records, and nothing says where their text is"
+            yield Complaint("data.field", "null", reason, "give data.field=text")
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns the packed rows of the files, and of what is held out of them."""
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        files = matching(self.paths)
+        stats = [(str(file.absolute()), file.stat()) for file in files]
+        parts = self._parts(files)
+        identity = {
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            "field": self.field,
+            "validation_fraction": self.validation_fraction,
+        }
+        source = Source(
+            name="text",
+            key="data.paths",
+            value=list(self.paths),
+            identity=identity,
+            splits=parts,
+            training=parts["train"],
+            tokenization=self._tokenization,
+        )
+        folder = tokenized(source, vocabulary)
+        return splits(folder, self.sequence, validation="validation" in parts)
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
+
+    def _parts(self, files: list[Path]) -> dict[str, Documents]:
+        """Returns the documents of each split."""
+        fraction = self.validation_fraction
+        if not fraction:
+            return {"train": partial(_all, files, self.field)}
+        if len(files) == 1:
+            one = partial(_of_one, files[0], self.field, fraction)
+            return {"train": partial(one, held=False), "validation": partial(one, held=True)}
+        held = held_out(map(str, files), fraction)
+        return {
+            "train": partial(_all, [file for file in files if str(file) not in held], self.field),
+            "validation": partial(_all, [file for file in files if str(file) in held], self.field),
+        }
+
+
+def _all(files: list[Path], field: str | None) -> Iterator[str]:
+    for file in files:
+        yield from documents(file, field)
+
+
+def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> Iterator[str]:
+    """Yields one side of a single file: of records every 1/fraction-th, of plain text the end."""
+    if file.suffix in RECORDS:
+        for index, document in enumerate(documents(file, field)):
+            if (int((index + 1) * fraction) > int(index * fraction)) is held:
+                yield document
+        return
+    (text,) = documents(file, field)
+    cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1
+    yield text[cut:] if held else text[:cut]

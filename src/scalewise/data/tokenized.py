@@ -1,0 +1,134 @@
+"""Documents in the cache as memory-mapped token ids: tokenized once, mapped ever after."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from scalewise.data.base import Splits
+from scalewise.data.cache import cached
+from scalewise.data.rows import PackedRows
+from scalewise.data.tokenizing import Documents, Tokenization, encode, vocabulary_of
+from scalewise.errors import ConfigError, DataError
+from scalewise.units import count_text, seconds_text
+
+FORMAT = 1
+"""Raised when the content of the cached files changes for the same key."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents to tokenize, and all that decides what comes out.
+
+    ``key`` and ``value`` are the option that an error names; ``identity`` is JSON that changes
+    whenever the documents do; ``splits`` holds ``train``, ``validation`` or both; a tokenizer
+    that must be trained reads ``training``.
+    """
+
+    name: str
+    key: str
+    value: object
+    identity: Mapping[str, object]
+    splits: Mapping[str, Documents]
+    training: Documents
+    tokenization: Tokenization
+
+
+def tokenized(source: Source, vocabulary: int) -> Path:
+    """Returns the folder of ``tokenizer.json`` and one ``SPLIT.bin`` of ids for each split.
+
+    The ids are little-endian uint16, or uint32 where the tokenizer needs it, as ``meta.json``
+    says. Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens (the model's)
+    and for a split without text.
+    """
+    tokenization = source.tokenization
+    loaded = tokenization.load()
+    needed = vocabulary_of(loaded) if loaded else tokenization.vocabulary
+    if needed > vocabulary:
+        key = "tokenizer" if loaded else "vocabulary"
+        reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
+        cure = f"give model.vocabulary={needed}"
+        raise DataError.one(f"data.{key}", getattr(tokenization, key), reason, cure)
+    identity = {
+        "format": FORMAT,
+        "tokenizers": version("tokenizers"),
+        "splits": sorted(source.splits),
+        **tokenization.identity(),
+        **source.identity,
+    }
+    return cached(source.name, identity, partial(_write, source))
+
+
+def packed(folder: Path, split: str, sequence: int) -> PackedRows:
+    """Returns the rows of ``sequence`` tokens of a split; ``DataError`` if it fills none."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    path, tokens = folder / f"{split}.bin", meta["tokens"][split]
+    dtype = np.dtype(meta["dtype"])
+    if path.stat().st_size != tokens * dtype.itemsize:
+        reason = f"holds {path.stat().st_size} bytes, not {tokens * dtype.itemsize}"
+        raise DataError.one("SCALEWISE_CACHE", path, reason, f"delete {folder} and start again")
+    if tokens <= sequence:
+        raise too_short(split, tokens, sequence)
+    return PackedRows([np.memmap(path, dtype=dtype, mode="r")], sequence)
+
+
+def too_short(split: str, tokens: int, sequence: int) -> ConfigError:
+    """Returns the error of a split with fewer tokens than one row and its last label."""
+    reason = f"the {split} split has {tokens} tokens, fewer than the {sequence + 1} of one row"
+    return DataError.one(
+        "data.sequence", sequence, reason, "give more text or a smaller data.sequence"
+    )
+
+
+def splits(folder: Path, sequence: int, *, validation: bool) -> Splits:
+    """Returns the rows of both splits of a tokenized folder, or of ``train`` alone."""
+    return Splits(
+        packed(folder, "train", sequence),
+        packed(folder, "validation", sequence) if validation else None,
+        folder / "tokenizer.json",
+    )
+
+
+def _write(source: Source, folder: Path) -> None:
+    started = time.perf_counter()
+    progress = _Progress(source.name)
+    tokenization = source.tokenization
+    tokenizer = tokenization.load() or tokenization.train(source.training)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    dtype = np.dtype("<u2" if vocabulary_of(tokenizer) <= 2**16 else "<u4")
+    tokens = dict.fromkeys(source.splits, 0)
+    for split, documents in source.splits.items():
+        with open(folder / f"{split}.bin", "wb") as file:
+            for ids in encode(tokenizer, tokenization.end_of_text, documents()):
+                ids.astype(dtype).tofile(file)
+                tokens[split] += len(ids)
+                progress.show(f"{count_text(sum(tokens.values()))} tokens")
+        if not tokens[split]:
+            reason = f"the {split} split has no text"
+            raise DataError.one(source.key, source.value, reason, "give files that hold text")
+    meta = {"dtype": dtype.str, "tokens": tokens}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    progress.close(f"in {seconds_text(time.perf_counter() - started)}")
+
+
+class _Progress:
+    """One line on stderr, rewritten while it is a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._live = sys.stderr.isatty()
+        self._line = f"preparing {name} ..."
+        print(self._line, end="" if self._live else "\n", file=sys.stderr, flush=True)
+
+    def show(self, text: str) -> None:
+        if self._live:
+            print(f"\r{self._line} {text}", end="", file=sys.stderr, flush=True)
+
+    def close(self, text: str) -> None:
+        if self._live:
+            print(f" {text}", file=sys.stderr, flush=True)

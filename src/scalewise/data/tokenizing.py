@@ -1,0 +1,159 @@
+"""Text to token ids: train or read a tokenizer, and encode documents one after the other."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalewise.errors import Complaint, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Documents = Callable[[], Iterator[str]]
+"""Opens the documents from the first one."""
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""The 256 bytes and the end-of-text token."""
+
+TRAINING_CHARACTERS = 64_000_000
+"""A BPE is trained on the first characters of the training text: more would change it little."""
+
+BATCH_CHARACTERS = 2_000_000
+"""Encoded at once; bounds the memory that encoding takes."""
+
+PIECE_CHARACTERS = 250_000
+"""A longer document is cut at a line's end, so that one book is encoded on every core."""
+
+_CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """Which tokenizer: a tokenizer.json, else a byte-level BPE of ``vocabulary`` tokens."""
+
+    vocabulary: int
+    tokenizer: str | None = None
+    end_of_text: str = END_OF_TEXT
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields what is wrong with the vocabulary or the tokenizer's path."""
+        if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
+            reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
+            cure = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
+            yield Complaint("data.vocabulary", self.vocabulary, reason, cure)
+        if self.tokenizer is not None and not Path(self.tokenizer).expanduser().is_file():
+            cure = "give the path of a tokenizer.json, or data.tokenizer=null to train one"
+            yield Complaint("data.tokenizer", self.tokenizer, "no such file", cure)
+
+    def identity(self) -> dict[str, object]:
+        """Returns what decides the tokenizer, beside the text that it is trained on."""
+        if self.tokenizer is None:
+            return {"vocabulary": self.vocabulary}
+        path = Path(self.tokenizer).expanduser().resolve()
+        state = path.stat()
+        file = [str(path), state.st_size, state.st_mtime_ns]
+        return {"tokenizer": file, "end_of_text": self.end_of_text}
+
+    def load(self) -> "Tokenizer | None":
+        """Returns the user's tokenizer, None if one is to be trained; may raise ``DataError``."""
+        if self.tokenizer is None:
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(str(Path(self.tokenizer).expanduser()))
+        except Exception as error:  # the library raises nothing narrower
+            reason = f"is not a tokenizer.json ({error})"
+            raise DataError.one("data.tokenizer", self.tokenizer, reason) from error
+        if tokenizer.token_to_id(self.end_of_text) is None:
+            reason = f"{self.tokenizer} has no such token to put between documents"
+            cure = "give data.end_of_text='</s>', or what that tokenizer calls it"
+            raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
+        return tokenizer
+
+    def train(self, documents: Documents) -> "Tokenizer":
+        """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocabulary,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        with _every_core():
+            tokenizer.train_from_iterator(_head(documents()), trainer)
+        return tokenizer
+
+
+def vocabulary_of(tokenizer: "Tokenizer") -> int:
+    """Returns one more than the largest id of a tokenizer."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode(
+    tokenizer: "Tokenizer", end_of_text: str, documents: Iterable[str]
+) -> Iterator[NDArray[np.uint32]]:
+    """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text."""
+    end = tokenizer.token_to_id(end_of_text)
+    pieces = (piece for document in documents if document for piece in _pieces(document))
+    for batch in _batches(pieces):
+        texts = [text for text, _ in batch]
+        with _every_core():
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        parts = []
+        for encoding, (_, last) in zip(encodings, batch, strict=True):
+            parts.append(np.array(encoding.ids + [end] * last, dtype=np.uint32))
+        yield np.concatenate(parts)
+
+
+def _head(documents: Iterator[str]) -> Iterator[str]:
+    left = TRAINING_CHARACTERS
+    for document in documents:
+        yield document[:left]
+        left -= len(document)
+        if left <= 0:
+            return
+
+
+def _pieces(document: str) -> Iterator[tuple[str, bool]]:
+    start = 0
+    while len(document) - start > PIECE_CHARACTERS:
+        limit = start + PIECE_CHARACTERS
+        end = document.rfind("\n", start, limit) + 1 or limit
+        yield document[start:end], False
+        start = end
+    yield document[start:], True
+
+
+def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _every_core() -> Iterator[None]:
+    """Tokenizes on all cores inside; after it a fork is safe and silent, unless the user chose."""
+    os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "false"

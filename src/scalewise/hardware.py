@@ -1,0 +1,165 @@
+"""What a device can do: memory, peak flops, bandwidth; and what this machine really has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.units import GIB, TERA
+
+CPU_RANKS_PER_CORE = 4
+"""CPU ranks are for labs and tests: beyond this they only wait for each other."""
+
+
+class DeviceKind(StrEnum):
+    """Where tensors live. ``auto``: CUDA where a device is present, else the CPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@option("hardware", "device")
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device. None stands for a figure that is read off the present machine."""
+
+    device: DeviceKind = DeviceKind.auto
+    """Kind of device."""
+    match: str = ""
+    """Part of the name by which the driver knows the device: ``H100``."""
+    memory_gib: float | None = None
+    """Memory of one device, GiB."""
+    fp32_tflops: float | None = None
+    """Peak fp32 rate outside the tensor cores, TFLOP/s."""
+    tf32_tflops: float | None = None
+    """Peak dense TF32 rate, TFLOP/s."""
+    bf16_tflops: float | None = None
+    """Peak dense bf16 rate, TFLOP/s; 0 where the device has none."""
+    fp16_tflops: float | None = None
+    """Peak dense fp16 rate, TFLOP/s."""
+    memory_gb_per_s: float | None = None
+    """Bandwidth of the device's memory, GB/s."""
+    link_gb_per_s: float | None = None
+    """Bandwidth between two devices of a node, one direction, GB/s."""
+
+    def peak_flops(self, kind: str) -> float | None:
+        """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
+        tflops = getattr(self, f"{kind}_tflops")
+        return tflops * TERA if tflops else None
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures that no device has."""
+        for key in ("memory_gib", "fp32_tflops", "memory_gb_per_s", "link_gb_per_s"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                yield Complaint(f"hardware.{key}", value, "must be positive")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is present here, found without torch."""
+
+    gpus: tuple[str, ...]
+    """Names of the CUDA devices this process may use."""
+    processor: str
+    """Name of the processor."""
+    cores: int
+    """Logical cores this process may use."""
+    memory_bytes: int
+    """Main memory, or the control group's limit where that is less."""
+
+    @property
+    def device(self) -> DeviceKind:
+        """Returns the kind of device that ``auto`` stands for here."""
+        return DeviceKind.cuda if self.gpus else DeviceKind.cpu
+
+    @property
+    def max_cpu_ranks(self) -> int:
+        """Returns how many CPU ranks make sense."""
+        return CPU_RANKS_PER_CORE * self.cores
+
+
+@cache
+def this_machine() -> Machine:
+    """Returns what the present machine has."""
+    info = _cpu_info()
+    return Machine(
+        gpus=_visible_gpus(os.environ),
+        processor=info.get("model name", "unknown processor"),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+    )
+
+
+def on_this_machine(hardware: Hardware) -> Hardware:
+    """Returns the profile with ``auto`` and missing CPU figures read off the present machine."""
+    machine = this_machine()
+    if hardware.device is DeviceKind.auto:
+        hardware = replace(hardware, device=machine.device)
+    if hardware.device is DeviceKind.cuda:
+        return hardware
+    rates = processor_tflops(_cpu_info(), machine.cores)
+    missing = {key: value for key, value in rates.items() if getattr(hardware, key) is None}
+    if hardware.memory_gib is None:
+        missing["memory_gib"] = round(machine.memory_bytes / GIB, 2)
+    return replace(hardware, **missing)
+
+
+def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:
+    """Returns a processor's theoretical peak by precision, TFLOP/s; empty when unknown.
+
+    cores x clock x flops a cycle; the last from the vector units its flags name: FMA on two
+    ports of 16 (AVX-512) or 8 (AVX2) fp32 lanes, bf16 dot products of twice the lanes, AMX
+    tiles 1024 bf16 flops (Intel 64 and IA-32 Optimization Reference Manual, 2.5 and 20.3). The
+    clock is the one the kernel reports, so treat MFU on a CPU as an order of magnitude.
+    """
+    flags = set(info.get("flags", "").split())
+    clock = float(info.get("cpu MHz", 0.0)) * 1e6
+    fp32 = 64 if "avx512f" in flags else 32 if {"avx2", "fma"} <= flags else 0
+    bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else fp32
+    if not fp32 or not clock:
+        return {}
+    per_flop = cores * clock / TERA
+    return {"fp32_tflops": round(fp32 * per_flop, 3), "bf16_tflops": round(bf16 * per_flop, 3)}
+
+
+def _cpu_info() -> dict[str, str]:
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    present = []
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        fields = dict(
+            line.split(":", 1) for line in information.read_text().splitlines() if ":" in line
+        )
+        present.append(fields.get("Model", "NVIDIA GPU").strip())
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(present)
+    chosen = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+    by_number = [present[int(e)] for e in chosen if e.isdigit() and int(e) < len(present)]
+    return tuple(by_number) if len(by_number) == len(chosen) else tuple(present[: len(chosen)])
+
+
+def _memory_bytes() -> int:
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

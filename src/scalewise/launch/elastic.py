@@ -1,0 +1,132 @@
+"""Ranks as processes of their own, under torch elastic."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from scalewise.launch import processes
+from scalewise.launch.status import Ending
+from scalewise.launch.worker import words, work
+from scalewise.run import Run
+
+TIMEOUT_GRACE = 5.0
+"""Seconds a job that ran out of time has to save itself; a hung one does not answer anyway."""
+
+
+def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
+    """Returns how one attempt at a job ended; none of its processes is left."""
+    processes.start_nursery()
+    for word in (folder / ".ranks").glob("*.json"):
+        word.unlink()
+    kills = processes.out_of_memory_kills()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=run.world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        signals_to_handle="SIGTERM,SIGINT",
+        shutdown_timeout=max(1, round(run.launch.grace)),
+    )
+    watchdog = Watchdog(run.launch.timeout)
+    try:
+        with _own_signals(), watchdog:
+            elastic_launch(config, work)(run, folder, resume, facts)
+        ending = Ending("ok")
+    except SignalException as error:
+        ending = _of_signal(error.sigval, folder)
+    except ChildFailedError as error:
+        ending = _of_failures(error, folder, processes.out_of_memory_kills() > kills)
+    finally:
+        processes.end(processes.descendants(), grace=1.0)
+    return watchdog.verdict(ending)
+
+
+class Watchdog:
+    """Ends a job's processes when its time is up."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._fired = threading.Event()
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> None:
+        if self._timeout is not None:
+            self._timer = threading.Timer(self._timeout, self._fire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def verdict(self, ending: Ending) -> Ending:
+        """Returns the ending, as a timeout if this was the cause."""
+        if not self._fired.is_set() or ending.status == "ok":
+            return ending
+        reason = f"ran longer than launch.timeout={self._timeout:g} s"
+        if ending.status == "interrupted":
+            reason += f"; {ending.reason}"
+        return Ending("timeout", reason, ending.rank)
+
+    def _fire(self) -> None:
+        self._fired.set()
+        processes.end(processes.descendants(), TIMEOUT_GRACE)
+
+
+def _of_signal(number: int, folder: Path) -> Ending:
+    said = [ending for _, ending in words(folder) if ending.status == "interrupted"]
+    name = signal.Signals(number).name
+    reason = said[0].reason if said else f"{name} before a checkpoint could be saved"
+    return Ending("interrupted", reason, None, (), int(number))
+
+
+def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> Ending:
+    """Returns the first cause: a rank that died without a word, else the earliest word."""
+    said = words(folder)
+    spoken = {ending.rank for _, ending in said}
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode < 0 and rank not in spoken:
+            name = signal.Signals(-failure.exitcode).name
+            if memory_kill:
+                return Ending("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
+            return Ending("failed", f"rank {rank} was killed by {name}", rank)
+    causes = [ending for _, ending in said if ending.status not in ("ok", "interrupted")]
+    if causes:
+        return causes[0]
+    if said and said[0][1].status == "interrupted":
+        return said[0][1]
+    rank, failure = error.get_first_failure()
+    return Ending("failed", f"rank {rank} ended with exit code {failure.exitcode}", rank)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Gives back the signal handlers that elastic takes, and keeps its log out of the terminal."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    held = [signal.getsignal(number) for number in numbers] if main else []
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for number, handler in zip(numbers, held, strict=False):
+            signal.signal(number, handler)

@@ -1,0 +1,217 @@
+"""One job, from its folder to its status."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scalewise.errors import ConfigError
+from scalewise.launch.spec import Isolation
+from scalewise.launch.status import Ending, Status, git_state
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_text
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended, and what it measured."""
+
+    status: str
+    reason: str
+    exit_code: int
+    folder: Path
+    summary: Mapping[str, Any]
+    """``summary.json``; its ``metrics`` by key. Empty where the job died early."""
+
+    @property
+    def objective(self) -> float:
+        """Returns the last held-out loss, else the last training loss; infinite where none is."""
+        metrics = self.summary.get("metrics") or {}
+        for key in ("val/loss", "train/loss"):
+            if self.status == "ok" and metrics.get(key) is not None:
+                return float(metrics[key])
+        return float("inf")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A Run with what surrounds it: how it was asked for, and by which sweep."""
+
+    run: Run
+    command: str = ""
+    verb: str = "train"
+    varied: Mapping[str, str] = field(default_factory=dict)
+    changed: Sequence[Mapping[str, object]] = ()
+    sweep: str | None = None
+    """Name of the sweep that this job belongs to."""
+
+
+def execute(order: Order, folder: Path) -> Result:
+    """Runs one job into ``folder`` and returns how it ended.
+
+    Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused.
+    """
+    run = order.run
+    if started_by_others():
+        return _in_place(order, folder)
+    run.data.prepare(run.model.vocabulary, run.seed)
+    if run.resume is None:
+        resume = None
+    else:
+        from scalewise.launch.resume import checkpoint_for
+
+        resume = checkpoint_for(run, folder, in_sweep=order.sweep is not None)
+    folder = claim(folder)
+    status = begin(order, folder, resume)
+    ending, attempts = _attempts(order, folder, resume, status)
+    return _end(status, ending, order, attempts, folder)
+
+
+def claim(folder: Path) -> Path:
+    """Makes a folder for one job and returns it; a second job of the same second gets ``-2``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, 1000):
+        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        own.mkdir(exist_ok=True)
+        try:
+            (own / "overrides.txt").open("x", encoding="utf-8").close()
+        except FileExistsError:
+            continue
+        return own
+    raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
+
+
+def begin(order: Order, folder: Path, resume: Path | None) -> Status:
+    """Writes what a job is before it starts, and returns its status."""
+    run = order.run
+    lines = "".join(f"{line}\n" for line in run.overrides)
+    write_text(folder / "overrides.txt", lines)
+    write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
+    for name in ("checkpoints", "wandb", ".ranks"):
+        (folder / name).mkdir(exist_ok=True)
+    status = Status(
+        verb=order.verb,
+        name=run.name,
+        question=run.question,
+        command=order.command,
+        choices=dict(run.choices),
+        overrides=run.overrides,
+        varied=dict(order.varied),
+        changed=tuple(order.changed),
+        world_size=run.world_size,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        resumed_from=str(resume) if resume else None,
+        **git_state(),
+    )
+    status.write(folder)
+    return status
+
+
+def started_by_others() -> bool:
+    """Returns whether torchrun, or the like, has made this process one of the ranks."""
+    return "LOCAL_RANK" in os.environ and "RANK" in os.environ
+
+
+def isolated(order: Order) -> bool:
+    """Returns whether a job leaves this process."""
+    launch = order.run.launch
+    if launch.isolation is Isolation.auto:
+        return order.run.world_size > 1 or launch.needs_process or order.sweep is not None
+    return launch.isolation is Isolation.process or order.run.world_size > 1
+
+
+def _attempts(
+    order: Order, folder: Path, resume: Path | None, status: Status
+) -> tuple[Ending, int]:
+    run = order.run
+    if not isolated(order):
+        return _in_process(order, folder, resume, status), 1
+    from scalewise.checkpoints import store
+    from scalewise.launch.elastic import run_ranks
+
+    for number in range(1, run.launch.max_restarts + 2):
+        facts = _facts(order, status, folder, resume, number)
+        ending = run_ranks(_tracked(order), folder, resume, facts)
+        if ending.status not in ("failed", "timeout") or number > run.launch.max_restarts:
+            break
+        resume = store.latest(folder / "checkpoints") or resume
+        print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
+    return ending, number
+
+
+def _in_process(order: Order, folder: Path, resume: Path | None, status: Status) -> Ending:
+    from scalewise.launch.worker import attempt
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return attempt(_tracked(order), folder, resume, _facts(order, status, folder, resume, 1))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _in_place(order: Order, folder: Path) -> Result:
+    """Runs this process's rank of a job whose other ranks somebody else started."""
+    import torch.distributed as dist
+
+    from scalewise.launch.worker import attempt
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != order.run.world_size:
+        raise ConfigError.one(
+            "parallelism",
+            order.run.choices.get("parallelism", ""),
+            f"is a layout of {order.run.world_size} ranks; {world_size} were started",
+        )
+    order.run.data.prepare(order.run.model.vocabulary, order.run.seed)
+    on_cuda = order.run.hardware.device == "cuda"
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    shared: list[Any] = [None]
+    status = None
+    if rank == 0:
+        folder = claim(folder)
+        status = begin(order, folder, None)
+        shared = [folder]
+    dist.broadcast_object_list(shared)
+    folder = shared[0]
+    facts = _facts(order, status, folder, None, 1) if status else {}
+    ending = attempt(_tracked(order), folder, None, facts)
+    if status is None:
+        return Result(ending.status, ending.reason, ending.exit_code, folder, {})
+    return _end(status, ending, order, 1, folder)
+
+
+def _tracked(order: Order) -> Run:
+    """Returns the run with the sweep as its W&B group, where it names none."""
+    run = order.run
+    if order.sweep is None or run.tracking.group is not None:
+        return run
+    return replace(run, tracking=replace(run.tracking, group=order.sweep))
+
+
+def _facts(
+    order: Order, status: Status, folder: Path, resume: Path | None, attempt: int
+) -> dict[str, object]:
+    """Returns what W&B is told beside the config."""
+    known = asdict(status)
+    kept = ("command", "git_commit", "git_dirty", "versions", "machine", "world_size")
+    return {
+        **{key: known[key] for key in kept},
+        "folder": str(folder),
+        "varied": dict(order.varied),
+        "attempt": attempt,
+        "resumed_from": str(resume) if resume else None,
+    }
+
+
+def _end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
+    status.ended_as(ending, order.run, attempts, folder).write(folder)
+    summary = read_json(folder / "summary.json")
+    return Result(ending.status, ending.reason, ending.exit_code, folder, summary)

@@ -1,0 +1,104 @@
+"""Processes of a job, found and ended: nothing that a job started outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+PRELOADED = "scalewise.launch.preload"
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_nursery() -> None:
+    """Starts the fork server from which jobs are born with torch and Lightning imported.
+
+    One per process; later calls cost nothing.
+    """
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    multiprocessing.forkserver.ensure_running()
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of grandchildren whose parent dies (Linux), to find them."""
+    warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+
+
+def limit_memory(gib: float | None) -> None:
+    """Limits the address space of this process."""
+    if gib is None:
+        return
+    import resource
+
+    limit = int(gib * 1024**3)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def descendants() -> list[psutil.Process]:
+    """Returns every process that was started from this one's fork server."""
+    servers = [child for child in psutil.Process().children() if _is_server(child)]
+    found: list[psutil.Process] = []
+    for server in servers:
+        try:
+            found += server.children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def end(processes: Iterable[psutil.Process], grace: float) -> None:
+    """Asks processes to end by SIGTERM and, after ``grace`` seconds, ends them by SIGKILL."""
+    alive = list(processes)
+    for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+        for process in alive:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+        alive = _still_alive(alive, wait)
+        if not alive:
+            return
+
+
+def _still_alive(processes: list[psutil.Process], wait: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + wait
+    while processes and time.monotonic() < deadline:
+        processes = [process for process in processes if _runs(process)]
+        if processes:
+            time.sleep(0.05)
+    return processes
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.forkserver" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def out_of_memory_kills() -> int:
+    """Returns how often the kernel has killed for memory since it started (Linux), or 0."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split() for line in lines)
+    return int(counts.get("oom_kill", 0))

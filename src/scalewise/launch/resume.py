@@ -1,0 +1,108 @@
+"""Finds the checkpoint that ``resume=`` means, and refuses one of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scalewise.checkpoints import store
+from scalewise.errors import CheckpointError, Complaint
+from scalewise.run import Run
+from scalewise.tracking.files import read_json
+
+_FREE = ("weights", "dropout")
+"""Fields of a model that may change between a checkpoint and its resumption."""
+
+
+def checkpoint_for(run: Run, folder: Path, *, in_sweep: bool = False) -> Path | None:
+    """Returns the checkpoint to go on from, or None to start anew.
+
+    ``resume`` is a path (a checkpoint or a run's folder), ``last`` (the newest run of this name)
+    or ``auto`` (the same, if it did not finish; else a fresh start). Raises ``CheckpointError``.
+    """
+    asked = run.resume
+    if asked is None:
+        return None
+    if asked not in ("last", "auto"):
+        path = _in(Path(asked).expanduser())
+    else:
+        path = _newest(folder, in_sweep, unfinished=asked == "auto")
+        if path is None and asked == "auto":
+            return None
+    if path is None:
+        where = folder.parent if asked == "last" else asked
+        raise CheckpointError.one(
+            "resume", asked, f"no whole checkpoint under {where}", "give a path, or resume=null"
+        )
+    path = path.absolute()
+    store.verify(path)
+    complaints = list(differences(run, path.parents[1]))
+    if complaints:
+        raise CheckpointError(complaints)
+    return path
+
+
+def differences(run: Run, folder: Path) -> Iterator[Complaint]:
+    """Yields how the run that wrote a checkpoint differs where it must not."""
+    earlier = _resolved(folder)
+    if not earlier:
+        return
+    now = run.as_dict()
+    for group, keys in (
+        ("model", None),
+        ("optimizer", ("_target_",)),
+        ("parallelism", None),
+        ("trainer", ("micro_batch", "global_batch")),
+        ("data", None),
+        ("seed", None),
+    ):
+        before, after = _part(earlier, group), _part(now, group)
+        for key in keys or sorted({*before, *after}):
+            if key not in _FREE and before.get(key) != after.get(key):
+                name = f"{group}.{key}" if key else group
+                yield Complaint(
+                    name,
+                    after.get(key),
+                    f"the checkpoint under {folder} was trained with {before.get(key)}",
+                    f"set {name}={before.get(key)}, or resume=null",
+                )
+
+
+def _part(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    part = values.get(group)
+    return part if isinstance(part, Mapping) else {"": part}
+
+
+def _in(path: Path) -> Path | None:
+    if (path / store.MANIFEST).is_file() or not path.is_dir():
+        return path
+    if (path / "checkpoints").is_dir():
+        return store.latest(path / "checkpoints")
+    return store.latest(path) if store.steps(path) else path
+
+
+def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
+    """Looks through the runs beside ``folder``: same name, or same job of the same sweep."""
+    if in_sweep:
+        runs = [found / folder.name for found in folder.parents[1].glob("*")]
+    else:
+        runs = list(folder.parent.glob("*"))
+    for earlier in sorted(runs, key=lambda path: str(path), reverse=True):
+        if earlier == folder or not earlier.is_dir():
+            continue
+        if unfinished and read_json(earlier / "status.json").get("status") == "ok":
+            return None
+        if found := store.latest(earlier / "checkpoints"):
+            return found
+    return None
+
+
+def _resolved(folder: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,174 @@
+"""How a job stands or ended, as data: ``status.json``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from scalewise.errors import EXIT_CODES
+from scalewise.hardware import this_machine
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_json
+
+VERSIONS = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job, or one attempt at it, ended."""
+
+    status: str
+    """ok, failed, out_of_memory, timeout, interrupted or refused."""
+    reason: str = ""
+    rank: int | None = None
+    """The rank it began with, where one is known."""
+    log_tail: tuple[str, ...] = ()
+    """The last lines that rank wrote about it."""
+    signal_number: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """Returns the process exit code of this ending."""
+        if self.status == "interrupted":
+            return 128 + self.signal_number
+        return EXIT_CODES[self.status]
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of ``status.json``."""
+
+    verb: str
+    name: str
+    question: str
+    command: str
+    choices: Mapping[str, str]
+    overrides: tuple[str, ...]
+    varied: Mapping[str, str]
+    changed: tuple[Mapping[str, object], ...]
+    world_size: int
+    started: str
+    status: str = "running"
+    reason: str = ""
+    exit_code: int | None = None
+    ended: str | None = None
+    seconds: float = 0.0
+    attempts: int = 1
+    rank: int | None = None
+    log_tail: tuple[str, ...] = ()
+    cures: tuple[Mapping[str, str], ...] = ()
+    resumed_from: str | None = None
+    process: int = field(default_factory=os.getpid)
+    machine: Mapping[str, object] = field(default_factory=lambda: machine_facts())
+    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    wandb: Mapping[str, object] = field(
+        default_factory=lambda: {"mode": "disabled", "url": None, "folder": None}
+    )
+
+    def ended_as(self, ending: Ending, run: Run, attempts: int, folder: Path) -> Status:
+        """Returns the status of a job that ended so."""
+        end = datetime.now(UTC)
+        begun = datetime.fromisoformat(self.started)
+        return replace(
+            self,
+            status=ending.status,
+            reason=ending.reason,
+            exit_code=ending.exit_code,
+            ended=end.isoformat(timespec="seconds"),
+            seconds=round((end - begun).total_seconds(), 3),
+            attempts=attempts,
+            rank=ending.rank,
+            log_tail=ending.log_tail,
+            cures=tuple(cures(ending, run)),
+            wandb=read_json(folder / WANDB_FACTS) or self.wandb,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes ``status.json``, whole or not at all."""
+        write_json(folder / "status.json", asdict(self))
+
+
+WANDB_FACTS = "wandb/facts.json"
+"""What rank 0 tells about its W&B run, relative to the run's folder."""
+
+
+def cures(ending: Ending, run: Run) -> list[dict[str, str]]:
+    """Returns overrides that may mend a failure, each with why."""
+    found: list[tuple[str, str]] = []
+    if ending.status == "out_of_memory":
+        if run.trainer.micro_batch > 1:
+            half = run.trainer.micro_batch // 2
+            keep = f"trainer.micro_batch={half} trainer.global_batch={run.global_batch}"
+            found.append((keep, "Half the activations; the global batch stays as it is."))
+        if run.choices.get("precision") == "fp32":
+            found.append(("precision=bf16_mixed", "Activations in half the bytes."))
+        if run.launch.memory_limit_gib is not None:
+            found.append(("launch.memory_limit_gib=null", "Lifts the limit set for this job."))
+    elif ending.status == "timeout" and run.launch.timeout is not None:
+        longer = f"launch.timeout={run.launch.timeout * 2:g}"
+        found.append((longer, "Twice the time, if it was slow and not stuck."))
+        if run.checkpoint.every is None:
+            found.append(("checkpoint.every=100", "Leaves something to resume from."))
+    elif ending.status == "failed" and "lower optimizer.lr" in ending.reason:
+        lr = getattr(run.optimizer, "lr", 0.0)
+        found.append((f"optimizer.lr={lr / 3:.1g}", "A third of the learning rate."))
+    elif ending.status == "interrupted":
+        found.append(("resume=last", "Goes on from the checkpoint of the signal."))
+    return [{"override": override, "why": why} for override, why in found]
+
+
+def machine_facts() -> dict[str, object]:
+    """Returns what the present machine is, for a report."""
+    machine = this_machine()
+    return {
+        "device": machine.gpus[0] if machine.gpus else "cpu",
+        "devices": len(machine.gpus),
+        "processor": machine.processor,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that shape a run."""
+    found = {"python": platform.python_version()}
+    for package in VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Returns ``git_commit`` and ``git_dirty`` of the working folder; None where there is none."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
+
+
+def command_line(verb: str, arguments: list[str] | tuple[str, ...]) -> str:
+    """Returns the command as a person would paste it."""
+    return shlex.join(["scalewise", verb, *arguments])
+

@@ -1,0 +1,143 @@
+"""What fills the memory of one step: counted on the CPU, asked of the allocator on CUDA."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryProbe:
+    """Measures one optimizer step, from the start of its last micro batch to its end."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self._module, self._optimizer, self._device = module, optimizer, device
+        self._live = None if device.type == "cuda" else LiveBytes()
+        self._found: dict[str, int] = {}
+        self._peak = 0
+
+    def start(self) -> None:
+        """Begins, before forward."""
+        self._untracked = self._held()
+        if self._live is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            self._live.__enter__()
+
+    def before_backward(self) -> None:
+        """Takes the activations: what forward left alive."""
+        if self._live is None:
+            self._found["activations"] = torch.cuda.memory_allocated(self._device) - self._before
+            return
+        self._found["activations"] = self._live.now
+        self._settle()
+
+    def before_optimizer(self) -> None:
+        """Takes the gradients, which are all there now."""
+        self._found["gradients"] = bytes_of(_gradients(self._module))
+
+    def finish(self) -> dict[str, int]:
+        """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
+        if self._live is None:
+            self._peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            self._settle()
+            self._live.__exit__(None, None, None)
+        found = {
+            "parameters": bytes_of([*self._module.parameters(), *self._module.buffers()]),
+            "optimizer": bytes_of(_states(self._optimizer)),
+            **self._found,
+            "peak": self._peak,
+            "host_peak": host_peak_bytes(),
+        }
+        return {f"memory/{name}_bytes": value for name, value in found.items()}
+
+    def _held(self) -> int:
+        parameters = [*self._module.parameters(), *self._module.buffers()]
+        return bytes_of([*parameters, *_gradients(self._module), *_states(self._optimizer)])
+
+    def _settle(self) -> None:
+        """Ends a phase: gradients of the step before may be gone by now."""
+        assert self._live is not None
+        self._peak = max(self._peak, self._untracked + self._live.take_peak())
+        self._untracked = self._held() - self._live.bytes_among(
+            [*_gradients(self._module), *_states(self._optimizer)]
+        )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operators allocate while it is active.
+
+    Scratch space inside one operator is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self._peak = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def take_peak(self) -> int:
+        """Returns the largest count since the last call."""
+        peak, self._peak = max(self._peak, self.now), self.now
+        return peak
+
+    def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of those tensors that are counted here already."""
+        keys = {_key(tensor) for tensor in tensors}
+        return sum(size for key, (_, size) in self._alive.items() if key in keys)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive or not storage.nbytes():
+            return
+        size = storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = (weakref.ref(storage, forget), size)
+        self.now += size
+        self._peak = max(self._peak, self.now)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes that tensors hold, each storage once."""
+    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def host_peak_bytes() -> int:
+    """Returns the largest resident set of this process so far, bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def _states(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]

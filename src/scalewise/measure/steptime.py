@@ -1,0 +1,64 @@
+"""Where the time of a step goes: marks on the device's own clock, read once per window."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import torch
+
+from scalewise.tracking.names import TIMES
+
+OTHER = "other"
+"""Validation, checkpoints and logging: no part of a step."""
+
+
+class StepClock:
+    """Collects phases of steps. A mark ends the phase before it.
+
+    On CUDA a mark is an event on the current stream: nothing waits until ``drain``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._ended: list[list[tuple[str, float | torch.cuda.Event]]] = []
+
+    def mark(self, phase: str) -> None:
+        """Says that ``phase`` begins now."""
+        self._marks.append((phase, self._now()))
+
+    def end_step(self) -> None:
+        """Says that an optimizer step ended; what follows is ``OTHER`` until the next mark."""
+        self.mark(OTHER)
+        self._ended.append(self._marks)
+        self._marks = self._marks[-1:]
+
+    def drain(self) -> list[dict[str, float]]:
+        """Returns the seconds of each phase for every step ended since the last call."""
+        if self._cuda and self._ended:
+            torch.cuda.synchronize()
+        steps = [self._seconds(marks) for marks in self._ended]
+        self._ended = []
+        return steps
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, marks: list[tuple[str, float | torch.cuda.Event]]) -> dict[str, float]:
+        spent: dict[str, float] = defaultdict(float)
+        for (phase, start), (_, end) in zip(marks, marks[1:], strict=False):
+            spent[phase] += _between(start, end)
+        return {phase: spent[phase] for phase in TIMES}
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3

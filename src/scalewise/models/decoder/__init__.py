@@ -1,0 +1,1 @@
+"""Decoder-only transformers: described (spec), alive (module), from and to disk (weights)."""

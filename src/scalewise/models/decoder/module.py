@@ -1,0 +1,248 @@
+"""The decoder alive.
+
+Shape suffixes: B rows, T tokens of a row, W width, F feedforward, V vocabulary, H query heads,
+K key (and value) heads, D features per head.
+"""
+
+from __future__ import annotations
+
+from math import pi, sqrt
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+
+
+class DecoderModule(nn.Module):
+    """``tokens_BT -> logits_BTV``; parameters are those of ``spec.census()``, in its order.
+
+    Made on torch's default device with fresh weights. Made on the meta device, it lives after
+    ``to_empty(device=...)`` and ``init_weights()``, sharded in between or not.
+    """
+
+    rope: Tensor | None
+
+    def __init__(self, spec: Decoder) -> None:
+        super().__init__()
+        device = torch.get_default_device()
+        self.spec = spec
+        with torch.device("meta"):  # so that torch's own initialization costs nothing
+            self.embedding = nn.Embedding(spec.vocabulary, spec.width)
+            learned = spec.position is Position.learned
+            self.position = nn.Embedding(spec.context, spec.width) if learned else None
+            self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+            self.norm = norm(spec)
+            self.head: nn.Module = (
+                TiedHead() if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
+            )
+            shape = (2, spec.context, spec.head_size)
+            table = None if learned else torch.empty(shape, dtype=torch.float32)
+            self.register_buffer("rope", table, persistent=False)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def forward(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
+        """Returns ``logits_BTV``.
+
+        ``positions_T`` are the tokens' places in their row, 0 to T - 1 unless given: a rank that
+        holds a piece of each row says which.
+        """
+        if positions_T is None:
+            positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTW = self.embed(tokens_BT, positions_T)
+        rope_2TD = self.rotation(positions_T)
+        for block in self.blocks:
+            x_BTW = block(x_BTW, rope_2TD)
+        return self.unembed(x_BTW)
+
+    def embed(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """Returns ``x_BTW``, what the first block reads."""
+        x_BTW = self.embedding(tokens_BT)
+        if self.position is not None:
+            x_BTW = x_BTW + self.position(positions_T)
+        return F.dropout(x_BTW, self.spec.dropout, self.training)
+
+    def rotation(self, positions_T: Tensor) -> Tensor | None:
+        """Returns ``rope_2TD``, what ``rotate`` reads; None with learned positions."""
+        return None if self.rope is None else self.rope[:, positions_T]
+
+    def unembed(self, x_BTW: Tensor) -> Tensor:
+        """Returns ``logits_BTV`` from what the last block wrote."""
+        x_BTW = self.norm(x_BTW)
+        if self.spec.tied:
+            return cast(Tensor, self.head(x_BTW, self.embedding.weight))
+        return cast(Tensor, self.head(x_BTW))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draws every parameter afresh from the global generator and fills the buffers.
+
+        Matrices are normal(0, ``initial_std``), those that write to the residual stream
+        ``1 / sqrt(2 layers)`` of it, so that its variance does not grow with depth (Radford et
+        al. 2019, GPT-2, section 2.3); norms are one, biases zero.
+        """
+        self.init_buffers()
+        residual = self.spec.initial_std / sqrt(2 * self.spec.layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" in name:
+                nn.init.ones_(parameter)
+            else:
+                writes = name.endswith(("attention.output.weight", "feedforward.down.weight"))
+                nn.init.normal_(parameter, 0.0, residual if writes else self.spec.initial_std)
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """Fills the table of rotations, which no checkpoint holds."""
+        if self.rope is not None:
+            self.rope.copy_(rope_table(self.spec))
+
+
+class Block(nn.Module):
+    """One layer: ``x_BTW, rope_2TD -> x_BTW``."""
+
+    def __init__(self, spec: Decoder) -> None:
+        super().__init__()
+        self.dropout = spec.dropout
+        self.attention_norm = norm(spec)
+        self.attention = Attention(spec)
+        self.feedforward_norm = norm(spec)
+        self.feedforward = SwiGLU(spec) if spec.activation is Activation.swiglu else GELU(spec)
+
+    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None) -> Tensor:
+        """Returns the residual stream after this layer."""
+        x_BTW = x_BTW + self._drop(self.attention(self.attention_norm(x_BTW), rope_2TD))
+        return x_BTW + self._drop(self.feedforward(self.feedforward_norm(x_BTW)))
+
+    def _drop(self, x_BTW: Tensor) -> Tensor:
+        return F.dropout(x_BTW, self.dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped queries (Ainslie et al. 2023) and rotary positions.
+
+    Heads are counted from the features that arrive, so that a tensor-parallel rank may hold some.
+    """
+
+    def __init__(self, spec: Decoder) -> None:
+        super().__init__()
+        self.head_size = spec.head_size
+        self.query = nn.Linear(spec.width, spec.query_width, bias=spec.bias)
+        self.key = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
+        self.value = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
+        self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
+        self.mix = CausalMix(spec.dropout)
+
+    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None) -> Tensor:
+        """Returns ``x_BTW``, each token a mix of itself and those before it."""
+        query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
+        key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
+        value_BTKD = self.value(x_BTW).unflatten(-1, (-1, self.head_size))
+        if rope_2TD is not None:
+            query_BTHD = rotate(query_BTHD, rope_2TD)
+            key_BTKD = rotate(key_BTKD, rope_2TD)
+        mixed_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD)
+        return cast(Tensor, self.output(mixed_BTHD.flatten(-2)))
+
+
+class CausalMix(nn.Module):
+    """``softmax(query key^T / sqrt(D)) value`` over a token and those before it; no weights.
+
+    A module of its own so that context parallelism can put another in its place.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+        """Returns ``mixed_BTHD``."""
+        mixed_BHTD = F.scaled_dot_product_attention(
+            query_BTHD.transpose(1, 2),
+            key_BTKD.transpose(1, 2),
+            value_BTKD.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
+        )
+        return mixed_BHTD.transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """``x_BTW -> down(SiLU(gate(x)) * up(x))`` (Shazeer 2020)."""
+
+    def __init__(self, spec: Decoder) -> None:
+        super().__init__()
+        self.gate = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
+        self.up = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
+        self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Returns ``x_BTW``."""
+        return cast(Tensor, self.down(F.silu(self.gate(x_BTW)) * self.up(x_BTW)))
+
+
+class GELU(nn.Module):
+    """``x_BTW -> down(GELU(up(x)))``, GELU by its tanh approximation as in GPT-2."""
+
+    def __init__(self, spec: Decoder) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.width, spec.feedforward, bias=spec.bias)
+        self.down = nn.Linear(spec.feedforward, spec.width, bias=spec.bias)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Returns ``x_BTW``."""
+        return cast(Tensor, self.down(F.gelu(self.up(x_BTW), approximate="tanh")))
+
+
+class TiedHead(nn.Module):
+    """Logits by a matrix that belongs to the embedding; a module so that hooks can reach it."""
+
+    def forward(self, x_BTW: Tensor, weight_VW: Tensor) -> Tensor:
+        """Returns ``logits_BTV``."""
+        return F.linear(x_BTW, weight_VW)
+
+
+def norm(spec: Decoder) -> nn.Module:
+    """Returns the normalization of the last dim, with a weight per feature."""
+    if spec.norm is Norm.rmsnorm:
+        return nn.RMSNorm(spec.width, eps=spec.norm_epsilon)
+    return nn.LayerNorm(spec.width, eps=spec.norm_epsilon, bias=spec.bias)
+
+
+def rotate(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
+    """Returns the heads with feature pairs (i, i + D/2) rotated by their place, in ``x``'s dtype.
+
+    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the table's
+    sines carry the signs. Su et al. 2021, RoFormer, with the pairs of Hugging Face's Llama.
+    """
+    cos_TD, sin_TD = rope_2TD[:, :, None].unbind(0)
+    swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
+    return (x_BTHD * cos_TD + swapped_BTHD * sin_TD).to(x_BTHD.dtype)
+
+
+def rope_table(spec: Decoder) -> Tensor:
+    """Returns cosines and signed sines, ``(2, context, D)``, in float32 on the host.
+
+    Pair i turns by ``theta^(-2i / D)`` radians per token. With ``rope_scaling`` wavelengths longer
+    than ``original / low`` tokens grow by the factor, those shorter than ``original / high`` stay,
+    and between them the two frequencies are blended linearly in ``original / wavelength``
+    (Llama 3.1, Hugging Face's ``rope_type: llama3``).
+    """
+    with torch.device("cpu"):
+        exponents = torch.arange(0, spec.head_size, 2, dtype=torch.float32) / spec.head_size
+        places_T = torch.arange(spec.context, dtype=torch.float32)
+    frequencies = 1.0 / spec.rope_theta**exponents
+    if spec.rope_scaling:
+        turns = spec.rope_original_context * frequencies / (2 * pi)
+        low, high = spec.rope_low_frequency, spec.rope_high_frequency
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1 - kept) / spec.rope_factor)
+    angles = torch.outer(places_T, frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

@@ -1,0 +1,224 @@
+"""Decoder-only transformers of the Llama and GPT-2 shapes, as a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.models.base import Model, Weight
+
+if TYPE_CHECKING:
+    from scalewise.models.decoder.module import DecoderModule
+
+
+class Norm(StrEnum):
+    """How activations are normalized before each sublayer."""
+
+    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"
+
+
+class Position(StrEnum):
+    """How a token's place enters: rotated queries and keys, or a table added to the embedding."""
+
+    rope = "rope"
+    learned = "learned"
+
+
+class Activation(StrEnum):
+    """The feedforward's form: SiLU(gate) * up, or the tanh approximation of GELU."""
+
+    swiglu = "swiglu"
+    gelu = "gelu"
+
+
+@option("model", "decoder")
+@dataclass(frozen=True)
+class Decoder(Model):
+    """A pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
+
+    vocabulary: int
+    """Token ids, 0 to vocabulary - 1."""
+    context: int
+    """Longest row, in tokens."""
+    width: int
+    """Features of the residual stream."""
+    layers: int
+    """Blocks."""
+    heads: int
+    """Query heads per block."""
+    feedforward: int
+    """Features of the feedforward's hidden layer."""
+    kv_heads: int | None = None
+    """Key and value heads per block, fewer than ``heads`` in grouped queries; None: ``heads``."""
+    head_width: int | None = None
+    """Features per head; None: ``width / heads``."""
+    norm: Norm = Norm.rmsnorm
+    """Normalization before each sublayer and before the head."""
+    position: Position = Position.rope
+    """Position encoding."""
+    activation: Activation = Activation.swiglu
+    """Form of the feedforward."""
+    bias: bool = False
+    """Biases in every linear layer but the head, and in LayerNorm."""
+    tied: bool = False
+    """The head is the token embedding's own matrix."""
+    rope_theta: float = 10000.0
+    """Base of the rotation's wavelengths (2 pi tokens to about 2 pi theta tokens)."""
+    rope_scaling: bool = False
+    """Stretch the long wavelengths as Llama 3.1 does; the four fields below say how far."""
+    rope_factor: float = 8.0
+    """Factor by which the longest wavelengths grow."""
+    rope_low_frequency: float = 1.0
+    """Wavelengths above ``rope_original_context`` over this grow by the whole factor."""
+    rope_high_frequency: float = 4.0
+    """Wavelengths below ``rope_original_context`` over this stay as they are."""
+    rope_original_context: int = 8192
+    """Context that the unscaled wavelengths were trained for, in tokens."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance before its root is taken."""
+    dropout: float = 0.0
+    """Share of embeddings, attention weights and sublayer outputs dropped while training."""
+    initial_std: float = 0.02
+    """Standard deviation of fresh weights; over sqrt(2 layers) where a block meets the residual."""
+    weights: str | None = None
+    """Folder or .safetensors file of Hugging Face weights to start from; None: fresh weights."""
+
+    @property
+    def head_size(self) -> int:
+        """Returns the features per head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the key (and value) heads per block."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Returns the features of all queries of one token, those of attention's output too."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Returns the features of all keys of one token; its values have as many."""
+        return self.key_heads * self.head_size
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns the bytes of the table of rotations: cosine and sine, float32, never sharded."""
+        return 2 * self.context * self.head_size * 4 if self.position is Position.rope else 0
+
+    @property
+    def linears(self) -> tuple[tuple[str, int, int, str], ...]:
+        """Returns the linear layers of one block: name within it, features out and in, role."""
+        up = ("gate", "up") if self.activation is Activation.swiglu else ("up",)
+        return (
+            ("attention.query", self.query_width, self.width, "attention"),
+            ("attention.key", self.kv_width, self.width, "attention"),
+            ("attention.value", self.kv_width, self.width, "attention"),
+            ("attention.output", self.width, self.query_width, "attention"),
+            *((f"feedforward.{name}", self.feedforward, self.width, "feedforward") for name in up),
+            ("feedforward.down", self.width, self.feedforward, "feedforward"),
+        )
+
+    def census(self) -> tuple[Weight, ...]:
+        """Returns every tensor of ``DecoderModule.named_parameters()``, in its order."""
+        return tuple(self._census())
+
+    def _census(self) -> Iterator[Weight]:
+        yield Weight("embedding.weight", (self.vocabulary, self.width), "embedding")
+        if self.position is Position.learned:
+            yield Weight("position.weight", (self.context, self.width), "position")
+        for layer in range(self.layers):
+            block = f"blocks.{layer}"
+            halves = {"attention_norm": self.linears[:4], "feedforward_norm": self.linears[4:]}
+            for norm, linears in halves.items():
+                yield from self._norm(f"{block}.{norm}", layer)
+                for name, out, into, role in linears:
+                    yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
+                    if self.bias:
+                        yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
+        yield from self._norm("norm", None)
+        if not self.tied:
+            yield Weight("head.weight", (self.vocabulary, self.width), "head")
+
+    def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
+        yield Weight(f"{name}.weight", (self.width,), "norm", layer)
+        if self.bias and self.norm is Norm.layernorm:
+            yield Weight(f"{name}.bias", (self.width,), "bias", layer)
+
+    def flops(self, sequence: int) -> float:
+        """Returns the flops of one forward and backward pass, per token of a ``sequence``.
+
+        A linear layer of m x n weights costs 2mn per token forward, and twice that backward (one
+        product for the input's gradient, one for the weight's): 6mn. An embedding is a look-up
+        and costs none; the head is a linear layer, tied or not. Attention multiplies each query
+        with S keys and its weights with S values: 2 products of 2 S A flops, A = ``query_width``.
+        Flash attention's backward makes 5 such products, the scores once more among them: 2.5
+        times the forward. Per layer and token 4 S A * 3.5 = 14 S A (12 S A in PaLM's count, which
+        leaves the second making of the scores out).
+
+        Every query is counted against the whole row, as by ``torch.utils.flop_counter`` and PaLM.
+        A kernel that skips what the causal mask hides does about half: (S + 1) / 2S of it.
+        Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
+        """
+        block = 6.0 * sum(out * into for _, out, into, _ in self.linears)
+        attention = 14.0 * sequence * self.query_width
+        return self.layers * (block + attention) + 6.0 * self.vocabulary * self.width
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields what is contradictory inside this spec, and weights that are not there."""
+        positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
+        positive += ["kv_heads", "head_width", "rope_theta", "norm_epsilon", "initial_std"]
+        given = {name: getattr(self, name) for name in positive}
+        wrong = [name for name, value in given.items() if value is not None and value <= 0]
+        for name in wrong:
+            default = getattr(Decoder, name, 1)  # a field without a default is no class attribute
+            cure = "null" if default is None else default
+            yield self._complaint(name, "must be positive", f"try model.{name}={cure}")
+        if not wrong:
+            yield from self._shape_complaints()
+        if not 0 <= self.dropout < 1:
+            yield self._complaint("dropout", "is not in [0, 1)", "try model.dropout=0")
+        rising = 0 < self.rope_low_frequency < self.rope_high_frequency
+        if self.rope_scaling and not (
+            rising and min(self.rope_factor, self.rope_original_context) >= 1
+        ):
+            reason = "needs rope_factor and rope_original_context >= 1, 0 < low < high frequency"
+            yield self._complaint("rope_scaling", reason, "try model.rope_scaling=false")
+        if self.weights is not None and not Path(self.weights).exists():
+            cure = "model.weights=PATH of a folder of safetensors, or model.weights=null"
+            yield self._complaint("weights", "no such file or folder", cure)
+
+    def _shape_complaints(self) -> Iterator[Complaint]:
+        if self.head_width is None and self.width % self.heads:
+            cure = f"try model.width={self.heads * (self.width // self.heads + 1)}"
+            yield self._complaint("width", f"is not divisible by model.heads={self.heads}", cure)
+        if self.heads % self.key_heads:
+            reason = f"does not divide model.heads={self.heads}"
+            yield self._complaint("kv_heads", reason, "try model.kv_heads=null")
+        if self.position is Position.rope and self.head_size % 2:
+            reason = f"rotary position pairs features, and {self.head_size} per head is odd"
+            cure = f"try model.head_width={self.head_size + 1}"
+            yield self._complaint("head_width", reason, cure)
+
+    def _complaint(self, field: str, reason: str, cure: str) -> Complaint:
+        return Complaint(f"model.{field}", getattr(self, field), reason, cure)
+
+    def build(self) -> DecoderModule:
+        """Returns the module on torch's default device, with fresh or loaded weights.
+
+        Fresh weights are drawn from torch's global generator, so a seed determines them. Under
+        ``torch.device("meta")`` only shapes are made and ``weights`` is not read. Raises
+        ``CheckpointError`` where ``weights`` does not fit.
+        """
+        from scalewise.models.decoder.module import DecoderModule
+        from scalewise.models.decoder.weights import start
+
+        return DecoderModule(self) if self.weights is None else start(self.weights, self)

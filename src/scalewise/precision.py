@@ -1,0 +1,73 @@
+"""In which number format weights are held and arithmetic is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+
+LightningPrecision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+
+
+class Number(StrEnum):
+    """A floating-point format."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of one number."""
+        return 4 if self is Number.fp32 else 2
+
+
+_LIGHTNING: dict[tuple[Number, Number], LightningPrecision] = {
+    (Number.fp32, Number.fp32): "32-true",
+    (Number.fp32, Number.bf16): "bf16-mixed",
+    (Number.bf16, Number.bf16): "bf16-true",
+    (Number.fp32, Number.fp16): "16-mixed",
+}
+
+
+@option("precision", "precision")
+@dataclass(frozen=True)
+class Precision:
+    """Formats by role. Gradients and optimizer state are held as the parameters are."""
+
+    parameters: Number = Number.fp32
+    """Format in which parameters, gradients and optimizer state are held."""
+    compute: Number = Number.fp32
+    """Format of matrix products and of the activations kept for backward."""
+    tf32: bool = False
+    """Whether fp32 matrix products may run as TF32 on CUDA (10 mantissa bits)."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a pair of formats that no Lightning precision plugin runs."""
+        if (self.parameters, self.compute) not in _LIGHTNING:
+            known = ", ".join(f"{held}/{used}" for held, used in _LIGHTNING)
+            yield Complaint(
+                "precision.parameters",
+                self.parameters.value,
+                f"cannot be held while computing in {self.compute}",
+                f"parameters/compute may be {known}",
+            )
+
+    @property
+    def peak_kind(self) -> str:
+        """Returns which peak of a hardware profile a matrix product runs against."""
+        return "tf32" if self.compute is Number.fp32 and self.tf32 else self.compute.value
+
+    def plugin(self) -> LightningPrecision:
+        """Returns the name by which Lightning's Trainer knows this precision."""
+        return _LIGHTNING[self.parameters, self.compute]
+
+    def set_matmul(self) -> None:
+        """Sets how this process multiplies fp32 matrices on CUDA."""
+        import torch
+
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")

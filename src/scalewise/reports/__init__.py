@@ -1,0 +1,1 @@
+"""The offline page of a run or a sweep: one self-contained ``report.html``."""

@@ -1,0 +1,158 @@
+"""Where the bytes and the milliseconds go: the stacked parts of the page."""
+
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from scalewise.reports import charts, headings, numbers
+from scalewise.reports.charts import Bar, Segment
+from scalewise.reports.compare import (
+    MEMORY,
+    MEMORY_REST,
+    PEAK,
+    STEP,
+    TIME,
+    TIME_REST,
+    Comparison,
+    Job,
+    Part,
+    breakdown,
+)
+from scalewise.reports.layout import twice
+from scalewise.reports.numbers import MemoryUnit
+from scalewise.reports.sections import Numbers, Panel, Section, chosen, left_out, window
+
+
+def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
+    """Returns what fills the memory, largest peak first; ``None`` if nothing measured it."""
+    jobs = sorted(comparison.shown, key=lambda j: -(j.measured(PEAK) or 0))
+    stack = _stack(
+        comparison,
+        jobs,
+        MEMORY,
+        MEMORY_REST,
+        PEAK,
+        scale=1 / unit.size,
+        text=unit.text,
+        unit=unit.name,
+    )
+    peaks = sorted(p for job in jobs if (p := job.measured(PEAK)) is not None)
+    if stack is None or not peaks:
+        return None
+    drawn, bars, key, table = stack
+    found = headings.shares(drawn, MEMORY, PEAK, MEMORY_REST)
+    notes: list[str | Markup] = [
+        "Blue is model state, ochre is activations, grey is what the peak holds beyond them: "
+        "buffers, workspace and the allocator's reserve."
+    ]
+    state = [
+        (sum(size for part, size in breakdown(j, MEMORY[:3], "", MEMORY_REST).items()), j)
+        for j in drawn
+    ]
+    low, high = min(state, key=lambda s: s[0]), max(state, key=lambda s: s[0])
+    if len(drawn) == 1:
+        notes.append(f"Parameters, gradients and optimizer together take {unit.full(low[0])}.")
+    elif unit.text(low[0]) == unit.text(high[0]):
+        notes.append(f"Parameters, gradients and optimizer take {unit.full(low[0])} in every job.")
+    else:
+        notes.append(Markup("<b>Model state</b> takes {} in {} and {} in {}.").format(
+            unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name))  # fmt: skip
+    notes += left_out(comparison, drawn)
+    ranks = any(job.run.world_size > 1 for job in drawn)
+    return Section(
+        "memory",
+        "Memory",
+        headings.memory_heading(found, peaks, unit, MEMORY_REST),
+        (_panel("Peak a rank" if ranks else "Peak", f"{unit.name}{chosen(comparison, drawn)}", bars,
+                "memory", f"Stacked bars: peak memory of {numbers.plural(len(drawn), 'job')} by what"
+                " fills it. The same numbers stand in the table below."),),
+        key,
+        tuple(notes),
+        table,
+    )  # fmt: skip
+
+
+def time(comparison: Comparison) -> Section | None:
+    """Returns where the step goes, fastest first; ``None`` if nothing timed it."""
+    jobs = [job for job in comparison.ranked(STEP, False) if job in comparison.shown]
+    stack = _stack(
+        comparison, jobs, TIME, TIME_REST, STEP, scale=1e3, text=numbers.milliseconds, unit="ms"
+    )
+    if stack is None:
+        return None
+    drawn, bars, key, table = stack
+    found = headings.shares(drawn, TIME, STEP, TIME_REST)
+    notes: list[str | Markup] = []
+    if any(label.startswith(TIME_REST.label) for _, label in key):
+        notes.append("Pale grey is the rest of the step: what none of the four timers covers.")
+    if len(drawn) > 1:
+        fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
+        both = [part for part in fast if part in slow]
+        widest = max(both, key=lambda p: abs(slow[p] - fast[p]), default=None)
+        if widest:
+            notes.append(Markup(
+                "Between <b>{}</b> and <b>{}</b>, the fastest and the slowest step, "
+                "{} differs most: {}\u00a0ms against {}\u00a0ms."
+            ).format(drawn[0].name, drawn[-1].name, widest.label,
+                     numbers.milliseconds(fast[widest]), numbers.milliseconds(slow[widest])))  # fmt: skip
+    notes += left_out(comparison, drawn)
+    unit = ", ".join(filter(None, ("ms", window(drawn))))
+    return Section(
+        "time",
+        "Time",
+        headings.time_heading(found),
+        (_panel("Step split", f"{unit}{chosen(comparison, drawn)}", bars, "time",
+                f"Stacked bars: step time of {numbers.plural(len(drawn), 'job')} by phase."
+                " The same numbers stand in the table below."),),
+        key,
+        tuple(notes),
+        table,
+    )  # fmt: skip
+
+
+def _stack(
+    comparison: Comparison,
+    jobs: Sequence[Job],
+    parts: Sequence[Part],
+    rest: Part,
+    total: str,
+    *,
+    scale: float,
+    text: Callable[[float | None], str],
+    unit: str,
+) -> tuple[list[Job], list[Bar], tuple[tuple[str, str], ...], Numbers] | None:
+    split = {job.name: breakdown(job, parts, total, rest) for job in jobs}
+    drawn = [job for job in jobs if split[job.name]]
+    if not drawn:
+        return None
+    present = [p for p in (*parts, rest) if any(p in split[job.name] for job in drawn)]
+    bars = [
+        Bar(
+            job.name if len(comparison.jobs) > 1 else "",
+            tuple(
+                Segment(part.colour, size * scale, f"{job.name}, {part.label}: {text(size)} {unit}")
+                for part, size in split[job.name].items()
+            ),
+            f"{text(job.measured(total))} {unit}",
+        )
+        for job in drawn
+    ]
+    key = tuple((part.colour, part.label) for part in present)
+    if len(drawn) == 1:
+        whole = drawn[0].measured(total)
+        key = tuple(
+            (p.colour, f"{p.label} {text(size)}{numbers.NO_BREAK}{unit}"
+             + (f", {numbers.percent(size / whole)}" if whole else ""))
+            for p, size in split[drawn[0].name].items()
+        )  # fmt: skip
+    rows = tuple(
+        (job.name, (*(text(split[job.name].get(p)) for p in present), text(job.measured(total))))
+        for job in drawn
+    )
+    heads = (*(part.label for part in present), "whole")
+    return drawn, bars, key, Numbers(unit, heads, rows)
+
+
+def _panel(title: str, detail: str, bars: Sequence[Bar], ident: str, sentence: str) -> Panel:
+    picture = twice(lambda width: charts.stacks(bars, width), ident, sentence)
+    return Panel(title, detail, picture)

@@ -1,0 +1,325 @@
+"""The charts of a page: stacked bars, curves and the trade-off."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from scalewise.reports import numbers
+from scalewise.reports.layout import (
+    CHARACTER,
+    GREY,
+    INK,
+    NARROW,
+    PAGE,
+    Drawing,
+    Sheet,
+    apart,
+    axis,
+    frame,
+    room,
+    ticks,
+)
+
+_LABEL_GAP = 15
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One layer of a bar: a CSS variable, its length in the chart's unit and its tip."""
+
+    colour: str
+    length: float
+    tip: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stack under its name, with the number written beside it."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    number: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve; ``label`` stands at its end (none if empty), ``colour`` is a CSS variable's name."""
+
+    points: tuple[tuple[float, float], ...]
+    label: str
+    colour: str = "--c-0"
+    ink: str = "--ct-0"
+    tip: str = ""
+    faint: bool = False
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A job in the trade-off chart."""
+
+    name: str
+    x: float
+    y: float
+    colour: str
+    shape: str
+    tip: str
+    front: bool
+
+
+def stacks(bars: Sequence[Bar], width: int) -> Drawing:
+    """Returns stacked bars in the order given, the number in a column clear of the bars."""
+    sheet, narrow = Sheet(), width == NARROW
+    row, thick = (40, 15) if narrow else (34, 20)
+    column = room([bar.number for bar in bars], 110)
+    left = 1 if narrow or not any(b.name for b in bars) else room([b.name for b in bars], 240)
+    right = 10 if narrow else column + 8
+    inner = width - left - right
+    most = max((sum(s.length for s in bar.segments) for bar in bars), default=0) or 1.0
+    marks = ticks(0, most, 4 if narrow else 6)
+    rows, texts = [], []
+    for place, bar in enumerate(bars):
+        top = place * row + (row - thick - 3 if narrow else (row - thick) / 2)
+        end = 0.0
+        for part in bar.segments:
+            rows.append({"a": end, "b": end + part.length, "y": top, "z": top + thick,
+                         "c": f"var({part.colour})", "tip": part.tip})  # fmt: skip
+            end += part.length
+        texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
+                      "number": bar.number})  # fmt: skip
+    height = len(bars) * row
+    scale = alt.Scale(domain=[0, most], nice=False, zero=True)
+    down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
+    drawn = (
+        sheet.chart(rows)
+        .mark_rect(opacity=1, stroke=PAGE, strokeWidth=1)
+        .encode(
+            x=alt.X("a:Q", scale=scale, axis=axis(marks, grid=True)),
+            x2="b:Q",
+            y=alt.Y("y:Q", scale=down, axis=None),
+            y2="z:Q",
+            color=alt.Color("c:N", scale=None, legend=None),
+            description="tip:N",
+        )
+    )
+    below = alt.Y("y:Q", scale=down, axis=None)
+    base = sheet.chart(texts)
+    names = base.mark_text(
+        align="left" if narrow else "right", baseline="middle", fontSize=13, color=INK,
+        limit=inner - column if narrow else left - 8,
+    ).encode(x=alt.value(0 if narrow else -8), y=below, text="name:N")  # fmt: skip
+    counted = base.mark_text(
+        align="right", baseline="middle", fontSize=12 if narrow else 13, color=INK
+    ).encode(x=alt.value(inner if narrow else inner + right), y=below, text="number:N")
+    return frame(sheet, [drawn, names, counted], width, height, (left, right, 2, 24))
+
+
+def curves(
+    lines: Sequence[Line],
+    width: int,
+    *,
+    log: bool = False,
+    bound: float | None = None,
+    zero: bool = False,
+    note: str = "",
+    aside: str = "",
+    height: int = 190,
+) -> Drawing:
+    """Returns curves over the step with their names at their ends, pushed apart.
+
+    ``log`` takes only positive values; ``bound`` is a dashed line, ``note`` one label for all,
+    ``aside`` a text that must find room at the right, so that panels line up.
+    """
+    sheet, narrow = Sheet(), width == NARROW
+    points = [point for line in lines for point in line.points]
+    named = [line for line in lines if line.label]
+    x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
+    y_low, y_high = min(p[1] for p in points), max(p[1] for p in points)
+    scale, marks = _vertical(y_low, y_high, log=log, bound=bound, zero=zero)
+    height = max(height, _LABEL_GAP * len(named) + 10)
+    left = 46 if narrow else 56
+    right = max(room([*(line.label for line in named), note, aside], 128 if narrow else 250), 14)
+    inner = width - left - right
+    across = alt.Scale(domain=[x_low, max(x_high, x_low + 1)], nice=False, zero=False)
+    steps = [
+        x_low,
+        *(t for t in ticks(x_low, x_high, 3 if narrow else 5) if t - x_low > (x_high - x_low) / 12),
+    ]
+    x = alt.X("x:Q", scale=across, axis=axis(steps, grid=False, title="step"))
+    y = alt.Y("y:Q", scale=scale, axis=axis(marks, grid=True, log=log))
+    layers = [*_lines(sheet, lines, x, y), *_dots(sheet, lines, x, y)]
+    if bound is not None:
+        layers += _bound(sheet, bound, y)
+    where = [_share(line.points[-1][1], scale) * height for line in named]
+    ends = zip(named, apart(where, _LABEL_GAP, 4, height - 4), strict=True)
+    labels = [(line.label, f"var({line.ink})", spot) for line, spot in ends]
+    if note:
+        last = [line.points[-1][1] for line in lines]
+        labels = [(note, INK, _share(sum(last) / len(last), scale) * height)]
+    if labels:
+        rows = [{"t": t, "c": c, "y": _at(spot / height, scale)} for t, c, spot in labels]
+        text = sheet.chart(rows).mark_text(
+            align="left", baseline="middle", fontSize=12, limit=right - 8
+        )
+        ink = alt.Color("c:N", scale=None, legend=None)
+        layers.append(text.encode(x=alt.value(inner + 8), y=y, text="t:N", color=ink))
+    return frame(sheet, layers, width, height, (left, right, 6, 38))
+
+
+def _lines(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Returns a layer of faint lines, where there are any, below one of the others."""
+    layers = []
+    for faint in (True, False):
+        rows = [
+            {"x": step, "y": number, "line": place,
+             **({} if faint else {"c": f"var({line.colour})", "tip": line.tip})}
+            for place, line in enumerate(lines)
+            if line.faint is faint
+            for step, number in line.points
+        ]  # fmt: skip
+        chart = sheet.chart(rows)
+        if rows and faint:
+            drawn = chart.mark_line(color="var(--faint)", strokeWidth=1, opacity=1)
+            layers.append(drawn.encode(x=x, y=y, detail="line:N"))
+        elif rows:
+            drawn = chart.mark_line(strokeWidth=1.5, strokeJoin="round", opacity=1)
+            layers.append(drawn.encode(
+                x=x, y=y, detail="line:N", color=alt.Color("c:N", scale=None, legend=None),
+                description="tip:N",
+            ))  # fmt: skip
+    return layers
+
+
+def _dots(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    rows = [
+        {"x": step, "y": number, "c": f"var({line.colour})", "tip": line.tip}
+        for line in lines
+        if line.dots and not line.faint
+        for step, number in line.points
+    ]
+    if not rows:
+        return []
+    spots = sheet.chart(rows).mark_point(
+        filled=True, size=34, stroke=PAGE, strokeWidth=1, opacity=1
+    )
+    fill = alt.Fill("c:N", scale=None, legend=None)
+    return [spots.encode(x=x, y=y, fill=fill, description="tip:N")]
+
+
+def _bound(sheet: Sheet, bound: float, y: alt.Y) -> list[alt.Chart]:
+    rule = sheet.chart([{"y": bound}]).mark_rule(color=INK, strokeDash=[3, 3], opacity=1)
+    text = sheet.chart(
+        [{"y": bound, "t": f"bound 1e{numbers.MINUS}{-round(math.log10(bound))}"}]
+    ).mark_text(align="left", baseline="bottom", dy=-3, fontSize=12, color=GREY)
+    return [rule.encode(y=y), text.encode(x=alt.value(6), y=y, text="t:N")]
+
+
+def _vertical(
+    low: float, high: float, *, log: bool, bound: float | None, zero: bool
+) -> tuple[alt.Scale, list[float]]:
+    if log:
+        ends = [low, high, *([bound] if bound else [])]
+        first, last = math.floor(math.log10(min(ends))), math.ceil(math.log10(max(ends)))
+        last = max(last, first + 1)
+        stride = max(1, round((last - first) / 4))
+        marks = [10.0**power for power in range(first, last + 1, stride)]
+        return alt.Scale(type="log", domain=[10.0**first, 10.0**last], nice=False), marks
+    low = min(low, 0.0) if zero else low
+    slack = (high - low or abs(high) or 1) * 0.06
+    bottom = low if zero and low == 0 else low - slack
+    return (
+        alt.Scale(type="linear", domain=[bottom, high + slack], nice=False, zero=False),
+        ticks(bottom, high + slack, 4),
+    )
+
+
+def _share(number: float, scale: alt.Scale) -> float:
+    """Returns how far below the top of ``scale`` a number stands, 0 to 1."""
+    low, high = scale["domain"]
+    if scale["type"] == "log":
+        low, high, number = math.log10(low), math.log10(high), math.log10(number)
+    return float((high - number) / (high - low))
+
+
+def _at(share: float, scale: alt.Scale) -> float:
+    """Returns the number that stands ``share`` below the top of ``scale``."""
+    low, high = scale["domain"]
+    if scale["type"] == "log":
+        return float(10 ** (math.log10(high) - share * math.log10(high / low)))
+    return float(high - share * (high - low))
+
+
+def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
+    """Returns step time (ms) against peak memory, the front as a stair."""
+    sheet, narrow = Sheet(), width == NARROW
+    left, right, height = 46, 16, 250 if narrow else 280
+    bounds = []
+    for ends, slack in (([m.x for m in marks], 0.16), ([m.y for m in marks], 0.14)):
+        extent = (max(ends) - min(ends)) or max(ends) or 1
+        bounds.append((max(min(ends) - slack * extent, 0), max(ends) + slack * extent))
+    (x_low, x_high), (y_low, y_high) = bounds
+    x = alt.X("x:Q", scale=alt.Scale(domain=[x_low, x_high], nice=False, zero=False),
+              axis=axis(ticks(x_low, x_high, 4 if narrow else 6), grid=False, title=title))  # fmt: skip
+    y = alt.Y("y:Q", scale=alt.Scale(domain=[y_low, y_high], nice=False, zero=False),
+              axis=axis(ticks(y_low, y_high, 4), grid=True))  # fmt: skip
+    front = sorted((m for m in marks if m.front), key=lambda m: m.x)
+    stair = [{"x": front[0].x, "y": y_high}, *({"x": m.x, "y": m.y} for m in front)]
+    stair.append({"x": x_high, "y": front[-1].y})
+    line = sheet.chart(stair).mark_line(
+        interpolate="step-after", color=GREY, strokeWidth=1, opacity=1
+    )
+    rows = [
+        {"x": m.x, "y": m.y, "c": f"var({m.colour})", "s": m.shape, "tip": m.tip} for m in marks
+    ]
+    spots = sheet.chart(rows).mark_point(filled=True, size=95, opacity=1, stroke=INK, strokeWidth=1)
+    layers = [line.encode(x=x, y=y), spots.encode(
+        x=x, y=y, fill=alt.Fill("c:N", scale=None, legend=None),
+        shape=alt.Shape("s:N", scale=None, legend=None), description="tip:N")]  # fmt: skip
+    inner = width - left - right
+    taken: list[tuple[float, float, float, float]] = []
+    spans = [(m, (m.x - x_low) / (x_high - x_low) * inner,
+              (y_high - m.y) / (y_high - y_low) * height) for m in marks]  # fmt: skip
+    taken += [(across - 6, down - 6, across + 6, down + 6) for _, across, down in spans]
+    names: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
+    for mark, across, down in sorted(spans, key=lambda one: not one[0].front):
+        spot = _free(mark, across, down, inner, taken)
+        if spot is not None:
+            start, middle = across + spot[0], down + spot[1]
+            at = {"x": x_low + start / inner * (x_high - x_low),
+                  "y": y_high - middle / height * (y_high - y_low), "t": mark.name}  # fmt: skip
+            names.setdefault((spot[0] < 0, mark.front), []).append(at)
+    for (leftward, front_name), rows in names.items():
+        text = sheet.chart(rows).mark_text(
+            align="right" if leftward else "left", baseline="middle", fontSize=12,
+            fontWeight=600 if front_name else 400, color=INK if front_name else GREY,
+        )  # fmt: skip
+        layers.append(text.encode(x=x, y=y, text="t:N"))
+    return frame(sheet, layers, width, height, (left, right, 6, 38))
+
+
+def _free(
+    mark: Mark,
+    across: float,
+    down: float,
+    inner: float,
+    taken: list[tuple[float, float, float, float]],
+) -> tuple[int, int] | None:
+    """Returns where from its point ``mark``'s name has room, and takes it; ``None`` if nowhere.
+
+    Names of the front go lower left, where no job can lie, the others upper right. A negative
+    first number is the right end of a name to the left.
+    """
+    long = len(mark.name) * CHARACTER
+    first = [(-9, 11), (9, 11)] if mark.front else [(9, -10), (-9, -10)]
+    for aside, off in [*first, *((a, -b) for a, b in first)]:
+        start = across + aside - (long if aside < 0 else 0)
+        box = (start, down + off - 7, start + long, down + off + 7)
+        inside = start > -30 and start + long < inner + 16
+        clear = all(box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in taken)
+        if inside and clear:
+            taken.append(box)
+            return aside, off
+    return None

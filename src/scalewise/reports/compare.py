@@ -1,0 +1,269 @@
+"""What the records of several jobs say beside each other: names, winners, distances. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from scalewise.reports import numbers
+from scalewise.reports.records import RunRecord, Series, SweepRecord
+
+SPEED = "throughput/tokens_per_s"
+STEP = "time/step_s"
+PEAK = "memory/peak_bytes"
+LOSS = "train/loss"
+VALIDATION = "val/loss"
+
+EQUIVALENT = 1e-5
+"""Nats per token below which two losses come from the same mathematics, summed in another order."""
+
+SHOWN = 24
+"""Jobs that a chart draws one by one; beyond it the page picks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of a stack: its metric, how the page calls it and the CSS variable it wears."""
+
+    key: str
+    label: str
+    colour: str
+
+
+MEMORY = (
+    Part("memory/parameters_bytes", "parameters", "--m-params"),
+    Part("memory/gradients_bytes", "gradients", "--m-grads"),
+    Part("memory/optimizer_bytes", "optimizer", "--m-opt"),
+    Part("memory/activations_bytes", "activations", "--m-act"),
+)
+MEMORY_REST = Part("", "other", "--m-other")
+TIME = (
+    Part("time/data_s", "data", "--t-data"),
+    Part("time/forward_s", "forward", "--t-fwd"),
+    Part("time/backward_s", "backward", "--t-bwd"),
+    Part("time/optimizer_s", "optimizer", "--t-opt"),
+)
+TIME_REST = Part("", "other, idle", "--t-idle")
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run under the name it has everywhere on the page."""
+
+    run: RunRecord
+    name: str
+    group: int = 0
+
+    def measured(self, key: str) -> float | None:
+        """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
+        return measured(self.run, key)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The jobs of a sweep, or the one of a run, ready to be laid side by side."""
+
+    jobs: tuple[Job, ...]
+    reference: Job | None
+    varying: Mapping[str, tuple[object, ...]]
+    group_key: str
+    groups: tuple[str, ...]
+
+    @cached_property
+    def finished(self) -> tuple[Job, ...]:
+        """The jobs that went to their end."""
+        return tuple(job for job in self.jobs if job.run.ok)
+
+    @cached_property
+    def unfinished(self) -> tuple[Job, ...]:
+        """The jobs that ended in any other way; not those running or still to come."""
+        waiting = ("ok", "running", "not_run")
+        return tuple(job for job in self.jobs if job.run.status not in waiting)
+
+    def ranked(self, key: str, largest_first: bool) -> list[Job]:
+        """Returns the finished jobs that measured ``key``, in its order."""
+        having = [(job.measured(key), job) for job in self.finished]
+        known = [(number, job) for number, job in having if number is not None]
+        return [job for _, job in sorted(known, key=lambda p: p[0], reverse=largest_first)]
+
+    @cached_property
+    def headline(self) -> tuple[str, bool]:
+        """The metric that orders the page, and whether the largest comes first."""
+        for key, largest_first in ((SPEED, True), (STEP, False), (LOSS, False)):
+            if self.ranked(key, largest_first):
+                return key, largest_first
+        return SPEED, True
+
+    @cached_property
+    def front(self) -> tuple[Job, ...]:
+        """Finished jobs that no other beats on both step time and peak memory, fastest first."""
+        best: list[Job] = []
+        for job in sorted(
+            (j for j in self.ranked(STEP, False) if j.measured(PEAK) is not None),
+            key=lambda j: (j.measured(STEP), j.measured(PEAK)),
+        ):
+            if not best or (job.measured(PEAK) or 0) < (best[-1].measured(PEAK) or 0):
+                best.append(job)
+        return tuple(best)
+
+    @cached_property
+    def shown(self) -> tuple[Job, ...]:
+        """The jobs that charts draw one by one: all, or the front, the failures and the best."""
+        if len(self.jobs) <= SHOWN:
+            return self.jobs
+        first = [self.reference] if self.reference is not None else []
+        first += [*self.front[: SHOWN // 2], *_drawable(self.unfinished)[: SHOWN // 4]]
+        first += self.ranked(*self.headline)
+        kept = set(list(dict.fromkeys(first))[:SHOWN])
+        return tuple(job for job in self.jobs if job in kept)
+
+
+def _drawable(jobs: Sequence[Job]) -> list[Job]:
+    return [job for job in jobs if job.run.summary or LOSS in job.run.series]
+
+
+def of_run(run: RunRecord) -> Comparison:
+    """Returns the comparison that a run's own page is drawn from."""
+    return Comparison((Job(run, run.name),), None, {}, "", ())
+
+
+def of_sweep(sweep: SweepRecord) -> Comparison:
+    """Returns the jobs of ``sweep`` under their names; the reference is the first unless given."""
+    varying = {key: sweep.varying[key] for key in _ordered(sweep.varying)}
+    short = {key: _short(values) for key, values in varying.items()}
+    group_key, groups = _groups(varying, short)
+    names = [_name(run, short) for run in sweep.jobs]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    jobs = []
+    for run, name in zip(sweep.jobs, names, strict=True):
+        own = short.get(group_key, {}).get(numbers.value(run.varied.get(group_key)), "")
+        group = groups.index(own) if own in groups else 0
+        jobs.append(Job(run, f"{name} #{run.number}" if name in twice else name, group))
+    reference = jobs[sweep.reference or 0] if jobs else None
+    return Comparison(tuple(jobs), reference, varying, group_key, groups)
+
+
+def _ordered(varying: Mapping[str, object]) -> list[str]:
+    first = ("model", "parallelism", "precision")
+    return [*(key for key in first if key in varying), *(k for k in varying if k not in first)]
+
+
+def _short(values: Sequence[object]) -> dict[str, str]:
+    """Returns each value as names say it: ``bf16_mixed`` is ``bf16`` where nothing else is."""
+    whole = [numbers.value(item) for item in values]
+    cut = {text: text.removesuffix("_mixed").rsplit("/", 1)[-1] for text in whole}
+    clear = Counter(text.split("_")[0] for text in whole)
+    cuts = Counter(cut.values())
+    return {
+        text: cut[text] if cuts[cut[text]] == 1 and clear[text.split("_")[0]] == 1 else text
+        for text in whole
+    }
+
+
+def _name(run: RunRecord, short: Mapping[str, Mapping[str, str]]) -> str:
+    words = []
+    for key, values in short.items():
+        if key not in run.varied:
+            continue
+        item = run.varied[key]
+        text = values.get(numbers.value(item), numbers.value(item))
+        bare = isinstance(item, str) and not text.replace(".", "").isdigit()
+        words.append(text if bare else f"{key.rsplit('.', 1)[-1]} {text}")
+    return " · ".join(words) or run.name or f"job {run.number}"
+
+
+def _groups(
+    varying: Mapping[str, tuple[object, ...]], short: Mapping[str, Mapping[str, str]]
+) -> tuple[str, tuple[str, ...]]:
+    """Returns the key whose values colour the curves, with its two to four values."""
+    few = [key for key, values in varying.items() if 2 <= len(values) <= 4]
+    if not few:
+        return "", ()
+    key = "precision" if "precision" in few else min(few, key=lambda k: len(varying[k]))
+    return key, tuple(short[key].values())
+
+
+def measured(run: RunRecord, key: str) -> float | None:
+    """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
+    found = run.summary.metrics.get(key) if run.summary else None
+    return found if found is not None and math.isfinite(found) else None
+
+
+def breakdown(job: Job, parts: Sequence[Part], total: str, rest: Part) -> dict[Part, float]:
+    """Returns the measured parts of ``total`` and, where positive, what they leave of it."""
+    found = {part: size for part in parts if (size := job.measured(part.key)) is not None}
+    whole = job.measured(total)
+    if found and whole is not None and whole > sum(found.values()):
+        found[rest] = whole - sum(found.values())
+    return found
+
+
+def best(
+    values: Sequence[float | None], largest: bool, text: Callable[[float | None], str]
+) -> int | None:
+    """Returns the place of the best value; ``None`` where there is no choice or it reads a tie."""
+    known = [number for number in values if number is not None]
+    if len(known) < 2:
+        return None
+    top = max(known) if largest else min(known)
+    if sum(text(number) == text(top) for number in known) > 1:
+        return None
+    return values.index(top)
+
+
+def distance(job: Job, reference: Job | None) -> Series | None:
+    """Returns |loss - reference's loss| at the steps both measured (``None`` below two)."""
+    if reference is None or job is reference:
+        return None
+    ours, theirs = (j.run.series.get(LOSS, Series()) for j in (job, reference))
+    other = dict(zip(theirs.steps, theirs.values, strict=True))
+    pairs = [
+        (step, abs(number - other[step]))
+        for step, number in zip(ours.steps, ours.values, strict=True)
+        if step in other and math.isfinite(number) and math.isfinite(other[step])
+    ]
+    if len(pairs) < 2:
+        return None
+    return Series(tuple(step for step, _ in pairs), tuple(far for _, far in pairs))
+
+
+def largest_distance(job: Job, reference: Job | None) -> float | None:
+    """Returns the largest of :func:`distance`, in nats per token."""
+    found = distance(job, reference)
+    return max(found.values) if found else None
+
+
+def finite(series: Series) -> Series:
+    """Returns ``series`` without the steps at which it was not a number."""
+    pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+    return Series(tuple(step for step, _ in pairs), tuple(number for _, number in pairs))
+
+
+def lttb(series: Series, count: int) -> Series:
+    """Returns at most ``count`` points of a finite ``series`` that keep its look.
+
+    Largest triangle, three buckets (S. Steinarsson, 2013): of each bucket stays the point that
+    spans the largest triangle with the point kept before it and the mean of the next bucket.
+    The first and the last point always stay.
+    """
+    size = len(series.steps)
+    if size <= count or count < 3:
+        return series
+    x, y = np.asarray(series.steps, float), np.asarray(series.values, float)
+    edges = np.linspace(1, size - 1, count - 1).astype(int)
+    kept = [0]
+    for place in range(count - 2):
+        start, stop = edges[place], edges[place + 1]
+        after = slice(stop, edges[place + 2] if place + 2 < len(edges) else size)
+        next_x, next_y = x[after].mean(), y[after].mean()
+        last = kept[-1]
+        area = np.abs(
+            (x[last] - next_x) * (y[start:stop] - y[last])
+            - (x[last] - x[start:stop]) * (next_y - y[last])
+        )
+        kept.append(int(start + np.argmax(area)))
+    kept.append(size - 1)
+    return Series(tuple(series.steps[i] for i in kept), tuple(series.values[i] for i in kept))

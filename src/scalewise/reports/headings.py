@@ -1,0 +1,250 @@
+"""The headings of a page's parts, each the part's finding.
+
+Chosen by thresholds from the numbers; where none holds, the range is stated.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+
+from scalewise.reports import numbers
+from scalewise.reports.compare import (
+    EQUIVALENT,
+    LOSS,
+    PEAK,
+    SPEED,
+    STEP,
+    TIME_REST,
+    VALIDATION,
+    Comparison,
+    Job,
+    Part,
+    breakdown,
+    finite,
+    largest_distance,
+)
+from scalewise.reports.findings import status_word
+from scalewise.reports.numbers import MemoryUnit
+from scalewise.reports.records import Series
+
+NOUNS = {
+    "parallelism": "layout",
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "model": "model",
+    "adapter": "adapter",
+    "schedule": "schedule",
+    "seed": "seed",
+}
+
+
+def varied(comparison: Comparison) -> str:
+    """Returns what the matrix shows: ``Two layouts by two precisions, three of four jobs ...``."""
+    nouns = [
+        numbers.plural(len(values), NOUNS[key])
+        if key in NOUNS
+        else f"{numbers.plural(len(values), 'value')} of {key}"
+        for key, values in comparison.varying.items()
+    ]
+    cells = len(comparison.jobs)
+    ran = sum(job.run.status not in ("not_run", "refused") for job in comparison.jobs)
+    tail = f"all {numbers.plural(cells, 'job')} ran" if cells > 1 else "one job ran"
+    if ran < cells:
+        tail = f"{numbers.word(ran)} of {numbers.plural(cells, 'job')} ran"
+    return numbers.sentence(f"{' by '.join(nouns) or 'nothing'}, {tail}")
+
+
+def comparison_heading(comparison: Comparison) -> str:
+    """Returns how far apart the jobs are in speed and memory."""
+    said = []
+    for key, noun in ((SPEED, "speed"), (PEAK, "peak memory")):
+        known = [job.measured(key) or 0 for job in comparison.ranked(key, False)]
+        if len(known) > 1 and known[0] > 0:
+            spread = known[-1] / known[0]
+            far = numbers.ratio(spread) if spread >= 1.1 else numbers.percent(spread - 1)
+            said.append(f"{noun} by {far}" if spread > 1 else f"{noun} not at all")
+    if not said:
+        finished = len(comparison.finished)
+        return numbers.sentence(
+            f"{numbers.word(finished)} of {numbers.plural(len(comparison.jobs), 'job')} finished"
+        )
+    return f"The jobs differ in {' and in '.join(said)}"
+
+
+def shares(
+    jobs: Sequence[Job], parts: Sequence[Part], total: str, rest: Part
+) -> dict[Part, list[tuple[float, Job]]]:
+    """Returns for each part its share of ``total`` in every job that measured both."""
+    found: dict[Part, list[tuple[float, Job]]] = {}
+    for job in jobs:
+        whole = job.measured(total)
+        for part, size in breakdown(job, parts, total, rest).items():
+            if whole:
+                found.setdefault(part, []).append((size / whole, job))
+    return found
+
+
+def largest_part(found: Mapping[Part, Sequence[tuple[float, Job]]]) -> Part | None:
+    """Returns the part that is the largest in every job, if there is one."""
+    tops: dict[str, tuple[float, Part]] = {}
+    for part, rows in found.items():
+        for share, job in rows:
+            if share > tops.get(job.name, (0.0, part))[0]:
+                tops[job.name] = (share, part)
+    firsts = {part for _, part in tops.values()}
+    return firsts.pop() if len(firsts) == 1 else None
+
+
+def _share_range(rows: Sequence[tuple[float, Job]]) -> str:
+    low, high = min(rows, key=lambda r: r[0])[0], max(rows, key=lambda r: r[0])[0]
+    return numbers.between(numbers.percent(low), numbers.percent(high))
+
+
+_TAKES = {"parameters": "take", "gradients": "take", "activations": "take"}
+
+
+def _takes(part: Part, rest: Part, whole: str) -> str:
+    label = f"what no {whole} names" if part is rest else part.label
+    label = "the optimizer" if label == "optimizer" else label
+    return numbers.sentence(f"{label} {_TAKES.get(part.label, 'takes')}")
+
+
+def memory_heading(
+    found: Mapping[Part, Sequence[tuple[float, Job]]],
+    peaks: Sequence[float],
+    unit: MemoryUnit,
+    rest: Part,
+) -> str:
+    """Returns what fills the memory, or the range of the peaks (bytes, smallest first)."""
+    top = largest_part(found)
+    low, high = unit.text(peaks[0]), unit.text(peaks[-1])
+    whole = f"peaks run from {low} to {unit.full(peaks[-1])}"
+    if low == high:
+        whole = f"the peak is {unit.full(peaks[-1])}"
+    if top is None:
+        return numbers.sentence(whole)
+    share = _share_range(found[top])
+    if len(peaks) == 1:
+        return f"{_takes(top, rest, 'counter')} {share} of the {unit.full(peaks[0])} peak"
+    return f"{_takes(top, rest, 'counter')} {share} of the peak; {whole}"
+
+
+def time_heading(found: Mapping[Part, Sequence[tuple[float, Job]]]) -> Markup:
+    """Returns where the step goes: a stall where there is one, else the largest part."""
+    by_label = {part.label: rows for part, rows in found.items()}
+    single = all(len(rows) == 1 for rows in found.values())
+    for label, limit, verb in (
+        ("data", 0.10, "Waiting for data takes"),
+        (TIME_REST.label, 0.25, "Time outside data, forward, backward and optimizer takes"),
+    ):
+        rows = by_label.get(label, [])
+        worst = max(rows, key=lambda row: row[0], default=None)
+        if worst is not None and worst[0] >= limit:
+            whose = "the step" if single else Markup("the step of {}").format(worst[1].name)
+            return Markup("{} {} of {}").format(verb, numbers.percent(worst[0]), whose)
+    top = largest_part(found)
+    if top is None:
+        return Markup("No one part leads in every job")
+    return Markup("{} {} of the step").format(
+        _takes(top, TIME_REST, "timer"), _share_range(found[top])
+    )
+
+
+def loss_heading(comparison: Comparison) -> Markup:
+    """Returns whether the jobs train the same model: distances from the reference, else range."""
+    reference = comparison.reference
+    known = [
+        (far, job)
+        for job in comparison.finished
+        if (far := largest_distance(job, reference)) is not None
+    ]
+    order = comparison.ranked(LOSS, False)
+    if reference is None or not known or max(known, key=lambda k: k[0])[0] > 0.1:
+        return _loss_range(order)
+    near = sorted(far for far, _ in known if far <= EQUIVALENT)
+    rest = sorted(far for far, _ in known if far > EQUIVALENT)
+    said = []
+    if near:
+        verb = "follows" if len(near) == 1 else "follow"
+        how = f"to within {numbers.power(near[-1])}" if near[-1] else "exactly"
+        said.append(
+            Markup("{} {} {} {}").format(
+                numbers.plural(len(near), "job"), verb, reference.name, how
+            )
+        )
+    if rest:
+        far = numbers.power(rest[-1])
+        if numbers.power(rest[0]) != far:
+            far = f"{numbers.power(rest[0])} to {far}"
+        whose = "" if near else Markup(" from {}").format(reference.name)
+        verb = "strays" if len(rest) == 1 else "stray"
+        said.append(Markup("{} {} {}{}").format(numbers.plural(len(rest), "job"), verb, far, whose))
+    text = Markup("; ").join(said)
+    return Markup("{}{}").format(text[:1].upper(), text[1:])
+
+
+def _loss_range(order: Sequence[Job]) -> Markup:
+    if not order:
+        return Markup("No job reached its last step")
+    low, high = order[0], order[-1]
+    if len(order) == 1 or low.measured(LOSS) == high.measured(LOSS):
+        return Markup("Train loss ends at {}").format(numbers.loss(low.measured(LOSS)))
+    return Markup("Train loss ends between {}, {}, and {}, {}").format(
+        numbers.loss(low.measured(LOSS)), low.name, numbers.loss(high.measured(LOSS)), high.name
+    )
+
+
+def loss_heading_of_one(job: Job) -> str:
+    """Returns where the loss went, from its first measured step to its last."""
+    curve = job.run.series.get(LOSS, Series())
+    clean = finite(curve)
+    if len(clean.values) < len(curve.values):
+        broken = next(s for s, v in zip(curve.steps, curve.values, strict=True) if v - v != 0)
+        return f"Train loss stops being a number at step {broken:,}"
+    if not clean.values:
+        return "No step wrote a loss"
+    first, last = clean.values[0], clean.values[-1]
+    way = "falls" if last < first else "rises" if last > first else "stays"
+    said = f"Train loss {way} from {numbers.loss(first)} to {numbers.loss(last)}"
+    validation = job.measured(VALIDATION)
+    tail = f", validation ends at {numbers.loss(validation)}" if validation is not None else ""
+    return said + tail
+
+
+def throughput_heading(speeds: Sequence[float]) -> str:
+    """Returns the range that nine of ten steps keep to (tokens per second, any order)."""
+    order = sorted(speeds)
+    low, high = order[round(0.05 * (len(order) - 1))], order[round(0.95 * (len(order) - 1))]
+    return (
+        f"Nine steps in ten run at {numbers.between(numbers.whole(low), numbers.whole(high))} tok/s"
+    )
+
+
+def trade_heading(comparison: Comparison) -> Markup:
+    """Returns the jobs that are worth having."""
+    front = comparison.front
+    if len(front) == 1:
+        return Markup("{} beats the rest on time and memory").format(front[0].name)
+    if len(front) > 4:
+        both = sum(
+            job.measured(STEP) is not None and job.measured(PEAK) is not None
+            for job in comparison.finished
+        )
+        return Markup("{} of {} jobs are worth having").format(len(front), both)
+    said = numbers.sentence(numbers.plural(len(front), "job"))
+    return Markup("{} are worth having: {}").format(said, Markup(", ").join(j.name for j in front))
+
+
+def failed_heading(comparison: Comparison) -> str:
+    """Returns how the jobs that did not finish ended."""
+    ended = Counter(job.run.status for job in comparison.unfinished)
+    said = []
+    for place, (status, count) in enumerate(sorted(ended.items())):
+        verb = {
+            "out_of_memory": "ran out of memory",
+            "timeout": "ran out of time",
+            "failed": "failed",
+        }.get(status) or f"{'was' if count == 1 else 'were'} {status_word(status)}"
+        said.append(f"{numbers.plural(count, 'job') if place == 0 else numbers.word(count)} {verb}")
+    return numbers.sentence(", ".join(said))

@@ -1,0 +1,128 @@
+"""What all charts share: two widths, round ticks, room for text, axes and the frame.
+
+A chart is laid out in pixels here, not by the renderer, whose text widths are not the reader's:
+room for names and numbers is set aside by counting characters, with slack.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import altair as alt
+
+from scalewise.reports import numbers, svg
+
+WIDE, NARROW = 780, 328
+INK, GREY, GRID, PAGE = "var(--ink)", "var(--ink2)", "var(--grid)", "var(--bg)"
+CHARACTER = 7.0
+"""Pixels that a character of a name takes, on the safe side."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The rows of a drawing by name, kept beside its grammar, which the schema then checks fast."""
+
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def chart(self, rows: Sequence[dict[str, Any]]) -> alt.Chart:
+        """Returns a chart of ``rows``; its encodings name their types."""
+        name = f"rows{len(self.tables)}"
+        self.tables[name] = list(rows)
+        return alt.Chart(alt.NamedData(name=name))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart in its frame with the rows it draws."""
+
+    chart: alt.LayerChart
+    sheet: Sheet
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One chart drawn twice; the page shows the one that fits."""
+
+    wide: str
+    narrow: str
+
+
+def twice(draw: Callable[[int], Drawing], ident: str, sentence: str) -> Picture:
+    """Returns what ``draw`` gives for both widths, rendered."""
+
+    def rendered(width: int) -> str:
+        made = draw(width)
+        return svg.render(made.chart, made.sheet.tables, f"{ident}-{width}", sentence)
+
+    return Picture(rendered(WIDE), rendered(NARROW))
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Returns about ``count`` round numbers (1, 2 or 5 times a power of ten) in ``[low, high]``."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(count, 1)
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * m for m in (1, 2, 5, 10) if size * m >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    digits = max(0, -math.floor(math.log10(step)))
+    return [round(place * step, digits) for place in range(first, last + 1)]
+
+
+def apart(places: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
+    """Returns ``places`` moved as little as needed to stand ``gap`` apart within the bounds."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = [min(max(p, top), bottom) for p in places]
+    for above, below in pairwise(order):
+        moved[below] = max(moved[below], moved[above] + gap)
+    limit = bottom
+    for place in reversed(order):
+        moved[place] = min(moved[place], limit)
+        limit = moved[place] - gap
+    return moved
+
+
+def room(texts: Sequence[str], most: int) -> int:
+    """Returns the pixels that the longest of ``texts`` takes, at most ``most``."""
+    return min(most, round(max((len(text) for text in texts), default=0) * CHARACTER) + 12)
+
+
+def axis(
+    values: Sequence[float], *, grid: bool, log: bool = False, title: str | None = None
+) -> alt.Axis:
+    """Returns an axis with ticks at ``values``, written as the page writes numbers."""
+    digits = max((len(f"{v:.10f}".rstrip("0").split(".")[1]) for v in values), default=0)
+    tiny = 0 < max(map(abs, values), default=0) < 1e-3
+    texts = [numbers.power(v) if tiny else numbers.fixed(v, digits) for v in values]
+    if log:
+        texts = [f"1e{round(math.log10(v))}".replace("-", numbers.MINUS) for v in values]
+    label = f"{json.dumps(texts)}[indexof({json.dumps(list(values))}, datum.value)]"
+    return alt.Axis(values=list(values), labelExpr=label, grid=grid, title=title,
+                    titleAnchor="start", titleAlign="left", titleX=0, titleY=31)  # fmt: skip
+
+
+def frame(
+    sheet: Sheet,
+    layers: Sequence[alt.Chart],
+    width: int,
+    height: int,
+    pads: tuple[int, int, int, int],
+) -> Drawing:
+    """Returns ``layers`` in one plot; ``pads`` are the pixels left, right, above and below it."""
+    left, right, top, bottom = pads
+    padding = {"left": left, "right": right, "top": top, "bottom": bottom}
+    chart = alt.layer(*layers).properties(
+        width=width - left - right,
+        height=height,
+        padding=padding,
+        autosize=alt.AutoSizeParams(type="none"),
+        background="transparent",
+    )
+    themed = chart.configure_view(stroke=None).configure_axis(
+        labelColor=GREY, titleColor=GREY, labelFontSize=12, titleFontSize=12,
+        titleFontWeight="normal", gridColor=GRID, domain=False, ticks=False, labelPadding=6,
+    )  # fmt: skip
+    return Drawing(themed, sheet)

@@ -1,0 +1,320 @@
+"""Reads what a run or a sweep left in its folder, whole or torn, into frozen records.
+
+Nothing here fails on a file that is missing, half written or odd: what could not be read is
+``None`` or empty, because the page must be built above all when something went wrong.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from scalewise.errors import ScalewiseError
+from scalewise.reports import redact
+
+CURVES = (
+    "train/loss",
+    "val/loss",
+    "train/grad_norm",
+    "train/lr",
+    "throughput/tokens_per_s",
+)
+"""Columns of ``metrics.csv`` that a page draws over the steps."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was measured; a value may be NaN or infinite."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers a run ends with; ``metrics`` holds only what was measured."""
+
+    parameters: int | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    global_batch: int | None = None
+    sequence: int | None = None
+    window: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs from the default."""
+
+    key: str
+    default: object
+    value: object
+
+
+@dataclass(frozen=True)
+class Cure:
+    """An override that may mend a failure, and why."""
+
+    override: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. ``status`` is ``not_run`` for a job that has not left a folder yet."""
+
+    folder: str
+    number: int | None = None
+    status: str = "not_run"
+    reason: str = ""
+    verb: str = "train"
+    name: str = ""
+    question: str = ""
+    command: str = ""
+    choices: Mapping[str, object] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    varied: Mapping[str, object] = field(default_factory=dict)
+    changed: tuple[Change, ...] = ()
+    started: datetime | None = None
+    ended: datetime | None = None
+    seconds: float | None = None
+    attempts: int = 1
+    world_size: int = 1
+    machine: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    git_commit: str = ""
+    git_dirty: bool | None = None
+    wandb: Mapping[str, object] = field(default_factory=dict)
+    rank: int | None = None
+    log_tail: tuple[str, ...] = ()
+    cures: tuple[Cure, ...] = ()
+    summary: Summary | None = None
+    series: Mapping[str, Series] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run went to its end."""
+        return self.status == "ok"
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """A sweep and its jobs, in the order of their numbers; ``reference`` indexes ``jobs``."""
+
+    folder: str
+    name: str
+    question: str
+    command: str
+    verb: str
+    started: datetime | None
+    ended: datetime | None
+    varying: Mapping[str, tuple[object, ...]]
+    reference: int | None
+    jobs: tuple[RunRecord, ...]
+
+
+def read(folder: Path) -> RunRecord | SweepRecord:
+    """Returns the record of ``folder``, a sweep if it holds ``sweep.json``, else a run.
+
+    Raises :class:`ScalewiseError` where the folder is neither.
+    """
+    sweep = _json(folder / "sweep.json")
+    if sweep is not None:
+        return _sweep(folder, sweep)
+    run = read_run(folder)
+    if run is None:
+        raise ScalewiseError(
+            f"{folder}: neither a run (readable status.json) nor a sweep (readable sweep.json)"
+        )
+    return run
+
+
+def read_run(folder: Path) -> RunRecord | None:
+    """Returns the record of a run's folder, ``None`` if it has no readable ``status.json``."""
+    found = _json(folder / "status.json")
+    if found is None:
+        return None
+    commit = found.pop("git_commit", None)  # forty hex digits, not a key
+    status = _mapping(redact.tree(found))
+    machine, world, attempts = (status.get(key) for key in ("machine", "world_size", "attempts"))
+    dirty = status.get("git_dirty")
+    return RunRecord(
+        folder=folder.name,
+        status=_text(status.get("status")) or "failed",
+        reason=_text(status.get("reason")),
+        verb=_text(status.get("verb")) or "train",
+        name=_text(status.get("name")) or folder.name,
+        question=_text(status.get("question")),
+        command=_text(status.get("command")),
+        choices=_mapping(status.get("choices")),
+        overrides=_lines(status.get("overrides")),
+        varied=_mapping(status.get("varied")),
+        changed=tuple(
+            Change(_text(row.get("key")), row.get("default"), row.get("value"))
+            for row in _rows(status.get("changed"))
+        ),
+        started=_instant(status.get("started")),
+        ended=_instant(status.get("ended")),
+        seconds=_finite(status.get("seconds")),
+        attempts=_count(attempts) or 1,
+        world_size=_count(world) or 1,
+        machine=_mapping(machine),
+        versions={key: _text(item) for key, item in _mapping(status.get("versions")).items()},
+        git_commit=_text(commit),
+        git_dirty=dirty if isinstance(dirty, bool) else None,
+        wandb=_mapping(status.get("wandb")),
+        rank=_count(status.get("rank")),
+        log_tail=_lines(status.get("log_tail")),
+        cures=tuple(
+            Cure(_text(row.get("override")), _text(row.get("why")))
+            for row in _rows(status.get("cures"))
+        ),
+        summary=_summary(folder / "summary.json"),
+        series=_series(folder / "metrics.csv"),
+    )
+
+
+def _sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
+    sweep = _mapping(redact.tree(dict(found)))
+    varying = {
+        key: tuple(values) if isinstance(values, list) else (values,)
+        for key, values in _mapping(sweep.get("varying")).items()
+    }
+    jobs = [_job(folder, row, place) for place, row in enumerate(_rows(sweep.get("jobs")))]
+    jobs.sort(key=lambda job: job.number or 0)
+    numbers = [job.number for job in jobs]
+    reference = _count(sweep.get("reference"))
+    return SweepRecord(
+        folder=folder.name,
+        name=_text(sweep.get("name")) or folder.name,
+        question=_text(sweep.get("question")),
+        command=_text(sweep.get("command")),
+        verb=_text(sweep.get("verb")) or "train",
+        started=_instant(sweep.get("started")),
+        ended=_instant(sweep.get("ended")),
+        varying=varying,
+        reference=numbers.index(reference) if reference in numbers else None,
+        jobs=tuple(jobs),
+    )
+
+
+def _job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
+    number = _count(row.get("number"))
+    number = place if number is None else number
+    name = _text(row.get("folder")) or str(number)
+    listed = _text(row.get("status")) or "not_run"
+    inside = (folder / name).resolve().is_relative_to(folder.resolve())
+    run = read_run(folder / name) if inside else None
+    if run is None:
+        run = RunRecord(
+            folder=name,
+            name=name,
+            status=listed,
+            reason="" if listed == "not_run" else "The job left no readable status.json.",
+            overrides=_lines(row.get("overrides")),
+        )
+    return replace(run, number=number, varied=_mapping(row.get("varied")) or run.varied)
+
+
+def _summary(path: Path) -> Summary | None:
+    found = _json(path)
+    if found is None:
+        return None
+    metrics = {key: _number(value) for key, value in _mapping(found.get("metrics")).items()}
+    return Summary(
+        parameters=_count(found.get("parameters")),
+        steps=_count(found.get("steps")),
+        tokens=_count(found.get("tokens")),
+        global_batch=_count(found.get("global_batch")),
+        sequence=_count(found.get("sequence")),
+        window=_text(found.get("window")),
+        metrics={key: value for key, value in metrics.items() if value is not None},
+    )
+
+
+def _series(path: Path) -> dict[str, Series]:
+    """Returns the columns of :data:`CURVES` that hold a value; a torn last line is dropped."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    except OSError:
+        return {}
+    rows = list(csv.reader(line.replace("\0", "") for line in lines if line.endswith("\n")))
+    if not rows:
+        return {}
+    head, *body = rows
+    found = {}
+    for key in CURVES:
+        if "step" not in head or key not in head:
+            continue
+        at, column = head.index("step"), head.index(key)
+        pairs = [
+            (int(step), value)
+            for row in body
+            if len(row) == len(head)
+            and (step := _finite(_parsed(row[at]))) is not None
+            and (value := _parsed(row[column])) is not None
+        ]
+        if pairs:
+            kept = dict(pairs)  # a resumed run writes some steps twice: the later one holds
+            steps = sorted(kept)
+            found[key] = Series(tuple(steps), tuple(kept[step] for step in steps))
+    return found
+
+
+def _parsed(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _json(path: Path) -> dict[str, object] | None:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _rows(value: object) -> list[dict[str, object]]:
+    return (
+        [_mapping(row) for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+    )
+
+
+def _lines(value: object) -> tuple[str, ...]:
+    return tuple(_text(line) for line in value) if isinstance(value, list) else ()
+
+
+def _number(value: object) -> float | None:
+    """Returns a number as a float, NaN and infinity included."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _count(value: object) -> int | None:
+    number = _finite(value)
+    return None if number is None else int(number)
+
+
+def _instant(value: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(_text(value))
+    except ValueError:
+        return None

@@ -1,0 +1,63 @@
+"""Takes home folders and secrets out of text that goes into a page other people will read."""
+
+import re
+from pathlib import Path
+
+HIDDEN = "[hidden]"
+
+_SECRET_NAME = r"(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|password|passwd|auth[_-]?token)"
+_TOKEN_NAME = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
+_NAME = re.compile(rf"(?i)(?:{_SECRET_NAME}|{_TOKEN_NAME})$")
+_ASSIGNED = re.compile(
+    rf"(?i)((?:{_SECRET_NAME}|{_TOKEN_NAME})[\"']?\s*[=:]\s*[\"']?)(?!{re.escape(HIDDEN)})[^\s\"',}}]+"
+)
+_BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+_KNOWN_SHAPE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|wandb_v1_\w{16,}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|[0-9a-f]{40,})\b"
+)
+_HOME = re.compile(
+    r"(?:/home/[^/\s\"':,;]+|/Users/[^/\s\"':,;]+|/root|[A-Z]:\\Users\\[^\\\s]+)(?=[/\\\s\"':,;)\]]|$)"
+)
+
+
+def text(raw: str) -> str:
+    """Returns ``raw`` with home folders as ``~`` and values that look secret as ``[hidden]``."""
+    shown = raw
+    home = str(Path.home())
+    if len(home) > 1:
+        shown = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", shown)
+    shown = _HOME.sub("~", shown)
+    shown = _BEARER.sub(rf"\1{HIDDEN}", shown)
+    shown = _IN_ADDRESS.sub(HIDDEN, shown)
+    shown = _ASSIGNED.sub(rf"\1{HIDDEN}", shown)
+    return _KNOWN_SHAPE.sub(HIDDEN, shown)
+
+
+def tree(value: object) -> object:
+    """Returns the JSON-like ``value`` with every string in it passed through :func:`text`.
+
+    The value of a key whose name says secret (``hub_token``), and of a ``{"key": ...}`` entry
+    that names one, is hidden whole.
+    """
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, list):
+        return [tree(item) for item in value]
+    if isinstance(value, dict):
+        named = value.get("key")
+        secret = isinstance(named, str) and is_secret(named)
+        return {
+            str(key): HIDDEN
+            if item is not None and (is_secret(str(key)) or (secret and key != "key"))
+            else tree(item)
+            for key, item in value.items()
+        }
+    return value
+
+
+def is_secret(name: str) -> bool:
+    """Returns whether a setting called ``name`` holds something that must not be shown."""
+    return _NAME.search(name) is not None

@@ -1,0 +1,64 @@
+"""What a drawn part of the page is made of, and what the parts say in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from scalewise.reports import findings
+from scalewise.reports.compare import SHOWN, Comparison, Job
+from scalewise.reports.layout import Picture
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart under its title."""
+
+    title: str
+    detail: str
+    picture: Picture
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a chart as a table: its corner, its heads and a row a job."""
+
+    corner: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One drawn part of the page; ``key`` holds colour variables (or a shape) and their labels."""
+
+    ident: str
+    topic: str
+    finding: str
+    panels: tuple[Panel, ...]
+    key: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str | Markup, ...] = ()
+    numbers: Numbers | None = None
+
+
+def chosen(comparison: Comparison, drawn: Sequence[Job]) -> str:
+    """Returns which jobs are drawn, where there are too many for all."""
+    every = len(comparison.jobs)
+    return f"; {len(drawn)} of {every} jobs: the front, then the fastest" if every > SHOWN else ""
+
+
+def left_out(comparison: Comparison, drawn: Sequence[Job]) -> list[str]:
+    """Returns a note on the jobs that measured nothing to draw, if there are any."""
+    if len(comparison.jobs) > SHOWN:
+        return []
+    missing = [job for job in comparison.jobs if job not in drawn and job.run.status != "not_run"]
+    if not missing:
+        return []
+    names = [f"{job.name} ({findings.status_word(job.run.status)})" for job in missing]
+    return [f"Not drawn, for want of a measurement: {'; '.join(names)}."]
+
+
+def window(jobs: Sequence[Job]) -> str:
+    """Returns the steps and the statistic behind the medians, if all jobs share them."""
+    windows = {job.run.summary.window for job in jobs if job.run.summary and job.run.summary.window}
+    return windows.pop().replace("-", "\u2013") if len(windows) == 1 else ""

@@ -1,0 +1,61 @@
+"""Turns an Altair chart into an SVG to put inside a page: small, themed by the page, unambiguous.
+
+The chart names CSS variables as colours, so one picture serves the light and the dark theme. Vega's
+ids count up in a process and would cross between charts: they are prefixed. Its roles and fonts on
+each mark are dropped (the page says both once); a mark's description becomes its ``data-tip``.
+"""
+
+import html
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+_VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+_HEAD = re.compile(r"^<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>")
+_DROPPED = re.compile(
+    r" (?:role|aria-roledescription|font-family|pointer-events|aria-hidden|stroke-miterlimit)"
+    r"=\"[^\"]*\""
+    r"| opacity=\"1\"| stroke-opacity=\"1\"| class=\"[^\"]*\""
+)
+_EMPTY = re.compile(r"<path(?=[^>]*? d=\"(?:M0,0h0v0h0Z)?\")[^>]*/>")
+_FRAME = re.compile(r"<path class=\"background\"[^>]*/>")
+_HOLLOW = re.compile(r"<g(?: transform=\"translate\(0,0\)\")?>\s*</g>|<g></g>")
+_TIP = re.compile(r"(<(?:path|circle|rect|line)[^>]*?) aria-label=")
+_LABEL = re.compile(r" aria-label=\"[^\"]*\"")
+_LONG = re.compile(r"-?\d+\.\d{2,}(?:e-?\d+)?")
+_GEOMETRY = re.compile(r" (?:d|transform|x|y|x2|y2|width|height|cx|cy|r)=\"[^\"]*\"")
+_ID = re.compile(r"(\bid=\"|url\(#|href=\"#)")
+
+
+def render(
+    chart: alt.LayerChart, tables: Mapping[str, list[dict[str, Any]]], ident: str, sentence: str
+) -> str:
+    """Returns ``chart`` of the named ``tables`` as SVG text.
+
+    ``ident`` is unique on the page; ``sentence`` says what the picture shows to who cannot see it.
+    """
+    spec: dict[str, Any] = chart.to_dict() | {"datasets": dict(tables)}
+    raw = vl_convert.vegalite_to_svg(spec, vl_version=_VERSION)
+    head = _HEAD.match(raw)
+    if head is None:
+        raise AssertionError("the renderer wrote no viewBox")
+    body = _EMPTY.sub("", _FRAME.sub("", raw[head.end() :]))
+    body = _DROPPED.sub("", body)
+    body = _LABEL.sub("", _TIP.sub(r"\1 data-tip=", body))
+    body = _GEOMETRY.sub(lambda found: _LONG.sub(_round, found[0]), body)
+    body = _ID.sub(rf"\g<1>{ident}-", body)
+    while (shorter := _HOLLOW.sub("", body)) != body:
+        body = shorter
+    width = head[1].split()[2]
+    return (
+        f'<svg style="max-width:{width}px" role="img" aria-label="{html.escape(sentence)}"'
+        f' viewBox="{head[1]}">{body}'
+    )
+
+
+def _round(found: re.Match[str]) -> str:
+    text = f"{float(found[0]):.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text

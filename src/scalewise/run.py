@@ -1,0 +1,254 @@
+"""A Run: one spec per group, the arithmetic of its world, and the rules across groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+
+from scalewise.checkpoints.spec import Checkpoint
+from scalewise.config.registry import target
+from scalewise.data.base import Data
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind, Hardware, on_this_machine, this_machine
+from scalewise.launch.spec import Launch
+from scalewise.models.base import Model
+from scalewise.objectives import CausalLM
+from scalewise.optimizers import Optimizer
+from scalewise.parallelism import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.precision import Number, Precision
+from scalewise.schedules import Schedule
+from scalewise.tracking.spec import Wandb
+from scalewise.trainer import Trainer
+
+TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
+"""Packages whose callables an open group may name without the user's say-so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a job is, with nothing left to look up. Immutable and picklable."""
+
+    model: Model
+    data: Data
+    objective: CausalLM
+    parallelism: Parallelism
+    precision: Precision
+    optimizer: Optimizer
+    schedule: Schedule
+    trainer: Trainer
+    checkpoint: Checkpoint
+    tracking: Wandb
+    launch: Launch
+    hardware: Hardware
+    name: str = "run"
+    """Folder and W&B name: its parts and its learning rate."""
+    seed: int = 1
+    """Seed of the weights, of the order of the rows and of dropout."""
+    question: str = ""
+    """What the run is to find out; heads its report."""
+    resume: str | None = None
+    """A checkpoint or a run's folder, ``last``, ``auto``, or None: start anew."""
+    callbacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Lightning callbacks by a name of their own: ``_target_`` and its arguments."""
+    trusted_packages: tuple[str, ...] = ()
+    """Further packages whose callables ``callbacks`` may name."""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """The option chosen in each group."""
+    overrides: tuple[str, ...] = ()
+    """What the user typed."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of ranks."""
+        return self.parallelism.world_size
+
+    @property
+    def global_batch(self) -> int:
+        """Returns the rows of one optimizer step over all ranks."""
+        return self.trainer.global_batch or self.rows_per_pass
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Returns the rows that one forward pass of all ranks sees."""
+        return self.trainer.micro_batch * self.parallelism.data_parallel_size
+
+    @property
+    def accumulation(self) -> int:
+        """Returns how many micro batches each rank sums into one optimizer step."""
+        return self.global_batch // self.rows_per_pass
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Returns the tokens of one optimizer step over all ranks."""
+        return self.global_batch * self.data.sequence
+
+    @property
+    def flops_per_step(self) -> float:
+        """Returns the model's flops of one optimizer step over all ranks."""
+        return self.model.flops(self.data.sequence) * self.tokens_per_step
+
+    def steps(self, rows: int) -> int:
+        """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
+        return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)
+
+    def settled(self) -> Run:
+        """Returns the run with every ``auto`` of hardware and layout decided for this machine."""
+        hardware = on_this_machine(self.hardware)
+        on_cuda = hardware.device is DeviceKind.cuda
+        devices = len(this_machine().gpus) if on_cuda else DEFAULT_CPU_RANKS
+        return replace(
+            self, hardware=hardware, parallelism=self.parallelism.settle(max(1, devices))
+        )
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields everything that is wrong: in each spec, then between them."""
+        yield from self._of_specs()
+        yield from self._of_batches()
+        yield from self._of_tokens()
+        yield from self._of_callbacks()
+        if not 0 <= self.seed < 2**32:
+            yield Complaint("seed", self.seed, "must be in [0, 2**32)")
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields what the present machine cannot run; a plan for another machine skips these."""
+        yield from self._of_devices()
+        yield from self._of_numbers()
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns the run as plain nested containers, each spec with its ``_target_``."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return {key: value for key, value in plain.items() if key != "_target_"}
+
+    def _of_specs(self) -> Iterator[Complaint]:
+        for part in fields(self):
+            spec = getattr(self, part.name)
+            if hasattr(spec, "complaints"):
+                yield from spec.complaints()
+
+    def _of_batches(self) -> Iterator[Complaint]:
+        trainer = self.trainer
+        if trainer.micro_batch < 1 or (trainer.global_batch or 1) < 1 or self.world_size < 1:
+            return
+        if self.global_batch % self.rows_per_pass:
+            ranks = self.parallelism.data_parallel_size
+            fitting = max(1, round(self.global_batch / self.rows_per_pass)) * self.rows_per_pass
+            yield Complaint(
+                "trainer.global_batch",
+                self.global_batch,
+                f"is not a multiple of micro_batch x ranks = {trainer.micro_batch} x {ranks}",
+                f"set trainer.global_batch={fitting} or another trainer.micro_batch",
+            )
+        steps = trainer.max_steps
+        warmup = self.schedule.warmup_steps
+        if steps is not None and warmup >= steps > 0:
+            yield Complaint(
+                "schedule.warmup_steps",
+                warmup,
+                f"is not below trainer.max_steps={steps}",
+                f"set schedule.warmup_steps={steps // 10}",
+            )
+
+    def _of_tokens(self) -> Iterator[Complaint]:
+        if self.data.sequence > self.model.context:
+            yield Complaint(
+                "data.sequence",
+                self.data.sequence,
+                f"is longer than the model's context of {self.model.context} tokens",
+                f"set data.sequence={self.model.context}",
+            )
+        needed = self.data.vocabulary_needed
+        if needed is not None and needed > self.model.vocabulary:
+            yield Complaint(
+                "data.vocabulary",
+                needed,
+                f"yields token ids beyond the model's vocabulary of {self.model.vocabulary}",
+                f"set data.vocabulary={self.model.vocabulary} or model.vocabulary={needed}",
+            )
+
+    def _of_callbacks(self) -> Iterator[Complaint]:
+        trusted = (*TRUSTED_PACKAGES, *self.trusted_packages)
+        for name, callback in self.callbacks.items():
+            path = callback.get("_target_") if isinstance(callback, Mapping) else None
+            if not isinstance(path, str) or "." not in path:
+                yield Complaint(
+                    f"callbacks.{name}",
+                    callback,
+                    "names no callback",
+                    f"give callbacks.{name}._target_=package.module.Class",
+                )
+            elif path.split(".")[0] not in trusted:
+                package = path.split(".")[0]
+                yield Complaint(
+                    f"callbacks.{name}._target_",
+                    path,
+                    f"the package {package!r} is not trusted",
+                    f"if you trust it, set trusted_packages=[{package}]",
+                )
+
+    def _of_devices(self) -> Iterator[Complaint]:
+        machine = this_machine()
+        key, ranks = "parallelism", self.choices.get("parallelism", "")
+        if self.hardware.device is DeviceKind.cuda:
+            if not machine.gpus:
+                yield Complaint(
+                    "hardware",
+                    self.choices.get("hardware", "cuda"),
+                    "this machine has no CUDA device",
+                    "set hardware=auto or hardware=cpu",
+                )
+            elif self.world_size > len(machine.gpus):
+                yield Complaint(
+                    key,
+                    ranks,
+                    f"needs {self.world_size} devices, this machine has {len(machine.gpus)}",
+                    "ask for fewer, or set hardware=cpu",
+                )
+            elif self.hardware.match and self.hardware.match not in machine.gpus[0]:
+                yield Complaint(
+                    "hardware",
+                    self.choices.get("hardware", self.hardware.match),
+                    f"this machine has {machine.gpus[0]}",
+                    "set hardware=auto",
+                )
+        elif self.world_size > machine.max_cpu_ranks:
+            yield Complaint(
+                key,
+                ranks,
+                f"needs {self.world_size} CPU ranks; the {machine.cores} cores of this machine "
+                f"carry at most {machine.max_cpu_ranks}",
+                "ask for fewer",
+            )
+
+    def _of_numbers(self) -> Iterator[Complaint]:
+        chosen = self.choices.get("precision", self.precision.compute.value)
+        compute = self.precision.compute
+        if self.hardware.device is DeviceKind.cpu:
+            if compute is Number.fp16:
+                yield Complaint(
+                    "precision",
+                    chosen,
+                    "Lightning would compute in bf16 on the CPU without saying so",
+                    "set precision=bf16_mixed",
+                )
+        elif compute is Number.bf16 and self.hardware.bf16_tflops == 0:
+            yield Complaint(
+                "precision",
+                chosen,
+                "this device has no bf16 tensor cores",
+                "set precision=fp16_mixed",
+            )
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        entries = {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {"_target_": target(type(value)), **entries}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,105 @@
+"""How the learning rate moves over a run: a factor of the peak, by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import cos, pi
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+
+if TYPE_CHECKING:
+    from torch import optim
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A linear warm-up followed by a shape of its own."""
+
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0 to its peak."""
+
+    @abstractmethod
+    def after_warmup(self, progress: float) -> float:
+        """Returns the factor of the peak at ``progress`` in [0, 1] of the steps after warm-up."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Returns the factor of the peak rate for ``step`` (from 0) of ``steps``."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return self.after_warmup(min(1.0, (step - self.warmup_steps) / self._rest(steps)))
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields numbers out of range."""
+        if self.warmup_steps < 0:
+            yield Complaint("schedule.warmup_steps", self.warmup_steps, "must be 0 or more")
+        for key in ("final", "decay"):
+            value = getattr(self, key, 0.0)
+            if not 0 <= value <= 1:
+                yield Complaint(f"schedule.{key}", value, "is a fraction, from 0 to 1")
+
+    def build(self, optimizer: optim.Optimizer, steps: int) -> optim.lr_scheduler.LambdaLR:
+        """Returns the torch scheduler, to be stepped once per optimizer step."""
+        from torch.optim.lr_scheduler import LambdaLR
+
+        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+
+    def _rest(self, steps: int) -> int:
+        return max(1, steps - self.warmup_steps)
+
+
+@option("schedule", "constant")
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The peak, to the end."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns 1."""
+        return 1.0
+
+
+@option("schedule", "cosine")
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from the peak to ``final`` (Loshchilov and Hutter, 2017)."""
+
+    final: float = 0.1
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns the cosine's value."""
+        return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
+
+
+@option("schedule", "linear")
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """A straight line from the peak to ``final``."""
+
+    final: float = 0.0
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns the line's value."""
+        return 1 - (1 - self.final) * progress
+
+
+@option("schedule", "wsd")
+@dataclass(frozen=True)
+class WarmupStableDecay(Schedule):
+    """The peak, then a straight line down at the end (Hu et al., MiniCPM, 2024)."""
+
+    decay: float = 0.2
+    """Fraction of the steps after warm-up that the decay takes."""
+    final: float = 0.0
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns 1 until the decay begins, then the line's value."""
+        start = 1 - self.decay
+        if progress <= start:
+            return 1.0
+        return 1 - (1 - self.final) * (progress - start) / self.decay

@@ -1,0 +1,64 @@
+"""The files of a run's folder: JSON written whole or not at all, metrics row by row."""
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from scalewise.tracking.names import METRICS
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Writes ``content`` so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes ``text`` so that a reader sees the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Returns a JSON object, or an empty one where the file is absent or torn."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class MetricsFile:
+    """``metrics.csv``: one row per optimizer step, one column per metric, flushed per batch."""
+
+    def __init__(self, path: Path, *, after_step: int = 0, earlier: Path | None = None) -> None:
+        """Opens the file to append to; rows above ``after_step`` are dropped.
+
+        ``earlier`` is the file of the run that this one resumes: its rows come first.
+        """
+        source = path if path.is_file() else earlier
+        kept = [row for row in _rows(source) if int(row["step"]) <= after_step]
+        self._path = path
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(METRICS), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+
+    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Appends rows; a metric that a row lacks is left empty."""
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
+
+
+def _rows(path: Path | None) -> list[dict[str, str]]:
+    if path is None or not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    whole = [row for row in rows if None not in row.values() and (row.get("step") or "").isdigit()]
+    return [{key: row[key] for key in METRICS if key in row} for row in whole]

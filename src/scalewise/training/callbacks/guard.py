@@ -1,0 +1,78 @@
+"""Stops a run whose loss is no longer a number, or has left for good."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from scalewise.errors import ScalewiseError
+
+
+class TrainingDiverged(ScalewiseError):
+    """The loss became NaN, infinite, or leapt and stayed there."""
+
+
+class LossGuard(Callback):
+    """Looks at every loss, ``every`` steps late at the most, and before any checkpoint.
+
+    ``factor``: a leap is a loss above this times the running mean; ``patience``: leaps in a row
+    that end the run.
+    """
+
+    def __init__(self, factor: float = 3.0, patience: int = 5, every: int = 10) -> None:
+        if not factor > 1 or patience < 1 or every < 1:
+            raise ValueError("factor must exceed 1; patience and every must be 1 or more")
+        self._factor, self._patience, self._every = factor, patience, every
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self._mean: float | None = None
+        self._leaps = 0
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Keeps a loss, and looks when enough have come together."""
+        self._waiting.append((trainer.global_step, outputs["loss"].detach()))
+        if len(self._waiting) >= self._every:
+            self._look()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Looks first, so that no checkpoint holds what NaN has touched."""
+        self._look()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at the last losses."""
+        self._look()
+
+    def _look(self) -> None:
+        if not self._waiting:
+            return
+        losses = torch.stack([loss for _, loss in self._waiting]).tolist()
+        steps = [step for step, _ in self._waiting]
+        self._waiting = []
+        for step, loss in zip(steps, losses, strict=True):
+            self._judge(step, loss)
+
+    def _judge(self, step: int, loss: float) -> None:
+        cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
+        if not isfinite(loss):
+            raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
+        if self._mean is not None and loss > self._factor * self._mean:
+            self._leaps += 1
+            if self._leaps >= self._patience:
+                raise TrainingDiverged(
+                    f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
+                    f"its mean, for {self._leaps} micro batches in a row; {cure}"
+                )
+            return
+        self._leaps = 0
+        self._mean = loss if self._mean is None else 0.9 * self._mean + 0.1 * loss

@@ -1,0 +1,64 @@
+"""Accidents on purpose: how the suite's own tests see what a failure leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class Accident(Callback, ABC):
+    """Happens on one rank when ``step`` steps are done and another begins."""
+
+    def __init__(self, step: int = 3, rank: int = 0) -> None:
+        self._step, self._rank = step, rank
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Lets the accident happen."""
+        if trainer.global_step == self._step and trainer.global_rank == self._rank:
+            self.happen()
+
+    @abstractmethod
+    def happen(self) -> None:
+        """Does the damage."""
+
+
+class Raise(Accident):
+    """An exception in user code."""
+
+    def happen(self) -> None:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError("injected: this job raises on purpose")
+
+
+class OutOfMemory(Accident):
+    """A demand that no machine can meet."""
+
+    def happen(self) -> None:
+        """Allocates more than an address space, on the device of the run."""
+        torch.empty(1 << 62, dtype=torch.uint8)
+
+
+class Hang(Accident):
+    """A rank that answers nothing and nobody."""
+
+    def happen(self) -> None:
+        """Sleeps for good, deaf to SIGTERM and SIGINT."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        while True:
+            time.sleep(3600)
+
+
+class Kill(Accident):
+    """A process that vanishes."""
+
+    def happen(self) -> None:
+        """Sends SIGKILL to itself."""
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,190 @@
+"""Measures every step and reports every few: nothing waits for the device in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from scalewise.errors import Interrupted
+from scalewise.measure.memory import MemoryProbe
+from scalewise.measure.steptime import OTHER, StepClock
+from scalewise.run import Run
+from scalewise.tracking.names import TIMES
+from scalewise.training.module import TrainingModule
+
+PROBED_STEP = 2
+"""The step whose memory is measured: the first that begins with optimizer state."""
+
+Row = dict[str, Any]
+
+
+Sink = Callable[[list[Row]], None]
+"""Takes the rows of one window, a step each, in order: a file, W&B, a terminal."""
+
+
+class Recorder(Callback):
+    """Keeps loss, gradient norm, times and memory; hands whole windows to the sinks of rank 0.
+
+    The last callback in line, so that what the others do at the end of a step is not counted
+    into the next step's data time.
+    """
+
+    def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
+        self._run, self.sinks = run, sinks
+        self._start = start_step
+        self._losses: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._rates: list[float] = []
+        self._probe: MemoryProbe | None = None
+        self._memory: Row = {}
+        self.rows: list[Row] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._clock = StepClock(pl_module.device)
+        self._clock.mark("data")
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the wait for data."""
+        last = (batch_idx + 1) % self._run.accumulation == 0
+        if trainer.global_step == self._start + PROBED_STEP - 1 and last:
+            optimizer = trainer.optimizers[0]
+            self._probe = MemoryProbe(pl_module, optimizer, pl_module.device)
+            self._probe.start()
+        self._clock.mark("forward")
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Ends the forward pass."""
+        if self._probe:
+            self._probe.before_backward()
+        self._clock.mark("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the backward pass."""
+        self._clock.mark("optimizer")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Keeps the rate of the step to come."""
+        if self._probe:
+            self._probe.before_optimizer()
+        self._rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Ends a micro batch and, at the last of a step, the step."""
+        assert isinstance(pl_module, TrainingModule)
+        self._losses.append(pl_module.last_loss)
+        if len(self._losses) % self._run.accumulation:
+            self._clock.mark("data")
+            return
+        self._norms.append(pl_module.last_grad_norm)
+        if self._probe:
+            self._memory, self._probe = self._probe.finish(), None
+        self._clock.end_step()
+        step = trainer.global_step
+        due = step % self._run.trainer.log_every == 0 or step == pl_module.steps
+        if due and not self._validates(trainer, step):
+            self.flush(trainer)
+        self._clock.mark("data")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps validation out of the step."""
+        self._clock.mark(OTHER)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hands on the held-out loss with its step."""
+        self.flush(trainer, {"val/loss": float(trainer.callback_metrics["val/loss"])})
+        self._clock.mark("data")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Hands on what is known, where no other rank has to help."""
+        if isinstance(exception, Interrupted) or trainer.world_size == 1:
+            self.flush(trainer)
+
+    def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
+        """Hands the steps kept so far to the sinks; every rank must call it at the same step.
+
+        ``of_last`` are further measurements of the last of them.
+        """
+        steps = len(self._norms)
+        if not steps:
+            return
+        rows = list(self._finished(trainer, steps))
+        self._losses, self._norms, self._rates = [], [], []
+        rows[-1] |= of_last or {}
+        for row in rows:
+            if row["step"] == self._start + PROBED_STEP:
+                row |= self._memory
+        self.rows += rows
+        for sink in self.sinks:
+            sink(rows)
+
+    def _finished(self, trainer: Trainer, steps: int) -> Iterator[Row]:
+        accumulation = self._run.accumulation
+        kept = steps * accumulation
+        loss_S = torch.stack(self._losses[:kept]).float().view(steps, accumulation).mean(1)
+        norm_S = torch.stack([norm.to(loss_S.device) for norm in self._norms]).float()
+        seconds_SP = torch.tensor(
+            [[spent[phase] for phase in TIMES] for spent in self._clock.drain()[-steps:]],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        means = torch.cat([loss_S, norm_S]).double()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            means[:steps] /= dist.get_world_size()
+            dist.all_reduce(means[:steps], dist.ReduceOp.SUM)
+            slowest = seconds_SP.to(means.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds_SP = slowest.cpu()
+        numbers, seconds = means.tolist(), seconds_SP.tolist()
+        first = trainer.global_step - steps + 1
+        for place in range(steps):
+            times = dict(zip(TIMES, seconds[place], strict=True))
+            yield {
+                "step": first + place,
+                "train/loss": numbers[place],
+                "train/grad_norm": numbers[steps + place],
+                "train/lr": self._rates[place],
+                **self._rates_of(first + place, times),
+            }
+
+    def _rates_of(self, step: int, times: Mapping[str, float]) -> Row:
+        run, total = self._run, sum(times.values())
+        flops = run.flops_per_step / run.world_size / total
+        peak = run.hardware.peak_flops(run.precision.peak_kind)
+        return {
+            "train/tokens": step * run.tokens_per_step,
+            "throughput/tokens_per_s": run.tokens_per_step / total,
+            "throughput/tokens_per_s_per_device": run.tokens_per_step / total / run.world_size,
+            "throughput/tflops_per_s_per_device": flops / 1e12,
+            "throughput/mfu": flops / self._peak_share(peak) if peak else None,
+            "time/step_s": total,
+            **{f"time/{phase}_s": spent for phase, spent in times.items()},
+        }
+
+    def _peak_share(self, peak: float) -> float:
+        """Returns the peak of one device; ranks on the CPU share one processor."""
+        return peak / (self._run.world_size if self._run.hardware.device == "cpu" else 1)
+
+    def _validates(self, trainer: Trainer, step: int) -> bool:
+        every = self._run.trainer.validate_every
+        return bool(trainer.val_dataloaders) and every is not None and step % every == 0

@@ -1,0 +1,85 @@
+"""What a person watching sees: one line per window, and a bar that moves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from scalewise.run import Run
+from scalewise.tracking.names import TIMES
+
+Row = dict[str, Any]
+BAR_WIDTH = 12
+
+
+class Terminal:
+    """Prints windows to stdout; on a terminal a live bar stays below them."""
+
+    def __init__(self, run: Run, steps: int, start: int) -> None:
+        self._run, self._steps = run, steps
+        self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("training", total=steps, completed=start)
+            self._progress.start()
+
+    def __call__(self, rows: list[Row]) -> None:
+        """Prints the last step of a window, and the loss averaged over it."""
+        self._console.print(status_line(rows, self._run, self._steps), markup=False)
+        if self._progress is not None:
+            done = rows[-1]["step"]
+            self._progress.update(self._task, completed=done)
+            if done == self._steps:
+                self.close()
+
+    def close(self) -> None:
+        """Takes the live bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def status_line(rows: list[Row], run: Run, steps: int) -> str:
+    """Returns one window in one line: progress, losses, speed, gradient, rate, time."""
+    last = rows[-1]
+    seconds = sum(row["time/step_s"] for row in rows)
+    shares = {
+        name: sum(row[f"time/{name}_s"] for row in rows) / seconds if seconds else 0.0
+        for name in TIMES
+    }
+    loss = sum(row["train/loss"] for row in rows) / len(rows)
+    tokens = run.tokens_per_step * len(rows) / seconds
+    tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
+    parts = [
+        f"{bar(last['step'] / steps)} {last['step']:>{len(str(steps))}}/{steps}",
+        f"loss {loss:.4f}",
+        f"{tokens:,.0f} tok/s",
+        f"{tflops:.3g} TFLOP/s/device",
+        f"grad {last['train/grad_norm']:.3g}",
+        f"lr {last['train/lr']:.2e}",
+        f"{seconds / len(rows) * 1e3:.0f} ms"
+        f" (d {shares['data']:.0%} f {shares['forward']:.0%}"
+        f" b {shares['backward']:.0%} o {shares['optimizer']:.0%})",
+    ]
+    if last.get("throughput/mfu") is not None:
+        share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
+        parts.insert(4, f"MFU {share:.1%}")
+    if "val/loss" in last:
+        parts.insert(2, f"val {last['val/loss']:.4f}")
+    return "  ".join(parts)
+
+
+def bar(share: float) -> str:
+    """Returns a progress bar of plain characters."""
+    full = round(min(1.0, share) * BAR_WIDTH)
+    return "━" * full + "╌" * (BAR_WIDTH - full)

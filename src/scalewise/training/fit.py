@@ -1,0 +1,174 @@
+"""From a Run to a trained model in this process: assemble a Lightning Trainer, fit, sum up."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from statistics import median
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from scalewise.checkpoints import store
+from scalewise.checkpoints.lightning_io import FolderIO
+from scalewise.data.base import Splits
+from scalewise.data.loader import Loader, Share, ValidationLoader
+from scalewise.errors import ConfigError
+from scalewise.hardware import DeviceKind
+from scalewise.run import Run
+from scalewise.tracking.files import MetricsFile, write_json
+from scalewise.tracking.session import Session
+from scalewise.training.callbacks.open import instantiated
+from scalewise.training.callbacks.recorder import Recorder, Row
+from scalewise.training.callbacks.saver import Saver
+from scalewise.training.callbacks.terminal import Terminal
+from scalewise.training.module import TrainingModule
+
+WARM_UP_SHARE = 0.1
+"""Share of the steps left out of the medians: caches fill and allocators settle there."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    local_rank: int
+    local_ranks: int
+
+
+def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Session) -> None:
+    """Trains ``run`` in this process, one of its ranks; rank 0 writes into ``folder``.
+
+    ``resume`` is a checkpoint folder. Leaves ``metrics.csv``, ``summary.json`` and checkpoints.
+    Raises what ended the training otherwise, ``Interrupted`` for a signal.
+    """
+    _use_device(run, place)
+    splits = run.data.prepare(run.model.vocabulary, run.seed)
+    steps = run.steps(len(splits.train))
+    start = store.verify(resume) if resume else 0
+    if start >= steps:
+        raise ConfigError.one(
+            "resume", resume, f"has done {start} of {steps} steps", "raise trainer.max_steps"
+        )
+    module = TrainingModule(run, steps)
+    recorder = Recorder(run, start, [])
+    if place.rank == 0:
+        file = MetricsFile(
+            folder / "metrics.csv",
+            after_step=start,
+            earlier=resume.parents[1] / "metrics.csv" if resume else None,
+        )
+        recorder.sinks += [file.append, session.log, Terminal(run, steps, start)]
+    train, validation = _loaders(run, splits, place, steps, start)
+    with _lightning_quiet():
+        trainer = assemble(run, folder, place, steps, recorder)
+        trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
+    if place.rank == 0:
+        summary = summarize(run, recorder.rows, trainer.global_step)
+        write_json(folder / "summary.json", summary)
+        session.summarize(summary)
+
+
+def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorder) -> Trainer:
+    """Returns the Lightning Trainer of a run, with nothing in it that the run does not name."""
+    callbacks: list[Callback] = [*instantiated(run), Saver(run, folder), recorder]
+    every = run.trainer.validate_every
+    return Trainer(
+        accelerator="cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
+        devices=place.local_ranks if run.world_size > 1 else 1,
+        num_nodes=max(1, run.world_size // place.local_ranks),
+        strategy=run.parallelism.strategy(),
+        precision=run.precision.plugin(),
+        plugins=[FolderIO()],
+        callbacks=callbacks,
+        max_epochs=-1,
+        max_steps=steps,
+        accumulate_grad_batches=run.accumulation,
+        val_check_interval=every * run.accumulation if every else None,
+        check_val_every_n_epoch=None,
+        limit_val_batches=ceil(run.trainer.validation_rows / run.global_batch) * run.accumulation,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=folder,
+    )
+
+
+def summarize(run: Run, rows: list[Row], steps: int) -> dict[str, object]:
+    """Returns ``summary.json``: final losses, medians of times and rates, memory."""
+    first = int(len(rows) * WARM_UP_SHARE)
+    window = rows[first:]
+    metrics: dict[str, object] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        known = [row[key] for row in rows if row.get(key) is not None]
+        if not known:
+            metrics[key] = None
+        elif key.startswith(("throughput/", "time/")):
+            metrics[key] = median([row[key] for row in window])
+        else:
+            metrics[key] = known[-1]
+    if rows:
+        metrics["train/loss_first"] = rows[0]["train/loss"]
+    return {
+        "parameters": run.model.parameters,
+        "steps": steps,
+        "tokens": steps * run.tokens_per_step,
+        "flops_per_token": run.model.flops(run.data.sequence),
+        "global_batch": run.global_batch,
+        "sequence": run.data.sequence,
+        "window": f"median of steps {window[0]['step']}-{steps}" if window else "",
+        "metrics": metrics,
+    }
+
+
+def _loaders(
+    run: Run, splits: Splits, place: Place, steps: int, start: int
+) -> tuple[Loader, ValidationLoader | None]:
+    ranks = run.parallelism.data_parallel_size
+    share = Share(run.global_batch, run.trainer.micro_batch, place.rank, ranks)
+    pinned = run.hardware.device is DeviceKind.cuda
+    train = Loader(
+        splits.train,
+        share,
+        seed=run.seed,
+        steps=steps,
+        start=start * run.accumulation,
+        pin_memory=pinned,
+    )
+    if splits.validation is None or run.trainer.validate_every is None:
+        return train, None
+    return train, ValidationLoader(splits.validation, share, pin_memory=pinned)
+
+
+def _use_device(run: Run, place: Place) -> None:
+    run.precision.set_matmul()
+    if run.hardware.device is DeviceKind.cuda:
+        torch.cuda.set_device(place.local_rank)
+    elif run.world_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_ranks))
+
+
+@contextmanager
+def _lightning_quiet() -> Iterator[None]:
+    """Keeps Lightning's tips out: they advise on what this suite decides itself."""
+    names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+

@@ -1,0 +1,103 @@
+"""What ``train`` prints around its jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from scalewise.launch.job import Order, Result
+from scalewise.units import bytes_text, count_text, seconds_text
+
+_STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
+
+
+def heading(order: Order) -> None:
+    """Prints what is about to run, in two lines."""
+    run = order.run
+    print(f"{run.name}: {count_text(run.model.parameters)} parameters on {_place(order)}")
+    print(
+        f"{run.global_batch} rows of {run.data.sequence} tokens a step"
+        f" ({run.trainer.micro_batch} a pass x {run.world_size} ranks x {run.accumulation})",
+        flush=True,
+    )
+
+
+def announce(number: int, order: Order, count: int) -> None:
+    """Prints which job of a sweep begins."""
+    varied = "  ".join(f"{key}={value}" for key, value in order.varied.items())
+    print(f"\njob {number + 1} of {count}  {varied}", flush=True)
+    heading(order)
+
+
+def ended(result: Result) -> None:
+    """Writes a job's report, and prints how it ended and where it is."""
+    if result.status != "ok":
+        print(f"{result.status}: {result.reason}")
+    report = _report(result.folder)
+    print(f"report {_short(report)}" if report else f"folder {_short(result.folder)}", flush=True)
+
+
+def sweep_ended(results: Sequence[Result], folder: Path) -> None:
+    """Writes the reports of a sweep and prints where it is."""
+    for result in results:
+        if result.folder.is_dir():
+            _report(result.folder)
+    report = _report(folder)
+    print(f"report {_short(report)}" if report else f"folder {_short(folder)}", flush=True)
+
+
+def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) -> None:
+    """Prints one row a job: how it ended, and what it measured."""
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    shown.add_column("job", justify="right")
+    keys = list(dict.fromkeys(key for _, order, _ in orders for key in order.varied))
+    for key in keys:
+        shown.add_column(key)
+    shown.add_column("status")
+    for name in ("first loss", "loss", "val loss", "tok/s", "step", "peak memory"):
+        shown.add_column(name, justify="right")
+    for (number, order, _), result in zip(orders, results, strict=True):
+        metrics = result.summary.get("metrics") or {}
+        status = f"[{_STYLES.get(result.status, 'red')}]{result.status}[/]"
+        numbers = (
+            _number(metrics.get("train/loss_first"), "{:.4f}"),
+            _number(metrics.get("train/loss"), "{:.4f}"),
+            _number(metrics.get("val/loss"), "{:.4f}"),
+            _number(metrics.get("throughput/tokens_per_s"), "{:,.0f}"),
+            seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else "–",
+            bytes_text(metrics["memory/peak_bytes"]) if metrics.get("memory/peak_bytes") else "–",
+        )
+        varied = [order.varied.get(key, "") for key in keys]
+        shown.add_row(str(number), *varied, status, *numbers)
+    print()
+    Console(width=None if os.isatty(1) else 140, highlight=False).print(shown)
+    for (number, _, _), result in zip(orders, results, strict=True):
+        if result.status != "ok":
+            print(f"job {number} {result.status}: {result.reason}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _place(order: Order) -> str:
+    run = order.run
+    device = run.hardware.match or run.hardware.device.value.upper()
+    return f"{run.world_size} {device} rank{'s' if run.world_size > 1 else ''}"
+
+
+def _report(folder: Path) -> Path | None:
+    from scalewise.reports import page
+
+    return page.write(folder)
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,61 @@
+"""``scalewise train``: one job or a sweep of them, each ending in a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise.config.compose import changed
+from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.launch.job import Order, Result, execute
+from scalewise.launch.status import command_line
+from scalewise.launch.sweep import execute_all
+from scalewise.run import Run
+from scalewise.verbs import show
+
+
+class Train(Verb):
+    """Runs jobs and writes their reports."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = command_line("train", tuple(arguments))
+
+    def one(self, run: Run, folder: Path) -> int:
+        """Runs a single job."""
+        order = Order(run, command=self._command, changed=tuple(changed(run)))
+        show.heading(order)
+        result = execute(order, folder)
+        show.ended(result)
+        return result.exit_code
+
+    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+        """Runs the jobs of a sweep, then writes the sweep's report."""
+        orders = [
+            (
+                job.number,
+                Order(
+                    job.run,
+                    command=command_line("train", job.run.overrides),
+                    varied=job.varied,
+                    changed=tuple(changed(job.run)),
+                    sweep=f"{folder.parent.name}/{folder.name}",
+                ),
+                job.folder,
+            )
+            for job in jobs
+        ]
+
+        def executed(number: int, order: Order, count: int) -> None:
+            show.announce(number, order, count)
+
+        results: list[Result] = execute_all(
+            orders, folder, command=self._command, question=question, announce=executed
+        )
+        show.table(orders, results)
+        show.sweep_ended(results, folder)
+        return [End(result.exit_code, result.objective) for result in results]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of ``scalewise train ARGUMENTS``."""
+    return open_door(Train(arguments), arguments)

@@ -1,0 +1,125 @@
+"""The cache: built once, by one of many, and never half-made."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalewise.data.cache import cache_folder, cached
+from scalewise.data.corpus import Corpus
+from scalewise.errors import DataError
+
+PREPARE = """
+from scalewise.data.corpus import Corpus
+print(Corpus(vocabulary=400, megabytes=0.3, sequence=16).prepare(400, 0).tokenizer.parent)
+"""
+
+KILLED = """
+import os, signal
+import scalewise.data.tokenized as tokenized
+
+def encode(tokenizer, end_of_text, documents):
+    for ids in original(tokenizer, end_of_text, documents):
+        yield ids
+        os.kill(os.getpid(), signal.SIGKILL)
+
+original, tokenized.encode = tokenized.encode, encode
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+def start(code):
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True)
+
+
+def digests(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(folder).iterdir()}
+
+
+def test_two_processes_build_one_cache():
+    together = [start(PREPARE), start(PREPARE)]
+    answers = [process.communicate(timeout=60) for process in together]
+    assert [process.returncode for process in together] == [0, 0]
+    assert answers[0][0] == answers[1][0]
+    assert sorted(error for _, error in answers) == ["", "preparing corpus ...\n"]
+
+
+def test_a_killed_builder_leaves_nothing_that_is_read(cache, tmp_path, monkeypatch):
+    killed = start(KILLED + PREPARE)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
+    again = start(PREPARE)
+    (folder, _) = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert [path for path in cache.iterdir() if path.is_dir()] == [Path(folder.strip())]
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "elsewhere"))
+    clean, _ = start(PREPARE).communicate(timeout=60)
+    assert digests(folder.strip()) == digests(clean.strip())
+    assert set(digests(clean.strip())) == {
+        "meta.json",
+        "tokenizer.json",
+        "train.bin",
+        "validation.bin",
+    }
+
+
+def test_a_builder_that_fails_leaves_nothing(cache):
+    def fails(folder):
+        (folder / "half").write_text("half")
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        cached("thing", {}, fails)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_the_second_call_does_not_build_and_another_key_does():
+    built = []
+    for key in ({"a": 1}, {"a": 1}, {"a": 2}):
+        cached("thing", key, built.append)
+    assert len(built) == 2
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("SCALEWISE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "scalewise"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "scalewise"
+
+
+def test_a_cache_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="the cache cannot be written: Not a directory"):
+        cached("thing", {}, lambda folder: None)
+
+
+def test_a_shortened_cache_is_refused(capfd):
+    corpus = Corpus(vocabulary=300, megabytes=0.1, sequence=8)
+    folder = corpus.prepare(300, 0).tokenizer.parent
+    os.truncate(folder / "train.bin", 100)
+    with pytest.raises(DataError, match=r"holds 100 bytes, not \d+; delete .* and start again"):
+        corpus.prepare(300, 0)
+    assert capfd.readouterr().err == "preparing corpus ...\n"
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    Corpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)

@@ -1,0 +1,147 @@
+"""Datasets in the formats of the Hugging Face Hub, all on this machine."""
+
+import importlib.util
+import itertools
+import json
+import sys
+
+import datasets
+import numpy as np
+import pytest
+
+from scalewise.data.hf import HuggingFace
+from scalewise.data.loader import Loader, Share
+from scalewise.data.rows import StreamedRows
+from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import ConfigError, DataError
+
+TEXTS = [f"{number} bottles of milk stand on the wall.\n" for number in range(80)]
+SMALL = {"vocabulary": 300, "sequence": 8}
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "data"
+    path.mkdir()
+    for split, texts in (("train", TEXTS), ("test", TEXTS[::5])):
+        lines = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts)
+        (path / f"{split}.jsonl").write_text(lines)
+    return path
+
+
+def everything(rows):
+    return rows.gather(range(len(rows)))
+
+
+def test_streamed_and_cached_rows_are_the_same(folder):
+    options = {"path": str(folder), "validation_split": "test", **SMALL}
+    cached = HuggingFace(**options).prepare(300, 0)
+    streamed = HuggingFace(**options, streaming=True).prepare(300, 0)
+    assert not cached.train.streamed
+    assert streamed.train.streamed
+    assert len(streamed.train) == sys.maxsize
+    assert cached.tokenizer.read_text() == streamed.tokenizer.read_text()
+    expected = everything(cached.train)
+    np.testing.assert_array_equal(streamed.train.gather(range(len(expected))), expected)
+    np.testing.assert_array_equal(everything(cached.validation), everything(streamed.validation))
+
+
+def test_a_folder_of_parquet_and_a_slice(folder, tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
+    whole = HuggingFace(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0)
+    jsonl = HuggingFace(path=str(folder), **SMALL).prepare(300, 0)
+    np.testing.assert_array_equal(everything(whole.train), everything(jsonl.train))
+    sliced = HuggingFace(
+        path=str(folder), split="train[:75%]", validation_split="train[75%:]", **SMALL
+    ).prepare(300, 0)
+    assert len(sliced.validation) < len(sliced.train) < len(whole.train)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_saved_datasets(folder, tmp_path, streaming):
+    one = datasets.Dataset.from_dict({"text": TEXTS})
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "held": one}).save_to_disk(tmp_path / "both")
+    options = {"streaming": streaming, **SMALL}
+    rows = HuggingFace(path=str(tmp_path / "one"), **options).prepare(300, 0).train
+    both = HuggingFace(path=str(tmp_path / "both"), validation_split="held", **options)
+    splits = both.prepare(300, 0)
+    np.testing.assert_array_equal(rows.gather(range(40)), splits.train.gather(range(40)))
+    np.testing.assert_array_equal(splits.validation.gather([3]), splits.train.gather([0, 3])[1:])
+
+
+def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
+    def batches(**share):
+        rows = HuggingFace(path=str(folder), streaming=True, **SMALL).prepare(300, 0).train
+        start = share.pop("start", 0)
+        loader = Loader(rows, Share(4, 2, **share), seed=0, steps=6, start=start)
+        return [batch["inputs"].numpy() for batch in loader]
+
+    whole = batches()
+    np.testing.assert_array_equal(batches(start=5), whole[5:])
+    ranks = [batches(rank=rank, ranks=2) for rank in range(2)]
+    np.testing.assert_array_equal(list(itertools.chain(*zip(*ranks, strict=True))), whole)
+
+
+def test_a_stream_repeats_itself_and_goes_back():
+    starts = []
+
+    def start():
+        starts.append(1)
+        yield from (np.arange(3), np.arange(3, 12))
+
+    rows = StreamedRows(start, 4)
+    assert rows.gather([0, 1, 1])[:, 0].tolist() == [0, 4, 4]
+    assert len(starts) == 1
+    assert rows.gather([2, 5])[:, 0].tolist() == [0, 4]
+    assert rows.gather([0])[0].tolist() == [0, 1, 2, 3, 4]
+    assert len(starts) == 3
+
+
+def test_a_given_tokenizer(folder, tmp_path):
+    made = Tokenization(320).train(lambda: iter(TEXTS))
+    made.save(str(tmp_path / "own.json"))
+    data = HuggingFace(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
+    row = data.prepare(400, 0).train.gather([0])[0]
+    assert row.tolist() == [*made.encode(TEXTS[0]).ids, 0][:9]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"data\.field=body: .* has no text there; it has: text, id; name", {"field": "body"}),
+        (r"data\.field=id: .* has no text there", {"field": "id"}),
+        (r"data\.path=.*: split 'none' cannot be read: .*; check data\.path", {"split": "none"}),
+        (r"data\.sequence=99999: the .*split.* row", {"sequence": 99_999}),
+        (r"data\.vocabulary=301: makes ids up to 300", {"vocabulary": 301}),
+    ],
+)
+def test_what_is_refused(folder, match, options, streaming):
+    data = HuggingFace(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
+    with pytest.raises(DataError, match=match):
+        data.prepare(300, 0)
+
+
+def test_a_dataset_that_cannot_be_had(tmp_path):
+    with pytest.raises(DataError, match=r"data\.path='': is empty"):
+        HuggingFace().prepare(4096, 0)
+    with pytest.raises(DataError, match=r"data\.path=nobody/nothing: split 'train' cannot be read"):
+        HuggingFace(path="nobody/nothing").prepare(4096, 0)
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
+    with pytest.raises(DataError, match="holds one saved dataset, whose split is train"):
+        HuggingFace(path=str(tmp_path / "one"), split="text").prepare(4096, 0)
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'scalewise\[hf\]'"):
+        HuggingFace(path="a/b").prepare(4096, 0)

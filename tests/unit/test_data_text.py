@@ -1,0 +1,250 @@
+"""Text that is tokenized: the embedded corpus and the user's own files."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer
+
+from scalewise.data import tokenizing
+from scalewise.data.corpus import Corpus
+from scalewise.data.reading import documents
+from scalewise.data.text import Text
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization, encode
+from scalewise.errors import DataError
+
+STORY = "".join(f"{number} sheep jumped over the fence.\n" for number in range(400))
+SMALL = {"vocabulary": 300, "sequence": 8}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def read(splits, rows):
+    """Returns the text of all rows, end to end."""
+    tokens = rows.gather(range(len(rows)))
+    ids = [*tokens[:, :-1].ravel(), tokens[-1, -1]]
+    return Tokenizer.from_file(str(splits.tokenizer)).decode(ids, skip_special_tokens=False)
+
+
+def write_parquet(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_the_corpus_is_python_and_holds_files_out():
+    splits = Corpus(vocabulary=400, megabytes=0.4, sequence=16).prepare(400, 0)
+    train, validation = read(splits, splits.train), read(splits, splits.validation)
+    assert "def " in train
+    assert END_OF_TEXT in train
+    assert 0 < len(validation) < len(train) / 3
+    assert all(part not in train for part in validation.split(END_OF_TEXT) if len(part) > 400)
+
+
+def test_the_corpus_is_cut_at_its_size():
+    sizes = [len(Corpus(megabytes=mb, **SMALL).prepare(300, 0).train) for mb in (0.1, 0.3)]
+    assert 2 < sizes[1] / sizes[0] < 4.5
+
+
+def test_a_corpus_without_files_is_refused():
+    with pytest.raises(DataError, match=r"data\.megabytes=1e-06: .* has no two Python sources"):
+        Corpus(megabytes=1e-6).prepare(4096, 0)
+
+
+def test_rows_follow_each_other(tmp_path):
+    (tmp_path / "a.txt").write_text(STORY)
+    splits = Text(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL).prepare(300, 0)
+    assert splits.validation is None
+    assert (STORY + END_OF_TEXT).startswith(read(splits, splits.train))
+    rows = splits.train.gather([0, 1])
+    assert rows[0, -1] == rows[1, 0]
+
+
+def test_one_plain_file_holds_out_its_end(tmp_path):
+    (tmp_path / "a.md").write_text(STORY)
+    splits = Text(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL).prepare(300, 0)
+    train, validation = read(splits, splits.train), read(splits, splits.validation)
+    assert STORY.startswith(train[:9000])
+    held = STORY.index(validation[:60])
+    assert held == pytest.approx(0.75 * len(STORY), abs=60)
+    assert STORY[held - 1] == "\n"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_one_file_of_records_holds_out_records(tmp_path, suffix):
+    texts = [f"record {number:03d} says nothing at all" for number in range(100)]
+    if suffix == "jsonl":
+        lines = "\n\n".join(json.dumps({"body": text}) for text in texts)
+        (tmp_path / "a.jsonl").write_text(lines)
+    else:
+        write_parquet(tmp_path / "a.parquet", body=texts, id=list(range(100)))
+    data = Text(paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **SMALL)
+    splits = data.prepare(300, 0)
+    held = read(splits, splits.validation).split(END_OF_TEXT)
+    assert held[:3] == [texts[4], texts[9], texts[14]]
+    assert texts[4] not in read(splits, splits.train)
+
+
+def test_files_are_held_out_whole(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.py").write_text(f"# file {number:02d}\n" * 30)
+    data = Text(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
+    splits = data.prepare(300, 0)
+    train, held = read(splits, splits.train), read(splits, splits.validation)
+    for number in range(30):
+        line = f"# file {number:02d}\n# file {number:02d}"
+        assert (line in train) != (line in held)
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(STORY)
+    data = Text(paths=(str(path),), **SMALL)
+    first = data.prepare(300, 0).tokenizer
+    assert data.prepare(300, 1).tokenizer == first
+    path.write_text(STORY.replace("sheep", "goats"))
+    assert data.prepare(300, 0).tokenizer != first
+
+
+def test_a_given_tokenizer_is_used(tmp_path):
+    (tmp_path / "a.txt").write_text(STORY)
+    made = Tokenization(320).train(lambda: iter([STORY]))
+    made.save(str(tmp_path / "own.json"))
+    data = Text(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
+    splits = data.prepare(400, 0)
+    assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
+
+
+def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
+    (tmp_path / "a.txt").write_text(STORY + "rare")
+    made = Tokenization(300).train(lambda: iter([STORY]))
+    made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
+    made.save(str(tmp_path / "own.json"))
+    own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
+    rows = Text(paths=(f"{tmp_path}/a.txt",), sequence=1, **own).prepare(2**17, 0).train
+    assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
+
+
+def test_long_documents_and_many_batches_give_the_same_text(monkeypatch):
+    tokenizer = Tokenization(300).train(lambda: iter([STORY]))
+    documents = [STORY, "", "x" * 300, STORY[:50]]
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 250)
+    ids = np.concatenate(list(encode(tokenizer, END_OF_TEXT, documents)))
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "".join(document + END_OF_TEXT for document in documents if document)
+
+
+def test_training_reads_no_more_than_its_share(monkeypatch):
+    monkeypatch.setattr(tokenizing, "TRAINING_CHARACTERS", 100)
+    read = []
+
+    def documents():
+        for number in range(9):
+            read.append(number)
+            yield "a" * 60
+
+    Tokenization(300).train(documents)
+    assert read == [0, 1]
+
+
+def test_forking_after_tokenizing_is_silent(capfd):
+    tokenizer = Tokenization(300).train(lambda: iter([STORY]))
+    list(encode(tokenizer, END_OF_TEXT, [STORY, STORY]))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert capfd.readouterr().err == ""
+
+
+def refused(tmp_path, match, content=STORY, name="a.txt", **options):
+    (tmp_path / name).write_text(content)
+    data = Text(paths=(f"{tmp_path}/a.*",), **{**SMALL, **options})
+    with pytest.raises(DataError, match=match):
+        data.prepare(300, 0)
+    assert not list((tmp_path / "cache" / "data").glob(".*"))
+
+
+def test_too_large_a_tokenizer(tmp_path):
+    match = r"data\.vocabulary=301: makes ids up to 300, but the model's vocabulary is 300; give "
+    refused(tmp_path, match + r"model\.vocabulary=301", vocabulary=301)
+
+
+def test_too_large_a_given_tokenizer(tmp_path):
+    own = tmp_path / "own.json"
+    Tokenization(320).train(lambda: iter([STORY])).save(str(own))
+    refused(tmp_path, r"data\.tokenizer=.*: makes ids up to 319, but", tokenizer=str(own))
+
+
+def test_what_is_no_tokenizer(tmp_path):
+    own = tmp_path / "own.json"
+    own.write_text("{}")
+    refused(tmp_path, r"data\.tokenizer=.* is not a tokenizer\.json", tokenizer=str(own))
+
+
+def test_an_unknown_end_of_text(tmp_path):
+    own = tmp_path / "own.json"
+    Tokenization(300).train(lambda: iter([STORY])).save(str(own))
+    match = r"data\.end_of_text=</s>: .* has no such token to put between documents; give data"
+    refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
+
+
+def test_no_text(tmp_path):
+    refused(tmp_path, r"data\.paths=.*: the train split has no text; give files", content="")
+
+
+def test_less_than_a_row(tmp_path):
+    match = r"data\.sequence=99: the train split has 2 tokens, fewer than the 100 of one row; give"
+    refused(tmp_path, match, content="ab", sequence=99, validation_fraction=0)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match=r"data\.paths=nowhere\.txt: no such file"):
+        Text(paths=("nowhere.txt",)).prepare(300, 0)
+
+
+def test_an_unknown_suffix(tmp_path):
+    refused(tmp_path, r"data\.paths=.*: unknown suffix '\.zip'; use one of \.c ", name="a.zip")
+
+
+def test_records_need_a_field(tmp_path):
+    match = r"data\.field=null: .* holds records, and nothing says where .*; give data\.field=text"
+    refused(tmp_path, match, name="a.jsonl")
+
+
+def test_a_record_without_the_field(tmp_path):
+    match = r"data\.field=text: line 2 of .* has no text there; it has: body"
+    lines = '{"text": "one"}\n{"body": "two"}'
+    refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
+
+
+def test_a_line_that_is_not_json(tmp_path):
+    match = r"data\.paths=.*a\.jsonl: line 2 is not JSON"
+    lines = '{"text": "one"}\n{"text": "tw'
+    refused(tmp_path, match, content=lines, name="a.jsonl", field="text", validation_fraction=0)
+
+
+def test_a_column_without_text(tmp_path):
+    write_parquet(tmp_path / "a.parquet", body=["one"], id=[1])
+    for field in ("text", "id"):
+        data = Text(paths=(f"{tmp_path}/a.parquet",), field=field)
+        with pytest.raises(DataError, match=f"data.field={field}: .* columns of text: body; name"):
+            data.prepare(4096, 0)
+
+
+def test_a_shortened_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, text=[STORY])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"data\.paths=.*: is not whole parquet .*; copy"):
+        Text(paths=(str(path),), field="text").prepare(4096, 0)
+
+
+def test_a_file_that_goes_away(tmp_path):
+    with pytest.raises(DataError, match=r"data\.paths=.*gone\.txt: cannot be read: No such file"):
+        list(documents(tmp_path / "gone.txt", None))

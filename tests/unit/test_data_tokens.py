@@ -1,0 +1,105 @@
+"""Shards of token ids: their types, and every way in which they are refused."""
+
+import numpy as np
+import pytest
+
+from scalewise.data import tokens
+from scalewise.data.tokens import Tokens, TokenType
+from scalewise.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def test_shards_of_every_kind(tmp_path):
+    np.arange(9, dtype="<u2").tofile(tmp_path / "a.bin")
+    np.arange(100, 109, dtype="<u2").tofile(tmp_path / "b.bin")
+    np.save(tmp_path / "held.npy", np.arange(200, 205, dtype=np.int32))
+    data = Tokens(4, (f"{tmp_path}/*.bin",), (f"{tmp_path}/held.npy",))
+    splits = data.prepare(300, 0)
+    assert splits.train.gather(range(4))[:, 0].tolist() == [0, 4, 100, 104]
+    assert splits.validation.gather([0]).tolist() == [[200, 201, 202, 203, 204]]
+    assert splits.tokenizer is None
+
+
+def test_four_byte_ids(tmp_path):
+    (np.arange(9, dtype="<u4") + 70_000).tofile(tmp_path / "a.bin")
+    data = Tokens(8, (f"{tmp_path}/a.bin",), dtype=TokenType.uint32)
+    assert data.prepare(80_000, 0).train.gather([0])[0, 0] == 70_000
+
+
+def test_ids_are_read_once(tmp_path, monkeypatch):
+    np.arange(99, dtype="<u2").tofile(tmp_path / "a.bin")
+    scanned = []
+    original = tokens._extreme
+    monkeypatch.setattr(tokens, "SCAN_TOKENS", 10)
+    monkeypatch.setattr(tokens, "_extreme", lambda s: scanned.append(len(s)) or original(s))
+    data = Tokens(4, (f"{tmp_path}/a.bin",))
+    data.prepare(99, 0)
+    data.prepare(99, 0)
+    with pytest.raises(DataError, match=r"a\.bin: holds token id 98, outside the model's"):
+        data.prepare(98, 0)
+    assert scanned == [99]
+
+
+def refused(path, match, **options):
+    with pytest.raises(DataError, match=match) as caught:
+        Tokens(4, (str(path),), **options).prepare(64, 0)
+    assert len(caught.value.complaints) == 1
+
+
+def test_an_id_outside_the_vocabulary(tmp_path):
+    np.array([1, 2, 3, 64, 5], dtype="<u2").tofile(tmp_path / "a.bin")
+    match = r"data\.paths=.*a\.bin: holds token id 64, outside the model's vocabulary of 64; give "
+    refused(tmp_path / "a.bin", match + r"model\.vocabulary=65, or the right data\.dtype")
+
+
+def test_a_negative_id(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, -7, 3, 4, 5]))
+    refused(tmp_path / "a.npy", "holds token id -7, outside")
+
+
+def test_a_shard_cut_within_an_id(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"x" * 21)
+    match = r"data\.paths=.*a\.bin: 21 bytes is no multiple of the 2 of uint16: the file is cut"
+    refused(tmp_path / "a.bin", match)
+
+
+def test_an_npy_shorter_than_its_header_says(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(50))
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(path, r"a\.npy: is not a whole \.npy file .*; copy the file again")
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy at all"])
+def test_what_is_no_npy(tmp_path, content):
+    (tmp_path / "a.npy").write_bytes(content)
+    refused(tmp_path / "a.npy", r"a\.npy: is not a whole \.npy file")
+
+
+@pytest.mark.parametrize("array", [np.zeros((3, 3), dtype=np.int64), np.zeros(9)])
+def test_an_npy_of_something_else(tmp_path, array):
+    np.save(tmp_path / "a.npy", array)
+    refused(tmp_path / "a.npy", "not a 1-D array of integers; save the flat ids")
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_an_empty_shard(tmp_path, name):
+    if name == "a.npy":
+        np.save(tmp_path / name, np.zeros(0, dtype=np.int64))
+    else:
+        (tmp_path / name).touch()
+    refused(tmp_path / name, r"data\.paths=.*: holds no token; omit the file")
+
+
+def test_less_than_a_row(tmp_path):
+    np.zeros(4, dtype="<u2").tofile(tmp_path / "a.bin")
+    match = r"data\.sequence=4: the train split has 4 tokens, fewer than the 5 of one row"
+    refused(tmp_path / "a.bin", match)
+
+
+def test_a_missing_shard(tmp_path):
+    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; give data\.paths")
