@@ -1,5 +1,6 @@
 """Readable names: the parts of a run and its learning rate, or the sweep's experiment."""
 
+from math import isfinite
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -29,7 +30,7 @@ def sweep_name(*, _root_: Any) -> str:
 
 def rate_text(rate: object) -> str:
     """Returns a learning rate as people write it: ``3e-4``."""
-    if not isinstance(rate, float | int):
+    if not isinstance(rate, float | int) or not isfinite(rate):
         return str(rate)
     digits, exponent = f"{rate:.6e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"

@@ -51,16 +51,16 @@ _PLAIN = ("name", "seed", "question", "resume", "trusted_packages")
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
-    plain = config.copy()
-    OmegaConf.set_struct(plain, False)
-    plain.name = config.name  # resolved while the hydra node is still there
-    plain.pop("hydra", None)
-    missing = sorted(OmegaConf.missing_keys(plain))
-    if missing:
-        raise ConfigError(
-            Complaint(key, "???", "must be given", f"add {key}=VALUE") for key in missing
-        )
     try:
+        plain = config.copy()
+        OmegaConf.set_struct(plain, False)
+        plain.name = config.name  # resolved while the hydra node is still there
+        plain.pop("hydra", None)
+        missing = sorted(OmegaConf.missing_keys(plain))
+        if missing:
+            raise ConfigError(
+                Complaint(key, "???", "must be given", f"add {key}=VALUE") for key in missing
+            )
         values = OmegaConf.to_container(plain, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError.one("", "", str(error).splitlines()[0]) from error

@@ -63,8 +63,11 @@ def _parsed(overrides: Iterable[str], complaints: list[Complaint]) -> Iterator[O
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            yield parser.parse_override(text)
-        except (OverrideParseException, HydraException):
+            override = parser.parse_override(text)
+            if not _group(override):
+                raise OverrideParseException(text, "no key")
+            yield override
+        except HydraException:
             cure = "write it as group=option or group.key=value, quoted where it has blanks"
             complaints.append(Complaint("", "", f"cannot read the override {text!r}", cure))
 
@@ -114,7 +117,10 @@ def _of_value(
         return
     if not (override.is_add() or override.is_force_add()) and not _exists(config, key):
         shown = override.get_value_string()
-        yield Complaint(key, shown, "no such key", _meant_key(key, config, loader))
+        cure = _meant_key(key, config, loader)
+        if key.startswith("callbacks."):
+            cure = f"to add a callback, put + before the key: +{key}={shown}"
+        yield Complaint(key, shown, "no such key", cure)
         return
     for value in _values(override):
         try:

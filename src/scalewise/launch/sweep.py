@@ -22,6 +22,7 @@ def execute_all(
     command: str,
     question: str,
     announce: Callable[[int, Order, int], None],
+    report: Callable[[int, Result], None],
 ) -> list[Result]:
     """Runs jobs into their folders and returns how each ended; none stops the others.
 
@@ -50,6 +51,7 @@ def execute_all(
             write_json(folder / "sweep.json", record)
             announce(number, order, len(orders))
             result = _executed(order, own)
+            report(number, result)
             job["folder"] = str(result.folder.relative_to(folder))
             if result.exit_code in INTERRUPTED:
                 stopped = result

@@ -1,0 +1,1 @@
+"""What a model is: a census of weights, flops, and the module."""

@@ -36,11 +36,11 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         text=unit.text,
         unit=unit.name,
     )
-    peaks = sorted(p for job in jobs if (p := job.measured(PEAK)) is not None)
+    peaks = sorted(p for job in comparison.jobs if (p := job.measured(PEAK)) is not None)
     if stack is None or not peaks:
         return None
     drawn, bars, key, table = stack
-    found = headings.shares(drawn, MEMORY, PEAK, MEMORY_REST)
+    found = headings.shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
     notes: list[str | Markup] = [
         "Blue is model state, ochre is activations, grey is what the peak holds beyond them: "
         "buffers, workspace and the allocator's reserve."
@@ -55,33 +55,42 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
     elif unit.text(low[0]) == unit.text(high[0]):
         notes.append(f"Parameters, gradients and optimizer take {unit.full(low[0])} in every job.")
     else:
-        notes.append(Markup("<b>Model state</b> takes {} in {} and {} in {}.").format(
-            unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name))  # fmt: skip
+        notes.append(
+            Markup("<b>Model state</b> takes {} in {} and {} in {}.").format(
+                unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name
+            )
+        )
+    short = [job.name for job in drawn if not job.run.ok]
+    if short and len(drawn) > 1:
+        notes.append(f"Did not finish, drawn as far as measured: {', '.join(short)}.")
     notes += left_out(comparison, drawn)
-    ranks = any(job.run.world_size > 1 for job in drawn)
+    title = "Peak a rank" if any(job.run.world_size > 1 for job in drawn) else "Peak"
+    sentence = f"Stacked bars: peak memory of {numbers.plural(len(drawn), 'job')} by what fills it."
+    detail = f"{unit.name}{chosen(comparison, drawn)}"
     return Section(
         "memory",
         "Memory",
         headings.memory_heading(found, peaks, unit, MEMORY_REST),
-        (_panel("Peak a rank" if ranks else "Peak", f"{unit.name}{chosen(comparison, drawn)}", bars,
-                "memory", f"Stacked bars: peak memory of {numbers.plural(len(drawn), 'job')} by what"
-                " fills it. The same numbers stand in the table below."),),
+        (_panel(title, detail, bars, "memory", sentence),),
         key,
         tuple(notes),
         table,
-    )  # fmt: skip
+    )
 
 
 def time(comparison: Comparison) -> Section | None:
     """Returns where the step goes, fastest first; ``None`` if nothing timed it."""
-    jobs = [job for job in comparison.ranked(STEP, False) if job in comparison.shown]
+    timed = list(comparison.jobs)
+    if comparison.reference is not None:
+        timed = comparison.ranked(STEP, False)
+    jobs = [job for job in timed if job in comparison.shown]
     stack = _stack(
         comparison, jobs, TIME, TIME_REST, STEP, scale=1e3, text=numbers.milliseconds, unit="ms"
     )
     if stack is None:
         return None
     drawn, bars, key, table = stack
-    found = headings.shares(drawn, TIME, STEP, TIME_REST)
+    found = headings.shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
     if any(label.startswith(TIME_REST.label) for _, label in key):
         notes.append("Pale grey is the rest of the step: what none of the four timers covers.")
@@ -90,24 +99,24 @@ def time(comparison: Comparison) -> Section | None:
         both = [part for part in fast if part in slow]
         widest = max(both, key=lambda p: abs(slow[p] - fast[p]), default=None)
         if widest:
-            notes.append(Markup(
-                "Between <b>{}</b> and <b>{}</b>, the fastest and the slowest step, "
+            told = Markup(
+                "Between <b>{}</b> and <b>{}</b>, the fastest and the slowest step drawn, "
                 "{} differs most: {}\u00a0ms against {}\u00a0ms."
-            ).format(drawn[0].name, drawn[-1].name, widest.label,
-                     numbers.milliseconds(fast[widest]), numbers.milliseconds(slow[widest])))  # fmt: skip
+            )
+            spans = (numbers.milliseconds(fast[widest]), numbers.milliseconds(slow[widest]))
+            notes.append(told.format(drawn[0].name, drawn[-1].name, widest.label, *spans))
     notes += left_out(comparison, drawn)
-    unit = ", ".join(filter(None, ("ms", window(drawn))))
+    detail = ", ".join(filter(None, ("ms", window(drawn)))) + chosen(comparison, drawn)
+    sentence = f"Stacked bars: step time of {numbers.plural(len(drawn), 'job')} by phase."
     return Section(
         "time",
         "Time",
         headings.time_heading(found),
-        (_panel("Step split", f"{unit}{chosen(comparison, drawn)}", bars, "time",
-                f"Stacked bars: step time of {numbers.plural(len(drawn), 'job')} by phase."
-                " The same numbers stand in the table below."),),
+        (_panel("Step split", detail, bars, "time", sentence),),
         key,
         tuple(notes),
         table,
-    )  # fmt: skip
+    )
 
 
 def _stack(
@@ -154,5 +163,6 @@ def _stack(
 
 
 def _panel(title: str, detail: str, bars: Sequence[Bar], ident: str, sentence: str) -> Panel:
-    picture = twice(lambda width: charts.stacks(bars, width), ident, sentence)
+    told = f"{sentence} The same numbers stand in the table below."
+    picture = twice(lambda width: charts.stacks(bars, width), ident, told)
     return Panel(title, detail, picture)

@@ -261,10 +261,11 @@ def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
         extent = (max(ends) - min(ends)) or max(ends) or 1
         bounds.append((max(min(ends) - slack * extent, 0), max(ends) + slack * extent))
     (x_low, x_high), (y_low, y_high) = bounds
-    x = alt.X("x:Q", scale=alt.Scale(domain=[x_low, x_high], nice=False, zero=False),
-              axis=axis(ticks(x_low, x_high, 4 if narrow else 6), grid=False, title=title))  # fmt: skip
-    y = alt.Y("y:Q", scale=alt.Scale(domain=[y_low, y_high], nice=False, zero=False),
-              axis=axis(ticks(y_low, y_high, 4), grid=True))  # fmt: skip
+    wide_scale = alt.Scale(domain=[x_low, x_high], nice=False, zero=False)
+    tall_scale = alt.Scale(domain=[y_low, y_high], nice=False, zero=False)
+    marks_x = ticks(x_low, x_high, 4 if narrow else 6)
+    x = alt.X("x:Q", scale=wide_scale, axis=axis(marks_x, grid=False, title=title))
+    y = alt.Y("y:Q", scale=tall_scale, axis=axis(ticks(y_low, y_high, 4), grid=True))
     front = sorted((m for m in marks if m.front), key=lambda m: m.x)
     stair = [{"x": front[0].x, "y": y_high}, *({"x": m.x, "y": m.y} for m in front)]
     stair.append({"x": x_high, "y": front[-1].y})

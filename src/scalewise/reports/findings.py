@@ -94,7 +94,9 @@ def _verdict_of_one(job: Job, unit: MemoryUnit) -> Markup:
     if speed is not None:
         took = f", {numbers.milliseconds(step)} ms a step" if step is not None else ""
         said.append(
-            Markup("It trained {}{}.").format(_BOLD.format(f"{numbers.whole(speed)} tok/s"), took)
+            Markup("It trained at {}{}.").format(
+                _BOLD.format(f"{numbers.whole(speed)} tok/s"), took
+            )
         )
     if peak is not None:
         said.append(Markup("Memory peaked at {}.").format(_BOLD.format(unit.full(peak))))

@@ -174,12 +174,14 @@ def loss_heading(comparison: Comparison) -> Markup:
             )
         )
     if rest:
-        far = numbers.power(rest[-1])
-        if numbers.power(rest[0]) != far:
-            far = f"{numbers.power(rest[0])} to {far}"
+        span = numbers.power(rest[-1])
+        if numbers.power(rest[0]) != span:
+            span = f"{numbers.power(rest[0])} to {span}"
         whose = "" if near else Markup(" from {}").format(reference.name)
         verb = "strays" if len(rest) == 1 else "stray"
-        said.append(Markup("{} {} {}{}").format(numbers.plural(len(rest), "job"), verb, far, whose))
+        said.append(
+            Markup("{} {} {}{}").format(numbers.plural(len(rest), "job"), verb, span, whose)
+        )
     text = Markup("; ").join(said)
     return Markup("{}{}").format(text[:1].upper(), text[1:])
 

@@ -124,5 +124,6 @@ def frame(
     themed = chart.configure_view(stroke=None).configure_axis(
         labelColor=GREY, titleColor=GREY, labelFontSize=12, titleFontSize=12,
         titleFontWeight="normal", gridColor=GRID, domain=False, ticks=False, labelPadding=6,
+        labelFlush=False,
     )  # fmt: skip
     return Drawing(themed, sheet)

@@ -21,6 +21,7 @@ from scalewise.reports.compare import (
 from scalewise.reports.layout import Drawing, twice
 from scalewise.reports.records import Series
 from scalewise.reports.sections import Numbers, Panel, Section
+from scalewise.units import count_text
 
 
 def loss(comparison: Comparison) -> Section | None:
@@ -38,25 +39,35 @@ def loss(comparison: Comparison) -> Section | None:
     if same:
         span = numbers.between(numbers.loss(min(finals)), numbers.loss(max(finals)))
         note = f"{len(curves)} jobs, {span}"
-    lines = [
-        _line(job, curve, points, "" if same or job not in comparison.shown
-              else f"{job.name} {numbers.loss(curve.values[-1])}", job not in comparison.shown)
-        for job, curve in curves.items()
-    ]  # fmt: skip
-    panels = [_lines("Train loss", f"nats per token, {numbers.plural(len(curves), 'job')}", lines,
-                     "loss", "Curves: train loss over the steps.", note=note)]  # fmt: skip
+    drawn = [job for job in curves if job in comparison.shown]
+    aside = max([note, *(f"{job.name} 0.0000" for job in drawn)], key=len)
+
+    def ends(of: Mapping[Job, Series], dots: bool = False) -> list[Line]:
+        named = [] if same and not dots else drawn
+        return [
+            _line(
+                job,
+                curve,
+                points,
+                f"{job.name} {numbers.loss(curve.values[-1])}" if job in named else "",
+                faint=job not in comparison.shown,
+                dots=dots,
+            )
+            for job, curve in of.items()
+        ]
+
+    detail = f"nats per token, {numbers.plural(len(curves), 'job')}"
+    told = "Curves: train loss over the steps."
+    panels = [_lines("Train loss", detail, ends(curves), "loss", told, note=note, aside=aside)]
     validation = _curves(comparison, VALIDATION)
     if validation:
-        spots = [
-            _line(job, curve, points, f"{job.name} {numbers.loss(curve.values[-1])}"
-                  if job in comparison.shown else "", job not in comparison.shown, dots=True)
-            for job, curve in validation.items()
-        ]  # fmt: skip
-        panels.append(_lines("Validation loss", "nats per token", spots, "val",
-                             "Points: validation loss over the steps."))  # fmt: skip
-    panels += _distances(comparison, far, points)
+        told = "Points: validation loss over the steps."
+        checks = ends(validation, dots=True)
+        panels.append(_lines("Validation loss", "nats per token", checks, "val", told, aside=aside))
+    distances = _distances(comparison, far, points, aside)
+    panels += distances
     notes: list[str | Markup] = []
-    if same:
+    if same and distances:
         notes.append(
             "The curves cannot be told apart by eye: the panel of distances shows what is left."
         )
@@ -73,8 +84,9 @@ def loss(comparison: Comparison) -> Section | None:
             "Distance is the absolute difference of train loss at the same step; the number is the "
             "largest. It compares single runs and says nothing of the spread between seeds."
         )
-    return Section("loss", "Loss", headings.loss_heading(comparison), tuple(panels), (),
-                   tuple(notes), _loss_numbers({j: c for j, c in curves.items() if j in comparison.shown}))  # fmt: skip
+    table = _loss_numbers({job: curves[job] for job in drawn}) if drawn else None
+    finding = headings.loss_heading(comparison)
+    return Section("loss", "Loss", finding, tuple(panels), (), tuple(notes), table)
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:
@@ -112,7 +124,9 @@ def _lines(
     return Panel(title, detail, twice(draw, ident, sentence))
 
 
-def _distances(comparison: Comparison, far: Mapping[Job, Series], points: int) -> list[Panel]:
+def _distances(
+    comparison: Comparison, far: Mapping[Job, Series], points: int, aside: str
+) -> list[Panel]:
     lines = []
     for job, found in far.items():
         kept = [(s, v) for s, v in zip(found.steps, found.values, strict=True) if v > 0]
@@ -123,10 +137,11 @@ def _distances(comparison: Comparison, far: Mapping[Job, Series], points: int) -
     if not lines or comparison.reference is None:
         return []
     least = min(number for line in lines for _, number in line.points)
-    return [_lines(f"Distance from {comparison.reference.name}",
-                   "absolute difference of train loss, log scale", lines, "far",
-                   "Curves: distance of each job's loss from the reference, on a log scale.",
-                   log=True, bound=EQUIVALENT if least < 10 * EQUIVALENT else None)]  # fmt: skip
+    title = f"Distance from {comparison.reference.name}"
+    detail = "absolute difference of train loss, log scale"
+    told = "Curves: distance of each job's loss from the reference, on a log scale."
+    bound = EQUIVALENT if least < 10 * EQUIVALENT else None
+    return [_lines(title, detail, lines, "far", told, log=True, bound=bound, aside=aside)]
 
 
 def _loss_numbers(curves: Mapping[Job, Series]) -> Numbers:
@@ -155,20 +170,35 @@ def loss_of_one(job: Job) -> Section | None:
                           f"val {numbers.loss(check.values[-1])}", "--c-1", "--ct-1",
                           "validation loss", dots=True))  # fmt: skip
     what = "Train and validation loss" if check.steps else "Train loss"
-    panels = [
-        _lines(what, "nats per token", lines, "loss", f"Curves: {what.lower()} over the steps.")
-    ]
-    for key, title, detail in (
-        ("train/grad_norm", "Gradient norm", "before clipping"),
-        ("train/lr", "Learning rate", ""),
-    ):
+    aside = max((line.label for line in lines), key=len)
+    told = f"Curves: {what.lower()} over the steps."
+    panels = [_lines(what, "nats per token", lines, "loss", told)]
+    for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
         curve = lttb(series.get(key, Series()), 200)
         if len(curve.steps) > 1:
             line = Line(tuple(zip(curve.steps, curve.values, strict=True)), "", tip=title.lower())
-            panels.append(_lines(title, detail, [line], key.split("/")[1],
-                                 f"Curve: {title.lower()} over the steps.", zero=True, height=110))  # fmt: skip
+            told = f"Curve: {title.lower()} over the steps."
+            ident = key.split("/")[1]
+            panels.append(
+                _lines(title, "", [line], ident, told, aside=aside, zero=True, height=110)
+            )
     return Section("loss", "Loss", headings.loss_heading_of_one(job), tuple(panels),
-                   numbers=_loss_numbers({job: train}))  # fmt: skip
+                   notes=_amount(job), numbers=_loss_numbers({job: train}))  # fmt: skip
+
+
+def _amount(job: Job) -> tuple[str, ...]:
+    """Returns a note on how much the run saw, as far as it recorded it."""
+    ended = job.run.summary
+    if ended is None or not ended.tokens or not ended.steps:
+        return ()
+    size = f" {count_text(ended.parameters)} parameters" if ended.parameters else " The run"
+    batch = (
+        f", {ended.global_batch:,} rows of {ended.sequence:,} tokens a step"
+        if ended.global_batch and ended.sequence
+        else ""
+    )
+    steps = numbers.plural(ended.steps, "step")
+    return (f"{size.strip()} saw {ended.tokens:,} tokens in {steps}{batch}.",)
 
 
 def throughput(job: Job) -> Section | None:
@@ -179,7 +209,7 @@ def throughput(job: Job) -> Section | None:
     kept = lttb(curve, 200)
     median = job.measured(SPEED)
     line = Line(tuple(zip(kept.steps, kept.values, strict=True)),
-                f"{numbers.whole(curve.values[-1])}", tip="tokens per second")  # fmt: skip
+                "", tip="tokens per second")  # fmt: skip
     notes = (
         [f"The median, {numbers.whole(median)} tok/s, is the number in the header."]
         if median

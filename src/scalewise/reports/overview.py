@@ -60,7 +60,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Card:
-    """One failure."""
+    """One failure; ``same`` names the other jobs that ended with the same reason and cures."""
 
     name: str
     status: str
@@ -69,6 +69,7 @@ class Card:
     log: tuple[str, ...]
     cures: tuple[tuple[str, str], ...]
     command: str
+    same: tuple[str, ...] = ()
 
 
 def facts(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple[str, str]]:
@@ -258,24 +259,33 @@ def order(comparison: Comparison) -> list[Job]:
 
 
 def cards(comparison: Comparison) -> list[Card]:
-    """Returns a card for each job that did not finish."""
-    found = []
+    """Returns a card for each way in which jobs did not finish, with the first job's log."""
+    alike: dict[tuple[object, ...], list[Job]] = {}
     for job in comparison.unfinished:
-        run = job.run
-        done = run.summary.steps if run.summary else None
-        where = [
-            f"job {run.number}" if run.number is not None else "",
-            f"rank {run.rank}" if run.rank is not None else "",
-            f"after {numbers.plural(done, 'step')}" if done else "",
-            seconds_text(run.seconds) if run.seconds is not None else "",
-        ]
-        last = [line for line in run.log_tail if line.strip()][-3:]
-        log = tuple(dedent("\n".join(last)).splitlines())
-        cures = tuple((cure.override, cure.why) for cure in run.cures if cure.override)
-        found.append(Card(
-            job.name, run.status, ", ".join(filter(None, where)), run.reason, log, cures, run.command
-        ))  # fmt: skip
-    return found
+        alike.setdefault((job.run.status, job.run.reason, job.run.cures), []).append(job)
+    return [_card(jobs[0], tuple(job.name for job in jobs[1:])) for jobs in alike.values()]
+
+
+def _card(job: Job, same: tuple[str, ...]) -> Card:
+    run = job.run
+    done = run.summary.steps if run.summary else None
+    where = [
+        f"job {run.number}" if run.number is not None else "",
+        f"rank {run.rank}" if run.rank is not None else "",
+        f"after {numbers.plural(done, 'step')}" if done else "",
+        seconds_text(run.seconds) if run.seconds is not None else "",
+    ]
+    last = [line for line in run.log_tail if line.strip()][-3:]
+    return Card(
+        name=job.name,
+        status=run.status,
+        where=", ".join(filter(None, where)),
+        reason=run.reason,
+        log=tuple(dedent("\n".join(last)).splitlines()),
+        cures=tuple((cure.override, cure.why) for cure in run.cures if cure.override),
+        command=run.command,
+        same=same,
+    )
 
 
 def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple[str, str]]:
@@ -340,9 +350,7 @@ def links(comparison: Comparison) -> list[tuple[str, str]]:
 
 def empty_cells(comparison: Comparison) -> int:
     """Returns how many combinations of the varying values have no job at all."""
-    ran = {
-        tuple(numbers.value(j.run.varied.get(k)) for k in comparison.varying)
-        for j in comparison.jobs
-    }
-    grid = product(*([numbers.value(v) for v in values] for values in comparison.varying.values()))
+    keys = list(comparison.varying)
+    ran = {tuple(numbers.value(job.run.varied.get(key)) for key in keys) for job in comparison.jobs}
+    grid = product(*([numbers.value(v) for v in comparison.varying[key]] for key in keys))
     return sum(cell not in ran for cell in grid)

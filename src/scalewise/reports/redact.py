@@ -5,11 +5,11 @@ from pathlib import Path
 
 HIDDEN = "[hidden]"
 
-_SECRET_NAME = r"(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|password|passwd|auth[_-]?token)"
-_TOKEN_NAME = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
-_NAME = re.compile(rf"(?i)(?:{_SECRET_NAME}|{_TOKEN_NAME})$")
+_SECRET = "(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d)"  # noqa: S105
+_HUB = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
+_NAME = re.compile(rf"(?i)(?:{_SECRET}|{_HUB})$")
 _ASSIGNED = re.compile(
-    rf"(?i)((?:{_SECRET_NAME}|{_TOKEN_NAME})[\"']?\s*[=:]\s*[\"']?)(?!{re.escape(HIDDEN)})[^\s\"',}}]+"
+    rf"(?i)((?:{_SECRET}|{_HUB})[\"']?\s*[=:]\s*[\"']?)(?!{re.escape(HIDDEN)})[^\s\"',}}]+"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
@@ -22,10 +22,15 @@ _HOME = re.compile(
     r"(?:/home/[^/\s\"':,;]+|/Users/[^/\s\"':,;]+|/root|[A-Z]:\\Users\\[^\\\s]+)(?=[/\\\s\"':,;)\]]|$)"
 )
 
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
 
 def text(raw: str) -> str:
-    """Returns ``raw`` with home folders as ``~`` and values that look secret as ``[hidden]``."""
-    shown = raw
+    """Returns ``raw`` with home folders as ``~`` and values that look secret as ``[hidden]``.
+
+    Terminal colours and control characters go as well; a lone surrogate becomes ``?``.
+    """
+    shown = _CONTROL.sub("", raw.encode("utf-8", "replace").decode("utf-8"))
     home = str(Path.home())
     if len(home) > 1:
         shown = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", shown)

@@ -1,6 +1,8 @@
 """Which jobs are worth having: step time against peak memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from scalewise.reports import charts, headings, numbers
 from scalewise.reports.charts import Mark
@@ -19,42 +21,54 @@ def trade(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         return None
     bins = _bins([number for job in jobs if (number := job.measured(LOSS)) is not None])
     shaped = comparison.group_key == "precision"
-    marks = []
+    marks, rows = [], []
     for job in jobs:
-        step, peak, end = (job.measured(key) or 0.0 for key in (STEP, PEAK, LOSS))
-        colour = next((name for name, _, high in bins if end <= high), "--m-other")
-        tip = f"{job.name}: {numbers.milliseconds(step)} ms, {unit.full(peak)}, loss {numbers.loss(job.measured(LOSS))}"
-        marks.append(Mark(job.name, step * 1e3, peak / unit.size, colour,
-                          SHAPES[job.group if shaped else 0], tip, job in comparison.front))  # fmt: skip
-    title = "step time, ms (left is faster)"
+        step, peak, end = job.measured(STEP) or 0, job.measured(PEAK) or 0, job.measured(LOSS)
+        colour = next((b.colour for b in bins if end is not None and end <= b.high), "--m-other")
+        texts = (numbers.milliseconds(step), unit.text(peak), numbers.loss(end))
+        tip = f"{job.name}: {texts[0]} ms, {texts[1]} {unit.name}, loss {texts[2]}"
+        shape = SHAPES[job.group if shaped else 0]
+        front = job in comparison.front
+        marks.append(Mark(job.name, step * 1e3, peak / unit.size, colour, shape, tip, front))
+        rows.append((job.name, texts))
     picture = twice(
-        lambda width: charts.trade(marks, width, title),
+        lambda width: charts.trade(marks, width, "step time, ms (left is faster)"),
         "trade",
         f"Points: step time against peak memory of {numbers.plural(len(jobs), 'job')}.",
     )
-    key = [("", "loss"), *((name, label) for name, label, _ in bins)] if bins else []
+    key = [("", "loss"), *((b.colour, b.label) for b in bins)] if bins else []
     if shaped:
         key += [(SHAPES[place], name) for place, name in enumerate(comparison.groups)]
-    notes = ("No other job beats those on the line on both time and memory. Names off the line are grey.",
-             *left_out(comparison, jobs))  # fmt: skip
-    rows = tuple(
-        (j.name, (numbers.milliseconds(j.measured(STEP)), unit.text(j.measured(PEAK)),
-                  numbers.loss(j.measured(LOSS)))) for j in jobs
-    )  # fmt: skip
-    return Section("trade", "Trade-off", headings.trade_heading(comparison),
-                   (Panel(f"Peak memory, {unit.name}", "against step time; lower left is better", picture),),
-                   tuple(key), notes, Numbers("", ("step, ms", f"peak, {unit.name}", "train loss"), rows))  # fmt: skip
+    return Section(
+        "trade",
+        "Trade-off",
+        headings.trade_heading(comparison),
+        (Panel(f"Peak memory, {unit.name}", "against step time; lower left is better", picture),),
+        tuple(key),
+        (
+            "No other job beats those on the line on both time and memory. "
+            "Names off the line are grey.",
+            *left_out(comparison, jobs),
+        ),
+        Numbers("", ("step, ms", f"peak, {unit.name}", "train loss"), tuple(rows)),
+    )
 
 
-def _bins(losses: Sequence[float]) -> list[tuple[str, str, float]]:
-    """Returns up to four colours with a label and the largest loss each stands for."""
+@dataclass(frozen=True)
+class _Bin:
+    """One colour of the points: its label and the largest loss it stands for."""
+
+    colour: str
+    label: str
+    high: float
+
+
+def _bins(losses: Sequence[float]) -> list[_Bin]:
+    """Returns up to four colours, from the lowest loss to the highest."""
     order = sorted(losses)
-    if not order:
-        return []
-    texts = list(dict.fromkeys(numbers.loss(number) for number in order))
+    texts = {numbers.loss(number): number for number in order}
     if len(texts) <= 4:
-        return [(f"--q-{place}", text, max(n for n in order if numbers.loss(n) == text))
-                for place, text in enumerate(texts)]  # fmt: skip
+        return [_Bin(f"--q-{i}", text, high) for i, (text, high) in enumerate(texts.items())]
     cuts = [order[round((len(order) - 1) * part / 4)] for part in range(5)]
-    return [(f"--q-{place}", numbers.between(numbers.loss(cuts[place]), numbers.loss(cuts[place + 1])),
-             cuts[place + 1]) for place in range(4)]  # fmt: skip
+    spans = [numbers.between(numbers.loss(a), numbers.loss(b)) for a, b in pairwise(cuts)]
+    return [_Bin(f"--q-{i}", spans[i], cuts[i + 1]) for i in range(4)]

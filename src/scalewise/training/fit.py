@@ -68,11 +68,13 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     train, validation = _loaders(run, splits, place, steps, start)
     with _lightning_quiet():
         trainer = assemble(run, folder, place, steps, recorder)
-        trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
-    if place.rank == 0:
-        summary = summarize(run, recorder.rows, trainer.global_step)
-        write_json(folder / "summary.json", summary)
-        session.summarize(summary)
+        try:
+            trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
+        finally:
+            if place.rank == 0 and recorder.rows:
+                summary = summarize(run, recorder.rows)
+                write_json(folder / "summary.json", summary)
+                session.summarize(summary)
 
 
 def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorder) -> Trainer:
@@ -103,8 +105,9 @@ def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorde
     )
 
 
-def summarize(run: Run, rows: list[Row], steps: int) -> dict[str, object]:
+def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
     """Returns ``summary.json``: final losses, medians of times and rates, memory."""
+    steps = rows[-1]["step"]
     first = int(len(rows) * WARM_UP_SHARE)
     window = rows[first:]
     metrics: dict[str, object] = {}
@@ -116,8 +119,7 @@ def summarize(run: Run, rows: list[Row], steps: int) -> dict[str, object]:
             metrics[key] = median([row[key] for row in window])
         else:
             metrics[key] = known[-1]
-    if rows:
-        metrics["train/loss_first"] = rows[0]["train/loss"]
+    metrics["train/loss_first"] = rows[0]["train/loss"]
     return {
         "parameters": run.model.parameters,
         "steps": steps,
@@ -125,7 +127,7 @@ def summarize(run: Run, rows: list[Row], steps: int) -> dict[str, object]:
         "flops_per_token": run.model.flops(run.data.sequence),
         "global_batch": run.global_batch,
         "sequence": run.data.sequence,
-        "window": f"median of steps {window[0]['step']}-{steps}" if window else "",
+        "window": f"median of steps {window[0]['step']}-{steps}",
         "metrics": metrics,
     }
 

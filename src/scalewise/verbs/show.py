@@ -29,8 +29,14 @@ def heading(order: Order) -> None:
 def announce(number: int, order: Order, count: int) -> None:
     """Prints which job of a sweep begins."""
     varied = "  ".join(f"{key}={value}" for key, value in order.varied.items())
-    print(f"\njob {number + 1} of {count}  {varied}", flush=True)
+    print(f"\njob {number} ({count} in all)  {varied}", flush=True)
     heading(order)
+
+
+def outcome(number: int, result: Result) -> None:
+    """Prints how a job of a sweep ended, if not well."""
+    if result.status != "ok":
+        print(f"job {number} {result.status}: {result.reason}", flush=True)
 
 
 def ended(result: Result) -> None:
@@ -75,9 +81,6 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
         shown.add_row(str(number), *varied, status, *numbers)
     print()
     Console(width=None if os.isatty(1) else 140, highlight=False).print(shown)
-    for (number, _, _), result in zip(orders, results, strict=True):
-        if result.status != "ok":
-            print(f"job {number} {result.status}: {result.reason}")
 
 
 def _number(value: float | None, form: str) -> str:

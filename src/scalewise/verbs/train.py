@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
-from scalewise.launch.job import Order, Result, execute
+from scalewise.launch.job import Order, execute
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
 from scalewise.run import Run
@@ -45,11 +45,13 @@ class Train(Verb):
             for job in jobs
         ]
 
-        def executed(number: int, order: Order, count: int) -> None:
-            show.announce(number, order, count)
-
-        results: list[Result] = execute_all(
-            orders, folder, command=self._command, question=question, announce=executed
+        results = execute_all(
+            orders,
+            folder,
+            command=self._command,
+            question=question,
+            announce=show.announce,
+            report=show.outcome,
         )
         show.table(orders, results)
         show.sweep_ended(results, folder)

@@ -1,0 +1,91 @@
+"""``scalewise doctor``: what this machine has, and what that means for a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from scalewise.errors import ConfigError
+from scalewise.hardware import Hardware, Machine, on_this_machine, this_machine
+from scalewise.launch.status import versions
+from scalewise.units import GIB, bytes_text
+
+EXTRAS = {
+    "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
+    "quant": ("torchao", "quantization"),
+    "slurm": ("submitit", "hydra/launcher=submitit_slurm"),
+    "optuna": ("optuna", "searching sweeps"),
+    "hf": ("datasets", "data=hf and .parquet files"),
+}
+"""Extra: the package that tells whether it is installed, and what it is for."""
+
+BYTES_PER_PARAMETER = 16
+"""fp32 training with AdamW: parameter, gradient and two moments of 4 bytes each."""
+
+Line = tuple[str, str, str]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what there is and what it means; exit code 0."""
+    if arguments:
+        raise ConfigError.one("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_column(style="dim")
+    for line in lines(this_machine()):
+        table.add_row(*line)
+    Console(highlight=False, soft_wrap=True).print(table)
+    return 0
+
+
+def lines(machine: Machine) -> Iterator[Line]:
+    """Yields one finding a line: what, its state, what follows."""
+    yield from _devices(machine)
+    yield from _disk()
+    yield "", "", ""
+    for package, number in versions().items():
+        yield package, number, ""
+    yield "", "", ""
+    yield from _tracking()
+    for extra, (package, purpose) in EXTRAS.items():
+        there = importlib.util.find_spec(package) is not None
+        cure = "" if there else f"pip install 'scalewise[{extra}]'"
+        yield f"extra {extra}", "installed" if there else "absent", f"{purpose}  {cure}".rstrip()
+
+
+def _devices(machine: Machine) -> Iterator[Line]:
+    for number, name in enumerate(machine.gpus):
+        yield f"device {number}", name, "parallelism=ddp uses every device"
+    peak = on_this_machine(Hardware()).peak_flops("fp32")
+    rate = f"fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
+    yield "processor", machine.processor, f"{machine.cores} cores  {rate}".rstrip()
+    largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
+    what = "" if machine.gpus else f"fp32 AdamW trains up to about {largest / 1e9:.1f} B parameters"
+    yield "memory", bytes_text(machine.memory_bytes), what
+    if not machine.gpus:
+        meaning = f"runs go to the CPU, at most {machine.max_cpu_ranks} ranks; no fp16"
+        yield "CUDA", "no device", meaning
+
+
+def _disk() -> Iterator[Line]:
+    free = shutil.disk_usage(Path.cwd()).free
+    room = free / (3 * 4) / 1e9
+    meaning = f"one AdamW checkpoint of {room:.0f} B parameters" if free > GIB else "nearly full"
+    yield "free disk", bytes_text(free), meaning
+
+
+def _tracking() -> Iterator[Line]:
+    from scalewise.tracking.session import base_url, decide_mode, has_key
+    from scalewise.tracking.spec import Mode
+
+    server = base_url()
+    key = "logged in" if has_key(server) else "no key"
+    mode = decide_mode(Mode.auto)
+    cure = "" if has_key(server) else "wandb login, or WANDB_API_KEY"
+    yield "W&B", f"{key} at {server}", f"runs are tracked {mode}  {cure}".rstrip()

@@ -1,0 +1,117 @@
+"""Opens built pages in headless Chromium, offline, at two widths and in both themes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scalewise.reports import page
+from tests.fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+
+pytestmark = pytest.mark.browser
+
+PROBE = """<script>
+addEventListener("error", (event) => problems.push(event.message));
+addEventListener("load", () => requestAnimationFrame(() => {
+  const shown = [...document.querySelectorAll("figure svg")].filter((svg) => svg.checkVisibility());
+  const marks = (svg) => svg.querySelectorAll("path, rect, circle").length;
+  const wide = [...document.querySelectorAll("body *")].filter((one) =>
+    one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, .tablebox, svg"));
+  const head = document.querySelector("#cmp thead button");
+  if (head) head.click();
+  document.documentElement.dataset.probe = JSON.stringify({
+    width: innerWidth,
+    scroll: document.documentElement.scrollWidth,
+    outside: wide.slice(0, 3).map((one) => one.outerHTML.slice(0, 80)),
+    pictures: shown.length,
+    fewest: Math.min(...shown.map(marks)),
+    background: getComputedStyle(document.body).backgroundColor,
+    sorted: document.querySelector("#cmp th[aria-sort]")?.textContent.trim(),
+    load: Math.round(performance.now()),
+    problems,
+  });
+}));
+</script></body>"""
+
+
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome", "chrome"):
+        found = shutil.which(name)
+        if found:
+            return found
+    if os.environ.get("CI"):
+        pytest.fail("no Chromium on the path, and CI is set")
+    pytest.skip("no Chromium on the path")
+
+
+def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, object]:
+    """Returns what a copy of the page, with a probe in it, says of itself."""
+    source = path.read_text("utf-8").replace(
+        "<head>", "<head><script>const problems = [];</script>", 1
+    )
+    copy = tmp_path / "probe.html"
+    copy.write_text(source.replace("</body>", PROBE), "utf-8")
+    target = copy
+    if width < 500:  # a window is never narrower: the page stands in a frame
+        target = tmp_path / "frame.html"
+        target.write_text(
+            f'<!doctype html><iframe src="probe.html" style="border:0;width:{width}px;height:800px">'
+            "</iframe><script>onload = () => setTimeout(() => { document.title = frames[0].document"
+            ".documentElement.dataset.probe; document.documentElement.dataset.probe = document.title"
+            "}, 300)</script>",
+            "utf-8",
+        )
+    theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+    done = subprocess.run(
+        [
+            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", "--allow-file-access-from-files", "--enable-logging=stderr", "--v=0",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={max(width, 500)},900",
+            "--virtual-time-budget=4000", *theme, "--dump-dom", target.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not console, console
+    found = re.search(r'<html[^>]*data-probe="([^"]*)"', done.stdout)
+    assert found is not None, done.stdout[:500]
+    answer: dict[str, object] = json.loads(
+        found[1]
+        .replace("&quot;", '"')
+        .replace("&lt;", "<")
+        .replace("&gt;", ">")
+        .replace("&amp;", "&")
+    )
+    return answer
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pages")
+    return {
+        "run": page.write(make_run(root / "run")),
+        "failed": page.write(make_run(root / "failed", **out_of_memory())),
+        "sweep": page.write(make_sweep(root / "sweep", LAYOUTS, layout_job)),
+    }
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("name", "pictures"), [("run", 6), ("sweep", 5), ("failed", 0)])
+def test_page(
+    pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark: bool
+) -> None:
+    found = probe(pages[name], tmp_path, width, dark)
+    assert found["width"] == width
+    assert found["problems"] == []
+    assert found["outside"] == []
+    assert found["scroll"] <= width
+    assert found["pictures"] == pictures
+    assert pictures == 0 or found["fewest"] >= 1
+    assert found["background"] == ("rgb(19, 20, 22)" if dark else "rgb(253, 253, 252)")
+    assert found["sorted"] == ("job" if name == "sweep" else None)

@@ -1,0 +1,291 @@
+"""What the page says is computed here, without a page: names, winners, distances, numbers."""
+
+import math
+import random
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from scalewise.reports import compare, findings, headings, numbers, redact
+from scalewise.reports.compare import LOSS, PEAK, SPEED, STEP
+from scalewise.reports.layout import apart, ticks
+from scalewise.reports.records import RunRecord, Series, Summary, SweepRecord
+
+GIB = 1024**3
+
+
+def run(
+    number: int, varied: dict[str, Any], losses: list[float] | None = None, **metrics: float
+) -> RunRecord:
+    known = {"tokens": SPEED, "step": STEP, "peak": PEAK, "loss": LOSS}
+    summary = Summary(steps=3, metrics={known.get(key, key): v for key, v in metrics.items()})
+    curve = Series((1, 2, 3), tuple(losses)) if losses else Series()
+    return RunRecord(
+        folder=str(number), number=number, status="ok", varied=varied, summary=summary,
+        series={LOSS: curve},
+    )  # fmt: skip
+
+
+def sweep(
+    varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord], reference: int | None = None
+) -> compare.Comparison:
+    return compare.of_sweep(
+        SweepRecord("s", "s", "", "", "train", None, None, varying, reference, tuple(jobs))
+    )
+
+
+def four() -> compare.Comparison:
+    varying = {"precision": ("fp32", "bf16_mixed"), "parallelism": ("single", "ddp")}
+    rows = [
+        ("fp32", "single", 509.4, 4.02, 3.81, [9.0, 7.0, 6.0]),
+        ("fp32", "ddp", 930.0, 2.20, 4.29, [9.0, 7.0, 6.0 + 2e-6]),
+        ("bf16_mixed", "single", 784.6, 2.61, 3.65, [9.0, 7.002, 6.004]),
+        ("bf16_mixed", "ddp", 1432.2, 1.43, 4.13, [9.0, 7.001, 6.003]),
+    ]
+    return sweep(varying, [
+        run(n, {"precision": p, "parallelism": q}, curve, tokens=t, step=s, peak=m * GIB, loss=curve[-1])
+        for n, (p, q, t, s, m, curve) in enumerate(rows)
+    ])  # fmt: skip
+
+
+class TestNames:
+    def test_layout_comes_before_precision_and_mixed_is_dropped(self) -> None:
+        assert [j.name for j in four().jobs] == [
+            "single · fp32",
+            "ddp · fp32",
+            "single · bf16",
+            "ddp · bf16",
+        ]
+
+    def test_mixed_stays_where_it_tells_two_values_apart(self) -> None:
+        values = ("bf16_mixed", "bf16_true")
+        found = sweep(
+            {"precision": values}, [run(n, {"precision": v}) for n, v in enumerate(values)]
+        )
+        assert [job.name for job in found.jobs] == list(values)
+
+    def test_numbers_carry_their_key(self) -> None:
+        found = sweep({"optimizer.lr": (1e-3, 0.1)}, [run(0, {"optimizer.lr": 1e-3})])
+        assert found.jobs[0].name == "lr 0.001"
+
+    def test_equal_names_are_told_apart_by_number(self) -> None:
+        found = sweep({"precision": ("fp32",)}, [run(n, {"precision": "fp32"}) for n in (0, 1)])
+        assert [job.name for job in found.jobs] == ["fp32 #0", "fp32 #1"]
+
+    def test_reference_is_the_first_job_or_the_one_given(self) -> None:
+        jobs = [run(n, {"precision": p}) for n, p in enumerate(("fp32", "bf16_mixed"))]
+        varying = {"precision": ("fp32", "bf16_mixed")}
+        assert sweep(varying, jobs).reference.name == "fp32"
+        assert sweep(varying, jobs, 1).reference.name == "bf16"
+
+
+class TestBest:
+    def test_marks_the_best(self) -> None:
+        assert compare.best([1.0, 3.0, None, 2.0], True, numbers.whole) == 1
+        assert compare.best([1.0, 3.0, None, 2.0], False, numbers.whole) == 0
+
+    def test_no_mark_where_the_best_read_the_same(self) -> None:
+        assert compare.best([6.14231, 6.14232, 6.2], False, numbers.loss) is None
+
+    def test_no_mark_without_a_choice(self) -> None:
+        assert compare.best([1.0, None], True, numbers.whole) is None
+        assert compare.best([], True, numbers.whole) is None
+
+    def test_front_is_what_no_other_job_beats(self) -> None:
+        assert [job.name for job in four().front] == ["ddp · bf16", "single · bf16"]
+
+    def test_not_finite_is_never_best(self) -> None:
+        jobs = [run(0, {"seed": 0}, tokens=math.nan), run(1, {"seed": 1}, tokens=3.0)]
+        assert [j.run.number for j in sweep({"seed": (0, 1)}, jobs).ranked(SPEED, True)] == [1]
+
+
+class TestDistance:
+    def test_is_taken_at_common_steps(self) -> None:
+        found = four()
+        assert compare.largest_distance(found.jobs[1], found.jobs[0]) == pytest.approx(2e-6)
+        assert compare.distance(found.jobs[0], found.jobs[0]) is None
+
+    def test_skips_steps_that_are_not_numbers(self) -> None:
+        jobs = [run(0, {"seed": 0}, [3.0, 2.0, 1.0]), run(1, {"seed": 1}, [3.5, math.nan, 1.25])]
+        found = sweep({"seed": (0, 1)}, jobs)
+        assert compare.distance(found.jobs[1], found.jobs[0]) == Series((1, 3), (0.5, 0.25))
+
+
+class TestBreakdown:
+    def test_other_is_what_the_parts_leave(self) -> None:
+        job = compare.of_run(
+            run(0, {}, peak=10, **{"memory/parameters_bytes": 4, "memory/activations_bytes": 3})
+        ).jobs[0]
+        found = compare.breakdown(job, compare.MEMORY, PEAK, compare.MEMORY_REST)
+        assert {part.label: size for part, size in found.items()} == {
+            "parameters": 4,
+            "activations": 3,
+            "other": 3,
+        }
+
+    def test_no_other_where_the_parts_exceed_the_whole(self) -> None:
+        job = compare.of_run(run(0, {}, peak=10, **{"memory/parameters_bytes": 14})).jobs[0]
+        assert compare.MEMORY_REST not in compare.breakdown(
+            job, compare.MEMORY, PEAK, compare.MEMORY_REST
+        )
+
+
+class TestLttb:
+    def test_keeps_ends_count_and_peak(self) -> None:
+        noise = random.Random(1)
+        values = [noise.random() for _ in range(1000)]
+        values[437] = 50.0
+        kept = compare.lttb(Series(tuple(range(1000)), tuple(values)), 60)
+        assert len(kept.steps) == 60
+        assert (kept.steps[0], kept.steps[-1]) == (0, 999)
+        assert 437 in kept.steps
+        assert list(kept.steps) == sorted(set(kept.steps))
+
+    @pytest.mark.parametrize("size", [0, 1, 2, 5, 60])
+    def test_leaves_short_series_alone(self, size: int) -> None:
+        series = Series(tuple(range(size)), tuple(float(n) for n in range(size)))
+        assert compare.lttb(series, 60) is series
+
+    @pytest.mark.parametrize("size", [61, 62, 119, 120, 121, 179])
+    def test_any_size_gives_the_count(self, size: int) -> None:
+        kept = compare.lttb(Series(tuple(range(size)), (0.0,) * size), 60)
+        assert len(set(kept.steps)) == 60
+
+
+class TestShown:
+    def test_many_jobs_show_reference_front_and_best(self) -> None:
+        jobs = [
+            run(n, {"seed": n}, tokens=1000.0 - n, step=1 + n, peak=200.0 - n) for n in range(80)
+        ]
+        found = sweep({"seed": tuple(range(80))}, jobs, 70)
+        assert len(found.shown) == compare.SHOWN
+        assert found.reference in found.shown
+        assert found.front[0] in found.shown
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("text", "want"),
+        [
+            (numbers.fixed(None, 2), "–"),
+            (numbers.fixed(0.0, 2), "0"),
+            (numbers.fixed(0.004, 2), "<0.01"),
+            (numbers.fixed(-2.5, 1), "−2.5"),
+            (numbers.fixed(math.nan, 2), "not finite"),
+            (numbers.whole(1432.17), "1,432"),
+            (numbers.milliseconds(1.43), "1,430"),
+            (numbers.milliseconds(0.01), "10"),
+            (numbers.milliseconds(0.00996), "10"),
+            (numbers.milliseconds(0.0047), "4.7"),
+            (numbers.milliseconds(0.00052), "0.52"),
+            (numbers.milliseconds(0.0), "0"),
+            (numbers.loss(6.14231), "6.1423"),
+            (numbers.power(3.14e-6), "3.1e−6"),
+            (numbers.power(0), "0"),
+            (numbers.ratio(2.81), "2.8×"),
+            (numbers.ratio(14.4), "14×"),
+            (numbers.percent(0.266), "27%"),
+            (numbers.percent(0.001), "<1%"),
+            (numbers.memory_unit([4.13 * GIB]).full(4.13 * GIB), "4.13\u00a0GiB"),
+            (numbers.memory_unit([5 * 1024**2]).full(5.5 * 1024**2), "5.50\u00a0MiB"),
+            (numbers.instant(datetime(2026, 3, 14, 9, 26, tzinfo=UTC)), "14 Mar 2026, 09:26 UTC"),
+            (numbers.value([True, None, 1e-3]), "[true,null,0.001]"),
+            (numbers.between("2", "2", "%"), "2%"),
+        ],
+    )  # fmt: skip
+    def test_reads(self, text: str, want: str) -> None:
+        assert text == want
+
+
+class TestSentences:
+    def test_verdict(self) -> None:
+        said = (
+            findings.verdict(four(), numbers.memory_unit([4 * GIB]))
+            .striptags()
+            .replace("\u00a0", " ")
+        )
+        assert said == (
+            "ddp · bf16 is fastest at 1,432 tok/s, 2.8× single · fp32. single · bf16 needs the least "
+            "memory, 3.65 GiB, 12% less than ddp · bf16 at 55% of its speed. "
+            "Final losses lie within 4.0e−3 of each other."
+        )
+
+    def test_verdict_claims_nothing_without_numbers(self) -> None:
+        jobs = [
+            RunRecord("0", 0, "failed", varied={"seed": 0}),
+            RunRecord("1", 1, "timeout", varied={"seed": 1}),
+        ]
+        found = sweep({"seed": (0, 1)}, jobs)
+        assert (
+            findings.verdict(found, numbers.memory_unit([]))
+            == "No job finished: 1 failed, 1 timed out."
+        )
+
+    def test_loss_heading_parts_equal_mathematics_from_the_rest(self) -> None:
+        assert headings.loss_heading(four()) == (
+            "One job follows single · fp32 to within 2.0e−6; two jobs stray 3.0e−3 to 4.0e−3"
+        )
+
+    def test_time_heading_calls_out_a_stall(self) -> None:
+        job = run(0, {}, step=1.0, **{"time/data_s": 0.4, "time/backward_s": 0.5})
+        found = headings.shares(compare.of_run(job).jobs, compare.TIME, STEP, compare.TIME_REST)
+        assert headings.time_heading(found) == "Waiting for data takes 40% of the step"
+
+    def test_names_are_escaped(self) -> None:
+        jobs = [run(n, {"data": v}, tokens=5.0 - n) for n, v in enumerate(("<b>&", "plain"))]
+        said = findings.verdict(sweep({"data": ("<b>&", "plain")}, jobs), numbers.memory_unit([]))
+        assert "&lt;b&gt;&amp;" in said
+        assert "<b><b>" not in said
+
+    @pytest.mark.parametrize(
+        "status", ["failed", "out_of_memory", "timeout", "interrupted", "refused"]
+    )
+    def test_failures_are_counted(self, status: str) -> None:
+        found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied={"seed": 0})])
+        assert headings.failed_heading(found).startswith("One job ")
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("low", "high"), [(0, 4.13), (5.98, 10.4), (0, 1e-3), (1, 200), (0, 4020)]
+    )
+    def test_ticks_are_few_and_inside(self, low: float, high: float) -> None:
+        found = ticks(low, high, 4)
+        assert 2 <= len(found) <= 6
+        assert low <= found[0] <= found[-1] <= high
+
+    def test_labels_stand_apart(self) -> None:
+        moved = apart([100.0, 101.0, 102.0, 10.0], 15, 0, 110)
+        ordered = sorted(moved)
+        assert all(b - a >= 15 - 1e-9 for a, b in zip(ordered, ordered[1:], strict=False))
+        assert max(moved) <= 110
+
+
+class TestRedact:
+    @pytest.mark.parametrize(
+        ("raw", "want"),
+        [
+            ("/home/jane/x/train.py", "~/x/train.py"),
+            ("/Users/jane: no", "~: no"),
+            ("/root/run", "~/run"),
+            ("WANDB_API_KEY=abc123 next", "WANDB_API_KEY=[hidden] next"),
+            ("hub_token: 'abcdef'", "hub_token: '[hidden]'"),
+            ("hf_abcdefghijklmnopqrst", "[hidden]"),
+            ("https://jane:pw@host/x", "https://[hidden]@host/x"),
+            ("Authorization: Bearer abcdefghijk", "Authorization: Bearer [hidden]"),
+            ("data.tokens=512 eos_token=2", "data.tokens=512 eos_token=2"),
+            ("\x1b[31mred\x1b[0m\x00", "red"),
+        ],
+    )
+    def test_text(self, raw: str, want: str) -> None:
+        assert redact.text(raw) == want
+
+    def test_tree_hides_what_a_key_names(self) -> None:
+        found = redact.tree(
+            {"changed": [{"key": "hub.api_key", "default": None, "value": 7}], "password": "x"}
+        )
+        assert found == {
+            "changed": [{"key": "hub.api_key", "default": None, "value": "[hidden]"}],
+            "password": "[hidden]",
+        }

@@ -1,0 +1,302 @@
+"""The page is built from folders as training leaves them, whole, failed, torn or hostile."""
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise.errors import ScalewiseError
+from scalewise.reports import page, records
+from tests.fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+
+
+def text_of(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def words(source: str) -> str:
+    """Returns what a reader sees: no tags, no styles, single spaces."""
+    bare = re.sub(r"(?s)<(style|script|svg)\b.*?</\1>", " ", source)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", bare))).replace(" .", ".")
+
+
+def part(source: str, ident: str) -> str:
+    return source[source.index(f'<section id="{ident}">') :].split("</section>")[0]
+
+
+class TestRun:
+    def test_has_its_parts_and_no_others(self, run_folder: Path) -> None:
+        source = text_of(page.write(run_folder))
+        assert re.findall(r'<section id="(\w+)">', source) == [
+            "memory",
+            "time",
+            "loss",
+            "throughput",
+            "repeat",
+        ]
+        assert "Train loss fell from" in words(source)
+
+    def test_is_written_where_it_says_and_leaves_no_draft(self, run_folder: Path) -> None:
+        before = set(run_folder.iterdir())
+        assert page.write(run_folder) == run_folder / "report.html"
+        assert set(run_folder.iterdir()) - before == {run_folder / "report.html"}
+
+    def test_two_builds_are_byte_equal(self, run_folder: Path) -> None:
+        first = page.write(run_folder).read_bytes()
+        assert page.write(run_folder).read_bytes() == first
+
+    def test_reaches_for_nothing_outside(self, run_folder: Path) -> None:
+        source = text_of(page.write(run_folder))
+        assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)[^\"']*", source)
+        assert not re.findall(r"@import|url\((?!#)", source)
+
+    def test_picture_ids_are_unique(self, run_folder: Path) -> None:
+        found = re.findall(r'\bid="([^"]+)"', text_of(page.write(run_folder)))
+        assert len(found) == len(set(found))
+
+    def test_pictures_wear_the_page_colours(self, run_folder: Path) -> None:
+        drawn = re.findall(r'(?s)<svg style="max-width.*?</svg>', text_of(page.write(run_folder)))
+        colours = {c for svg in drawn for c in re.findall(r'(?:fill|stroke)="([^"]+)"', svg)}
+        assert drawn
+        assert all(c in ("none", "transparent") or c.startswith("var(--") for c in colours), colours
+        assert not any("font-family" in svg or "aria-roledescription" in svg for svg in drawn)
+
+    def test_hides_homes_and_secrets(self, run_folder: Path) -> None:
+        source = text_of(page.write(run_folder))
+        assert "/home/" not in source
+        assert "hf_abcdef" not in source
+        assert "[hidden]" in source
+
+
+class TestFailedRun:
+    def test_says_why_and_what_to_paste(self, tmp_path: Path) -> None:
+        source = text_of(page.write(make_run(tmp_path / "r", **out_of_memory())))
+        said = words(part(source, "failed"))
+        assert "One job ran out of memory" in said
+        assert "first backward" in said
+        assert "memory=checkpoint_full" in said
+        assert "torch.OutOfMemoryError" in said
+        assert 'id="memory"' not in source
+
+    @pytest.mark.parametrize(
+        "status", ["failed", "timeout", "interrupted", "refused", "running", "odd_one"]
+    )
+    def test_every_ending_has_a_page(self, tmp_path: Path, status: str) -> None:
+        assert page.write(
+            make_run(tmp_path / "r", steps=12, status=status, reason="because")
+        ).exists()
+
+    def test_curves_of_a_run_that_broke_off_are_drawn(self, tmp_path: Path) -> None:
+        source = text_of(page.write(make_run(tmp_path / "r", steps=30, status="interrupted")))
+        assert {"failed", "loss", "time"} <= set(re.findall(r'<section id="(\w+)">', source))
+
+
+class TestTorn:
+    def test_missing_summary_and_metrics(self, tmp_path: Path) -> None:
+        source = text_of(page.write(make_run(tmp_path / "r", summary=False)))
+        assert "The run finished." in source
+
+    def test_torn_last_line_is_dropped(self, run_folder: Path) -> None:
+        file = run_folder / "metrics.csv"
+        file.write_text(file.read_text("utf-8") + "201,9.9", "utf-8")
+        run = records.read_run(run_folder)
+        assert run is not None
+        assert run.series["train/loss"].steps[-1] == 200
+
+    @pytest.mark.parametrize(
+        "content", ["", "{", "[]", '{"metrics": 3}', '{"metrics": {"train/loss": "x"}}']
+    )
+    def test_odd_summary(self, run_folder: Path, content: str) -> None:
+        (run_folder / "summary.json").write_text(content, "utf-8")
+        assert page.write(run_folder).exists()
+
+    @pytest.mark.parametrize(
+        "content", ["", "step\n", "a,b\n1,2\n", "step,train/loss\n1,nan\n2,inf\n", "\0\0\n"]
+    )
+    def test_odd_metrics(self, run_folder: Path, content: str) -> None:
+        (run_folder / "metrics.csv").write_text(content, "utf-8")
+        assert page.write(run_folder).exists()
+
+    def test_loss_that_breaks_is_said(self, run_folder: Path) -> None:
+        lines = "step,train/loss\n1,9\n2,8\n3,nan\n4,nan\n"
+        (run_folder / "metrics.csv").write_text(lines, "utf-8")
+        assert "stops being a number at step 3" in words(text_of(page.write(run_folder)))
+
+    def test_a_status_of_odd_types(self, tmp_path: Path) -> None:
+        odd: dict[str, Any] = {
+            key: 3
+            for key in ("choices", "changed", "machine", "versions", "wandb", "cures", "log_tail")
+        }
+        odd |= {
+            "started": "yesterday",
+            "seconds": "long",
+            "world_size": None,
+            "attempts": "x",
+            "command": None,
+        }
+        assert page.write(make_run(tmp_path / "r", **odd)).exists()
+
+    @pytest.mark.parametrize("content", [None, "", "{", "[]"])
+    def test_neither_a_run_nor_a_sweep(self, tmp_path: Path, content: str | None) -> None:
+        if content is not None:
+            (tmp_path / "status.json").write_text(content, "utf-8")
+        with pytest.raises(ScalewiseError, match="neither a run"):
+            page.write(tmp_path)
+        assert not (tmp_path / "report.html").exists()
+
+
+class TestSweep:
+    def test_has_its_parts(self, sweep_folder: Path) -> None:
+        source = text_of(page.write(sweep_folder))
+        assert re.findall(r'<section id="(\w+)">', source) == [
+            "varied", "compare", "memory", "time", "loss", "trade", "failed", "repeat",
+        ]  # fmt: skip
+
+    def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
+        first = page.write(sweep_folder).read_bytes()
+        assert page.write(sweep_folder).read_bytes() == first
+
+    def test_prose_equals_table(self, sweep_folder: Path) -> None:
+        source = text_of(page.write(sweep_folder))
+        verdict = words(source[source.index('class="verdict">') + 16 :].split("</p>")[0])
+        table = part(source, "compare")
+        fastest = re.search(r"fastest at ([\d,]+) tok/s", verdict)
+        least = re.search(r"least memory, ([\d.]+) GiB", verdict.replace("\u00a0", " "))
+        assert fastest is not None
+        assert least is not None
+        marked = re.findall(r'<span class="best">([\d.,%]+)<span', table)
+        assert fastest[1] in marked
+        assert least[1] in marked
+        assert f"{fastest[1]} tok/s" in words(part(source, "varied"))
+        assert least[1] in words(part(source, "memory"))
+
+    def test_best_is_said_not_only_coloured(self, sweep_folder: Path) -> None:
+        source = part(text_of(page.write(sweep_folder)), "compare")
+        assert (
+            source.count('class="best">') - 1 == source.count('<span class="vh"> best</span>') > 0
+        )
+
+    def test_table_opens_sorted_with_missing_last(self, sweep_folder: Path) -> None:
+        source = part(text_of(page.write(sweep_folder)), "compare")
+        values = re.findall(r'<td data-v="([^"]*)" data-l="tokens/s"', source)
+        known = [float(v) for v in values if v]
+        assert known == sorted(known, reverse=True)
+        assert values[-1] == ""
+
+    def test_of_one(self, tmp_path: Path) -> None:
+        source = text_of(
+            page.write(make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {}))
+        )
+        assert "One precision, one job ran" in words(source)
+        assert 'class="best">1' not in source
+
+    def test_all_failed(self, tmp_path: Path) -> None:
+        folder = make_sweep(
+            tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory(reason=f"Job {n} was too large.")
+        )
+        source = text_of(page.write(folder))
+        assert "No job finished: 4 out of memory." in words(source)
+        assert re.findall(r'<section id="(\w+)">', source) == [
+            "varied",
+            "compare",
+            "failed",
+            "repeat",
+        ]
+        assert source.count('<article class="card">') == 4
+
+    def test_failures_alike_share_a_card(self, tmp_path: Path) -> None:
+        source = text_of(
+            page.write(make_sweep(tmp_path / "s", LAYOUTS, lambda n, v: out_of_memory()))
+        )
+        assert source.count('<article class="card">') == 1
+        assert "3 more ended the same way" in words(source)
+
+    def test_jobs_not_run_yet(self, tmp_path: Path) -> None:
+        folder = make_sweep(
+            tmp_path / "s", LAYOUTS, lambda n, v: layout_job(n, v) if n == 0 else None
+        )
+        assert "one of four jobs ran" in words(text_of(page.write(folder)))
+
+    def test_no_jobs_at_all(self, tmp_path: Path) -> None:
+        assert page.write(make_sweep(tmp_path / "s", {}, lambda n, v: {}, jobs=[])).exists()
+
+    def test_a_job_without_status(self, sweep_folder: Path) -> None:
+        (sweep_folder / "1" / "status.json").unlink()
+        assert "no readable status.json" in words(text_of(page.write(sweep_folder)))
+
+    def test_a_job_outside_the_folder_is_not_read(self, tmp_path: Path) -> None:
+        make_run(tmp_path / "other", reason="must not be read")
+        folder = make_sweep(tmp_path / "s", {"precision": ["fp32"]}, lambda n, v: {})
+        found = json.loads((folder / "sweep.json").read_text("utf-8"))
+        found["jobs"][0]["folder"] = "../other"
+        (folder / "sweep.json").write_text(json.dumps(found), "utf-8")
+        sweep = records.read(folder)
+        assert isinstance(sweep, records.SweepRecord)
+        assert sweep.jobs[0].summary is None
+
+    def test_three_keys_make_a_matrix_for_each_value_of_the_shortest(self, tmp_path: Path) -> None:
+        varying: dict[str, list[Any]] = {
+            "parallelism": ["single", "ddp", "fsdp"], "precision": ["fp32", "bf16_mixed"], "optimizer.lr": [1, 2, 3],
+        }  # fmt: skip
+        source = text_of(page.write(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5})))
+        assert part(source, "varied").count('<table class="matrix">') == 2
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\"'&<b>"
+
+
+def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
+    def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+        bad = out_of_memory(
+            reason=HOSTILE,
+            log_tail=[HOSTILE, "\ud800"],
+            cures=[{"override": HOSTILE, "why": HOSTILE}],
+        )
+        link = {"mode": "online", "url": "javascript:alert(1)", "folder": None}
+        good = {
+            "steps": 9,
+            "machine": {"device": HOSTILE},
+            "versions": {HOSTILE: HOSTILE},
+            "wandb": link,
+        }
+        return bad if number == 1 else good
+
+    varying = {"data": [HOSTILE, "b", "c"], HOSTILE: ["x", HOSTILE]}
+    folder = make_sweep(
+        tmp_path / "s", varying, job, question=HOSTILE, name=HOSTILE, command=HOSTILE
+    )
+    source = text_of(page.write(folder))
+    assert "<img" not in source
+    assert source.count("<script>") == source.count("</script>") == 1
+    assert "javascript:" not in source
+    assert len(re.findall(r"\sonerror=", re.sub(r"&lt;img src=x onerror=", "", source))) == 0
+
+
+def big(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+    if number % 17 == 5:
+        return out_of_memory()
+    return {
+        "step_s": 1 + 0.013 * (number * 37 % 200),
+        "peak_gib": 2 + 0.01 * (number * 61 % 200),
+        "offset": 0.002 * (number % 23),
+        "seed": number,
+        "steps": 120,
+        "validate": False,
+    }
+
+
+def test_two_hundred_jobs(tmp_path: Path) -> None:
+    varying: dict[str, list[Any]] = {
+        "parallelism": ["single", "ddp", "fsdp", "tensor", "pipeline"],
+        "precision": ["fp32", "bf16_mixed"],
+        "optimizer": ["adamw", "sgd", "lion", "muon"],
+        "optimizer.lr": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2],
+    }
+    path = page.write(make_sweep(tmp_path / "s", varying, big))
+    source = text_of(path)
+    assert path.stat().st_size < 1_500_000
+    assert part(source, "compare").count("<tr") == 201
+    assert "24 of 200 jobs" in words(part(source, "memory"))
