@@ -1,5 +1,6 @@
 """Opens built pages in headless Chromium, offline, at two widths and in both themes."""
 
+import html
 import json
 import os
 import re
@@ -8,16 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
 
 from scalewise.reports import page
-from tests.fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
 
 pytestmark = pytest.mark.browser
 
 PROBE = """<script>
 addEventListener("error", (event) => problems.push(event.message));
-addEventListener("load", () => requestAnimationFrame(() => {
-  const shown = [...document.querySelectorAll("figure svg")].filter((svg) => svg.checkVisibility());
+addEventListener("load", () => setTimeout(() => {
+  const shown = [...document.querySelectorAll("figure svg[role=img]")].filter((svg) => svg.checkVisibility());
   const marks = (svg) => svg.querySelectorAll("path, rect, circle").length;
   const wide = [...document.querySelectorAll("body *")].filter((one) =>
     one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, .tablebox, svg"));
@@ -30,12 +31,24 @@ addEventListener("load", () => requestAnimationFrame(() => {
     pictures: shown.length,
     fewest: Math.min(...shown.map(marks)),
     background: getComputedStyle(document.body).backgroundColor,
-    sorted: document.querySelector("#cmp th[aria-sort]")?.textContent.trim(),
+    sorted: document.querySelector("#cmp th[aria-sort]")?.textContent.trim() ?? null,
     load: Math.round(performance.now()),
     problems,
   });
-}));
+}, 50));
 </script></body>"""
+
+
+FRAME = """<!doctype html>
+<iframe src="probe.html" style="border:0;width:WIDTHpx;height:800px"></iframe>
+<script>
+const waiting = setInterval(() => {
+  const inside = frames[0].document.documentElement?.dataset.probe;
+  if (!inside) return;
+  document.documentElement.dataset.probe = inside;
+  clearInterval(waiting);
+}, 50);
+</script>"""
 
 
 def browser() -> str:
@@ -58,13 +71,7 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
     target = copy
     if width < 500:  # a window is never narrower: the page stands in a frame
         target = tmp_path / "frame.html"
-        target.write_text(
-            f'<!doctype html><iframe src="probe.html" style="border:0;width:{width}px;height:800px">'
-            "</iframe><script>onload = () => setTimeout(() => { document.title = frames[0].document"
-            ".documentElement.dataset.probe; document.documentElement.dataset.probe = document.title"
-            "}, 300)</script>",
-            "utf-8",
-        )
+        target.write_text(FRAME.replace("WIDTH", str(width)), "utf-8")
     theme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [
@@ -80,13 +87,7 @@ def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, objec
     assert not console, console
     found = re.search(r'<html[^>]*data-probe="([^"]*)"', done.stdout)
     assert found is not None, done.stdout[:500]
-    answer: dict[str, object] = json.loads(
-        found[1]
-        .replace("&quot;", '"')
-        .replace("&lt;", "<")
-        .replace("&gt;", ">")
-        .replace("&amp;", "&")
-    )
+    answer: dict[str, object] = json.loads(html.unescape(found[1]))
     return answer
 
 

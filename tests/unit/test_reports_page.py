@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
 
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, records
-from tests.fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
 
 
 def text_of(path: Path) -> str:
@@ -126,10 +126,10 @@ class TestTorn:
         assert "stops being a number at step 3" in words(text_of(page.write(run_folder)))
 
     def test_a_status_of_odd_types(self, tmp_path: Path) -> None:
-        odd: dict[str, Any] = {
-            key: 3
-            for key in ("choices", "changed", "machine", "versions", "wandb", "cures", "log_tail")
-        }
+        odd: dict[str, Any] = dict.fromkeys(
+            ("choices", "changed", "machine", "versions", "wandb"), 3
+        )
+        odd |= {"cures": 3, "log_tail": 3}
         odd |= {
             "started": "yesterday",
             "seconds": "long",
@@ -239,8 +239,10 @@ class TestSweep:
 
     def test_three_keys_make_a_matrix_for_each_value_of_the_shortest(self, tmp_path: Path) -> None:
         varying: dict[str, list[Any]] = {
-            "parallelism": ["single", "ddp", "fsdp"], "precision": ["fp32", "bf16_mixed"], "optimizer.lr": [1, 2, 3],
-        }  # fmt: skip
+            "parallelism": ["single", "ddp", "fsdp"],
+            "precision": ["fp32", "bf16_mixed"],
+            "optimizer.lr": [1, 2, 3],
+        }
         source = text_of(page.write(make_sweep(tmp_path / "s", varying, lambda n, v: {"steps": 5})))
         assert part(source, "varied").count('<table class="matrix">') == 2
 

@@ -24,7 +24,7 @@ from scalewise.run import Run
 from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.session import Session
 from scalewise.training.callbacks.open import instantiated
-from scalewise.training.callbacks.recorder import Recorder, Row
+from scalewise.training.callbacks.recorder import Recorder, Row, Waiting
 from scalewise.training.callbacks.saver import Saver
 from scalewise.training.callbacks.terminal import Terminal
 from scalewise.training.module import TrainingModule
@@ -79,7 +79,8 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
 
 def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorder) -> Trainer:
     """Returns the Lightning Trainer of a run, with nothing in it that the run does not name."""
-    callbacks: list[Callback] = [*instantiated(run), Saver(run, folder), recorder]
+    saver, waiting = Saver(run, folder), Waiting(recorder)
+    callbacks: list[Callback] = [recorder, *instantiated(run), saver, waiting]
     every = run.trainer.validate_every
     return Trainer(
         accelerator="cuda" if run.hardware.device is DeviceKind.cuda else "cpu",

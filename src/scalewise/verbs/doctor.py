@@ -7,9 +7,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from scalewise.errors import ConfigError
 from scalewise.hardware import Hardware, Machine, on_this_machine, this_machine
 from scalewise.launch.status import versions
@@ -34,13 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     """Prints what there is and what it means; exit code 0."""
     if arguments:
         raise ConfigError.one("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_column(style="dim")
-    for line in lines(this_machine()):
-        table.add_row(*line)
-    Console(highlight=False, soft_wrap=True).print(table)
+    found = list(lines(this_machine()))
+    widths = [max(len(line[place]) for line in found) for place in (0, 1)]
+    for what, state, meaning in found:
+        print(f"{what:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
     return 0
 
 
@@ -55,16 +49,16 @@ def lines(machine: Machine) -> Iterator[Line]:
     yield from _tracking()
     for extra, (package, purpose) in EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
-        cure = "" if there else f"pip install 'scalewise[{extra}]'"
-        yield f"extra {extra}", "installed" if there else "absent", f"{purpose}  {cure}".rstrip()
+        cure = "" if there else f"; pip install 'scalewise[{extra}]'"
+        yield f"extra {extra}", "installed" if there else "absent", f"for {purpose}{cure}"
 
 
 def _devices(machine: Machine) -> Iterator[Line]:
     for number, name in enumerate(machine.gpus):
         yield f"device {number}", name, "parallelism=ddp uses every device"
     peak = on_this_machine(Hardware()).peak_flops("fp32")
-    rate = f"fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
-    yield "processor", machine.processor, f"{machine.cores} cores  {rate}".rstrip()
+    rate = f", fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
+    yield "processor", machine.processor, f"{machine.cores} cores{rate}"
     largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
     what = "" if machine.gpus else f"fp32 AdamW trains up to about {largest / 1e9:.1f} B parameters"
     yield "memory", bytes_text(machine.memory_bytes), what
@@ -87,5 +81,5 @@ def _tracking() -> Iterator[Line]:
     server = base_url()
     key = "logged in" if has_key(server) else "no key"
     mode = decide_mode(Mode.auto)
-    cure = "" if has_key(server) else "wandb login, or WANDB_API_KEY"
-    yield "W&B", f"{key} at {server}", f"runs are tracked {mode}  {cure}".rstrip()
+    cure = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
+    yield "W&B", f"{key} at {server}", f"runs are tracked {mode}{cure}"

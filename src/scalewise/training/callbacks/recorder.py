@@ -30,8 +30,8 @@ Sink = Callable[[list[Row]], None]
 class Recorder(Callback):
     """Keeps loss, gradient norm, times and memory; hands whole windows to the sinks of rank 0.
 
-    The last callback in line, so that what the others do at the end of a step is not counted
-    into the next step's data time.
+    The first callback in line, so that a step ends before the others do their work; ``Waiting``
+    is the last.
     """
 
     def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
@@ -46,8 +46,8 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
-        self._clock = StepClock(pl_module.device)
-        self._clock.mark("data")
+        self.clock = StepClock(pl_module.device)
+        self.clock.mark("data")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -58,7 +58,7 @@ class Recorder(Callback):
             optimizer = trainer.optimizers[0]
             self._probe = MemoryProbe(pl_module, optimizer, pl_module.device)
             self._probe.start()
-        self._clock.mark("forward")
+        self.clock.mark("forward")
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -66,11 +66,11 @@ class Recorder(Callback):
         """Ends the forward pass."""
         if self._probe:
             self._probe.before_backward()
-        self._clock.mark("backward")
+        self.clock.mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the backward pass."""
-        self._clock.mark("optimizer")
+        self.clock.mark("optimizer")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -92,26 +92,29 @@ class Recorder(Callback):
         assert isinstance(pl_module, TrainingModule)
         self._losses.append(pl_module.last_loss)
         if len(self._losses) % self._run.accumulation:
-            self._clock.mark("data")
             return
         self._norms.append(pl_module.last_grad_norm)
         if self._probe:
             self._memory, self._probe = self._probe.finish(), None
-        self._clock.end_step()
+        self.clock.end_step()
         step = trainer.global_step
         due = step % self._run.trainer.log_every == 0 or step == pl_module.steps
         if due and not self._validates(trainer, step):
             self.flush(trainer)
-        self._clock.mark("data")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps validation out of the step."""
-        self._clock.mark(OTHER)
+        self.clock.mark(OTHER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands on the held-out loss with its step."""
         self.flush(trainer, {"val/loss": float(trainer.callback_metrics["val/loss"])})
-        self._clock.mark("data")
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Hands on every step that a checkpoint stands on."""
+        self.flush(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -144,7 +147,7 @@ class Recorder(Callback):
         loss_S = torch.stack(self._losses[:kept]).float().view(steps, accumulation).mean(1)
         norm_S = torch.stack([norm.to(loss_S.device) for norm in self._norms]).float()
         seconds_SP = torch.tensor(
-            [[spent[phase] for phase in TIMES] for spent in self._clock.drain()[-steps:]],
+            [[spent[phase] for phase in TIMES] for spent in self.clock.drain()[-steps:]],
             dtype=torch.float64,
             device="cpu",
         )
@@ -188,3 +191,25 @@ class Recorder(Callback):
     def _validates(self, trainer: Trainer, step: int) -> bool:
         every = self._run.trainer.validate_every
         return bool(trainer.val_dataloaders) and every is not None and step % every == 0
+
+
+class Waiting(Callback):
+    """Says that what follows a micro batch is waiting for data; the last callback in line."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Marks the time after a micro batch."""
+        self._recorder.clock.mark("data")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Marks the time after validation."""
+        self._recorder.clock.mark("data")
