@@ -1,0 +1,55 @@
+# Every target does its own set-up. `make` alone lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo check test exhaustive gpu browser lock clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(READY) ## make .venv and install the locked versions into it
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "scalewise needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY) ## train four small models on this machine's CPU and write their report
+	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu
+
+check: $(READY) ## ruff, mypy on src, unit tests: under two minutes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/unit -q -n 2
+
+test: $(READY) browser ## everything CI runs, with coverage
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	rm -f .coverage .coverage.*
+	$(BIN)/pytest tests -n 2 --dist loadgroup --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
+
+exhaustive: $(READY) browser ## the long cases that CI leaves out
+	$(BIN)/pytest tests -m exhaustive
+
+gpu: $(READY) ## the tests that need a CUDA device
+	$(BIN)/pytest tests -m gpu
+
+browser: # the report's tests open pages in Chromium; where it can be installed, it is
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	  else echo "no Chromium here: the browser tests are skipped"; fi
+
+lock: $(READY) ## write requirements.lock anew from what .venv holds
+	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
