@@ -18,7 +18,8 @@ pytestmark = pytest.mark.browser
 PROBE = """<script>
 addEventListener("error", (event) => problems.push(event.message));
 addEventListener("load", () => setTimeout(() => {
-  const shown = [...document.querySelectorAll("figure svg[role=img]")].filter((svg) => svg.checkVisibility());
+  const drawn = [...document.querySelectorAll("figure svg[role=img]")];
+  const shown = drawn.filter((svg) => svg.checkVisibility());
   const marks = (svg) => svg.querySelectorAll("path, rect, circle").length;
   const wide = [...document.querySelectorAll("body *")].filter((one) =>
     one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll, .tablebox, svg"));

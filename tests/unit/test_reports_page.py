@@ -75,7 +75,7 @@ class TestFailedRun:
     def test_says_why_and_what_to_paste(self, tmp_path: Path) -> None:
         source = text_of(page.write(make_run(tmp_path / "r", **out_of_memory())))
         said = words(part(source, "failed"))
-        assert "One job ran out of memory" in said
+        assert "The run ran out of memory" in said
         assert "first backward" in said
         assert "memory=checkpoint_full" in said
         assert "torch.OutOfMemoryError" in said

@@ -239,14 +239,15 @@ def trade_heading(comparison: Comparison) -> Markup:
 
 
 def failed_heading(comparison: Comparison) -> str:
-    """Returns how the jobs that did not finish ended."""
-    ended = Counter(job.run.status for job in comparison.unfinished)
-    said = []
-    for place, (status, count) in enumerate(sorted(ended.items())):
-        verb = {
-            "out_of_memory": "ran out of memory",
-            "timeout": "ran out of time",
-            "failed": "failed",
-        }.get(status) or f"{'was' if count == 1 else 'were'} {status_word(status)}"
-        said.append(f"{numbers.plural(count, 'job') if place == 0 else numbers.word(count)} {verb}")
-    return numbers.sentence(", ".join(said))
+    """Returns how the jobs that did not finish, or the one run, ended."""
+    ended = sorted(Counter(job.run.status for job in comparison.unfinished).items())
+    if comparison.reference is None:
+        return f"The run {''.join(_ended(status, 1) for status, _ in ended)}"
+    said = [f"{numbers.word(count)} {_ended(status, count)}" for status, count in ended[1:]]
+    first = [f"{numbers.plural(n, 'job')} {_ended(status, n)}" for status, n in ended[:1]]
+    return numbers.sentence(", ".join(first + said))
+
+
+def _ended(status: str, count: int) -> str:
+    verbs = {"out_of_memory": "ran out of memory", "timeout": "ran out of time", "failed": "failed"}
+    return verbs.get(status, f"{'was' if count == 1 else 'were'} {status_word(status)}")

@@ -20,7 +20,7 @@ from scalewise.reports.compare import (
 )
 from scalewise.reports.layout import Drawing, twice
 from scalewise.reports.records import Series
-from scalewise.reports.sections import Numbers, Panel, Section
+from scalewise.reports.sections import Numbers, Panel, Section, window
 from scalewise.units import count_text
 
 
@@ -207,14 +207,11 @@ def throughput(job: Job) -> Section | None:
     if len(curve.steps) < 10:
         return None
     kept = lttb(curve, 200)
-    median = job.measured(SPEED)
+    median, steps = job.measured(SPEED), window([job])
+    over = f", {steps}" if steps else ""
     line = Line(tuple(zip(kept.steps, kept.values, strict=True)),
                 "", tip="tokens per second")  # fmt: skip
-    notes = (
-        [f"The median, {numbers.whole(median)} tok/s, is the number in the header."]
-        if median
-        else []
-    )
+    notes = [f"The summary's number is {numbers.whole(median)} tok/s{over}."] if median else []
     return Section("throughput", "Throughput", headings.throughput_heading(curve.values),
                    (_lines("Tokens per second", "all ranks together", [line], "speed",
                            "Curve: tokens per second over the steps.", zero=True, height=150),),
