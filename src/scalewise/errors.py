@@ -14,6 +14,10 @@ EXIT_CODES = {
 """Process exit code of each ending; ``interrupted`` is 128 + the signal's number."""
 
 
+LONGEST_VALUE = 120
+"""Characters of a value that a complaint shows."""
+
+
 @dataclass(frozen=True)
 class Complaint:
     """One thing that is wrong with a configuration.
@@ -28,8 +32,22 @@ class Complaint:
     cure: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.key}={self.value}: {self.reason}" if self.key else self.reason
+        line = f"{self.key}={as_typed(self.value)}: {self.reason}" if self.key else self.reason
         return f"{line}; {self.cure}" if self.cure else line
+
+
+def as_typed(value: object) -> str:
+    """Returns a value as an override spells it: ``null``, ``true``, ``[a,b]``; long ones cut."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        text = f"[{','.join(as_typed(entry) for entry in value)}]"
+    elif isinstance(value, dict):
+        text = "{" + ",".join(f"{key}:{as_typed(entry)}" for key, entry in value.items()) + "}"
+    else:
+        text = str(value)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 class ScalewiseError(Exception):

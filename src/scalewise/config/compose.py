@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 import hydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from scalewise.config import door, refuse, tree
 from scalewise.config.own import own_hydra
@@ -21,32 +19,49 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
     ``here=False`` the run may need devices that this machine lacks. Raises ``ConfigError`` with
     every complaint.
     """
-    lines = list(overrides)
+    lines = [overrides] if isinstance(overrides, str) else list(overrides)
     door.prepare()
-    try:
-        with own_hydra():
+    if unreadable := list(refuse.unreadable(lines)):
+        raise ConfigError(unreadable)
+    with own_hydra():
+        try:
             config = hydra.compose("config", overrides=lines, return_hydra_config=True)
-        return read(config, lines, here=here)
-    except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        raise refuse.translated(error, lines) from error
+        except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
+            raise refuse.translated(error, lines, here=here) from error
+        try:
+            return read(config, lines, here=here)
+        except ConfigError as error:
+            raise refuse.translated(error, lines, here=here) from error
 
 
 @cache
-def defaults() -> dict[str, object]:
-    """Returns the house at rest, flat: dotted key to value."""
-    return flat(compose(here=False).as_dict())
+def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
+    """Returns the values of these options as their files give them, flat."""
+    lines = [f"{group}={choice}" for group, choice in choices]
+    return flat(compose(lines, here=False).as_dict())
 
 
 def changed(run: Run) -> list[dict[str, object]]:
-    """Returns where a run differs from the defaults: ``key``, ``default``, ``value``."""
-    before, after = defaults(), flat(run.as_dict())
-    internal = ("choices.", "overrides")
-    keys = [key for key in after if before.get(key) != after[key]]
-    return [
-        {"key": key, "default": before.get(key), "value": after[key]}
-        for key in keys
-        if not key.startswith(internal) and not key.endswith("_target_") and key != "name"
+    """Returns where a run differs from the defaults: ``key``, ``default``, ``value``.
+
+    First the options chosen, then the fields that differ from what those options give.
+    """
+    usual = compose(here=False).choices
+    chosen = {group: run.choices[group] for group in tree.CLOSED if group in run.choices}
+    rows: list[dict[str, object]] = [
+        {"key": group, "default": usual.get(group), "value": choice}
+        for group, choice in chosen.items()
+        if choice != usual.get(group)
     ]
+    before = _at_rest(tuple(chosen.items()))
+    after = flat(run.as_dict())
+    skipped = ("choices.", "overrides", "name", "hardware.")
+    rows += [
+        {"key": key, "default": before.get(key), "value": value}
+        for key, value in after.items()
+        if value != before.get(key) and not key.startswith(skipped)
+    ]
+    return rows
 
 
 def flat(nested: object, prefix: str = "") -> dict[str, object]:

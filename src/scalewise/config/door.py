@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
@@ -58,10 +59,11 @@ class Verb:
 
 @dataclass(frozen=True)
 class Passage:
-    """A verb on its way through Hydra, and the exit codes of its jobs so far."""
+    """A verb on its way through Hydra, the exit codes of its jobs so far, and what it raised."""
 
     verb: Verb
     codes: list[int]
+    raised: list[Exception]
 
 
 _passages: list[Passage] = []
@@ -73,8 +75,10 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
     prepare()
-    passage = Passage(verb, [])
-    raised: list[Exception] = []
+    passage = Passage(verb, [], [])
+    flags = get_args_parser().parse_args(list(arguments))
+    if unreadable := list(refuse.unreadable(flags.overrides)):
+        raise ConfigError(unreadable)
 
     def task(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()
@@ -85,7 +89,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
             passage.codes.append(verb.one(read(config, list(hydra_config.overrides.task)), folder))
         except Exception as error:  # Hydra would print about it
             _remove_empty(folder)
-            raised.append(error)
+            passage.raised.append(error)
 
     _passages.append(passage)
     program = hydra.main(
@@ -96,10 +100,12 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
     try:
         program()
-        if raised:
-            raise raised[0]
+        if passage.raised:
+            raise passage.raised[0]
     except Exception as error:
-        raise refuse.translated(error, arguments) from error
+        if error in passage.raised and not isinstance(error, ConfigError):
+            raise
+        raise refuse.translated(error, flags.overrides, flags.config_dir) from error
     finally:
         _passages.remove(passage)
         sys.argv = argv
@@ -127,7 +133,11 @@ def launch(
     except ConfigError:
         _remove_empty(folder)
         raise
-    ends = passage.verb.many(jobs, folder, jobs[0].run.question)
+    try:
+        ends = passage.verb.many(jobs, folder, jobs[0].run.question)
+    except Exception as error:
+        passage.raised.append(error)
+        raise
     passage.codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
 
@@ -146,7 +156,9 @@ def _validated(
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
         try:
-            run = read(composed, list(composed.hydra.overrides.task))
+            task = list(composed.hydra.overrides.task)
+            # Alone, a job is its own overrides: the axes would make it a sweep again.
+            run = read(composed, [line for line in task if not line.startswith("sweep=")])
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue

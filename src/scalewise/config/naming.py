@@ -4,6 +4,7 @@ from math import isfinite
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 
 def register() -> None:
@@ -16,8 +17,12 @@ def run_name(*, _root_: Any) -> str:
     """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``."""
     choices = _root_.hydra.runtime.choices
     parts = [choices.get(key) for key in ("model", "parallelism", "precision", "optimizer")]
-    rate = OmegaConf.select(_root_, "optimizer.lr")
-    return "-".join(str(part) for part in parts if part) + f"-lr{rate_text(rate)}"
+    try:
+        rate = OmegaConf.select(_root_, "optimizer.lr")
+    except (OmegaConfBaseException, RecursionError):
+        rate = None  # the reader complains about it under its own key
+    named = "-".join(str(part).replace("/", "-") for part in parts if part)
+    return f"{named}-lr{rate_text(rate)}"
 
 
 def sweep_name(*, _root_: Any) -> str:

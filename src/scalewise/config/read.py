@@ -1,22 +1,30 @@
 """From a composed DictConfig to a Run: past this file nobody sees OmegaConf."""
 
 import dataclasses
+import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scalewise.config import registry, tree
+from scalewise.config.near import meant
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
+
+_PLAIN = ("name", "seed", "question", "resume", "trusted_packages")
+_ENVIRONMENT = re.compile(r"oc\.env\s*:\s*['\"]?([^,}'\"]*)")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|NETRC|\$\{", re.IGNORECASE)
 
 
 def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> Run:
     """Returns the settled Run of a composed config that still holds its ``hydra`` node.
 
     Raises ``ConfigError`` with every complaint; those about the present machine only if ``here``.
+    An interpolation may read the environment, but not what is named like a secret there: the
+    resolved config is written to the run's folder and sent to the tracker.
     """
     choices = {
         group: str(choice)
@@ -47,25 +55,58 @@ def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> 
     return run
 
 
-_PLAIN = ("name", "seed", "question", "resume", "trusted_packages")
-
-
 def _values(config: DictConfig) -> dict[str, Any]:
+    """Returns the config without its ``hydra`` node, resolved while that is still there."""
+    known = (*_PLAIN, *tree.GROUPS)
+    raw = {str(key): _raw(config, key) for key in config if key != "hydra"}
+    complaints = [
+        Complaint(key, value, "no such key", meant(key, known))
+        for key, value in raw.items()
+        if key not in known
+    ]
+    complaints += _of_entries(config, {key: raw[key] for key in known if key in raw}, "")
+    if complaints:
+        raise ConfigError(complaints)
+    return {key: _plain(config[key]) for key in known}
+
+
+def _raw(config: DictConfig, key: Any) -> object:
+    """Returns an entry as it was written, nothing resolved."""
+    only = OmegaConf.masked_copy(config, key)
+    plain = OmegaConf.to_container(only, resolve=False)
+    assert isinstance(plain, dict)
+    return plain[key]
+
+
+def _plain(value: object) -> object:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _of_entries(config: Any, raw: Any, prefix: str) -> Iterator[Complaint]:
+    """Yields the entries that are missing, tell a secret or refer to what does not exist."""
+    for name, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        key = f"{prefix}{name}"
+        if value == "???":
+            yield Complaint(key, "???", "must be given", f"add {key}=VALUE")
+        elif OmegaConf.is_interpolation(config, name):
+            yield from _of_interpolation(config, name, key, str(value))
+        elif isinstance(value, dict | list):
+            yield from _of_entries(config[name], value, f"{key}.")
+
+
+def _of_interpolation(config: Any, name: Any, key: str, raw: str) -> Iterator[Complaint]:
+    if any(_SECRET.search(variable) for variable in _ENVIRONMENT.findall(raw)):
+        reason = "would write a secret of the environment into the run's folder"
+        yield Complaint(key, raw, reason, "leave it out: what needs it reads it there")
+        return
     try:
-        plain = config.copy()
-        OmegaConf.set_struct(plain, False)
-        plain.name = config.name  # resolved while the hydra node is still there
-        plain.pop("hydra", None)
-        missing = sorted(OmegaConf.missing_keys(plain))
-        if missing:
-            raise ConfigError(
-                Complaint(key, "???", "must be given", f"add {key}=VALUE") for key in missing
-            )
-        values = OmegaConf.to_container(plain, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError.one("", "", str(error).splitlines()[0]) from error
-    assert isinstance(values, dict)
-    return typing.cast(dict[str, Any], values)
+        _plain(config[name])
+    except (OmegaConfBaseException, RecursionError) as error:
+        said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
+        if "recursi" in str(error).lower():
+            said = "refers to itself"
+        cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
+        yield Complaint(key, raw, said.strip('"'), cure)
 
 
 def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
@@ -83,6 +124,13 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
         return None
     assert isinstance(values, Mapping)
     keys = [entry.name for entry in dataclasses.fields(cls)]
+    unknown = [str(key) for key in values if key not in ("_target_", *keys)]
+    complaints += [
+        Complaint(f"{group}.{key}", values[key], "no such key", meant(key, keys, f"{group}."))
+        for key in unknown
+    ]
+    if unknown:
+        return None
     return cls(**{key: _as_declared(cls, key, values[key]) for key in keys})
 
 

@@ -1,85 +1,120 @@
 """Says what is wrong with a command line: every complaint at once, each with a cure.
 
-Hydra stops at its first error, so a refused line is looked at again, override by override.
+Hydra stops at its first error, so a refused line is looked at again, override by override. Hydra
+and OmegaConf raise much beside their own errors when they meet odd text, hence the broad excepts.
 """
 
-import difflib
+import typing
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from types import UnionType
 from typing import Any
 
 from hydra import compose
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from scalewise.config import tree
+from scalewise.config import registry, tree
+from scalewise.config.near import meant
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError, ScalewiseError
+from scalewise.run import Run
+
+GRAMMAR = "write it as group=option or group.key=value, quoted where it has blanks"
 
 
-def translated(error: Exception, arguments: Sequence[str]) -> Exception:
+def translated(
+    error: Exception, overrides: Sequence[str], config_dir: str | None = None, *, here: bool = True
+) -> Exception:
     """Returns the error to show for one that came out of Hydra; ours pass through, completed."""
     if isinstance(error, ScalewiseError) and not isinstance(error, ConfigError):
         return error
-    if isinstance(error, ConfigError | HydraException | OmegaConfBaseException | ValueError):
-        flags = get_args_parser().parse_args(list(arguments))
-        found = diagnose(flags.overrides, flags.config_dir)
-        known = error.complaints if isinstance(error, ConfigError) else ()
-        together = {str(complaint): complaint for complaint in (*found, *known)}
-        if together:
-            return ConfigError(together.values())
-        return ConfigError.one("", "", " ".join(str(error).split()))
-    return error
+    found = diagnose(overrides, config_dir, here=here)
+    known = error.complaints if isinstance(error, ConfigError) else ()
+    together = {str(complaint): complaint for complaint in (*found, *known)}
+    return ConfigError(together.values() or [Complaint("", "", _sentence(error))])
 
 
-def diagnose(overrides: Iterable[str], config_dir: str | None = None) -> list[Complaint]:
+def unreadable(overrides: Iterable[object]) -> Iterator[Complaint]:
+    """Yields what is no override at all, and would not even be written down."""
+    for text in overrides:
+        if not isinstance(text, str):
+            yield Complaint("", "", f"an override is a text, not {text!r}", GRAMMAR)
+        elif text.startswith("-"):
+            reason = f"{text!r} is a flag of the command line, not an override"
+            yield Complaint("", "", reason, "leave it out")
+        elif any("\ud800" <= character <= "\udfff" for character in text):
+            yield Complaint("", "", f"the override {ascii(text)} is not valid UTF-8", "retype it")
+
+
+def diagnose(
+    overrides: Iterable[str], config_dir: str | None = None, *, here: bool = True
+) -> list[Complaint]:
     """Returns what is wrong with these overrides, one complaint each, then across groups."""
-    complaints: list[Complaint] = []
+    lines = list(overrides)
+    if complaints := list(unreadable(lines)):
+        return complaints
     with own_hydra() as loader:
         if config_dir is not None:
             loader.get_search_path().prepend("command-line", f"file://{config_dir}")
-        parsed = list(_parsed(overrides, complaints))
-        groups = [o for o in parsed if loader.get_group_options(_group(o))]
+        parsed = [o for text in lines if (o := _parsed(text, complaints)) is not None]
+        groups = [o for o in parsed if loader.get_group_options(_key(o))]
         sound = [o for o in groups if not _add(complaints, _of_choice(o, loader))]
-        config = _composed([o for o in sound if not o.is_sweep_override()])
+        config, kept = _composed([o for o in sound if not o.is_sweep_override()], complaints)
         if config is None:
             return complaints
         for override in parsed:
-            if override not in groups:
-                _add(complaints, _of_value(override, config, loader))
+            if override not in groups and not _add(complaints, _of_value(override, config, loader)):
+                _add(complaints, _alone(override, kept))
         try:
-            read(config, ())
+            read(config, (), here=here)
         except ConfigError as error:
             complaints += error.complaints
     return complaints
 
 
-def _parsed(overrides: Iterable[str], complaints: list[Complaint]) -> Iterator[Override]:
-    parser = OverridesParser.create()
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-            if not _group(override):
-                raise OverrideParseException(text, "no key")
-            yield override
-        except HydraException:
-            cure = "write it as group=option or group.key=value, quoted where it has blanks"
-            complaints.append(Complaint("", "", f"cannot read the override {text!r}", cure))
+def _parsed(text: str, complaints: list[Complaint]) -> Override | None:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except Exception:
+        override = None
+    if override is None or not _key(override).strip("./@ "):
+        complaints.append(Complaint("", "", f"cannot read the override {text!r}", GRAMMAR))
+        return None
+    return override
 
 
-def _composed(groups: Sequence[Override]) -> DictConfig | None:
-    lines = [o.input_line for o in groups if o.input_line is not None]
-    for kept in (lines, []):
-        try:
-            return compose("config", overrides=kept, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException):
-            continue
-    return None
+def _composed(
+    groups: Sequence[Override], complaints: list[Complaint]
+) -> tuple[DictConfig | None, list[str]]:
+    """Returns the config of those choices that go together, and their lines."""
+    kept: list[str] = []
+    config = _try([])
+    for override in groups:
+        text = _text(override)
+        found = _try([*kept, text])
+        if isinstance(found, Exception):
+            complaints.append(Complaint(_key(override), _shown(override), _sentence(found)))
+        else:
+            kept, config = [*kept, text], found
+    return (None if isinstance(config, Exception) else config), kept
+
+
+def _alone(override: Override, kept: Sequence[str]) -> Iterator[Complaint]:
+    """Yields what Hydra has against one override beside the choices of groups."""
+    found = None if override.is_sweep_override() else _try([*kept, _text(override)])
+    if isinstance(found, Exception):
+        yield Complaint(_key(override), _shown(override), _sentence(found))
+
+
+def _try(lines: Sequence[str]) -> DictConfig | Exception:
+    try:
+        return compose("config", overrides=list(lines), return_hydra_config=True)
+    except Exception as error:
+        return error
 
 
 def _add(complaints: list[Complaint], found: Iterable[Complaint]) -> bool:
@@ -88,81 +123,159 @@ def _add(complaints: list[Complaint], found: Iterable[Complaint]) -> bool:
     return bool(found)
 
 
-def _group(override: Override) -> str:
+def _key(override: Override) -> str:
     return str(override.key_or_group)
 
 
+def _text(override: Override) -> str:
+    return str(override.input_line)
+
+
+def _shown(override: Override) -> object:
+    try:
+        return override.get_value_string()
+    except Exception:
+        return _text(override).partition("=")[2]
+
+
 def _values(override: Override) -> list[Any]:
-    if override.is_sweep_override():
-        return list(override.sweep_iterator())
-    return [override.value()]
+    if not override.is_sweep_override():
+        return [_plain(override.value())]
+    if override.is_interval_sweep():
+        return []
+    return [_plain(value) for value in override.sweep_iterator()]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    return value
 
 
 def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
-    group = _group(override)
+    group, text = _key(override), _text(override)
+    if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
+        return
+    known = group in (*tree.GROUPS, "experiment", "sweep")
+    if override.is_add() and known:
+        yield Complaint(group, _shown(override), "is chosen already", "leave out the +")
+        return
+    if not override.is_add() and not known:
+        cure = f"put + before it: +{text}"
+        yield Complaint(group, _shown(override), "is no group of a run at rest", cure)
+        return
     options = loader.get_group_options(group)
     options += [name for name in tree.names(group) if "/" in name]
     for value in _values(override):
+        if isinstance(value, dict):
+            continue
+        if value is None or (isinstance(value, list) and group != "callbacks"):
+            cure = f"~{group}" if group in ("experiment", "sweep") else meant("", options)
+            yield Complaint(group, value, "one option is needed", cure)
+            continue
         for choice in value if isinstance(value, list) else [value]:
-            plain = str(choice).strip("'\"")
-            if choice is not None and plain not in options:
-                yield Complaint(group, plain, "no such option", _meant(plain, options))
+            if str(choice) not in options:
+                yield Complaint(group, choice, "no such option", meant(str(choice), options))
 
 
 def _of_value(
     override: Override, config: DictConfig, loader: ConfigLoader
 ) -> Iterator[Complaint]:
-    key = _group(override)
-    if override.is_delete() or key.split(".")[0] == "hydra":
+    key = _key(override)
+    if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
         return
-    if not (override.is_add() or override.is_force_add()) and not _exists(config, key):
-        shown = override.get_value_string()
+    adds = override.is_add() or override.is_force_add()
+    if not adds and not _exists(config, key):
+        shown = _shown(override)
         cure = _meant_key(key, config, loader)
         if key.startswith("callbacks."):
             cure = f"to add a callback, put + before the key: +{key}={shown}"
         yield Complaint(key, shown, "no such key", cure)
         return
+    if override.is_delete():
+        if not key.startswith("callbacks."):
+            cure = f"give it another value: {key}=VALUE"
+            yield Complaint(key, None, "cannot be left out", cure)
+        return
     for value in _values(override):
         try:
             with open_dict(config):
-                OmegaConf.update(config, key, _plain(value), merge=True)
-        except (OmegaConfBaseException, ValueError, TypeError) as error:
-            yield Complaint(key, value, _first_sentence(error), _expected(config, key))
-
-
-def _plain(value: Any) -> Any:
-    return value.text if hasattr(value, "text") else value
+                OmegaConf.update(config, key, value, merge=True)
+        except Exception as error:
+            yield _mistyped(key, value, config, error)
 
 
 def _exists(config: DictConfig, key: str) -> bool:
     *parents, leaf = key.split(".")
-    node = OmegaConf.select(config, ".".join(parents)) if parents else config
+    node = _at(config, ".".join(parents)) if parents else config
     return isinstance(node, DictConfig) and leaf in node
 
 
-def _first_sentence(error: Exception) -> str:
-    return str(error).splitlines()[0].strip().rstrip(".")
+def _at(config: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(config, key)
+    except Exception:
+        return None
 
 
-def _expected(config: DictConfig, key: str) -> str:
-    held = OmegaConf.select(config, key)
-    return f"it is {held} by default" if held is not None else ""
+def _mistyped(key: str, value: object, config: DictConfig, error: Exception) -> Complaint:
+    """Returns the complaint about a value that the key's declared type does not take."""
+    hint = _declared(key, config)
+    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
+    held = _at(config, key)
+    cure = f"it is {held} by default" if isinstance(held, str | int | float) and held != "" else ""
+    if hint is None or (isinstance(value, str) and "${" in value):
+        return Complaint(key, value, _sentence(error), cure)
+    if value is None:
+        return Complaint(key, value, "cannot be null", cure)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        names = [member.name for member in kind]
+        return Complaint(key, value, f"is none of {', '.join(names)}", meant(str(value), names))
+    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return Complaint(key, value, "is not a whole number", f"write {key}={int(value)}")
+    if typing.get_origin(kind) is tuple:
+        return Complaint(key, value, "is not a list", f"write '{key}=[{value}]'")
+    reason = {
+        int: "is not a whole number",
+        float: "is not a number",
+        bool: "is neither true nor false",
+        str: "is not a text",
+    }.get(kind, _sentence(error))
+    return Complaint(key, value, reason, cure)
+
+
+def _declared(key: str, config: DictConfig) -> Any:
+    """Returns the type that a spec declares for a key; None where none does."""
+    group, _, field = key.partition(".")
+    if not field:
+        return None if group in tree.GROUPS else typing.get_type_hints(Run).get(group)
+    cls = registry.targets().get(str(_at(config, f"{group}._target_")))
+    return typing.get_type_hints(cls).get(field) if cls is not None else None
 
 
 def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
     *parents, leaf = key.split(".")
-    node = OmegaConf.select(config, ".".join(parents)) if parents else config
+    node = _at(config, ".".join(parents)) if parents else config
     if not isinstance(node, DictConfig):
         return _meant_key(".".join(parents), config, loader) if len(parents) else ""
+    others = [name for name, cls in registry.OPTIONS.get(".".join(parents), {}).items()
+              if leaf in typing.get_type_hints(cls)]
+    if others:
+        return f"it is a key of {parents[0]}={', '.join(others)}"
     names = [str(name) for name in node if name not in ("_target_", "hydra")]
     if not parents:
         names += ["experiment", "sweep"]
-    prefix = ".".join([*parents, ""])
-    return _meant(leaf, names, prefix)
+    return meant(leaf, names, ".".join([*parents, ""]))
 
 
-def _meant(text: str, options: Sequence[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(text, options, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {prefix}{close[0]}?"
-    return "there is " + ", ".join(f"{prefix}{name}" for name in sorted(options))
+def _sentence(error: Exception) -> str:
+    """Returns the first sentence of an error that is not ours."""
+    if isinstance(error, RecursionError):
+        return "is nested too deep"
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
