@@ -19,6 +19,9 @@ class ScalewiseLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keeps what ``launch`` composes with."""
+        from scalewise.config import door
+
+        door.sweep_folder(config)
         self.loader = hydra_context.config_loader
         self.config = config
 

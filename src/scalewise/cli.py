@@ -52,9 +52,7 @@ def _dispatch(given: list[str]) -> int:
         print(help_text())
         return 0
     if verb == "--version":
-        from importlib.metadata import version
-
-        print(f"scalewise {version('scalewise')}")
+        print(f"scalewise {_version()}")
         return 0
     if verb not in VERBS:
         import difflib
@@ -65,6 +63,15 @@ def _dispatch(given: list[str]) -> int:
         return 2
     module = importlib.import_module(f"scalewise.verbs.{verb}")
     return int(module.main(given[1:]))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("scalewise")
+    except PackageNotFoundError:
+        return "of a checkout that is not installed"
 
 
 def help_text() -> str:
@@ -82,7 +89,8 @@ def help_text() -> str:
     lines += [
         "",
         "Hydra's flags pass through: -m (every combination of a,b,c), --cfg job (show, do not",
-        "run), --info, -cd DIR (your own groups). Completion: eval \"$(scalewise -sc install=bash)\"",
+        "run), --info, -cd DIR (your own groups).",
+        'Completion: eval "$(scalewise -sc install=bash)"',
     ]
     return "\n".join(lines)
 

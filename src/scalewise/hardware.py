@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -108,7 +109,7 @@ def on_this_machine(hardware: Hardware) -> Hardware:
     if hardware.device is DeviceKind.cuda:
         return hardware
     rates = processor_tflops(_cpu_info(), machine.cores)
-    missing = {key: value for key, value in rates.items() if getattr(hardware, key) is None}
+    missing: dict[str, Any] = {k: v for k, v in rates.items() if getattr(hardware, k) is None}
     if hardware.memory_gib is None:
         missing["memory_gib"] = round(machine.memory_bytes / GIB, 2)
     return replace(hardware, **missing)
@@ -141,9 +142,16 @@ def _cpu_info() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+def _visible_gpus(
+    environment: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> tuple[str, ...]:
+    """Returns the names of the devices that CUDA would show, in its order.
+
+    CUDA stops reading ``CUDA_VISIBLE_DEVICES`` at the first entry that names no device. An entry
+    that is no number (a UUID, a MIG slice) stands for some device.
+    """
     present = []
-    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+    for information in sorted(driver.glob("*/information")):
         fields = dict(
             line.split(":", 1) for line in information.read_text().splitlines() if ":" in line
         )
@@ -151,9 +159,15 @@ def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(present)
-    chosen = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
-    by_number = [present[int(e)] for e in chosen if e.isdigit() and int(e) < len(present)]
-    return tuple(by_number) if len(by_number) == len(chosen) else tuple(present[: len(chosen)])
+    chosen: list[str] = []
+    for entry in (entry.strip() for entry in visible.split(",")):
+        if entry.isdigit() and int(entry) < len(present):
+            chosen.append(present[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and len(chosen) < len(present):
+            chosen.append(present[len(chosen)])
+        else:
+            break
+    return tuple(chosen)
 
 
 def _memory_bytes() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from math import isfinite
 
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.config.registry import target
@@ -23,6 +25,10 @@ from scalewise.trainer import Trainer
 
 TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
 """Packages whose callables an open group may name without the user's say-so."""
+
+
+NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
+"""What a run may be called: W&B takes no more, and it becomes the name of a folder."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,9 @@ class Run:
         yield from self._of_batches()
         yield from self._of_tokens()
         yield from self._of_callbacks()
+        if not NAME.fullmatch(self.name) or self.name.startswith("."):
+            reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
+            yield Complaint("name", self.name, reason, "set name=my-run")
         if not 0 <= self.seed < 2**32:
             yield Complaint("seed", self.seed, "must be in [0, 2**32)")
 
@@ -124,8 +133,15 @@ class Run:
     def _of_specs(self) -> Iterator[Complaint]:
         for part in fields(self):
             spec = getattr(self, part.name)
-            if hasattr(spec, "complaints"):
-                yield from spec.complaints()
+            if not hasattr(spec, "complaints"):
+                continue
+            found = list(spec.complaints())
+            yield from found
+            known = {complaint.key for complaint in found}
+            for entry in fields(spec):
+                key, value = f"{part.name}.{entry.name}", getattr(spec, entry.name)
+                if isinstance(value, float) and not isfinite(value) and key not in known:
+                    yield Complaint(key, value, "must be a finite number")
 
     def _of_batches(self) -> Iterator[Complaint]:
         trainer = self.trainer
@@ -178,6 +194,9 @@ class Run:
                     "names no callback",
                     f"give callbacks.{name}._target_=package.module.Class",
                 )
+            elif nested := [key for key, value in callback.items() if _names_target(value)]:
+                reason = "only a callback itself is built, not its arguments"
+                yield Complaint(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
             elif path.split(".")[0] not in trusted:
                 package = path.split(".")[0]
                 yield Complaint(
@@ -222,23 +241,32 @@ class Run:
             )
 
     def _of_numbers(self) -> Iterator[Complaint]:
-        chosen = self.choices.get("precision", self.precision.compute.value)
         compute = self.precision.compute
+        key, chosen = "precision", self.choices.get("precision", "")
+        if not chosen.startswith(compute.value):
+            key, chosen = "precision.compute", compute.value
         if self.hardware.device is DeviceKind.cpu:
             if compute is Number.fp16:
                 yield Complaint(
-                    "precision",
+                    key,
                     chosen,
                     "Lightning would compute in bf16 on the CPU without saying so",
                     "set precision=bf16_mixed",
                 )
         elif compute is Number.bf16 and self.hardware.bf16_tflops == 0:
             yield Complaint(
-                "precision",
+                key,
                 chosen,
                 "this device has no bf16 tensor cores",
                 "set precision=fp16_mixed",
             )
+
+
+def _names_target(value: object) -> bool:
+    """Returns whether a container holds a ``_target_`` at any depth."""
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(_names_target(entry) for entry in value.values())
+    return isinstance(value, list | tuple) and any(_names_target(entry) for entry in value)
 
 
 def _plain(value: object) -> object:

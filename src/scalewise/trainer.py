@@ -47,14 +47,14 @@ class Trainer:
         """Yields lengths and batches that are no training."""
         lengths = ("max_steps", "max_tokens", "max_epochs")
         given = [key for key in lengths if getattr(self, key) is not None]
-        if len(given) != 1:
-            yield Complaint(
-                "trainer.max_steps",
-                self.max_steps,
-                f"exactly one of {', '.join(lengths)} is needed, not {len(given)}"
-                + (f" ({', '.join(given)})" if given else ""),
-                "set the others to null: trainer.max_steps=null",
-            )
+        if not given:
+            reason = f"exactly one of {', '.join(lengths)} is needed"
+            yield Complaint("trainer.max_steps", None, reason, "set trainer.max_steps=1000")
+        elif len(given) > 1:
+            *others, asked = given
+            reason = f"exactly one of {', '.join(lengths)} is needed, not {' and '.join(given)}"
+            cure = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
+            yield Complaint(f"trainer.{others[0]}", getattr(self, others[0]), reason, cure)
         positive = (*given, "micro_batch", "log_every", "validation_rows")
         optional = ("global_batch", "clip_norm", "validate_every")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):

@@ -8,17 +8,14 @@ TERA = 1e12
 
 def bytes_text(count: float) -> str:
     """Returns ``count`` bytes in binary units: ``4.13 GiB``, ``512 KiB``."""
-    for unit, size in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
+    return _scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"), KIB)
 
 
 def seconds_text(seconds: float) -> str:
     """Returns a duration: ``640 ms``, ``12.4 s``, ``3 min 05 s``, ``1 h 04 min``."""
-    if seconds < 1:
+    if round(seconds * 1e3) < 1000:
         return f"{seconds * 1e3:.0f} ms"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
@@ -29,7 +26,12 @@ def seconds_text(seconds: float) -> str:
 
 def count_text(count: float) -> str:
     """Returns a count with a decimal suffix: ``950``, ``1.24 M``, ``8.03 B``."""
-    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {suffix}"
-    return f"{count:.0f}"
+    return _scaled(count, ("", "k", "M", "B", "T"), 1000).rstrip()
+
+
+def _scaled(count: float, units: tuple[str, ...], base: int) -> str:
+    """Returns a count in the unit in which it is at least 1 and, rounded, below ``base``."""
+    shown, digits, place = float(count), 0, 0
+    while abs(round(shown, digits)) >= base and place < len(units) - 1:
+        shown, digits, place = shown / base, 2, place + 1
+    return f"{shown:.{digits}f} {units[place]}"

@@ -1,0 +1,1 @@
+"""Checkpoints: when they are written, and how they lie on disk."""

@@ -183,5 +183,6 @@ def prune(folder: Path, keep: int) -> None:
     best = best_of(folder)
     for step, path in list(steps(folder).items())[:-keep]:
         if best is None or step != best[0]:
-            shutil.rmtree(path)
-
+            gone = folder / f".partial-{path.name}"  # half removed, it would look whole
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)

@@ -7,7 +7,7 @@ import hydra
 
 from scalewise.config import door, refuse, tree
 from scalewise.config.own import own_hydra
-from scalewise.config.read import read
+from scalewise.config.read import read, unchecked
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -28,17 +28,17 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
             config = hydra.compose("config", overrides=lines, return_hydra_config=True)
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
             raise refuse.translated(error, lines, here=here) from error
-        try:
-            return read(config, lines, here=here)
-        except ConfigError as error:
-            raise refuse.translated(error, lines, here=here) from error
+        return read(config, lines, here=here)
 
 
 @cache
 def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
     """Returns the values of these options as their files give them, flat."""
     lines = [f"{group}={choice}" for group, choice in choices]
-    return flat(compose(lines, here=False).as_dict())
+    door.prepare()
+    with own_hydra():
+        config = hydra.compose("config", overrides=lines, return_hydra_config=True)
+        return flat(unchecked(config, lines, []).as_dict())
 
 
 def changed(run: Run) -> list[dict[str, object]]:
@@ -59,9 +59,14 @@ def changed(run: Run) -> list[dict[str, object]]:
     rows += [
         {"key": key, "default": before.get(key), "value": value}
         for key, value in after.items()
-        if value != before.get(key) and not key.startswith(skipped)
+        if value != before.get(key) and not key.startswith(skipped) and key != "callbacks"
     ]
-    return rows
+    dropped = {".".join(key.split(".")[:2]) for key in before if key.startswith("callbacks.")}
+    return rows + [
+        {"key": key, "default": "on", "value": "off"}
+        for key in sorted(dropped)
+        if key.split(".")[1] not in run.callbacks
+    ]
 
 
 def flat(nested: object, prefix: str = "") -> dict[str, object]:

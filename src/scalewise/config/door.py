@@ -6,10 +6,9 @@ jobs are validated before the first starts.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from scalewise.config import naming, refuse, schema, tree
 from scalewise.config.read import read
-from scalewise.errors import ConfigError
+from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
 
 
@@ -57,13 +56,17 @@ class Verb:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Passage:
-    """A verb on its way through Hydra, the exit codes of its jobs so far, and what it raised."""
+    """A verb on its way through Hydra."""
 
     verb: Verb
-    codes: list[int]
-    raised: list[Exception]
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of its jobs so far."""
+    raised: list[Exception] = field(default_factory=list)
+    """What the verb itself raised."""
+    folder: Path | None = None
+    """The folder of a multirun, which Hydra makes before it looks at the jobs."""
 
 
 _passages: list[Passage] = []
@@ -75,7 +78,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
     prepare()
-    passage = Passage(verb, [], [])
+    passage = Passage(verb)
     flags = get_args_parser().parse_args(list(arguments))
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
@@ -103,7 +106,9 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if passage.raised:
             raise passage.raised[0]
     except Exception as error:
-        if error in passage.raised and not isinstance(error, ConfigError):
+        if passage.folder is not None and not passage.codes:
+            _remove_empty(passage.folder)
+        if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
         raise refuse.translated(error, flags.overrides, flags.config_dir) from error
     finally:
@@ -125,14 +130,8 @@ def launch(
     loader: ConfigLoader, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
-    setup_globals()
-    passage = _passages[-1]
-    folder = Path(config.hydra.sweep.dir).absolute()
-    try:
-        jobs = _validated(loader, config, job_overrides, first, folder)
-    except ConfigError:
-        _remove_empty(folder)
-        raise
+    passage, folder = _passages[-1], sweep_folder(config)
+    jobs = _validated(loader, config, job_overrides, first, folder)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question)
     except Exception as error:
@@ -140,6 +139,13 @@ def launch(
         raise
     passage.codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
+
+
+def sweep_folder(config: DictConfig) -> Path:
+    """Returns the folder of the multirun under way, and keeps it in mind."""
+    setup_globals()
+    _passages[-1].folder = folder = Path(config.hydra.sweep.dir).absolute()
+    return folder
 
 
 def _validated(
@@ -150,9 +156,15 @@ def _validated(
     folder: Path,
 ) -> list[Job]:
     varied = _varied(job_overrides)
-    jobs, complaints = [], {}
+    jobs: list[Job] = []
+    complaints: dict[str, Complaint] = {}
+    failed: Exception | None = None
     for number, overrides in enumerate(job_overrides, start=first):
-        composed = loader.load_sweep_config(config, list(overrides))
+        try:
+            composed = loader.load_sweep_config(config, list(overrides))
+        except Exception as error:  # Hydra's: told with the others when all jobs were tried
+            failed = error
+            continue
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
         try:
@@ -165,7 +177,9 @@ def _validated(
         own = folder / str(OmegaConf.select(composed, "hydra.sweep.subdir"))
         jobs.append(Job(number, run, own, varied[number - first]))
     if complaints:
-        raise ConfigError(complaints.values())
+        raise ConfigError(complaints.values()) from failed
+    if failed is not None:
+        raise failed
     return jobs
 
 
@@ -177,7 +191,7 @@ def _varied(job_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
 
 
 def _job_return(end: End) -> JobReturn:
-    result: Any = JobReturn()
+    result = JobReturn()
     result.status = JobStatus.COMPLETED
     result.return_value = end.objective
     return result

@@ -1,5 +1,6 @@
 """Hydra's compose API on the suite's tree, also inside a Hydra application."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,11 @@ def own_hydra() -> Iterator[ConfigLoader]:
     state = GlobalHydra.instance()
     held, state.hydra = state.hydra, None
     try:
-        with initialize_config_dir(str(tree.root() / "conf"), version_base="1.3"):
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(str(tree.root() / "conf"), version_base="1.3"),
+        ):
+            warnings.filterwarnings("error", message="provider=.* is not available")
             yield state.config_loader()
     finally:
-        state.hydra = held
+        GlobalHydra.instance().hydra = held  # Hydra has put another instance in its place

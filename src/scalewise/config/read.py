@@ -26,33 +26,37 @@ def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> 
     An interpolation may read the environment, but not what is named like a secret there: the
     resolved config is written to the run's folder and sent to the tracker.
     """
-    choices = {
-        group: str(choice)
-        for group, choice in config.hydra.runtime.choices.items()
-        if group in (*tree.GROUPS, "experiment", "sweep", "inject") and choice is not None
-    }
-    values = _values(config)
     complaints: list[Complaint] = []
-    parts: dict[str, Any] = {}
-    for group in tree.CLOSED:
-        part = _part(group, values[group], complaints)
-        if part is not None:
-            parts[group] = part
-    if complaints:
-        raise ConfigError(complaints)
-    run = Run(
-        **parts,
-        **{key: _as_declared(Run, key, values[key]) for key in _PLAIN},
-        callbacks=values["callbacks"],
-        choices=choices,
-        overrides=tuple(overrides),
-    ).settled()
+    run = unchecked(config, overrides, complaints)
     complaints += run.complaints()
     if here:
         complaints += run.machine_complaints()
     if complaints:
         raise ConfigError(complaints)
     return run
+
+
+def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Complaint]) -> Run:
+    """Returns the settled Run before its parts are asked what is wrong; adds unknown keys.
+
+    Raises ``ConfigError`` where there is no Run: a part is unknown, a value cannot be had.
+    """
+    choices = {
+        group: str(choice)
+        for group, choice in config.hydra.runtime.choices.items()
+        if group in (*tree.GROUPS, "experiment", "sweep", "inject") and choice is not None
+    }
+    values = _values(config)
+    parts = {group: _part(group, values[group], complaints) for group in tree.CLOSED}
+    if None in parts.values():
+        raise ConfigError(complaints)
+    return Run(
+        **parts,
+        **{key: _as_declared(Run, key, values[key]) for key in _PLAIN},
+        callbacks=values["callbacks"],
+        choices=choices,
+        overrides=tuple(overrides),
+    ).settled()
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
@@ -117,7 +121,7 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
             Complaint(
                 f"{group}._target_" if given else group,
                 given if given else values,
-                f"is not a registered {group}",
+                f"is no registered option of {group}",
                 f"choose one of {group}={', '.join(tree.names(group))}",
             )
         )
@@ -129,8 +133,6 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
         Complaint(f"{group}.{key}", values[key], "no such key", meant(key, keys, f"{group}."))
         for key in unknown
     ]
-    if unknown:
-        return None
     return cls(**{key: _as_declared(cls, key, values[key]) for key in keys})
 
 

@@ -7,6 +7,7 @@ and OmegaConf raise much beside their own errors when they meet odd text, hence 
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import islice
 from types import UnionType
 from typing import Any
 
@@ -20,8 +21,11 @@ from scalewise.config import registry, tree
 from scalewise.config.near import meant
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
-from scalewise.errors import Complaint, ConfigError, ScalewiseError
+from scalewise.errors import Complaint, ConfigError, ScalewiseError, as_typed
 from scalewise.run import Run
+
+LONGEST_SWEEP = 100
+"""So many values of a sweep are looked at one by one; every job is validated anyway."""
 
 GRAMMAR = "write it as group=option or group.key=value, quoted where it has blanks"
 
@@ -34,8 +38,16 @@ def translated(
         return error
     found = diagnose(overrides, config_dir, here=here)
     known = error.complaints if isinstance(error, ConfigError) else ()
+    if "multirun" in str(error):
+        found += [c for text in overrides for c in _of_sweep(_parsed(text, []))]
     together = {str(complaint): complaint for complaint in (*found, *known)}
     return ConfigError(together.values() or [Complaint("", "", _sentence(error))])
+
+
+def _of_sweep(override: Override | None) -> Iterator[Complaint]:
+    if override is not None and override.is_sweep_override():
+        cure = "add -m for a sweep, or quote the comma of a text"
+        yield Complaint(_key(override), _shown(override), "is several values, for one run", cure)
 
 
 def unreadable(overrides: Iterable[object]) -> Iterator[Complaint]:
@@ -47,7 +59,7 @@ def unreadable(overrides: Iterable[object]) -> Iterator[Complaint]:
             reason = f"{text!r} is a flag of the command line, not an override"
             yield Complaint("", "", reason, "leave it out")
         elif any("\ud800" <= character <= "\udfff" for character in text):
-            yield Complaint("", "", f"the override {ascii(text)} is not valid UTF-8", "retype it")
+            yield Complaint("", "", f"the override {text!a} is not valid UTF-8", "retype it")
 
 
 def diagnose(
@@ -61,14 +73,14 @@ def diagnose(
         if config_dir is not None:
             loader.get_search_path().prepend("command-line", f"file://{config_dir}")
         parsed = [o for text in lines if (o := _parsed(text, complaints)) is not None]
-        groups = [o for o in parsed if loader.get_group_options(_key(o))]
+        groups = [o for o in parsed if _options(_key(o), loader)]
         sound = [o for o in groups if not _add(complaints, _of_choice(o, loader))]
         config, kept = _composed([o for o in sound if not o.is_sweep_override()], complaints)
         if config is None:
             return complaints
-        for override in parsed:
-            if override not in groups and not _add(complaints, _of_value(override, config, loader)):
-                _add(complaints, _alone(override, kept))
+        values = [o for o in parsed if o not in groups]
+        sound = [o for o in values if not _add(complaints, _of_value(o, config, loader))]
+        _add(complaints, _of_hydra(sound, kept))
         try:
             read(config, (), here=here)
         except ConfigError as error:
@@ -82,17 +94,30 @@ def _parsed(text: str, complaints: list[Complaint]) -> Override | None:
     except Exception:
         override = None
     if override is None or not _key(override).strip("./@ "):
-        complaints.append(Complaint("", "", f"cannot read the override {text!r}", GRAMMAR))
+        complaints.append(
+            Complaint("", "", f"cannot read the override '{as_typed(text)}'", GRAMMAR)
+        )
         return None
     return override
+
+
+def _options(group: str, loader: ConfigLoader) -> list[str]:
+    try:
+        found = loader.get_group_options(group)
+    except (OSError, ValueError):  # no name that a file could have
+        return []
+    return [*found, *(name for name in tree.names(group) if "/" in name)]
 
 
 def _composed(
     groups: Sequence[Override], complaints: list[Complaint]
 ) -> tuple[DictConfig | None, list[str]]:
     """Returns the config of those choices that go together, and their lines."""
-    kept: list[str] = []
-    config = _try([])
+    kept = [_text(override) for override in groups]
+    config = _try(kept)
+    if not isinstance(config, Exception):
+        return config, kept
+    kept, config = [], _try([])
     for override in groups:
         text = _text(override)
         found = _try([*kept, text])
@@ -103,11 +128,15 @@ def _composed(
     return (None if isinstance(config, Exception) else config), kept
 
 
-def _alone(override: Override, kept: Sequence[str]) -> Iterator[Complaint]:
-    """Yields what Hydra has against one override beside the choices of groups."""
-    found = None if override.is_sweep_override() else _try([*kept, _text(override)])
-    if isinstance(found, Exception):
-        yield Complaint(_key(override), _shown(override), _sentence(found))
+def _of_hydra(values: Sequence[Override], kept: Sequence[str]) -> Iterator[Complaint]:
+    """Yields what Hydra has against overrides that are sound by themselves."""
+    single = [o for o in values if not o.is_sweep_override()]
+    if not single or not isinstance(_try([*kept, *map(_text, single)]), Exception):
+        return
+    for override in single:
+        found = _try([*kept, _text(override)])
+        if isinstance(found, Exception):
+            yield Complaint(_key(override), _shown(override), _sentence(found))
 
 
 def _try(lines: Sequence[str]) -> DictConfig | Exception:
@@ -132,6 +161,8 @@ def _text(override: Override) -> str:
 
 
 def _shown(override: Override) -> object:
+    if override.is_delete():
+        return None
     try:
         return override.get_value_string()
     except Exception:
@@ -139,11 +170,13 @@ def _shown(override: Override) -> object:
 
 
 def _values(override: Override) -> list[Any]:
+    """Returns the value of an override, or the first ones of a sweep."""
     if not override.is_sweep_override():
         return [_plain(override.value())]
-    if override.is_interval_sweep():
+    try:
+        return [_plain(value) for value in islice(override.sweep_iterator(), LONGEST_SWEEP)]
+    except Exception:  # a glob, an interval, a range of no steps: Hydra's own business
         return []
-    return [_plain(value) for value in override.sweep_iterator()]
 
 
 def _plain(value: Any) -> Any:
@@ -168,8 +201,7 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
         cure = f"put + before it: +{text}"
         yield Complaint(group, _shown(override), "is no group of a run at rest", cure)
         return
-    options = loader.get_group_options(group)
-    options += [name for name in tree.names(group) if "/" in name]
+    options = _options(group, loader)
     for value in _values(override):
         if isinstance(value, dict):
             continue
@@ -182,9 +214,7 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
                 yield Complaint(group, choice, "no such option", meant(str(choice), options))
 
 
-def _of_value(
-    override: Override, config: DictConfig, loader: ConfigLoader
-) -> Iterator[Complaint]:
+def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> Iterator[Complaint]:
     key = _key(override)
     if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
         return
@@ -204,7 +234,7 @@ def _of_value(
     for value in _values(override):
         try:
             with open_dict(config):
-                OmegaConf.update(config, key, value, merge=True)
+                OmegaConf.update(config, key, value, merge=True, force_add=adds)
         except Exception as error:
             yield _mistyped(key, value, config, error)
 
@@ -235,7 +265,9 @@ def _mistyped(key: str, value: object, config: DictConfig, error: Exception) -> 
         return Complaint(key, value, "cannot be null", cure)
     if isinstance(kind, type) and issubclass(kind, Enum):
         names = [member.name for member in kind]
-        return Complaint(key, value, f"is none of {', '.join(names)}", meant(str(value), names))
+        close = meant(str(value), names)
+        reason = f"is none of {', '.join(names)}"
+        return Complaint(key, value, reason, close if close.startswith("did") else cure)
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return Complaint(key, value, "is not a whole number", f"write {key}={int(value)}")
     if typing.get_origin(kind) is tuple:
@@ -263,8 +295,13 @@ def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
     node = _at(config, ".".join(parents)) if parents else config
     if not isinstance(node, DictConfig):
         return _meant_key(".".join(parents), config, loader) if len(parents) else ""
-    others = [name for name, cls in registry.OPTIONS.get(".".join(parents), {}).items()
-              if leaf in typing.get_type_hints(cls)]
+    if leaf in node:
+        return f"{key} holds no further keys"
+    others = [
+        name
+        for name, cls in registry.OPTIONS.get(".".join(parents), {}).items()
+        if leaf in typing.get_type_hints(cls)
+    ]
     if others:
         return f"it is a key of {parents[0]}={', '.join(others)}"
     names = [str(name) for name in node if name not in ("_target_", "hydra")]

@@ -6,6 +6,7 @@ each spec gets a writable twin with ``_target_`` as its first field.
 
 import dataclasses
 import typing
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -17,12 +18,8 @@ from scalewise.run import Run
 
 def store() -> None:
     """Puts the twins and the mounted experiments and sweeps into Hydra's ConfigStore."""
-    registry.discover()
+    _store_twins()
     configs = ConfigStore.instance()
-    for group, specs in registry.OPTIONS.items():
-        for name, cls in specs.items():
-            configs.store(group=f"schema/{group}", name=name, node=twin(cls), provider="scalewise")
-    configs.store(group="schema", name="run", node=_run_twin(), provider="scalewise")
     for group, folder in (("experiment", "experiments"), ("sweep", "sweeps")):
         for name in tree.names(group):
             *path, leaf = name.split("/")
@@ -34,6 +31,16 @@ def store() -> None:
                 package="_global_",
                 provider="scalewise",
             )
+
+
+@cache
+def _store_twins() -> None:
+    registry.discover()
+    configs = ConfigStore.instance()
+    for group, specs in registry.OPTIONS.items():
+        for name, cls in specs.items():
+            configs.store(group=f"schema/{group}", name=name, node=twin(cls), provider="scalewise")
+    configs.store(group="schema", name="run", node=_run_twin(), provider="scalewise")
 
 
 def twin(cls: type) -> type:
@@ -57,10 +64,8 @@ def _run_twin() -> type:
             entries.append((entry.name, Any, dataclasses.field(default=None)))
         elif entry.name not in ("choices", "overrides", "callbacks"):
             entries.append((entry.name, _open_type(hints[entry.name]), _writable(entry)))
-    callbacks = dataclasses.field(default_factory=dict)
-    return dataclasses.make_dataclass(
-        "Run", [*entries, ("callbacks", dict[str, Any], callbacks)]
-    )
+    callbacks: Any = dataclasses.field(default_factory=dict)
+    return dataclasses.make_dataclass("Run", [*entries, ("callbacks", dict[str, Any], callbacks)])
 
 
 def _open_type(hint: Any) -> Any:

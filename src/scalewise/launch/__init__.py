@@ -1,0 +1,1 @@
+"""How a job runs: its processes, its limits, its ending."""

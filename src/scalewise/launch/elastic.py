@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scalewise.launch import processes
+from scalewise.launch import processes, signals, words
+from scalewise.launch.rank import work
 from scalewise.launch.status import Ending
-from scalewise.launch.worker import words, work
 from scalewise.run import Run
 
 TIMEOUT_GRACE = 5.0
@@ -26,8 +27,8 @@ TIMEOUT_GRACE = 5.0
 def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
     """Returns how one attempt at a job ended; none of its processes is left."""
     processes.start_nursery()
-    for word in (folder / ".ranks").glob("*.json"):
-        word.unlink()
+    processes.await_nursery()
+    words.clear(folder)
     kills = processes.out_of_memory_kills()
     config = LaunchConfig(
         min_nodes=1,
@@ -45,7 +46,7 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
     )
     watchdog = Watchdog(run.launch.timeout)
     try:
-        with _own_signals(), watchdog:
+        with signals.kept(), _quiet(), watchdog:
             elastic_launch(config, work)(run, folder, resume, facts)
         ending = Ending("ok")
     except SignalException as error:
@@ -53,7 +54,9 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
     except ChildFailedError as error:
         ending = _of_failures(error, folder, processes.out_of_memory_kills() > kills)
     finally:
-        processes.end(processes.descendants(), grace=1.0)
+        with signals.ignored():
+            processes.end(processes.descendants(), grace=1.0)
+            _show_cursor()
     return watchdog.verdict(ending)
 
 
@@ -90,37 +93,34 @@ class Watchdog:
 
 
 def _of_signal(number: int, folder: Path) -> Ending:
-    said = [ending for _, ending in words(folder) if ending.status == "interrupted"]
+    reasons = [word.reason for word in words.said(folder) if word.status == "interrupted"]
     name = signal.Signals(number).name
-    reason = said[0].reason if said else f"{name} before a checkpoint could be saved"
+    reason = reasons[0] if reasons else f"{name} before a checkpoint could be saved"
     return Ending("interrupted", reason, None, (), int(number))
 
 
 def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> Ending:
     """Returns the first cause: a rank that died without a word, else the earliest word."""
-    said = words(folder)
-    spoken = {ending.rank for _, ending in said}
+    said = words.said(folder)
+    spoken = {ending.rank for ending in said}
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and rank not in spoken:
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Ending("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
             return Ending("failed", f"rank {rank} was killed by {name}", rank)
-    causes = [ending for _, ending in said if ending.status not in ("ok", "interrupted")]
+    causes = [ending for ending in said if ending.status not in ("ok", "interrupted")]
     if causes:
         return causes[0]
-    if said and said[0][1].status == "interrupted":
-        return said[0][1]
+    if said and said[0].status == "interrupted":
+        return said[0]
     rank, failure = error.get_first_failure()
     return Ending("failed", f"rank {rank} ended with exit code {failure.exitcode}", rank)
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Gives back the signal handlers that elastic takes, and keeps its log out of the terminal."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    main = threading.current_thread() is threading.main_thread()
-    held = [signal.getsignal(number) for number in numbers] if main else []
+def _quiet() -> Iterator[None]:
+    """Keeps elastic's log out of the terminal: the status says what it would."""
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -128,5 +128,9 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-        for number, handler in zip(numbers, held, strict=False):
-            signal.signal(number, handler)
+
+
+def _show_cursor() -> None:
+    """Gives a terminal its cursor back, which a rank that was killed has left hidden."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from scalewise.errors import ConfigError
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch import processes, signals, words
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
 from scalewise.run import Run
@@ -56,22 +57,31 @@ class Order:
 def execute(order: Order, folder: Path) -> Result:
     """Runs one job into ``folder`` and returns how it ended.
 
-    Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused.
+    Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused, and
+    ``Interrupted`` for a signal before there is a folder.
     """
-    run = order.run
-    if started_by_others():
-        return _in_place(order, folder)
-    run.data.prepare(run.model.vocabulary, run.seed)
-    if run.resume is None:
-        resume = None
-    else:
-        from scalewise.launch.resume import checkpoint_for
+    with signals.raised("before training began"):
+        if started_by_others():
+            return _in_place(order, folder)
+        if isolated(order):
+            processes.start_nursery()  # it imports while this process looks at the data
+        resume = _checked(order, folder)
+        folder = claim(folder)
+        status = begin(order, folder, resume)
+        ending, attempts = _attempts(order, folder, resume, status)
+        return _end(status, ending, order, attempts, folder)
 
-        resume = checkpoint_for(run, folder, in_sweep=order.sweep is not None)
-    folder = claim(folder)
-    status = begin(order, folder, resume)
-    ending, attempts = _attempts(order, folder, resume, status)
-    return _end(status, ending, order, attempts, folder)
+
+def _checked(order: Order, folder: Path) -> Path | None:
+    """Prepares the data and returns the checkpoint to resume from; refuses what cannot be used."""
+    run = order.run
+    splits = run.data.prepare(run.model.vocabulary, run.seed)
+    if run.resume is None:
+        return None
+    from scalewise.launch.resume import checkpoint_for
+
+    steps = run.steps(len(splits.train))
+    return checkpoint_for(run, folder, steps, in_sweep=order.sweep is not None)
 
 
 def claim(folder: Path) -> Path:
@@ -94,8 +104,9 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
-    for name in ("checkpoints", "wandb", ".ranks"):
+    for name in ("checkpoints", "wandb"):
         (folder / name).mkdir(exist_ok=True)
+    words.clear(folder)
     status = Status(
         verb=order.verb,
         name=run.name,
@@ -106,7 +117,7 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
         varied=dict(order.varied),
         changed=tuple(order.changed),
         world_size=run.world_size,
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
         resumed_from=str(resume) if resume else None,
         **git_state(),
     )
@@ -117,6 +128,11 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
 def started_by_others() -> bool:
     """Returns whether torchrun, or the like, has made this process one of the ranks."""
     return "LOCAL_RANK" in os.environ and "RANK" in os.environ
+
+
+def leads() -> bool:
+    """Returns whether this process speaks for the job: alone, or as rank 0."""
+    return not started_by_others() or os.environ["RANK"] == "0"
 
 
 def isolated(order: Order) -> bool:
@@ -130,31 +146,30 @@ def isolated(order: Order) -> bool:
 def _attempts(
     order: Order, folder: Path, resume: Path | None, status: Status
 ) -> tuple[Ending, int]:
-    run = order.run
-    if not isolated(order):
-        return _in_process(order, folder, resume, status), 1
-    from scalewise.checkpoints import store
-    from scalewise.launch.elastic import run_ranks
+    run, number = order.run, 1
+    try:
+        if not isolated(order):
+            return _in_process(order, folder, resume, status), 1
+        from scalewise.checkpoints import store
+        from scalewise.launch.elastic import run_ranks
 
-    for number in range(1, run.launch.max_restarts + 2):
-        facts = _facts(order, status, folder, resume, number)
-        ending = run_ranks(_tracked(order), folder, resume, facts)
-        if ending.status not in ("failed", "timeout") or number > run.launch.max_restarts:
-            break
-        resume = store.latest(folder / "checkpoints") or resume
-        print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
+        for number in range(1, run.launch.max_restarts + 2):
+            facts = _facts(order, status, folder, resume, number)
+            ending = run_ranks(_tracked(order), folder, resume, facts)
+            if ending.status not in ("failed", "timeout") or number > run.launch.max_restarts:
+                break
+            resume = store.latest(folder / "checkpoints") or resume
+            print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
+    except Interrupted as error:
+        ending = Ending("interrupted", str(error), None, (), error.signal_number)
     return ending, number
 
 
 def _in_process(order: Order, folder: Path, resume: Path | None, status: Status) -> Ending:
     from scalewise.launch.worker import attempt
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with signals.kept():
         return attempt(_tracked(order), folder, resume, _facts(order, status, folder, resume, 1))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _in_place(order: Order, folder: Path) -> Result:
@@ -170,22 +185,29 @@ def _in_place(order: Order, folder: Path) -> Result:
             order.run.choices.get("parallelism", ""),
             f"is a layout of {order.run.world_size} ranks; {world_size} were started",
         )
-    order.run.data.prepare(order.run.model.vocabulary, order.run.seed)
-    on_cuda = order.run.hardware.device == "cuda"
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    shared: list[Any] = [None]
     status = None
     if rank == 0:
-        folder = claim(folder)
-        status = begin(order, folder, None)
-        shared = [folder]
+        resume = _checked(order, folder)
+        own = claim(folder)
+        status = begin(order, own, resume)
+        shared: list[Any] = [own, resume]
+    else:
+        shared = [None, None]
+    on_cuda = order.run.hardware.device == "cuda"
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     dist.broadcast_object_list(shared)
-    folder = shared[0]
-    facts = _facts(order, status, folder, None, 1) if status else {}
-    ending = attempt(_tracked(order), folder, None, facts)
+    own, resume = shared
+    if own != folder:
+        with suppress(OSError):
+            folder.rmdir()  # Hydra made one for each rank
+    facts = _facts(order, status, own, resume, 1) if status else {}
+    with signals.kept():
+        ending = attempt(_tracked(order), own, resume, facts)
+    if ending.status == "ok":
+        dist.destroy_process_group()
     if status is None:
-        return Result(ending.status, ending.reason, ending.exit_code, folder, {})
-    return _end(status, ending, order, 1, folder)
+        return Result(ending.status, ending.reason, ending.exit_code, own, {})
+    return _end(status, ending, order, 1, own)
 
 
 def _tracked(order: Order) -> Run:
@@ -212,6 +234,8 @@ def _facts(
 
 
 def _end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
-    status.ended_as(ending, order.run, attempts, folder).write(folder)
+    with signals.ignored():
+        status.ended_as(ending, order.run, attempts, folder).write(folder)
+        words.remove(folder)
     summary = read_json(folder / "summary.json")
     return Result(ending.status, ending.reason, ending.exit_code, folder, summary)

@@ -2,6 +2,8 @@
 
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401
-from scalewise.launch import processes, worker  # noqa: F401
+import wandb  # noqa: F401
+
+from scalewise.launch import processes, rank, worker  # noqa: F401
 
 processes.adopt_orphans()

@@ -17,8 +17,8 @@ _FREE = ("weights", "dropout")
 """Fields of a model that may change between a checkpoint and its resumption."""
 
 
-def checkpoint_for(run: Run, folder: Path, *, in_sweep: bool = False) -> Path | None:
-    """Returns the checkpoint to go on from, or None to start anew.
+def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False) -> Path | None:
+    """Returns the checkpoint to go on from to ``steps``, or None to start anew.
 
     ``resume`` is a path (a checkpoint or a run's folder), ``last`` (the newest run of this name)
     or ``auto`` (the same, if it did not finish; else a fresh start). Raises ``CheckpointError``.
@@ -38,8 +38,11 @@ def checkpoint_for(run: Run, folder: Path, *, in_sweep: bool = False) -> Path | 
             "resume", asked, f"no whole checkpoint under {where}", "give a path, or resume=null"
         )
     path = path.absolute()
-    store.verify(path)
+    done = store.verify(path)
     complaints = list(differences(run, path.parents[1]))
+    if done >= steps:
+        cure = f"set trainer.max_steps above {done}, or resume=null"
+        complaints.append(Complaint("resume", asked, f"has done {done} of {steps} steps", cure))
     if complaints:
         raise CheckpointError(complaints)
     return path

@@ -84,7 +84,7 @@ class Status:
             status=ending.status,
             reason=ending.reason,
             exit_code=ending.exit_code,
-            ended=end.isoformat(timespec="seconds"),
+            ended=end.isoformat(timespec="milliseconds"),
             seconds=round((end - begun).total_seconds(), 3),
             attempts=attempts,
             rank=ending.rank,
@@ -156,8 +156,8 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+            done = subprocess.run(  # noqa: S603
+                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True  # noqa: S607
             )
         except (OSError, subprocess.SubprocessError):
             return None
@@ -171,4 +171,3 @@ def git_state() -> dict[str, Any]:
 def command_line(verb: str, arguments: list[str] | tuple[str, ...]) -> str:
     """Returns the command as a person would paste it."""
     return shlex.join(["scalewise", verb, *arguments])
-

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalewise.errors import ConfigError
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch import signals
 from scalewise.launch.job import Order, Result, execute
 from scalewise.tracking.files import read_json, write_json
 
@@ -49,8 +50,7 @@ def execute_all(
         if stopped is None:
             job["status"] = "running"
             write_json(folder / "sweep.json", record)
-            announce(number, order, len(orders))
-            result = _executed(order, own)
+            result = _executed(number, order, own, lambda n, o: announce(n, o, len(orders)))
             report(number, result)
             job["folder"] = str(result.folder.relative_to(folder))
             if result.exit_code in INTERRUPTED:
@@ -64,12 +64,18 @@ def execute_all(
     return results
 
 
-def _executed(order: Order, folder: Path) -> Result:
+def _executed(
+    number: int, order: Order, folder: Path, announce: Callable[[int, Order], None]
+) -> Result:
     try:
-        return execute(order, folder)
+        with signals.raised("before the job began"):
+            announce(number, order)
+            return execute(order, folder)
     except ConfigError as error:
         reason = "; ".join(str(complaint) for complaint in error.complaints)
         return Result("refused", reason, error.exit_code, folder, {})
+    except Interrupted as error:
+        return Result("interrupted", str(error), error.exit_code, folder, {})
 
 
 def _planned(number: int, order: Order, own: Path, folder: Path) -> dict[str, Any]:

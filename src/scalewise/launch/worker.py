@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 import traceback
 from pathlib import Path
 
 import torch
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.launch import words
 from scalewise.launch.processes import limit_memory
 from scalewise.launch.status import WANDB_FACTS, Ending
 from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.files import write_json
 from scalewise.tracking.session import Session, open_session
 from scalewise.training.fit import Place, fit
 from scalewise.training.stopping import STOP
 
 LOG_LINES = 12
-
-
-def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> None:
-    """Trains as one of the ranks; the rank comes from the environment, as torchrun sets it.
-
-    Leaves ``.ranks/RANK.json`` in ``folder`` and ends with that ending's exit code.
-    """
-    ending = attempt(run, folder, resume, facts)
-    if ending.status != "ok":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: threads of a broken process group would hold the interpreter back.
-        os._exit(ending.exit_code)
 
 
 def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
@@ -46,15 +32,15 @@ def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object
     STOP.received = 0
     STOP.install()
     try:
-        limit_memory(run.launch.memory_limit_gib)
         if place.rank == 0:
             session = open_session(run, folder, facts)
             write_json(folder / WANDB_FACTS, session.facts)
+        limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
         fit(run, folder, place, resume, session)
         ending = Ending("ok")
     except BaseException as error:
         ending = classify(error, place.rank)
-    _leave_word(folder, place.rank, ending)
+    words.leave(folder, place.rank, ending)
     session.finish(ending.exit_code)
     return ending
 
@@ -84,44 +70,3 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(
         sign in str(error).lower() for sign in signs
     )
-
-
-def _leave_word(folder: Path, rank: int, ending: Ending) -> None:
-    try:
-        write_json(
-            folder / ".ranks" / f"{rank}.json",
-            {
-                "time": time.time(),
-                "status": ending.status,
-                "reason": ending.reason,
-                "log_tail": list(ending.log_tail),
-                "signal_number": ending.signal_number,
-            },
-        )
-    except OSError:
-        traceback.print_exc()
-
-
-def words(folder: Path) -> list[tuple[float, Ending]]:
-    """Returns the endings that ranks left in ``folder``, with their times, earliest first."""
-    found = []
-    for file in (folder / ".ranks").glob("*.json"):
-        said = read_json(file)
-        if said:
-            found.append(
-                (
-                    float(str(said["time"])),
-                    Ending(
-                        str(said["status"]),
-                        str(said["reason"]),
-                        int(file.stem),
-                        tuple(str(line) for line in _lines(said["log_tail"])),
-                        int(str(said["signal_number"])),
-                    ),
-                )
-            )
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def _lines(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

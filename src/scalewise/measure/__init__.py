@@ -1,0 +1,1 @@
+"""What a step costs: memory by phase, time by phase."""

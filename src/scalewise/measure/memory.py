@@ -31,7 +31,7 @@ class MemoryProbe:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            self._live.__enter__()
+            self._live.__enter__()  # type: ignore[no-untyped-call]
 
     def before_backward(self) -> None:
         """Takes the activations: what forward left alive."""
@@ -51,7 +51,7 @@ class MemoryProbe:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
             self._settle()
-            self._live.__exit__(None, None, None)
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         found = {
             "parameters": bytes_of([*self._module.parameters(), *self._module.buffers()]),
             "optimizer": bytes_of(_states(self._optimizer)),
@@ -60,6 +60,11 @@ class MemoryProbe:
             "host_peak": host_peak_bytes(),
         }
         return {f"memory/{name}_bytes": value for name, value in found.items()}
+
+    def abandon(self) -> None:
+        """Stops counting in a step that will not end."""
+        if self._live is not None:
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _held(self) -> int:
         parameters = [*self._module.parameters(), *self._module.buffers()]
@@ -74,14 +79,14 @@ class MemoryProbe:
         )
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operators allocate while it is active.
 
     Scratch space inside one operator is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self._peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -132,7 +137,7 @@ def host_peak_bytes() -> int:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _gradients(module: nn.Module) -> list[torch.Tensor]:

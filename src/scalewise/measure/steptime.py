@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import torch
 
@@ -45,13 +46,13 @@ class StepClock:
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def _seconds(self, marks: list[tuple[str, float | torch.cuda.Event]]) -> dict[str, float]:
         spent: dict[str, float] = defaultdict(float)
-        for (phase, start), (_, end) in zip(marks, marks[1:], strict=False):
+        for (phase, start), (_, end) in pairwise(marks):
             spent[phase] += _between(start, end)
         return {phase: spent[phase] for phase in TIMES}
 
@@ -61,4 +62,4 @@ def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
         return end - start
     assert isinstance(start, torch.cuda.Event)
     assert isinstance(end, torch.cuda.Event)
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3

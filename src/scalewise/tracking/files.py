@@ -1,6 +1,7 @@
 """The files of a run's folder: JSON written whole or not at all, metrics row by row."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -44,15 +45,23 @@ class MetricsFile:
         source = path if path.is_file() else earlier
         kept = [row for row in _rows(source) if int(row["step"]) <= after_step]
         self._path = path
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(METRICS), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
+        self.earlier = [{key: _number(text) for key, text in row.items()} for row in kept]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(METRICS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        write_text(path, text.getvalue())
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Appends rows; a metric that a row lacks is left empty."""
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
+
+
+def _number(text: str) -> float | int | None:
+    if text.isdigit():
+        return int(text)
+    return float(text) if text else None
 
 
 def _rows(path: Path | None) -> list[dict[str, str]]:

@@ -6,9 +6,9 @@ import netrc
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from scalewise.run import Run
@@ -17,6 +17,8 @@ from scalewise.tracking.spec import Mode
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
+INIT_WAIT = 10.0
+"""Seconds that a server which took the connection has to take the run."""
 FINISH_WAIT = 30.0
 """Seconds that finishing may take when the server has gone; what is left is on disk."""
 
@@ -56,14 +58,14 @@ class WandbSession(Session):
         self._run = wandb.init(
             **cast(dict[str, Any], given),
             dir=str(folder),
-            mode=mode.value if mode is not Mode.auto else None,
+            mode=cast(Literal["online", "offline", "disabled"], mode.value),
             job_type="train",
             tags=[*tracking.tags, *_part_tags(run)],
             config={**run.as_dict(), **facts},
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
                 finish_timeout=FINISH_WAIT,
-                init_timeout=FINISH_WAIT,
+                init_timeout=INIT_WAIT,
                 silent=True,
                 show_errors=True,
             ),
@@ -104,21 +106,53 @@ class WandbSession(Session):
         self._run.finish(exit_code=exit_code)
 
 
+class Shielded(Session):
+    """Another session, whose troubles never reach the training: it is said once and let go."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._lost = session, False
+        self.facts = session.facts
+
+    def log(self, rows: list[Row]) -> None:
+        """Sends one window of steps."""
+        self._try(self._session.log, rows)
+
+    def summarize(self, summary: Mapping[str, object]) -> None:
+        """Sends what stays of the run."""
+        self._try(self._session.summarize, summary)
+
+    def finish(self, exit_code: int) -> None:
+        """Ends the run, in time bounded by ``FINISH_WAIT``."""
+        self._try(self._session.finish, exit_code)
+
+    def _try(self, send: Callable[[Any], None], content: object) -> None:
+        if self._lost:
+            return
+        try:
+            send(content)
+        except Exception as error:
+            self._lost = True
+            print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)
+
+
 def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session:
     """Returns the tracker of a job. ``facts`` are further entries of its config.
 
-    A server that refuses the run costs a warning and the online mode, never the training.
+    A server that refuses the run costs a line and the online mode, never the training.
     """
     mode = decide_mode(run.tracking.mode)
-    if mode is Mode.disabled:
-        return Session()
-    try:
-        return WandbSession(run, folder, mode, facts)
-    except Exception as error:
-        if mode is Mode.offline:
-            raise
-        print(f"W&B online is not to be had ({error}); going offline", flush=True)
-        return WandbSession(run, folder, Mode.offline, facts)
+    for attempt in dict.fromkeys((mode, Mode.offline)):
+        if mode is Mode.disabled:
+            break
+        try:
+            return Shielded(WandbSession(run, folder, attempt, facts))
+        except Exception as error:
+            print(f"W&B {attempt} is not to be had: {_short(error)}", flush=True)
+    return Session()
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def decide_mode(asked: Mode) -> Mode:

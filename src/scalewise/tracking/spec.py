@@ -40,6 +40,4 @@ class Wandb:
     def complaints(self) -> Iterator[Complaint]:
         """Yields a project that W&B would not take."""
         if not self.project or any(c in self.project for c in "/\\#?%:"):
-            yield Complaint(
-                "tracking.project", self.project, "must be a name without / \\ # ? % :"
-            )
+            yield Complaint("tracking.project", self.project, "must be a name without / \\ # ? % :")

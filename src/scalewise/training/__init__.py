@@ -1,0 +1,1 @@
+"""Training proper: the Lightning module, the loop and its callbacks."""

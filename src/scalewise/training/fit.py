@@ -18,7 +18,6 @@ from scalewise.checkpoints import store
 from scalewise.checkpoints.lightning_io import FolderIO
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.run import Run
 from scalewise.tracking.files import MetricsFile, write_json
@@ -28,6 +27,7 @@ from scalewise.training.callbacks.recorder import Recorder, Row, Waiting
 from scalewise.training.callbacks.saver import Saver
 from scalewise.training.callbacks.terminal import Terminal
 from scalewise.training.module import TrainingModule
+from scalewise.training.stopping import STOP
 
 WARM_UP_SHARE = 0.1
 """Share of the steps left out of the medians: caches fill and allocators settle there."""
@@ -52,29 +52,26 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
     start = store.verify(resume) if resume else 0
-    if start >= steps:
-        raise ConfigError.one(
-            "resume", resume, f"has done {start} of {steps} steps", "raise trainer.max_steps"
-        )
     module = TrainingModule(run, steps)
     recorder = Recorder(run, start, [])
-    if place.rank == 0:
+    terminal = Terminal(run, steps, start) if place.rank == 0 else None
+    if terminal:
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
         )
-        recorder.sinks += [file.append, session.log, Terminal(run, steps, start)]
+        recorder.sinks += [file.append, session.log, terminal]
     train, validation = _loaders(run, splits, place, steps, start)
     with _lightning_quiet():
         trainer = assemble(run, folder, place, steps, recorder)
         try:
             trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
         finally:
-            if place.rank == 0 and recorder.rows:
-                summary = summarize(run, recorder.rows)
-                write_json(folder / "summary.json", summary)
-                session.summarize(summary)
+            STOP.release()
+            if terminal:
+                terminal.close()
+                _sum_up(run, folder, [*file.earlier, *recorder.rows], session)
 
 
 def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorder) -> Trainer:
@@ -104,6 +101,13 @@ def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorde
         logger=False,
         default_root_dir=folder,
     )
+
+
+def _sum_up(run: Run, folder: Path, rows: list[Row], session: Session) -> None:
+    if rows:
+        summary = summarize(run, rows)
+        write_json(folder / "summary.json", summary)
+        session.summarize(summary)
 
 
 def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
@@ -174,4 +178,3 @@ def _lightning_quiet() -> Iterator[None]:
         yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-

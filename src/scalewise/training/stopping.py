@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from scalewise.errors import Interrupted
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Notes the first signal; ranks agree on the step at which they act on it."""
+    """Notes the first signal; ranks agree on the step at which they act on it.
+
+    A second SIGINT is from a person who will not wait: it ends the process where it stands.
+    """
 
     def __init__(self) -> None:
         self.received = 0
@@ -20,8 +26,17 @@ class StopSignal:
 
     def install(self) -> None:
         """Handles the signals in this process from now on."""
-        for number in SIGNALS:
-            signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._note)
+
+    def hold(self) -> None:
+        """Holds signals back: Lightning has the handlers until ``install`` takes them again."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def release(self) -> None:
+        """Lets through the signals that were held back."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def agreed(self, device: torch.device) -> int:
         """Returns the signal that some rank had received a step ago, on every rank alike, or 0.
@@ -50,6 +65,8 @@ class StopSignal:
         return int(number.item())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == self.received == signal.SIGINT:
+            raise Interrupted(number, "SIGINT twice: ended at once, in the middle of a step")
         self.received = self.received or number
 
 

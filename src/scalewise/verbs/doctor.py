@@ -10,7 +10,7 @@ from pathlib import Path
 from scalewise.errors import ConfigError
 from scalewise.hardware import Hardware, Machine, on_this_machine, this_machine
 from scalewise.launch.status import versions
-from scalewise.units import GIB, bytes_text
+from scalewise.units import GIB, bytes_text, count_text
 
 EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
@@ -60,7 +60,7 @@ def _devices(machine: Machine) -> Iterator[Line]:
     rate = f", fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
     yield "processor", machine.processor, f"{machine.cores} cores{rate}"
     largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
-    what = "" if machine.gpus else f"fp32 AdamW trains up to about {largest / 1e9:.1f} B parameters"
+    what = "" if machine.gpus else f"fp32 AdamW trains up to about {count_text(largest)} parameters"
     yield "memory", bytes_text(machine.memory_bytes), what
     if not machine.gpus:
         meaning = f"runs go to the CPU, at most {machine.max_cpu_ranks} ranks; no fp16"
@@ -69,8 +69,8 @@ def _devices(machine: Machine) -> Iterator[Line]:
 
 def _disk() -> Iterator[Line]:
     free = shutil.disk_usage(Path.cwd()).free
-    room = free / (3 * 4) / 1e9
-    meaning = f"one AdamW checkpoint of {room:.0f} B parameters" if free > GIB else "nearly full"
+    room = count_text(free / (3 * 4))
+    meaning = f"one AdamW checkpoint of {room} parameters" if free > GIB else "nearly full"
     yield "free disk", bytes_text(free), meaning
 
 
@@ -82,4 +82,5 @@ def _tracking() -> Iterator[Line]:
     key = "logged in" if has_key(server) else "no key"
     mode = decide_mode(Mode.auto)
     cure = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
-    yield "W&B", f"{key} at {server}", f"runs are tracked {mode}{cure}"
+    meaning = "runs are not tracked" if mode is Mode.disabled else f"runs are tracked {mode}{cure}"
+    yield "W&B", f"{key} at {server}", meaning

@@ -12,6 +12,7 @@ from rich.table import Table
 from scalewise.launch.job import Order, Result
 from scalewise.units import bytes_text, count_text, seconds_text
 
+_ABSENT = "–"  # noqa: RUF001
 _STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
 
 
@@ -74,8 +75,8 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
             _number(metrics.get("train/loss"), "{:.4f}"),
             _number(metrics.get("val/loss"), "{:.4f}"),
             _number(metrics.get("throughput/tokens_per_s"), "{:,.0f}"),
-            seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else "–",
-            bytes_text(metrics["memory/peak_bytes"]) if metrics.get("memory/peak_bytes") else "–",
+            seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else _ABSENT,
+            bytes_text(metrics["memory/peak_bytes"]) if metrics.get("memory/peak_bytes") else _ABSENT,
         )
         varied = [order.varied.get(key, "") for key in keys]
         shown.add_row(str(number), *varied, status, *numbers)
@@ -84,7 +85,7 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return _ABSENT if value is None else form.format(value)
 
 
 def _place(order: Order) -> str:

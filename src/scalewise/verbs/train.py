@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
-from scalewise.launch.job import Order, execute
+from scalewise.launch.job import Order, execute, leads
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
 from scalewise.run import Run
@@ -23,9 +23,11 @@ class Train(Verb):
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
         order = Order(run, command=self._command, changed=tuple(changed(run)))
-        show.heading(order)
+        if leads():
+            show.heading(order)
         result = execute(order, folder)
-        show.ended(result)
+        if leads():
+            show.ended(result)
         return result.exit_code
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:

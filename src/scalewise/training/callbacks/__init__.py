@@ -1,0 +1,1 @@
+"""Lightning callbacks: the suite's own, and the open group's."""

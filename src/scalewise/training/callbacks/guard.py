@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.errors import ScalewiseError
+from scalewise.training.module import TrainingModule
 
 
-class TrainingDiverged(ScalewiseError):
+class TrainingDiverged(ScalewiseError):  # noqa: N818
     """The loss became NaN, infinite, or leapt and stayed there."""
 
 
@@ -39,7 +40,9 @@ class LossGuard(Callback):
         batch_idx: int,
     ) -> None:
         """Keeps a loss, and looks when enough have come together."""
-        self._waiting.append((trainer.global_step, outputs["loss"].detach()))
+        # Not outputs["loss"]: Lightning has divided that by the accumulation.
+        loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
+        self._waiting.append((trainer.global_step, loss.detach()))
         if len(self._waiting) >= self._every:
             self._look()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +14,24 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class Accident(Callback, ABC):
-    """Happens on one rank when ``step`` steps are done and another begins."""
+    """Happens on one rank when ``step`` steps are done and another begins.
 
-    def __init__(self, step: int = 3, rank: int = 0) -> None:
-        self._step, self._rank = step, rank
+    ``once``: not again when the job starts again in the same folder.
+    """
+
+    def __init__(self, step: int = 3, rank: int = 0, once: bool = False) -> None:
+        self._step, self._rank, self._once = step, rank, once
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Lets the accident happen."""
         if trainer.global_step == self._step and trainer.global_rank == self._rank:
+            if self._once:
+                marker = Path(trainer.default_root_dir, ".accident")
+                if marker.exists():
+                    return
+                marker.touch()
             self.happen()
 
     @abstractmethod

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from scalewise.errors import Interrupted
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.steptime import OTHER, StepClock
 from scalewise.run import Run
@@ -99,7 +98,7 @@ class Recorder(Callback):
         self.clock.end_step()
         step = trainer.global_step
         due = step % self._run.trainer.log_every == 0 or step == pl_module.steps
-        if due and not self._validates(trainer, step):
+        if due and not validates(trainer, self._run):
             self.flush(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -120,7 +119,9 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Hands on what is known, where no other rank has to help."""
-        if isinstance(exception, Interrupted) or trainer.world_size == 1:
+        if self._probe:
+            self._probe.abandon()
+        if trainer.world_size == 1:
             self.flush(trainer)
 
     def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
@@ -188,9 +189,12 @@ class Recorder(Callback):
         """Returns the peak of one device; ranks on the CPU share one processor."""
         return peak / (self._run.world_size if self._run.hardware.device == "cpu" else 1)
 
-    def _validates(self, trainer: Trainer, step: int) -> bool:
-        every = self._run.trainer.validate_every
-        return bool(trainer.val_dataloaders) and every is not None and step % every == 0
+
+def validates(trainer: Trainer, run: Run) -> bool:
+    """Returns whether a validation follows the step that has just ended."""
+    every = run.trainer.validate_every
+    asked = every is not None and trainer.global_step % every == 0
+    return asked and bool(trainer.val_dataloaders)
 
 
 class Waiting(Callback):

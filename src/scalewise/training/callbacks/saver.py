@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from scalewise.checkpoints import store
 from scalewise.errors import Interrupted
 from scalewise.run import Run
+from scalewise.training.callbacks.recorder import validates
 from scalewise.training.stopping import STOP
 
 
@@ -20,10 +21,18 @@ class Saver(Callback):
     def __init__(self, run: Run, folder: Path) -> None:
         self._run, self._folder = run, folder / "checkpoints"
         self._saved = 0
+        self._best: float | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Holds signals back, before Lightning takes them: its SIGTERM ends as a success."""
+        STOP.hold()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals back from Lightning, whose SIGTERM ends as a success."""
+        """Takes the signals back."""
         STOP.install()
+        STOP.release()
+        best = store.best_of(self._folder)  # of an earlier attempt in this folder
+        self._best = best[1] if best else None
 
     def on_train_batch_end(
         self,
@@ -33,26 +42,28 @@ class Saver(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Saves when a step ended and it is time, or time to go."""
+        """Saves when a step ended and it is time, or time to go.
+
+        Where a validation follows, its loss belongs to the step, and the save comes after it.
+        """
         if (batch_idx + 1) % self._run.accumulation:
             return
-        step, every = trainer.global_step, self._run.checkpoint.every
-        if every is not None and step % every == 0:
-            self.save(trainer)
         if number := STOP.agreed(pl_module.device):
             self.save(trainer)
-            name = signal.Signals(number).name
+            name, step = signal.Signals(number).name, trainer.global_step
             raise Interrupted(number, f"{name} after step {step}; its checkpoint is saved")
+        if self._due(trainer) and not validates(trainer, self._run):
+            self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the step of the lowest held-out loss so far."""
-        if not self._run.checkpoint.best:
-            return
+        """Saves the step of the lowest held-out loss so far, and any step whose time it is."""
         loss = float(trainer.callback_metrics["val/loss"])
-        best = store.best_of(self._folder)
-        if best is not None and loss >= best[1]:
+        best = self._run.checkpoint.best and (self._best is None or loss < self._best)
+        if best or self._due(trainer):
+            self.save(trainer)
+        if not best:
             return
-        self.save(trainer)
+        self._best = loss
         if trainer.is_global_zero:
             store.mark_best(self._folder, trainer.global_step, loss)
             store.prune(self._folder, self._run.checkpoint.keep)
@@ -62,6 +73,10 @@ class Saver(Callback):
         STOP.close()
         if self._run.checkpoint.at_end:
             self.save(trainer)
+
+    def _due(self, trainer: Trainer) -> bool:
+        every = self._run.checkpoint.every
+        return every is not None and trainer.global_step % every == 0
 
     def save(self, trainer: Trainer) -> None:
         """Saves the present step, once."""

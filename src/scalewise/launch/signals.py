@@ -1,0 +1,56 @@
+"""SIGTERM and SIGINT outside training: an exception where a job can still be called off."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from scalewise.errors import Interrupted
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def raised(when: str) -> Iterator[None]:
+    """Turns a signal into ``Interrupted``, whose message says ``when`` it came."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number, f"{signal.Signals(number).name} {when}")
+
+    with _handled_by(interrupt):
+        yield
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Lets a few lines finish what nobody would finish after them."""
+    with _handled_by(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Puts back the handlers of now, whoever takes them meanwhile."""
+    with _handled_by(None):
+        yield
+
+
+@contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers | None,
+) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python runs handlers in the main thread, and sets them only there
+        return
+    held = {number: signal.getsignal(number) for number in NUMBERS}
+    try:
+        if handler is not None:
+            for number in NUMBERS:
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number, before in held.items():
+            signal.signal(number, before)

@@ -1,0 +1,63 @@
+"""The word that each rank leaves of how it ended, for the process that started it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise.launch.status import Ending
+from scalewise.tracking.files import read_json, write_json
+
+_FOLDER = ".ranks"
+
+
+def clear(folder: Path) -> None:
+    """Makes room under a run's ``folder`` for the words of one attempt."""
+    remove(folder)
+    (folder / _FOLDER).mkdir()
+
+
+def remove(folder: Path) -> None:
+    """Removes the words; the status has what matters of them."""
+    shutil.rmtree(folder / _FOLDER, ignore_errors=True)
+
+
+def leave(folder: Path, rank: int, ending: Ending) -> None:
+    """Leaves the word of one rank; a full disk costs the word and nothing else."""
+    try:
+        write_json(
+            folder / _FOLDER / f"{rank}.json",
+            {
+                "time": time.time(),
+                "status": ending.status,
+                "reason": ending.reason,
+                "log_tail": list(ending.log_tail),
+                "signal_number": ending.signal_number,
+            },
+        )
+    except OSError:
+        traceback.print_exc()
+
+
+def said(folder: Path) -> list[Ending]:
+    """Returns the endings that ranks left under ``folder``, the earliest first."""
+    found: list[tuple[float, Ending]] = []
+    for file in (folder / _FOLDER).glob("*.json"):
+        word = read_json(file)
+        if word:
+            ending = Ending(
+                str(word["status"]),
+                str(word["reason"]),
+                int(file.stem),
+                tuple(str(line) for line in _lines(word["log_tail"])),
+                int(str(word["signal_number"])),
+            )
+            found.append((float(str(word["time"])), ending))
+    return [ending for _, ending in sorted(found, key=lambda pair: pair[0])]
+
+
+def _lines(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,51 @@
+"""What every test starts from: a cache of its own, no W&B account, a folder to itself."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from scalewise.run import Run
+
+pytest_plugins = ["fixtures.reports"]
+
+ROOT = Path(__file__).parents[1]
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all workers of a session, so that the corpus is built once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("NETRC", str(shared_cache / "no-netrc"))
+    monkeypatch.setenv("SCALEWISE_CACHE", str(shared_cache))
+
+
+@pytest.fixture
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """Composes a Run from overrides given one by one, in a folder of the test's own."""
+    from scalewise.config.compose import compose
+
+    monkeypatch.chdir(tmp_path)
+    return lambda *overrides, here=True: compose(overrides, here=here)

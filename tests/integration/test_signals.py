@@ -1,0 +1,155 @@
+"""Ctrl-C and SIGTERM: a checkpoint, a status, an exit code, and nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from signal import SIGINT, SIGTERM
+
+import pytest
+from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder
+
+LONG_RUN = (
+    *UNTRACKED,
+    "trainer.max_steps=100000",
+    "trainer.log_every=1",
+    "trainer.validate_every=null",
+)
+EXIT = {SIGINT: 130, SIGTERM: 143}
+
+
+def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
+    assert ended.code == EXIT[signal.Signals(number)], ended.said
+    assert "Traceback" not in ended.said
+    status = run.status
+    assert (status["status"], status["exit_code"]) == ("interrupted", ended.code)
+    step = run.checkpoints[-1]
+    assert f"{signal.Signals(number).name} after step {step}" in status["reason"]
+    assert run.steps == list(range(1, step + 1))
+    assert (run.path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "group"),
+    [
+        ("single", SIGINT, False),
+        ("single", SIGINT, True),
+        ("single", SIGTERM, False),
+        ("ddp", SIGINT, True),
+        ("ddp", SIGTERM, False),
+    ],
+)
+def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewise: Doors) -> None:
+    door = scalewise.start(*LONG_RUN, f"parallelism={layout}")
+    door.until_step(3)
+    door.signal(number, group=group)
+    began = time.monotonic()
+    ended = door.wait(30)
+    assert time.monotonic() - began < 20
+    assert_interrupted(ended, ended.folder, number)
+    assert door.leftovers(within=2) == []
+    further = ended.folder.checkpoints[-1] + 2
+    resumed = scalewise(
+        *LONG_RUN, f"parallelism={layout}", "resume=last", f"trainer.max_steps={further}"
+    ).ok()
+    assert resumed.newest.steps == list(range(1, further + 1))
+
+
+@pytest.mark.parametrize(("number", "group"), [(SIGINT, True), (SIGTERM, False)])
+def test_a_signal_ends_a_sweep(number: int, group: bool, scalewise: Doors) -> None:
+    door = scalewise.start("-m", *LONG_RUN, "seed=1,2,3")
+    door.until_step(3)
+    door.signal(number, group=group)
+    ended = door.wait(30)
+    first, *rest = ended.folder.jobs
+    assert_interrupted(ended, first, number)
+    assert not any(job.path.exists() for job in rest)
+    record = ended.folder.json("sweep.json")
+    assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
+    assert record["ended"] is not None
+    assert door.leftovers(within=2) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_the_tracker_hears_of_it(layout: str, scalewise: Doors) -> None:
+    tracked = [part for part in LONG_RUN if part != "tracking=none"]
+    door = scalewise.start(*tracked, f"parallelism={layout}")
+    door.until_step(3)
+    door.signal(SIGINT, group=True)
+    ended = door.wait(30)
+    assert_interrupted(ended, ended.folder, SIGINT)
+    (file,) = ended.folder.path.glob("wandb/offline-run-*/run-*.wandb")
+    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    said = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+    records = [json.loads(line) for line in said.splitlines()]
+    assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [130]
+    assert any(record["type"] == "history" for record in records)
+    assert door.leftovers(within=3) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_a_second_ctrl_c_does_not_wait(layout: str, scalewise: Doors) -> None:
+    """The first one is never acted on here: the step does not end."""
+    door = scalewise.start(*LONG_RUN, f"parallelism={layout}", *_stuck_at(3))
+    run = Folder(door.until_file("runs/*/*/stuck").parent)
+    door.signal(SIGINT, group=True)
+    time.sleep(0.7)
+    assert door.process.poll() is None
+    door.signal(SIGINT, group=True)
+    ended = door.wait(15)
+    assert ended.code == 130, ended.said
+    assert run.status["status"] == "interrupted"
+    assert door.leftovers(within=2) == []
+
+
+def _stuck_at(step: int) -> tuple[str, ...]:
+    return (
+        "trusted_packages=[fixtures]",
+        "+callbacks.stuck._target_=fixtures.accidents.Stuck",
+        f"+callbacks.stuck.step={step}",
+    )
+
+
+@pytest.mark.parametrize("accident", ["none", "hang"])
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewise: Doors) -> None:
+    hung = (f"+inject={accident}", *(["callbacks.inject.step=5"] if accident != "none" else []))
+    door = scalewise.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
+    run = Folder(door.until_step(4))
+    door.process.kill()
+    door.process.wait(5)
+    assert door.leftovers(within=15) == []
+    door.wait()
+    further = run.checkpoints[-1] + 2
+    resumed = scalewise(
+        *LONG_RUN, "parallelism=ddp", "resume=auto", f"trainer.max_steps={further}"
+    ).ok()
+    assert resumed.newest.status["resumed_from"] is not None
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
+def test_a_signal_before_training_began(layout: str, number: int, scalewise: Doors) -> None:
+    door = scalewise.start(*LONG_RUN, f"parallelism={layout}")
+    door.until_file("runs/*/*/status.json")
+    door.signal(number, group=True)
+    ended = door.wait(20)
+    assert ended.code == EXIT[signal.Signals(number)], ended.said
+    assert "Traceback" not in ended.said
+    assert ended.folder.status["status"] == "interrupted"
+    assert door.leftovers(within=2) == []
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.6, 1.0, 1.5])
+def test_a_signal_while_starting_leaves_no_half_run(delay: float, scalewise: Doors) -> None:
+    door = scalewise.start(*TINY, "trainer.max_steps=100000")
+    time.sleep(delay)
+    door.signal(SIGTERM)
+    ended = door.wait(20)
+    assert ended.code in (143, -SIGTERM), ended.said
+    assert "Traceback" not in ended.said
+    for run in ended.folders:
+        assert run.status["status"] == "interrupted"
+    assert door.leftovers(within=2) == []

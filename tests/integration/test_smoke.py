@@ -1,0 +1,130 @@
+"""One small run through the door, and everything it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fixtures.doors import TINY, Doors, Ended, Folder
+
+from scalewise.tracking.names import METRICS, TIMES
+
+ONCE = "measured in one step"
+REASONS = {
+    "val/loss": "at validations only",
+    **{key: ONCE for key in METRICS if key.startswith("memory/")},
+}
+"""Why a metric is not in every row."""
+
+
+@pytest.fixture(scope="module")
+def run(doors_in: Callable[[str], Doors]) -> Ended:
+    return doors_in("smoke")(
+        *TINY, "trainer.max_steps=20", "tracking.tags=[mine]", "tracking.group=ours"
+    ).ok()
+
+
+@pytest.fixture(scope="module")
+def folder(run: Ended) -> Folder:
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def records(folder: Folder) -> list[dict[str, Any]]:
+    (file,) = folder.path.glob("wandb/offline-run-*/run-*.wandb")
+    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record[kind] for record in records if record["type"] == kind]
+
+
+def test_files_are_laid_out_as_promised(folder: Folder) -> None:
+    assert {path.name for path in folder.path.iterdir()} == {
+        "resolved.yaml",
+        "overrides.txt",
+        "status.json",
+        "metrics.csv",
+        "summary.json",
+        "checkpoints",
+        "wandb",
+        "report.html",
+    }
+    assert folder.path.parent.name == "decoder_nano-single-fp32-adamw-lr3e-3"
+
+
+def test_status_says_what_was_asked_and_how_it_ended(folder: Folder) -> None:
+    status = folder.status
+    assert (status["status"], status["exit_code"], status["reason"]) == ("ok", 0, "")
+    assert status["command"].startswith("scalewise train experiment=smoke")
+    assert status["overrides"] == (folder.path / "overrides.txt").read_text().splitlines()
+    assert status["wandb"]["mode"] == "offline"
+    assert folder.path.joinpath(status["wandb"]["folder"]).is_dir()
+
+
+def test_metrics_have_one_row_a_step_and_every_key(folder: Folder) -> None:
+    assert folder.steps == list(range(1, 21))
+    assert list(folder.metrics[0]) == list(METRICS)
+    for key in METRICS:
+        filled = sum(1 for row in folder.metrics if row[key])
+        assert filled == 20 or (key in REASONS and filled), f"{key}: {filled} of 20 rows"
+
+
+def test_the_loss_falls(folder: Folder) -> None:
+    losses = folder.column("train/loss")
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_shares_of_a_step_make_the_whole(folder: Folder) -> None:
+    for row in folder.metrics:
+        parts = sum(float(row[f"time/{name}_s"]) for name in TIMES)
+        assert parts == pytest.approx(float(row["time/step_s"]))
+
+
+def test_summary_sums_up(folder: Folder) -> None:
+    metrics, losses = folder.summary["metrics"], folder.column("train/loss")
+    assert folder.summary["steps"] == 20
+    assert metrics["train/loss_first"] == pytest.approx(losses[0])
+    assert metrics["train/loss"] == pytest.approx(losses[-1])
+    assert metrics["memory/peak_bytes"] > metrics["memory/parameters_bytes"]
+
+
+def test_the_terminal_shows_each_window_and_the_report(run: Ended) -> None:
+    lines = [line for line in run.out.splitlines() if "tok/s" in line]
+    assert [line.split()[1] for line in lines] == ["4/20", "8/20", "12/20", "16/20", "20/20"]
+    assert "report runs/" in run.out.splitlines()[-1]
+    assert run.err in ("", "preparing corpus ...\n")
+
+
+def test_the_offline_run_holds_history_config_and_labels(
+    records: list[dict[str, Any]], folder: Folder
+) -> None:
+    rows = [entry["item"] for entry in of_kind(records, "history")]
+    assert [row["step"] for row in rows] == [4, 8, 12, 16, 20]
+    assert [row["train/loss"] for row in rows][-1] == pytest.approx(
+        sum(folder.column("train/loss")[-4:]) / 4
+    )
+    assert "val/loss" in rows[-1]
+    (begun,) = of_kind(records, "run")
+    assert (begun["run_group"], begun["job_type"]) == ("ours", "train")
+    assert {"mine", "decoder_nano", "single", "fp32", "adamw", "smoke"} <= set(begun["tags"])
+    assert begun["display_name"] == folder.path.parent.name
+    config = begun["config"]["update"]
+    assert config["optimizer"]["lr"] == pytest.approx(3e-3)
+    assert config["choices"]["model"] == "decoder_nano"
+    assert config["git_commit"] == folder.status["git_commit"]
+
+
+def test_every_metric_is_drawn_over_steps(records: list[dict[str, Any]]) -> None:
+    axes = {entry["name"]: entry.get("step_metric") for entry in of_kind(records, "metric")}
+    assert axes == {key: None if key == "step" else "step" for key in METRICS}
+
+
+def test_the_offline_run_says_how_it_ended(records: list[dict[str, Any]]) -> None:
+    assert [entry.get("exit_code", 0) for entry in of_kind(records, "exit")] == [0]

@@ -1,0 +1,167 @@
+"""The command line: what it lists, what it suggests, and the exit code of every ending."""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalewise import cli
+from scalewise.config import tree
+from scalewise.errors import ConfigError, Interrupted, OutOfMemory, ScalewiseError
+from scalewise.hardware import Machine
+from scalewise.units import count_text
+from scalewise.verbs import doctor
+
+
+@pytest.fixture
+def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int], int]:
+    """Returns what gives the exit code of a command that ends in a given way."""
+
+    def run(ending: BaseException | int) -> int:
+        def main(arguments: list[str]) -> int:
+            if isinstance(ending, BaseException):
+                raise ending
+            return ending
+
+        monkeypatch.setattr(importlib.import_module("scalewise.verbs.report"), "main", main)
+        return cli.main(["report"])
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["train", "--help"]])
+def test_help_lists_verbs_groups_and_examples(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in said.splitlines() if line.startswith("  ")}
+    for verb in cli.VERBS:
+        assert cli.VERBS[verb] in rows[verb]
+    for group in (*tree.GROUPS, "experiment", "sweep"):
+        assert all(name in rows[group] for name in tree.names(group))
+    assert said.count("  scalewise train") == len(cli.EXAMPLES) == 3
+    assert max(len(line) for line in said.splitlines() if "  model" not in line) <= 100
+
+
+@pytest.mark.parametrize(
+    ("verb", "hint"),
+    [("tarin", "did you mean train?"), ("zzz", "verbs: train, report, doctor")],
+)
+def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "model=x"]) == 2
+    assert capsys.readouterr().err == f"scalewise: no verb {verb!r}; {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        (0, 0, ""),
+        (4, 4, ""),
+        (ScalewiseError("no luck"), 1, "scalewise: no luck\n"),
+        (
+            ConfigError.one("a", 1, "wrong"),
+            2,
+            "scalewise: refused, 1 problem:\n  - a=1: wrong\n",
+        ),
+        (OutOfMemory("full"), 3, "scalewise: full\n"),
+        (Interrupted(15, "told to"), 143, "scalewise: told to\n"),
+        (KeyboardInterrupt(), 130, "scalewise: interrupted\n"),
+    ],
+)
+def test_every_ending_is_an_exit_code(
+    ending: BaseException | int,
+    code: int,
+    said: str,
+    ends_with: Callable[[BaseException | int], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ends_with(ending) == code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_version(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        if installed:
+            return "1.2.3"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli.main(["--version"]) == 0
+    expected = "1.2.3" if installed else "of a checkout that is not installed"
+    assert capsys.readouterr().out == f"scalewise {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "offered", "not_offered"),
+    [
+        ("scalewise ", {"train", "report", "doctor"}, set()),
+        ("scalewise tr", {"train"}, {"report"}),
+        ("scalewise train model=llama3", {"model=llama3_8b"}, {"model=decoder_nano"}),
+        ("scalewise train opti", {"optimizer="}, {"model="}),
+    ],
+)
+def test_completion(
+    line: str,
+    offered: set[str],
+    not_offered: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert cli.main(["-sc", "query=bash"]) == 0
+    found = set(capsys.readouterr().out.split())
+    assert offered <= found
+    assert not not_offered & found
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestDoctor:
+    def test_refuses_arguments(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["doctor", "please"]) == 2
+        assert "doctor takes no arguments, not please" in capsys.readouterr().err
+
+    def test_says_what_there_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["doctor"]) == 0
+        said = capsys.readouterr().out
+        for word in ("processor", "memory", "free disk", "torch", "wandb", "W&B", "extra hf"):
+            assert word in said
+
+    @pytest.mark.parametrize("memory", [4 * 1024**3, 512 * 1024**3])
+    def test_a_machine_without_a_device(self, memory: int) -> None:
+        rows = self._rows(Machine((), "a processor", 3, memory))
+        assert rows["CUDA"] == ("no device", "runs go to the CPU, at most 12 ranks; no fp16")
+        assert f"about {count_text(memory * 0.8 / 16)} parameters" in rows["memory"][1]
+
+    def test_a_machine_with_devices(self) -> None:
+        rows = self._rows(Machine(("NVIDIA H100", "NVIDIA H100"), "a processor", 64, 2**40))
+        assert rows["device 0"][0] == rows["device 1"][0] == "NVIDIA H100"
+        assert "CUDA" not in rows
+        assert rows["memory"] == ("1.00 TiB", "")
+
+    def test_says_how_runs_are_tracked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = Machine((), "", 1, 2**33)
+        assert "tracked offline; wandb login" in self._rows(machine)["W&B"][1]
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+        state, meaning = self._rows(machine)["W&B"]
+        assert "logged in" in state
+        assert "k" * 40 not in state + meaning
+        assert "not tracked" in meaning
+
+    def test_names_the_extra_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+        state, meaning = self._rows(Machine((), "", 1, 2**33))["extra hf"]
+        assert state == "absent"
+        assert meaning.endswith("pip install 'scalewise[hf]'")
+
+    def _rows(self, machine: Machine) -> dict[str, tuple[str, str]]:
+        return {what: (state, meaning) for what, state, meaning in doctor.lines(machine)}

@@ -1,0 +1,169 @@
+"""Every file of conf/, experiments/ and sweeps/ composes; what is typed wins over what is filed."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from scalewise.config import tree
+from scalewise.config.compose import changed, choices, compose, flat
+from scalewise.run import Run
+
+ROOT = tree.root()
+OPTIONS = [(group, name) for group in tree.GROUPS for name in tree.names(group)]
+INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[str, list[str]]:
+    """Returns what options need that only work on somebody's files."""
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")
+    return {
+        "text": [f"data.paths=[{tmp_path}/*.txt]"],
+        "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
+        "hf": [f"data.path={tmp_path}"],
+    }
+
+
+@pytest.mark.parametrize(("group", "name"), OPTIONS)
+def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str]]) -> None:
+    choice = f"{group}=[{name}]" if group == "callbacks" else f"{group}={name}"
+    run = compose([choice, *inputs.get(name, [])], here=False)
+    assert run.choices.get(group, name) == name
+    json.dumps(run.as_dict())
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_every_accident_composes(name: str) -> None:
+    run = compose([f"+inject={name}"])
+    assert ("inject" in run.callbacks) is (name != "none")
+
+
+@pytest.mark.parametrize("name", tree.names("experiment"))
+def test_every_experiment_composes_and_asks_a_question(name: str) -> None:
+    run = compose([f"experiment={name}"], here=False)
+    assert run.question.endswith("?")
+    assert run.choices["experiment"] == name
+    first, second, *_ = (ROOT / "experiments" / f"{name}.yaml").read_text().splitlines()
+    assert first.startswith("# ")
+    assert second.startswith(f"# scalewise train experiment={name}")
+
+
+@pytest.mark.parametrize("name", tree.names("sweep"))
+def test_every_job_of_every_sweep_composes(name: str) -> None:
+    content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
+    assert content["hydra"]["mode"] == "MULTIRUN"
+    axes = content["hydra"]["sweeper"]["params"]
+    assert axes
+    lines = [[f"{key}={value}" for value in text.split(",")] for key, text in axes.items()]
+    names = {compose([f"sweep={name}", *job], here=False).name for job in itertools.product(*lines)}
+    assert len(names) == len(list(itertools.product(*lines)))
+
+
+def test_a_line_wins_over_an_experiment_and_that_over_the_parts() -> None:
+    experiment = yaml.safe_load((ROOT / "experiments" / "smoke.yaml").read_text())
+    run = compose(["experiment=smoke", "trainer.micro_batch=2", "optimizer=sgd"])
+    assert compose().trainer.micro_batch == 8
+    assert run.trainer.max_steps == experiment["trainer"]["max_steps"] != 1000
+    assert run.trainer.micro_batch == 2
+    assert run.choices["optimizer"] == "sgd"
+    assert run.optimizer.lr == experiment["optimizer"]["lr"]
+    assert compose(["optimizer=sgd"]).optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "decoder_nano-single-fp32-adamw-lr3e-4"),
+        (
+            ["model=llama_160m", "parallelism=ddp", "precision=bf16_mixed", "optimizer=sgd"],
+            "llama_160m-ddp-bf16_mixed-sgd-lr1e-1",
+        ),
+        (["optimizer.lr=0.00125"], "decoder_nano-single-fp32-adamw-lr1.25e-3"),
+        (["optimizer.lr=3"], "decoder_nano-single-fp32-adamw-lr3e0"),
+        (["name=mine"], "mine"),
+        (["name=mine-${seed}", "seed=4"], "mine-4"),
+    ],
+)
+def test_names(overrides: list[str], name: str) -> None:
+    assert compose(overrides).name == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        ([], []),
+        (["seed=1", "name=mine"], []),
+        (["data.sequence=64"], [("data.sequence", 256, 64)]),
+        (["optimizer=sgd"], [("optimizer", "adamw", "sgd")]),
+        (
+            ["optimizer=sgd", "optimizer.lr=1"],
+            [("optimizer", "adamw", "sgd"), ("optimizer.lr", 0.1, 1.0)],
+        ),
+        (["callbacks=none"], [("callbacks.guard", "on", "off")]),
+        (["callbacks.guard.patience=9"], [("callbacks.guard.patience", 5, 9)]),
+        (
+            ["data=text", "data.paths=[{0}]"],
+            [("data", "corpus", "text"), ("data.paths", [], "{0}")],
+        ),
+    ],
+)
+def test_changed_is_what_differs_from_what_the_options_give(
+    overrides: list[str], rows: list[tuple[str, object, object]], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("text\n")
+    run = compose([line.format(file) for line in overrides])
+    assert changed(run) == [
+        {"key": key, "default": default, "value": [str(file)] if value == "{0}" else value}
+        for key, default, value in rows
+    ]
+
+
+def test_flat_keeps_sequences_and_empty_mappings() -> None:
+    assert flat({"a": {"b": [1], "c": {}}, "d": 1}) == {"a.b": [1], "a.c": {}, "d": 1}
+
+
+def test_the_choices_are_the_files() -> None:
+    assert choices(["schedule"]) == {"schedule": ["constant", "cosine", "linear", "wsd"]}
+
+
+def test_callbacks_add_up() -> None:
+    own = "+callbacks.own._target_=lightning.pytorch.callbacks.Timer"
+    run = compose(["callbacks=[guard,early_stopping]", own])
+    assert list(run.callbacks) == ["guard", "early_stopping", "own"]
+    assert compose(["callbacks=none"]).callbacks == {}
+
+
+def test_values_are_plain_python() -> None:
+    run = compose(["tracking.tags=[a,b]", "trusted_packages=[mine]"])
+    assert run.tracking.tags == ("a", "b")
+    assert run.trusted_packages == ("mine",)
+    assert type(run.callbacks["guard"]) is dict
+
+
+def test_an_interpolation_reads_another_key_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CLUSTER", "blue")
+    run = compose(["question='${oc.env:CLUSTER} ${model.layers} ${name}?'"])
+    assert run.question == "blue 4 decoder_nano-single-fp32-adamw-lr3e-4?"
+
+
+def test_a_sweep_composed_alone_is_its_run_at_rest() -> None:
+    assert compose(["sweep=learning_rate"]).optimizer == compose().optimizer
+
+
+def test_composing_leaves_a_hydra_application_alone() -> None:
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        held = GlobalHydra.instance().hydra
+        assert isinstance(compose(), Run)
+        assert GlobalHydra.instance().hydra is held
+    assert GlobalHydra.instance().hydra is None

@@ -1,0 +1,148 @@
+"""Random lines into the composer: a Run or a refusal comes out, in time, and nothing else."""
+
+import time
+import warnings
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from scalewise.config import registry, tree
+from scalewise.config.compose import compose, flat
+from scalewise.config.refuse import diagnose
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+SECONDS = 1.5
+"""Processor time within which a line is composed or refused."""
+
+KEYS = [key for key in flat(compose(here=False).as_dict()) if not key.startswith("choices")]
+GROUPS = [*tree.GROUPS, "experiment", "sweep", "inject", "hydra/launcher", "schema/model"]
+OPTIONS = [name for group in (*tree.GROUPS, "experiment", "sweep") for name in tree.names(group)]
+
+
+@st.composite
+def mistyped(draw: st.DrawFn) -> str:
+    """Draws a real key with one character dropped, doubled or put in."""
+    key = draw(st.sampled_from(KEYS + GROUPS))
+    place = draw(st.integers(0, len(key) - 1))
+    return key[:place] + draw(st.sampled_from(["", key[place] * 2, ".", "_", "é", "0"])) + (
+        key[place + 1 :]
+    )  # fmt: skip
+
+
+scalars = st.one_of(
+    st.integers(-(2**70), 2**70).map(str),
+    st.integers(-3, 9).map(str),
+    st.floats().map(str),
+    st.sampled_from(["nan", "inf", "-inf", "null", "true", "1e999", "0x1f", "1_000", "9" * 400]),
+    st.sampled_from(OPTIONS),
+    st.sampled_from(
+        ["${oc.env:HOME}", "${x}", "${name}", "${..a}", "${model}", "${optimizer.lr}", "???", "${"]
+    ),
+    st.sampled_from(["''", '"', "'a, b'", "\\'", "a\\,b", "'\\", "\t", "a b", "../..", "/", "."]),
+    st.text(max_size=8),
+    st.text(alphabet="äß漢🚀\u202e\u0000\ud800 \n=,:{}[]()$'\"\\", max_size=6),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda parts: f"[{','.join(parts)}]"),
+        st.lists(st.tuples(scalars, inner), max_size=3).map(
+            lambda parts: "{" + ",".join(f"{key}:{value}" for key, value in parts) + "}"
+        ),
+        st.lists(inner, min_size=2, max_size=3).map(",".join),
+        st.tuples(st.sampled_from(["choice", "range", "glob", "sort", "str", "int"]), inner).map(
+            lambda call: f"{call[0]}({call[1]})"
+        ),
+    ),
+    max_leaves=4,
+)
+keys = st.one_of(
+    st.sampled_from(KEYS),
+    st.sampled_from(GROUPS),
+    mistyped(),
+    st.sampled_from(["callbacks.x._target_", "hydra.run.dir", "hydra", "model@x", "a.b.c", "_target_"]),
+    st.text(max_size=6),
+)
+overrides = st.one_of(
+    st.builds(
+        lambda sign, key, equals, value: sign + key + equals + value,
+        st.sampled_from(["", "", "", "+", "++", "~", "-", "--"]),
+        keys,
+        st.sampled_from(["=", "=", "=", "", "==", "= "]),
+        values,
+    ),
+    st.text(max_size=12),
+)
+lines = st.lists(overrides, min_size=1, max_size=3)
+
+
+def a_run_or_a_refusal(line: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        started = time.process_time()
+        try:
+            answer: Run | ConfigError = compose(line)
+        except ConfigError as error:
+            answer = error
+        seconds = time.process_time() - started
+    assert isinstance(answer, Run | ConfigError)
+    assert seconds < SECONDS
+    if isinstance(answer, ConfigError):
+        assert answer.complaints
+        for complaint in answer.complaints:
+            assert complaint.reason.strip()
+            assert str(complaint).isprintable()
+            str(complaint).encode()
+
+
+@settings(max_examples=60)
+@given(lines)
+@example(["optimizer.lr=1" + "0" * 400])
+@example(["model.width=1" + "0" * 5000])
+@example(["question=" + "[" * 3000])
+@example(["x" * 5000 + "=1"])
+@example(["model=\x00"])
+@example(["hydra.sweeper.params.x=1"])
+@example(["hydra=null"])
+@example(["seed=${seed}", "name=${name}"])
+@example(["optimizer.lr=${name}"])
+@example(["model.layers=${model}"])
+@example(["tracking.tags=${trusted_packages}"])
+@example(["callbacks=${model}"])
+@example(["~hydra"])
+@example(["hydra.job.name=null"])
+def test_a_run_or_a_refusal(line: list[str]) -> None:
+    a_run_or_a_refusal(line)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=5000, derandomize=False)
+@given(lines)
+def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
+    a_run_or_a_refusal(line)
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(KEYS), values)
+def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) -> None:
+    line = f"{key}={value}"
+    try:
+        compose([line], here=False)
+    except ConfigError as error:
+        group = key.split(".")[0]
+        named = {complaint.key.split(".")[0] for complaint in error.complaints}
+        unreadable = any("override" in complaint.reason for complaint in error.complaints)
+        across = {"data", "trainer", "schedule", "model", "name", "precision"}
+        assert unreadable or named & {group, *across}
+
+
+@settings(max_examples=15)
+@given(st.lists(overrides, max_size=3))
+def test_diagnosing_never_raises(line: list[str]) -> None:
+    registry.discover()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for complaint in diagnose(line):
+            assert complaint.reason

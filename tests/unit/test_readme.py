@@ -1,0 +1,49 @@
+"""The README says what is there, and its commands compose."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scalewise.cli import EXAMPLES
+from scalewise.config import door, tree
+from scalewise.config.refuse import diagnose
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def table() -> dict[str, list[str]]:
+    """Returns the README's table of groups: group to options."""
+    text = README.read_text(encoding="utf-8")
+    rows = text.split("<!-- groups -->")[1].split("<!-- /groups -->")[0].strip().splitlines()
+    cells = [row.strip("|").split("|") for row in rows]
+    return {cell[0].strip().strip("`"): re.findall(r"`(\w+)`", cell[1]) for cell in cells}
+
+
+def commands() -> list[str]:
+    """Returns every ``scalewise train`` line of the README's code blocks and of ``--help``."""
+    blocks = re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    shown = [line for line in lines if line.startswith("scalewise train") and "..." not in line]
+    return shown + [line for _, line in EXAMPLES]
+
+
+def test_every_group_and_option_is_in_the_table() -> None:
+    assert table() == {group: tree.names(group) for group in tree.GROUPS}
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "one.txt").write_text("A book.\n")
+    monkeypatch.chdir(tmp_path)
+    door.prepare()
+    words = shlex.split(line, comments=True)[2:]
+    assert diagnose([word for word in words if word not in ("-m", "--cfg", "job")]) == []
+
+
+def test_the_picture_is_there() -> None:
+    picture = re.search(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert picture is not None
+    assert (README.parent / picture[1]).is_file()

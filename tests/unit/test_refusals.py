@@ -1,0 +1,304 @@
+"""Bad input: which key is named, why, and what mends it."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from scalewise.config.compose import compose
+from scalewise.config.door import Verb, open_door
+from scalewise.config.refuse import diagnose
+from scalewise.errors import Complaint, ConfigError
+from scalewise.hardware import Machine
+from scalewise.run import Run
+
+WORKSTATION = Machine((), "a processor", 2, 8 * 1024**3)
+Row = tuple[list[str], str, str, str]
+
+TYPOS: list[Row] = [
+    (["modle=x"], "modle", "no such key", "did you mean model?"),
+    (["model=decoder_nanno"], "model", "no such option", "did you mean decoder_nano?"),
+    (["optimizer=zzz"], "optimizer", "no such option", "there is adamw, sgd"),
+    (["experiment=smok"], "experiment", "no such option", "did you mean smoke?"),
+    (["sweep=learning_rat"], "sweep", "no such option", "did you mean learning_rate?"),
+    (["callbacks=[guard,emma]"], "callbacks", "no such option", "did you mean ema?"),
+    (["+inject=rais"], "inject", "no such option", "did you mean raise?"),
+    (["model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
+    (["+model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
+    (["+lr=3"], "lr", "no such key", "there is callbacks"),
+    (["data.paths=[x]"], "data.paths", "no such key", "it is a key of data=text, tokens"),
+    (["optimizer.lr.x=3"], "optimizer.lr.x", "no such key", "optimizer.lr holds no further"),
+    (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),
+    (["schema/run=x"], "schema/run", "no such key", "schedule"),
+]
+TYPES: list[Row] = [
+    (["model.width=abc"], "model.width", "is not a whole number", "it is 128 by default"),
+    (["trainer.max_steps=1e3"], "trainer.max_steps", "not a whole", "trainer.max_steps=1000"),
+    (["seed=1.5"], "seed", "is not a whole number", "it is 1 by default"),
+    (["optimizer.lr=fast"], "optimizer.lr", "is not a number", "0.0003"),
+    (["optimizer.lr=true"], "optimizer.lr", "is not a number", "0.0003"),
+    (["optimizer.lr="], "optimizer.lr", "is not a number", "0.0003"),
+    (["optimizer.lr=null"], "optimizer.lr", "cannot be null", "0.0003"),
+    (["optimizer.fused=maybe"], "optimizer.fused", "neither true nor false", ""),
+    (["model.norm=layernrm"], "model.norm", "none of rmsnorm, layernorm", "mean layernorm?"),
+    (["tracking.mode=9"], "tracking.mode", "auto, online, offline, disabled", "auto"),
+    (["tracking.tags=a"], "tracking.tags", "is not a list", "'tracking.tags=[a]'"),
+    (["model.weights={a: 1}"], "model.weights", "is not a text", ""),
+]
+GRAMMAR: list[Row] = [
+    (["foo"], "", "cannot read the override 'foo'", "group=option or group.key=value"),
+    ([""], "", "cannot read the override ''", "group=option"),
+    (["=3"], "", "cannot read the override '=3'", "group=option"),
+    (["name=a b=c"], "", "cannot read", "quoted where it has blanks"),
+    (["--cfg"], "", "is a flag of the command line", "leave it out"),
+    (["seed=\udc80"], "", "is not valid UTF-8", "retype"),
+    (["model=null"], "model", "one option is needed", "there is decoder_10m"),
+    (["optimizer=[adamw,sgd]"], "optimizer", "one option is needed", "there is adamw"),
+    (["experiment=null"], "experiment", "one option is needed", "~experiment"),
+    (["+experiment=smoke"], "experiment", "is chosen already", "leave out the +"),
+    (["inject=raise"], "inject", "no group of a run at rest", "+inject=raise"),
+    (["~model"], "model", "is no registered option of model", "choose one of"),
+    (["~optimizer.lr"], "optimizer.lr", "cannot be left out", "optimizer.lr=VALUE"),
+    (["hydra.foo=3"], "hydra.foo", "Could not override", ""),
+    (["hydra.searchpath=[/nowhere]"], "hydra.searchpath", "not available", ""),
+    (["optimizer.lr=1e-3,3e-3"], "optimizer.lr", "several values, for one run", "-m"),
+    (["seed=range(0,1000000000000)"], "seed", "several values, for one run", "-m"),
+    (["model=glob(*)"], "model", "several values, for one run", "-m"),
+]
+INTERPOLATIONS: list[Row] = [
+    (["question=${nowhere}"], "question", "'nowhere' not found", ""),
+    (["question=${question}"], "question", "refers to itself", ""),
+    (["optimizer.lr=${name}"], "optimizer.lr", "could not be converted to Float", ""),
+    (["question=${oc.env:NOT_THERE}"], "question", "'NOT_THERE' not found", "oc.env:NAME,default"),
+    (["question=${oc.env:WANDB_API_KEY}"], "question", "would write a secret", ""),
+    (["tracking.notes='a ${oc.env:hf_token,x}'"], "tracking.notes", "would write a secret", ""),
+    (["tracking.tags=['${oc.env:DB_PASSWORD}']"], "tracking.tags.0", "write a secret", ""),
+    (["question='${oc.env:${name}}'"], "question", "would write a secret", ""),
+    (["+callbacks.guard.key=${oc.env:MY_SECRET}"], "callbacks.guard.key", "a secret", ""),
+]
+TARGETS: list[Row] = [
+    (["model._target_=os.system"], "model._target_", "no registered option", "decoder_nano"),
+    (["data={_target_: os.system}"], "data._target_", "no registered option", "data=corpus"),
+    (
+        ["optimizer._target_=scalewise.schedules.Cosine"],
+        "optimizer._target_",
+        "no registered option of optimizer",
+        "optimizer=adamw, sgd",
+    ),
+    (["+_target_=os.system"], "_target_", "no such key", ""),
+    (["+data.x._target_=os.system"], "data.x", "no such key", "data.sequence"),
+    (["+callbacks.x._target_=os.system"], "callbacks.x._target_", "'os' is not trusted", "[os]"),
+    (["+callbacks.x=3"], "callbacks.x", "names no callback", "callbacks.x._target_="),
+    (["callbacks.guard=null"], "callbacks.guard", "names no callback", ""),
+    (["callbacks.guard._target_=nodots"], "callbacks.guard", "names no callback", ""),
+    (
+        ["+callbacks.guard.inner=[{_target_: os.system}]"],
+        "callbacks.guard.inner",
+        "only a callback itself is built",
+        "",
+    ),
+]
+RULES: list[Row] = [
+    (["optimizer.lr=nan"], "optimizer.lr", "must be a positive number", ""),
+    (["optimizer.beta1=1"], "optimizer.beta1", "in [0, 1)", ""),
+    (
+        ["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=true"],
+        "optimizer.nesterov",
+        "needs momentum",
+        "optimizer.momentum=0.9",
+    ),
+    (["seed=-1"], "seed", "[0, 2**32)", ""),
+    (["name="], "name", "names a folder", "name=my-run"),
+    (["name=../up"], "name", "names a folder", "name=my-run"),
+    (["trainer.max_steps=null"], "trainer.max_steps", "exactly one of", "max_steps=1000"),
+    (["trainer.max_tokens=9"], "trainer.max_steps", "exactly one", "trainer.max_steps=null"),
+    (["trainer.max_steps=null", "trainer.max_epochs=inf"], "trainer.max_epochs", "finite", ""),
+    (["trainer.validate_every=0"], "trainer.validate_every", "must be positive", ""),
+    (["trainer.clip_norm=nan"], "trainer.clip_norm", "must be positive", ""),
+    (["launch.memory_limit_gib=inf"], "launch.memory_limit_gib", "finite", ""),
+    (["launch.isolation=none", "launch.timeout=1"], "launch.isolation", "process", "auto"),
+    (["checkpoint.every=0"], "checkpoint.every", "1 or more", ""),
+    (["schedule.final=2"], "schedule.final", "fraction", ""),
+    (["objective.label_smoothing=1"], "objective.label_smoothing", "share", ""),
+    (["tracking.project=a/b"], "tracking.project", "without /", ""),
+    (["model.heads=3"], "model.width", "not divisible by model.heads=3", "model.width=129"),
+    (["data=text"], "data.paths", "is empty", "data.paths="),
+    (["data=tokens", "data.paths=[/none/*]"], "data.paths", "no such file", "data.paths="),
+    (["data.sequence=999"], "data.sequence", "longer than the model's context", "sequence=256"),
+    (["data.vocabulary=9999"], "data.vocabulary", "beyond the model's", "data.vocabulary=4096"),
+    (
+        ["trainer.micro_batch=3", "trainer.global_batch=8"],
+        "trainer.global_batch",
+        "not a multiple of micro_batch x ranks = 3 x 1",
+        "trainer.global_batch=9",
+    ),
+    (
+        ["schedule.warmup_steps=10", "trainer.max_steps=10"],
+        "schedule.warmup_steps",
+        "not below trainer.max_steps=10",
+        "warmup_steps=1",
+    ),
+    (
+        ["precision.parameters=bf16", "precision.compute=fp32"],
+        "precision.parameters",
+        "cannot be held while computing in fp32",
+        "bf16/bf16",
+    ),
+    (["hardware.memory_gib=-1"], "hardware.memory_gib", "must be positive", ""),
+    (["parallelism=ddp", "parallelism.replicas=0"], "parallelism.replicas", "1 or more", ""),
+]
+MACHINE: list[Row] = [
+    (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
+    (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
+    (["precision.compute=fp16"], "precision.compute", "would compute in bf16", "bf16_mixed"),
+    (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "fewer"),
+]
+
+
+@pytest.fixture(autouse=True)
+def workstation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two cores and no CUDA device, whatever runs the tests."""
+    for module in ("hardware", "run"):
+        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda: WORKSTATION)
+
+
+def refused(overrides: Sequence[str]) -> tuple[Complaint, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    return caught.value.complaints
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason", "cure"),
+    [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *RULES, *MACHINE],
+    ids=lambda value: (
+        " ".join(value).encode("ascii", "replace").decode() if isinstance(value, list) else ""
+    ),
+)
+def test_one_complaint_names_key_reason_and_cure(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    (complaint,) = refused(overrides)
+    assert complaint.key == key
+    assert reason in complaint.reason
+    assert cure in complaint.cure
+
+
+def test_all_complaints_come_at_once() -> None:
+    lines = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
+    keys = [complaint.key for complaint in refused([*lines, "data.vocabulary=9999"])]
+    assert sorted(keys) == [
+        "",
+        "data.vocabulary",
+        "model.width",
+        "modle",
+        "optimizer",
+        "trainer.micro_batch",
+    ]
+
+
+def test_the_message_is_a_line_a_complaint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["modle=x", "optimizer.fused=null"])
+    assert str(caught.value) == (
+        "refused, 2 problems:\n"
+        "  - modle=x: no such key; did you mean model?\n"
+        "  - optimizer.fused=null: cannot be null; it is True by default"
+    )
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, "[" + "x," * 3000 + "x]", "a\\nb\x1b[31m"])
+def test_a_message_stays_short_and_printable(value: str) -> None:
+    for complaint in refused([f"model.width='{value}'"]):
+        assert len(str(complaint)) < 400
+        assert str(complaint).isprintable()
+
+
+def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
+        assert "hunter2" not in " ".join(str(complaint) for complaint in refused([line]))
+
+
+def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
+    for overrides, *_ in MACHINE:
+        assert isinstance(compose(overrides, here=False), Run)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "reason"),
+    [
+        (("NVIDIA H100 80GB HBM3",), ["hardware=a100_80g"], "this machine has NVIDIA H100"),
+        (("NVIDIA H100",), ["parallelism=ddp", "parallelism.replicas=2"], "2 devices, this"),
+        (("Tesla V100-SXM2-32GB",), ["hardware=v100", "precision=bf16_mixed"], "no bf16"),
+    ],
+)
+def test_another_device_than_was_asked_for(
+    gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("hardware", "run"):
+        machine = Machine(gpus, "", 8, 1)
+        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
+    (complaint,) = refused(overrides)
+    assert reason in complaint.reason
+
+
+def test_a_package_that_the_user_trusts() -> None:
+    line = "+callbacks.own._target_=mine.callbacks.Own"
+    run = compose([line, "trusted_packages=[mine]"])
+    assert run.callbacks["own"] == {"_target_": "mine.callbacks.Own"}
+    assert re.search(r"set trusted_packages=\[mine\]", refused([line])[0].cure)
+
+
+def test_overrides_are_a_list_of_texts() -> None:
+    assert compose("seed=3").seed == 3
+    (complaint,) = refused([3])  # type: ignore[list-item]
+    assert "an override is a text" in complaint.reason
+
+
+@pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])
+def test_nothing_is_found_where_nothing_is_wrong(line: str) -> None:
+    assert diagnose([line]) == []
+
+
+class Never(Verb):
+    """Fails the test when a line that must be refused reaches it."""
+
+    def one(self, *args: object) -> int:
+        raise AssertionError(args)
+
+    many = one  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["modle=x"], ["modle"]),
+        (["optimizer.lr=-1", "seed=-1"], ["optimizer.lr", "seed"]),
+        (["-m", "optimizer.lr=1e-3,nan_lr,3e-3"], ["optimizer.lr"]),
+        (["-m", "optimizer.lr=1e-3,-1", "trainer.micro_batch=0,1"],
+         ["optimizer.lr", "trainer.micro_batch"]),
+        (["-m", "precision=fp32,fp8"], ["precision"]),
+        (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
+        (["optimizer.lr=1,2"], ["optimizer.lr"]),
+    ],
+)  # fmt: skip
+def test_a_command_is_refused_whole_and_leaves_nothing(
+    arguments: list[str], keys: list[str], compose: Callable[..., Run], tmp_path: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), arguments)
+    assert sorted({complaint.key for complaint in caught.value.complaints}) == keys
+    assert list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
+
+
+def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:
+    class Broken(Verb):
+        def one(self, *args: object) -> int:
+            raise ZeroDivisionError("a bug")
+
+        many = one  # type: ignore[assignment]
+
+    for arguments in ([], ["-m", "seed=1,2"]):
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            open_door(Broken(), arguments)

@@ -1,0 +1,109 @@
+"""A run's arithmetic, its rules across groups, and its plain form."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import yaml
+
+from scalewise.config.registry import targets
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "accumulation", "global_batch", "tokens"),
+    [
+        ([], 1, 1, 8, 8 * 256),
+        (["trainer.global_batch=32"], 1, 4, 32, 32 * 256),
+        (["parallelism=ddp"], 2, 1, 16, 16 * 256),
+        (["parallelism=ddp", "parallelism.replicas=4"], 4, 1, 32, 32 * 256),
+        (["parallelism=ddp", "parallelism.replicas=1"], 1, 1, 8, 8 * 256),
+        (
+            ["parallelism=ddp", "trainer.micro_batch=2", "trainer.global_batch=12"],
+            2,
+            3,
+            12,
+            12 * 256,
+        ),
+        (["data.sequence=64", "trainer.micro_batch=1"], 1, 1, 1, 64),
+    ],
+)
+def test_the_arithmetic_of_a_step(
+    compose: Compose,
+    overrides: list[str],
+    world: int,
+    accumulation: int,
+    global_batch: int,
+    tokens: int,
+) -> None:
+    run = compose("hardware=cpu", *overrides)
+    assert run.world_size == world
+    assert run.accumulation == accumulation
+    assert run.global_batch == global_batch
+    assert run.accumulation * run.rows_per_pass == global_batch
+    assert run.tokens_per_step == tokens
+    assert run.flops_per_step == run.model.flops(run.data.sequence) * tokens
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ("max_steps=7", 7),
+        ("max_tokens=1", 1),
+        ("max_tokens=2048", 1),
+        ("max_tokens=2049", 2),
+        ("max_epochs=1", 13),  # 100 rows, 8 a step
+        ("max_epochs=0.5", 7),
+        ("max_epochs=2", 25),
+    ],
+)
+def test_the_length_of_a_run(compose: Compose, length: str, steps: int) -> None:
+    run = compose("trainer.max_steps=null", f"trainer.{length}")
+    assert run.steps(100) == steps
+
+
+def test_its_plain_form_survives_yaml(compose: Compose) -> None:
+    run = compose("experiment=smoke", "tracking.tags=[a,'null',\"1\"]", "data.sequence=64")
+    plain = run.as_dict()
+    again = yaml.safe_load(yaml.safe_dump(plain))
+    assert again == plain
+    assert again["trainer"]["micro_batch"] == 4
+    assert again["model"]["norm"] == "rmsnorm"
+    assert again["tracking"]["tags"] == ["a", "null", "1"]
+    assert again["callbacks"]["guard"]["_target_"].endswith("LossGuard")
+
+
+def test_every_spec_in_it_can_be_built_again(compose: Compose) -> None:
+    run = compose()
+    for group, values in run.as_dict().items():
+        spec = getattr(run, group)
+        if isinstance(values, dict) and "_target_" in values:
+            assert targets()[values["_target_"]] is type(spec)
+            assert set(values) == {"_target_", *vars(spec)}
+
+
+def test_it_is_picklable_and_immutable(compose: Compose) -> None:
+    run = compose("experiment=smoke", "callbacks=[guard,ema]")
+    assert pickle.loads(pickle.dumps(run)) == run
+    with pytest.raises(FrozenInstanceError):
+        run.seed = 2  # type: ignore[misc]
+
+
+def test_settling_twice_changes_nothing(compose: Compose) -> None:
+    run = compose("parallelism=ddp", here=False)
+    assert run.parallelism.world_size >= 1
+    assert run.settled() == run
+
+
+def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
+    from dataclasses import replace
+
+    run = compose()
+    for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
+        spec: Any = getattr(run, group)
+        changed = replace(run, **{group: replace(spec, **{key: float("inf")})})  # type: ignore[arg-type]
+        assert f"{group}.{key}" in [complaint.key for complaint in changed.complaints()]

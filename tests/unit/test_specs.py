@@ -1,0 +1,282 @@
+"""The small specs: figures of devices, number formats, optimizers and schedules beside torch's."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalewise import hardware
+from scalewise.config import tree
+from scalewise.hardware import Hardware, Machine, processor_tflops
+from scalewise.objectives import IGNORED, CausalLM
+from scalewise.optimizers import SGD, AdamW, Optimizer
+from scalewise.parallelism import DDP, Single
+from scalewise.precision import Number, Precision
+from scalewise.run import Run
+from scalewise.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
+
+DEVICES = [name for name in tree.names("hardware") if name not in ("auto", "cpu")]
+
+
+class TestHardware:
+    @pytest.mark.parametrize("name", DEVICES)
+    def test_figures_hang_together(self, name: str, compose: Callable[..., Run]) -> None:
+        spec = compose(f"hardware={name}", here=False).hardware
+        rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
+        assert all(rate is not None for rate in rates)
+        assert spec.fp16_tflops >= max(rate for rate in rates if rate is not None)  # type: ignore[operator]
+        assert 10 < spec.fp32_tflops < 100  # type: ignore[operator]
+        assert 16 < spec.memory_gib < 300  # type: ignore[operator]
+        assert spec.link_gb_per_s < spec.memory_gb_per_s  # type: ignore[operator]
+        assert spec.match
+        head = (tree.root() / "conf/hardware" / f"{name}.yaml").read_text().splitlines()[0]
+        assert "Figures: NVIDIA" in head
+
+    def test_a_peak_that_is_not_there_is_none(self) -> None:
+        spec = Hardware(bf16_tflops=0, fp32_tflops=15.7)
+        assert spec.peak_flops("bf16") is None
+        assert spec.peak_flops("fp16") is None
+        assert spec.peak_flops("fp32") == 15.7e12
+
+    @pytest.mark.parametrize(
+        ("flags", "fp32", "bf16"),
+        [
+            ("avx2 fma", 32, 32),
+            ("avx2", 0, 0),
+            ("avx2 fma avx512f", 64, 64),
+            ("avx2 fma avx512f avx512_bf16", 64, 128),
+            ("avx2 fma avx512f avx512_bf16 amx_bf16", 64, 1024),
+            ("", 0, 0),
+        ],
+    )
+    def test_the_peak_of_a_processor(self, flags: str, fp32: int, bf16: int) -> None:
+        found = processor_tflops({"flags": flags, "cpu MHz": "2500.0"}, cores=4)
+        per_flop = 4 * 2.5e9 / 1e12
+        expected = {"fp32_tflops": fp32 * per_flop, "bf16_tflops": bf16 * per_flop}
+        assert found == (pytest.approx(expected) if fp32 else {})
+
+    def test_a_processor_that_says_nothing(self) -> None:
+        assert processor_tflops({}, 4) == {}
+        assert processor_tflops({"flags": "avx2 fma"}, 4) == {}
+
+    @pytest.mark.parametrize(
+        ("visible", "expected"),
+        [
+            (None, ("A", "B", "C")),
+            ("", ()),
+            ("-1", ()),
+            ("1", ("B",)),
+            ("2,0", ("C", "A")),
+            (" 1 , 2 ", ("B", "C")),
+            ("0,-1,1", ("A",)),
+            ("7", ()),
+            ("0,7", ("A",)),
+            ("GPU-8932f937", ("A",)),
+        ],
+    )
+    def test_visible_devices(
+        self, visible: str | None, expected: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        for number, name in enumerate("ABC"):
+            folder = tmp_path / f"0000:0{number}:00.0"
+            folder.mkdir()
+            (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   1\nGPU UUID: x\n")
+        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert hardware._visible_gpus(environment, tmp_path) == expected
+
+    def test_auto_takes_what_is_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = Machine((), "", 2, 8 * 1024**3)
+        monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+        found = hardware.on_this_machine(Hardware())
+        assert (found.device, found.memory_gib) == ("cpu", 8.0)
+        assert machine.max_cpu_ranks == 8
+        kept = hardware.on_this_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
+        assert (kept.memory_gib, kept.fp32_tflops) == (4, 1.0)
+
+    def test_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hardware, "this_machine", lambda: Machine(("H100",), "", 2, 1))
+        assert hardware.on_this_machine(Hardware()).device == "cuda"
+        assert hardware.on_this_machine(Hardware(device=hardware.DeviceKind.cpu)).device == "cpu"
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(
+        ("held", "used", "plugin", "peak"),
+        [
+            ("fp32", "fp32", "32-true", "fp32"),
+            ("fp32", "bf16", "bf16-mixed", "bf16"),
+            ("bf16", "bf16", "bf16-true", "bf16"),
+            ("fp32", "fp16", "16-mixed", "fp16"),
+        ],
+    )
+    def test_pairs_that_run(self, held: str, used: str, plugin: str, peak: str) -> None:
+        spec = Precision(Number(held), Number(used))
+        assert list(spec.complaints()) == []
+        assert spec.plugin() == plugin
+        assert spec.peak_kind == peak
+
+    def test_pairs_that_do_not(self) -> None:
+        refused = [
+            (held, used)
+            for held in Number
+            for used in Number
+            if list(Precision(held, used).complaints())
+        ]
+        assert len(refused) == len(Number) ** 2 - 4
+
+    def test_bytes_are_torch_s(self) -> None:
+        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        for number in Number:
+            assert number.bytes == kinds[number].itemsize
+
+    def test_tf32_is_only_for_fp32(self) -> None:
+        assert Precision(tf32=True).peak_kind == "tf32"
+        assert Precision(compute=Number.bf16, tf32=True).peak_kind == "bf16"
+
+    def test_matmul_is_set(self) -> None:
+        before = torch.get_float32_matmul_precision()
+        try:
+            Precision(tf32=True).set_matmul()
+            assert torch.get_float32_matmul_precision() == "high"
+            Precision().set_matmul()
+            assert torch.get_float32_matmul_precision() == "highest"
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+OPTIMIZERS: list[Optimizer] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.0)]
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
+    def test_slots_are_torch_s_state(self, spec: Optimizer) -> None:
+        layer = torch.nn.Linear(5, 7)
+        optimizer = spec.build(layer.parameters())
+        layer(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        for parameter in layer.parameters():
+            state = optimizer.state[parameter].values()
+            held = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
+            assert len(held) == spec.slots
+
+    @pytest.mark.parametrize("spec", [AdamW(weight_decay=0.3), SGD(weight_decay=0.3)], ids=repr)
+    def test_matrices_decay_and_vectors_do_not(self, spec: Optimizer) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+        module[0].weight.requires_grad_(True)
+        groups = spec.build(module.parameters()).param_groups
+        found = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups}
+        assert found == {0.3: [2], 0.0: [1, 1, 1]}
+        assert all(group["lr"] == spec.lr for group in groups)
+
+    def test_frozen_parameters_are_left_out(self) -> None:
+        layer = torch.nn.Linear(3, 4)
+        layer.weight.requires_grad_(False)
+        (group,) = AdamW().build(layer.parameters()).param_groups
+        assert group["params"] == [layer.bias]
+
+    def test_every_field_reaches_torch(self) -> None:
+        layer = torch.nn.Linear(3, 4)
+        adamw = AdamW(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
+        defaults = adamw.build(layer.parameters()).defaults
+        assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
+        sgd = SGD(lr=2.0, momentum=0.5, nesterov=True).build(layer.parameters()).defaults
+        assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
+        assert AdamW().build(layer.parameters()).defaults["fused"] is True
+
+
+SCHEDULES: list[Schedule] = [
+    Constant(warmup_steps=7),
+    Cosine(warmup_steps=7, final=0.2),
+    Linear(warmup_steps=7, final=0.3),
+    WarmupStableDecay(warmup_steps=7, decay=0.25, final=0.1),
+]
+
+
+def rates(spec: Schedule, steps: int) -> list[float]:
+    return [spec.factor(step, steps) for step in range(steps + 1)]
+
+
+class TestSchedules:
+    @pytest.mark.parametrize("spec", SCHEDULES, ids=lambda spec: type(spec).__name__)
+    def test_warm_up_rises_to_the_peak_and_the_end_is_final(self, spec: Schedule) -> None:
+        found = rates(spec, 47)
+        assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
+        assert found[7] == max(found) == 1.0
+        assert all(a >= b for a, b in zip(found[7:], found[8:], strict=False))
+        assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
+        assert spec.factor(1000, 47) == found[-1]
+
+    def test_wsd_is_flat_until_it_decays(self) -> None:
+        found = rates(WarmupStableDecay(warmup_steps=0, decay=0.25, final=0.0), 40)
+        assert found[:31] == [1.0] * 31
+        assert found[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
+        assert rates(WarmupStableDecay(decay=0.0), 10) == [1.0] * 11
+        assert rates(WarmupStableDecay(decay=1.0), 4) == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+    @pytest.mark.parametrize(
+        ("spec", "usual"),
+        [
+            (
+                Cosine(final=0.1),
+                lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=30, eta_min=0.05),
+            ),
+            (
+                Linear(final=0.25),
+                lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.25, total_iters=30),
+            ),
+        ],
+    )
+    def test_shapes_are_torch_s(self, spec: Schedule, usual: Callable[..., object]) -> None:
+        assert self._walk(lambda o: spec.build(o, 30), 30) == pytest.approx(self._walk(usual, 30))
+
+    def _walk(self, build: Callable[..., object], steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        schedule = build(optimizer)
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()  # type: ignore[attr-defined]
+        return [*found, optimizer.param_groups[0]["lr"]]
+
+    def test_a_warm_up_as_long_as_the_run(self) -> None:
+        assert Cosine(warmup_steps=5).factor(5, 5) == 1.0
+
+
+class TestParallelism:
+    def test_sizes_left_open_are_settled(self) -> None:
+        assert DDP().settle(4).world_size == 4
+        assert DDP(replicas=3).settle(4).world_size == 3
+        assert DDP().world_size == 2
+        assert Single().settle(8).world_size == Single().data_parallel_size == 1
+
+    def test_single_is_lightning_s_single_device(self) -> None:
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+        assert isinstance(Single().strategy(), SingleDeviceStrategy)
+
+
+class TestCausalLM:
+    def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary(self) -> None:
+        loss = CausalLM().loss(torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long))
+        assert loss.item() == pytest.approx(math.log(11))
+
+    def test_ignored_labels_take_no_part(self) -> None:
+        logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
+        labels = torch.tensor([[1, IGNORED, 2, IGNORED]])
+        expected = CausalLM().loss(logits[:, ::2], labels[:, ::2])
+        torch.testing.assert_close(CausalLM().loss(logits, labels), expected)
+
+    def test_half_precision_logits_are_summed_in_fp32(self) -> None:
+        logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
+        assert CausalLM().loss(logits, torch.zeros(1, 2, dtype=torch.long)).dtype is torch.float32
+
+    def test_smoothing_reaches_torch(self) -> None:
+        logits = torch.tensor([[[2.0, 0.0, 0.0]]])
+        labels = torch.zeros(1, 1, dtype=torch.long)
+        smooth = CausalLM(label_smoothing=0.3).loss(logits, labels)
+        log = torch.log_softmax(logits[0, 0], 0)
+        expected = -(0.7 * log[0] + 0.3 * log.mean())
+        torch.testing.assert_close(smooth, expected)

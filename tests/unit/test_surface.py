@@ -1,0 +1,114 @@
+"""The frozen surface: what users have written down. A change here is a change of version."""
+
+import tomllib
+from pathlib import Path
+
+import scalewise
+from scalewise import cli, errors
+from scalewise.config import registry, tree
+from scalewise.launch.status import Ending
+from scalewise.tracking.names import METRICS, TIMES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_verbs() -> None:
+    assert list(cli.VERBS) == ["train", "report", "doctor"]
+
+
+def test_groups_and_their_options() -> None:
+    assert {group: tree.names(group) for group in tree.GROUPS} == {
+        "model": [
+            "decoder_10m",
+            "decoder_nano",
+            "gpt2_124m",
+            "llama3_1b",
+            "llama3_70b",
+            "llama3_8b",
+            "llama_160m",
+            "openllama_13b",
+            "openllama_3b",
+            "openllama_7b",
+            "tinyllama_1b",
+        ],
+        "data": ["corpus", "hf", "synthetic", "text", "tokens"],
+        "objective": ["causal_lm"],
+        "parallelism": ["ddp", "single"],
+        "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32"],
+        "optimizer": ["adamw", "sgd"],
+        "schedule": ["constant", "cosine", "linear", "wsd"],
+        "trainer": ["default"],
+        "checkpoint": ["default", "none"],
+        "tracking": ["none", "wandb"],
+        "launch": ["local"],
+        "hardware": ["a100_80g", "auto", "cpu", "h100", "h200", "rtx4090", "v100"],
+        "callbacks": ["early_stopping", "ema", "guard", "none", "profiler"],
+    }
+
+
+def test_every_group_has_its_specs() -> None:
+    registry.discover()
+    assert set(registry.OPTIONS) == set(tree.CLOSED)
+
+
+def test_metric_keys() -> None:
+    assert list(METRICS) == [
+        "step",
+        "train/loss",
+        "val/loss",
+        "train/tokens",
+        "train/grad_norm",
+        "train/lr",
+        "throughput/tokens_per_s",
+        "throughput/tokens_per_s_per_device",
+        "throughput/tflops_per_s_per_device",
+        "throughput/mfu",
+        "time/step_s",
+        "time/data_s",
+        "time/forward_s",
+        "time/backward_s",
+        "time/optimizer_s",
+        "memory/parameters_bytes",
+        "memory/gradients_bytes",
+        "memory/optimizer_bytes",
+        "memory/activations_bytes",
+        "memory/peak_bytes",
+        "memory/host_peak_bytes",
+    ]
+    assert {f"time/{name}_s" for name in TIMES} < set(METRICS)
+
+
+def test_every_metric_says_its_unit() -> None:
+    for metric in METRICS.values():
+        assert metric.meaning
+        suffixed = {"_s": "s", "_bytes": "B"}
+        for suffix, unit in suffixed.items():
+            if metric.key.endswith(suffix) and "_per_s" not in metric.key:
+                assert metric.unit == unit
+
+
+def test_exit_codes() -> None:
+    assert errors.EXIT_CODES == {
+        "ok": 0,
+        "failed": 1,
+        "refused": 2,
+        "out_of_memory": 3,
+        "timeout": 4,
+    }
+    assert Ending("interrupted", signal_number=15).exit_code == 143
+    assert errors.Interrupted(2, "").exit_code == 130
+    assert errors.ConfigError([]).exit_code == 2
+    assert errors.OutOfMemory().exit_code == 3
+
+
+def test_the_api() -> None:
+    assert scalewise.__all__ == ["Result", "Run", "compose", "train"]
+    for name in scalewise.__all__:
+        assert getattr(scalewise, name).__doc__
+
+
+def test_the_command_and_the_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"scalewise": "scalewise.cli:main"}
+    extras = {"deepspeed", "quant", "slurm", "optuna", "hf", "dev", "all"}
+    assert set(project["optional-dependencies"]) == extras
