@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,18 @@ def _alone(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(shared_cache))
 
 
-@pytest.fixture
-def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """Composes a Run from overrides given one by one, in a folder of the test's own."""
+@cache
+def _composed(*overrides: str, here: bool = True) -> Run:
     from scalewise.config.compose import compose
 
+    return compose(overrides, here=here)
+
+
+@pytest.fixture
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """Composes a Run from overrides given one by one, in a folder of the test's own.
+
+    A Run is immutable, so those that were composed before are kept.
+    """
     monkeypatch.chdir(tmp_path)
-    return lambda *overrides, here=True: compose(overrides, here=here)
+    return _composed

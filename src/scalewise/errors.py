@@ -81,12 +81,6 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be loaded (truncated, foreign, of another model)."""
 
 
-class OutOfMemory(ScalewiseError):  # noqa: N818
-    """The device or the host had no memory left."""
-
-    exit_code = EXIT_CODES["out_of_memory"]
-
-
 class Interrupted(ScalewiseError):  # noqa: N818
     """A signal ended the run; what had been trained is in a checkpoint."""
 

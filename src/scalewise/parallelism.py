@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -39,8 +40,8 @@ class Parallelism(ABC):
         yield from ()
 
     @abstractmethod
-    def strategy(self) -> Strategy:
-        """Returns the Lightning strategy, in a process that is one of the ranks."""
+    def strategy(self, device: DeviceKind) -> Strategy:
+        """Returns the Lightning strategy for a kind of device, in one of the ranks' processes."""
 
 
 @option("parallelism", "single")
@@ -53,13 +54,13 @@ class Single(Parallelism):
         """Returns 1."""
         return 1
 
-    def strategy(self) -> Strategy:
-        """Returns Lightning's single-device strategy for the device at hand."""
+    def strategy(self, device: DeviceKind) -> Strategy:
+        """Returns Lightning's single-device strategy."""
         import torch
         from lightning.pytorch.strategies import SingleDeviceStrategy
 
         return SingleDeviceStrategy(
-            torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            torch.device("cuda", 0) if device is DeviceKind.cuda else torch.device("cpu")
         )
 
 
@@ -93,7 +94,7 @@ class DDP(Parallelism):
         if not self.bucket_mib > 0:
             yield Complaint("parallelism.bucket_mib", self.bucket_mib, "must be positive")
 
-    def strategy(self) -> Strategy:
+    def strategy(self, device: DeviceKind) -> Strategy:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""
         from lightning.pytorch.strategies import DDPStrategy
 

@@ -182,6 +182,13 @@ class Run:
                 f"yields token ids beyond the model's vocabulary of {self.model.vocabulary}",
                 f"set data.vocabulary={self.model.vocabulary} or model.vocabulary={needed}",
             )
+        if self.trainer.max_epochs is not None and getattr(self.data, "streaming", False):
+            yield Complaint(
+                "trainer.max_epochs",
+                self.trainer.max_epochs,
+                "a stream has no last row to count epochs by",
+                "set trainer.max_steps, or data.streaming=false",
+            )
 
     def _of_callbacks(self) -> Iterator[Complaint]:
         trusted = (*TRUSTED_PACKAGES, *self.trusted_packages)

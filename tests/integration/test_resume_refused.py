@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_not_whole(
     ],
 )
 def test_a_checkpoint_of_another_run(
-    self, overrides: list[str], reason: str, finished: Folder, scalewise: Doors
+    overrides: list[str], reason: str, finished: Folder, scalewise: Doors
 ) -> None:
     line = (*UNTRACKED, *overrides, f"resume={finished.checkpoint(8)}")
     assert scalewise(*line).refused(reason).folders == []

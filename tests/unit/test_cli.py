@@ -9,7 +9,7 @@ import pytest
 
 from scalewise import cli
 from scalewise.config import tree
-from scalewise.errors import ConfigError, Interrupted, OutOfMemory, ScalewiseError
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import Machine
 from scalewise.units import count_text
 from scalewise.verbs import doctor
@@ -66,7 +66,6 @@ def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str
             2,
             "scalewise: refused, 1 problem:\n  - a=1: wrong\n",
         ),
-        (OutOfMemory("full"), 3, "scalewise: full\n"),
         (Interrupted(15, "told to"), 143, "scalewise: told to\n"),
         (KeyboardInterrupt(), 130, "scalewise: interrupted\n"),
     ],

@@ -62,7 +62,9 @@ keys = st.one_of(
     st.sampled_from(KEYS),
     st.sampled_from(GROUPS),
     mistyped(),
-    st.sampled_from(["callbacks.x._target_", "hydra.run.dir", "hydra", "model@x", "a.b.c", "_target_"]),
+    st.sampled_from(
+        ["callbacks.x._target_", "hydra.run.dir", "hydra", "model@x", "a.b.c", "_target_"]
+    ),
     st.text(max_size=6),
 )
 overrides = st.one_of(
@@ -78,16 +80,23 @@ overrides = st.one_of(
 lines = st.lists(overrides, min_size=1, max_size=3)
 
 
+def answered(line: list[str]) -> tuple[Run | ConfigError, float]:
+    """Returns what comes out of a line, and the processor time it took."""
+    started = time.process_time()
+    answer: Run | ConfigError
+    try:
+        answer = compose(line)
+    except ConfigError as error:
+        answer = error
+    return answer, time.process_time() - started
+
+
 def a_run_or_a_refusal(line: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        started = time.process_time()
-        try:
-            answer: Run | ConfigError = compose(line)
-        except ConfigError as error:
-            answer = error
-        seconds = time.process_time() - started
-    assert isinstance(answer, Run | ConfigError)
+        answer, seconds = answered(line)
+        if seconds >= SECONDS:  # a busy machine is slow once, a slow line always
+            _, seconds = answered(line)
     assert seconds < SECONDS
     if isinstance(answer, ConfigError):
         assert answer.complaints
@@ -97,7 +106,7 @@ def a_run_or_a_refusal(line: list[str]) -> None:
             str(complaint).encode()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(lines)
 @example(["optimizer.lr=1" + "0" * 400])
 @example(["model.width=1" + "0" * 5000])
@@ -110,6 +119,9 @@ def a_run_or_a_refusal(line: list[str]) -> None:
 @example(["optimizer.lr=${name}"])
 @example(["model.layers=${model}"])
 @example(["tracking.tags=${trusted_packages}"])
+@example(["trusted_packages=${optimizer.lr}"])
+@example(["tracking.tags=[${model}]"])
+@example(["tracking.tags=${model}"])
 @example(["callbacks=${model}"])
 @example(["~hydra"])
 @example(["hydra.job.name=null"])
@@ -124,7 +136,7 @@ def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
     a_run_or_a_refusal(line)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.sampled_from(KEYS), values)
 def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) -> None:
     line = f"{key}={value}"
@@ -138,7 +150,7 @@ def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) 
         assert unreadable or named & {group, *across}
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(overrides, max_size=3))
 def test_diagnosing_never_raises(line: list[str]) -> None:
     registry.discover()

@@ -1,5 +1,6 @@
 """The small specs: figures of devices, number formats, optimizers and schedules beside torch's."""
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 from scalewise import hardware
 from scalewise.config import tree
-from scalewise.hardware import Hardware, Machine, processor_tflops
+from scalewise.hardware import DeviceKind, Hardware, Machine, processor_tflops
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.optimizers import SGD, AdamW, Optimizer
 from scalewise.parallelism import DDP, Single
@@ -204,7 +205,7 @@ class TestSchedules:
         found = rates(spec, 47)
         assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
         assert found[7] == max(found) == 1.0
-        assert all(a >= b for a, b in zip(found[7:], found[8:], strict=False))
+        assert all(a >= b for a, b in itertools.pairwise(found[7:]))
         assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
         assert spec.factor(1000, 47) == found[-1]
 
@@ -255,7 +256,7 @@ class TestParallelism:
     def test_single_is_lightning_s_single_device(self) -> None:
         from lightning.pytorch.strategies import SingleDeviceStrategy
 
-        assert isinstance(Single().strategy(), SingleDeviceStrategy)
+        assert isinstance(Single().strategy(DeviceKind.cpu), SingleDeviceStrategy)
 
 
 class TestCausalLM:

@@ -98,7 +98,6 @@ def test_exit_codes() -> None:
     assert Ending("interrupted", signal_number=15).exit_code == 143
     assert errors.Interrupted(2, "").exit_code == 130
     assert errors.ConfigError([]).exit_code == 2
-    assert errors.OutOfMemory().exit_code == 3
 
 
 def test_the_api() -> None:

@@ -50,10 +50,15 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
     parts = {group: _part(group, values[group], complaints) for group in tree.CLOSED}
     if None in parts.values():
         raise ConfigError(complaints)
+    plain = {key: _as_declared(Run, key, key, values[key], complaints) for key in _PLAIN}
+    callbacks = values["callbacks"]
+    if not isinstance(callbacks, Mapping):
+        complaints.append(Complaint("callbacks", callbacks, "is no mapping of names to callbacks"))
+        callbacks = {}
     return Run(
         **parts,
-        **{key: _as_declared(Run, key, values[key]) for key in _PLAIN},
-        callbacks=values["callbacks"],
+        **plain,
+        callbacks=callbacks,
         choices=choices,
         overrides=tuple(overrides),
     ).settled()
@@ -133,9 +138,16 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
         Complaint(f"{group}.{key}", values[key], "no such key", meant(key, keys, f"{group}."))
         for key in unknown
     ]
-    return cls(**{key: _as_declared(cls, key, values[key]) for key in keys})
+    return cls(
+        **{key: _as_declared(cls, key, f"{group}.{key}", values[key], complaints) for key in keys}
+    )
 
 
-def _as_declared(cls: type, key: str, value: Any) -> Any:
-    hint = typing.get_type_hints(cls)[key]
-    return tuple(value) if typing.get_origin(hint) is tuple else value
+def _as_declared(cls: type, field: str, key: str, value: Any, complaints: list[Complaint]) -> Any:
+    """Returns a value of the composed config as a spec holds it: its lists are tuples of texts."""
+    if typing.get_origin(typing.get_type_hints(cls)[field]) is not tuple:
+        return value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        complaints.append(Complaint(key, value, "is not a list of texts", f"write '{key}=[...]'"))
+        return ()
+    return tuple(value)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,6 +21,7 @@ from scalewise.launch.rank import work
 from scalewise.launch.status import Ending
 from scalewise.run import Run
 
+ELASTIC = "torch.distributed.elastic"
 TIMEOUT_GRACE = 5.0
 """Seconds a job that ran out of time has to save itself; a hung one does not answer anyway."""
 
@@ -41,12 +43,12 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        signals_to_handle="SIGTERM,SIGINT",
+        signals_to_handle="SIGHUP",  # the others are ours: see _Stop
         shutdown_timeout=max(1, round(run.launch.grace)),
     )
     watchdog = Watchdog(run.launch.timeout)
     try:
-        with signals.kept(), _quiet(), watchdog:
+        with signals.handled_by(_Stop()), _quiet(), watchdog:
             elastic_launch(config, work)(run, folder, resume, facts)
         ending = Ending("ok")
     except SignalException as error:
@@ -58,6 +60,20 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
             processes.end(processes.descendants(), grace=1.0)
             _show_cursor()
     return watchdog.verdict(ending)
+
+
+class _Stop:
+    """Passes the first signal on to the ranks; a second SIGINT ends them without waiting."""
+
+    def __init__(self) -> None:
+        self._passed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._passed:
+            self._passed = True
+            raise SignalException("a signal to the launcher", signal.Signals(number))
+        if number == signal.SIGINT:
+            processes.end(processes.descendants(), grace=0.0)
 
 
 class Watchdog:
@@ -85,7 +101,7 @@ class Watchdog:
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
             reason += f"; {ending.reason}"
-        return Ending("timeout", reason, ending.rank)
+        return Ending("timeout", reason)
 
     def _fire(self) -> None:
         self._fired.set()
@@ -100,7 +116,10 @@ def _of_signal(number: int, folder: Path) -> Ending:
 
 
 def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> Ending:
-    """Returns the first cause: a rank that died without a word, else the earliest word."""
+    """Returns the first cause: a rank that died without a word, else the earliest word.
+
+    What a rank says that has only lost another is the last resort.
+    """
     said = words.said(folder)
     spoken = {ending.rank for ending in said}
     for rank, failure in sorted(error.failures.items()):
@@ -111,7 +130,7 @@ def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> En
             return Ending("failed", f"rank {rank} was killed by {name}", rank)
     causes = [ending for ending in said if ending.status not in ("ok", "interrupted")]
     if causes:
-        return causes[0]
+        return min(causes, key=lambda cause: cause.bereft)
     if said and said[0].status == "interrupted":
         return said[0]
     rank, failure = error.get_first_failure()
@@ -121,13 +140,16 @@ def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> En
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps elastic's log out of the terminal: the status says what it would."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(ELASTIC)]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _show_cursor() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from scalewise.launch import signals
+
 PRELOADED = "scalewise.launch.preload"
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -26,7 +28,8 @@ def start_nursery() -> None:
     # Before torch is imported there: threads that spin for each other cost 10x on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     multiprocessing.set_forkserver_preload([PRELOADED])
-    multiprocessing.forkserver.ensure_running()
+    with signals.ignored():  # as the server shall: a terminal's Ctrl-C reaches it too
+        multiprocessing.forkserver.ensure_running()
 
 
 def await_nursery() -> None:

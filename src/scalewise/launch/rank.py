@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ from scalewise.run import Run
 ORPHAN_GRACE = 10.0
 """Seconds in which a rank whose launcher has died may save itself, at the most."""
 
+BEREFT_WAIT = 1.0
+"""Seconds by which a rank outlives the one it lost, so that the launcher sees that one first."""
+
 
 def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> None:
     """Trains as one of the ranks; the rank comes from the environment, as torchrun sets it.
@@ -22,8 +26,10 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) 
     """
     from scalewise.launch.worker import attempt
 
-    _end_with(os.getppid(), min(run.launch.grace, ORPHAN_GRACE))
+    _end_with_launcher(min(run.launch.grace, ORPHAN_GRACE))
     ending = attempt(run, folder, resume, facts)
+    if ending.bereft:
+        time.sleep(BEREFT_WAIT)
     if ending.status != "ok":
         sys.stdout.flush()
         sys.stderr.flush()
@@ -31,14 +37,18 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) 
         os._exit(ending.exit_code)
 
 
-def _end_with(parent: int, grace: float) -> None:
-    """Ends this process when its parent is gone: by SIGTERM, then without asking."""
+def _end_with_launcher(grace: float) -> None:
+    """Ends this process when the launcher is gone: by SIGTERM, then without asking.
+
+    The fork server between the two is no sign: it lives as long as the ranks.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        launcher.join()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace)
         os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()

@@ -20,28 +20,29 @@ def raised(when: str) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number, f"{signal.Signals(number).name} {when}")
 
-    with _handled_by(interrupt):
+    with handled_by(interrupt):
         yield
 
 
 @contextmanager
 def ignored() -> Iterator[None]:
     """Lets a few lines finish what nobody would finish after them."""
-    with _handled_by(signal.SIG_IGN):
+    with handled_by(signal.SIG_IGN):
         yield
 
 
 @contextmanager
 def kept() -> Iterator[None]:
     """Puts back the handlers of now, whoever takes them meanwhile."""
-    with _handled_by(None):
+    with handled_by(None):
         yield
 
 
 @contextmanager
-def _handled_by(
+def handled_by(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers | None,
 ) -> Iterator[None]:
+    """Gives signals to ``handler``, then to whoever had them before; None changes nothing yet."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs handlers in the main thread, and sets them only there
         return

@@ -33,6 +33,8 @@ class Ending:
     log_tail: tuple[str, ...] = ()
     """The last lines that rank wrote about it."""
     signal_number: int = 0
+    bereft: bool = False
+    """Whether the rank ended only because it lost another, which is the cause."""
 
     @property
     def exit_code(self) -> int:
@@ -157,7 +159,11 @@ def git_state() -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(  # noqa: S603
-                ["git", *arguments], capture_output=True, text=True, timeout=5, check=True  # noqa: S607
+                ["git", *arguments],  # noqa: S607
+                capture_output=True,
+                text=True,
+                timeout=5,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return None

@@ -36,6 +36,7 @@ def leave(folder: Path, rank: int, ending: Ending) -> None:
                 "reason": ending.reason,
                 "log_tail": list(ending.log_tail),
                 "signal_number": ending.signal_number,
+                "bereft": ending.bereft,
             },
         )
     except OSError:
@@ -54,6 +55,7 @@ def said(folder: Path) -> list[Ending]:
                 int(file.stem),
                 tuple(str(line) for line in _lines(word["log_tail"])),
                 int(str(word["signal_number"])),
+                bool(word["bereft"]),
             )
             found.append((float(str(word["time"])), ending))
     return [ending for _, ending in sorted(found, key=lambda pair: pair[0])]

@@ -19,6 +19,13 @@ from scalewise.training.fit import Place, fit
 from scalewise.training.stopping import STOP
 
 LOG_LINES = 12
+LOST_RANK = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited or there was a network error",
+)
+"""What gloo and NCCL say when a rank at the other end is gone."""
 
 
 def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
@@ -29,8 +36,7 @@ def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     session = Session()
-    STOP.received = 0
-    STOP.install()
+    STOP.begin(alone="RANK" not in os.environ)
     try:
         if place.rank == 0:
             session = open_session(run, folder, facts)
@@ -59,7 +65,9 @@ def classify(error: BaseException, rank: int) -> Ending:
         return Ending("out_of_memory", reason, rank, tail)
     if isinstance(error, ScalewiseError):
         return Ending("failed", reason, rank)
-    return Ending("failed", f"{type(error).__name__}: {reason}", rank, tail)
+    bereft = isinstance(error, RuntimeError) and any(sign in reason for sign in LOST_RANK)
+    reason = "lost contact with another rank" if bereft else f"{type(error).__name__}: {reason}"
+    return Ending("failed", reason, rank, tail, bereft=bereft)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -80,7 +80,7 @@ class WandbSession(Session):
             "mode": mode.value,
             "id": self._run.id,
             "url": self._run.url if mode is Mode.online else None,
-            "folder": os.path.relpath(Path(self._run.dir).parent, folder),
+            "folder": _from_here(Path(self._run.dir).parent),
         }
 
     def log(self, rows: list[Row]) -> None:
@@ -211,3 +211,8 @@ def answers(server: str, wait: float = SERVER_WAIT) -> bool:
 def _part_tags(run: Run) -> list[str]:
     keys = ("model", "parallelism", "precision", "optimizer", "experiment")
     return [run.choices[key] for key in keys if key in run.choices]
+
+
+def _from_here(path: Path) -> str:
+    """Returns a path to paste where the run was started."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -83,7 +83,7 @@ def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorde
         accelerator="cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         devices=place.local_ranks if run.world_size > 1 else 1,
         num_nodes=max(1, run.world_size // place.local_ranks),
-        strategy=run.parallelism.strategy(),
+        strategy=run.parallelism.strategy(run.hardware.device),
         precision=run.precision.plugin(),
         plugins=[FolderIO()],
         callbacks=callbacks,
@@ -174,6 +174,7 @@ def _lightning_quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         yield
     for logger, level in zip(loggers, levels, strict=True):

@@ -17,12 +17,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignal:
     """Notes the first signal; ranks agree on the step at which they act on it.
 
-    A second SIGINT is from a person who will not wait: it ends the process where it stands.
+    A second SIGINT to a process that is ``alone``, with no launcher that passes signals on, is
+    from a person who will not wait: it ends the process where it stands.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self.alone = False
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+
+    def begin(self, *, alone: bool) -> None:
+        """Forgets what an earlier run in this process was told, and listens."""
+        self.received, self.alone, self._pending = 0, alone, None
+        self.install()
 
     def install(self) -> None:
         """Handles the signals in this process from now on."""
@@ -65,7 +72,7 @@ class StopSignal:
         return int(number.item())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == self.received == signal.SIGINT:
+        if self.alone and number == self.received == signal.SIGINT:
             raise Interrupted(number, "SIGINT twice: ended at once, in the middle of a step")
         self.received = self.received or number
 

@@ -1,0 +1,76 @@
+"""The guard ends a run whose loss is no number, or has leapt for good; and only then."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scalewise.training.callbacks.guard import LossGuard, TrainingDiverged
+
+
+def feed(guard: LossGuard, losses: list[float], first: int = 1) -> None:
+    for step, loss in enumerate(losses, start=first):
+        trainer: Any = SimpleNamespace(global_step=step)
+        module: Any = SimpleNamespace()
+        guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, step)
+
+
+def end(guard: LossGuard) -> None:
+    guard.on_train_end(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_loss_that_is_no_number_ends_the_run(bad: float, before: int) -> None:
+    guard = LossGuard(every=1)
+    feed(guard, [2.0] * before)
+    with pytest.raises(TrainingDiverged, match=rf"the loss is {bad} at step {before + 1}; lower"):
+        feed(guard, [bad], before + 1)
+
+
+def test_it_looks_late_but_no_later_than_it_says() -> None:
+    guard = LossGuard(every=5)
+    feed(guard, [1.0, float("nan"), 1.0, 1.0])
+    with pytest.raises(TrainingDiverged, match="step 2"):
+        feed(guard, [1.0], 5)
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_save_checkpoint"])
+def test_it_looks_before_anything_is_kept(hook: str) -> None:
+    guard = LossGuard(every=100)
+    feed(guard, [float("nan")])
+    arguments = [SimpleNamespace()] * 2 + ([{}] if hook == "on_save_checkpoint" else [])
+    with pytest.raises(TrainingDiverged, match="step 1"):
+        getattr(guard, hook)(*arguments)
+
+
+def test_leaps_in_a_row_end_the_run() -> None:
+    guard = LossGuard(factor=3, patience=3, every=1)
+    feed(guard, [2.0, 2.0, 7.0, 7.0])
+    with pytest.raises(TrainingDiverged, match=r"leapt to 7 at step 5, 3\.5 times its mean, for 3"):
+        feed(guard, [7.0], 5)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.0, 7.0, 7.0, 2.0] * 5,
+        [2.0, 5.9, 5.9, 5.9],
+        [10.0, 5.0, 2.0, 1.0, 0.5],
+        [1.0 * 1.2**step for step in range(30)],
+        [],
+    ],
+)
+def test_a_hump_is_no_leap(losses: list[float]) -> None:
+    guard = LossGuard(factor=3, patience=3, every=4)
+    feed(guard, losses)
+    end(guard)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"factor": 1}, {"factor": float("nan")}, {"patience": 0}, {"every": 0}]
+)
+def test_settings_that_cannot_guard(arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="factor must exceed 1"):
+        LossGuard(**arguments)  # type: ignore[arg-type]

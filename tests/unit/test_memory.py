@@ -1,0 +1,126 @@
+"""Bytes by phase, beside bytes counted by hand for a small network."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from scalewise.measure.memory import LiveBytes, MemoryProbe, bytes_of, host_peak_bytes
+
+ROWS, IN, HIDDEN, OUT = 16, 64, 128, 32
+PARAMETERS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
+TENSORS = 4
+ACTIVATIONS = 4 * (ROWS * HIDDEN + ROWS * OUT + 1)
+"""What backward needs: the ReLU's result and the square's input; and the loss itself."""
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(IN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUT))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def measured(optimizer_of: type, *, steps: int, **arguments: object) -> dict[str, int]:
+    """Returns the memory of the last of ``steps`` steps, by short name."""
+    torch.manual_seed(0)
+    network, x = Network(), torch.randn(ROWS, IN)
+    optimizer = optimizer_of(network.parameters(), lr=0.1, **arguments)
+    for step in range(steps):
+        probe = MemoryProbe(network, optimizer, torch.device("cpu"))
+        if step == steps - 1:
+            probe.start()
+        loss = network(x)
+        optimizer.zero_grad()
+        if step == steps - 1:
+            probe.before_backward()
+        loss.backward()
+        if step == steps - 1:
+            probe.before_optimizer()
+        optimizer.step()
+    found = probe.finish()
+    return {key.removeprefix("memory/").removesuffix("_bytes"): n for key, n in found.items()}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_adamw_by_phase(steps: int) -> None:
+    found = measured(torch.optim.AdamW, steps=steps, fused=True)
+    assert found["parameters"] == PARAMETERS
+    assert found["gradients"] == PARAMETERS
+    assert found["optimizer"] == 2 * PARAMETERS + 4 * TENSORS  # and a step count a tensor
+    assert found["activations"] == ACTIVATIONS
+
+
+@pytest.mark.parametrize(("momentum", "copies"), [(0.9, 1), (0.0, 0)])
+def test_sgd_by_phase(momentum: float, copies: int) -> None:
+    found = measured(torch.optim.SGD, steps=2, momentum=momentum)
+    assert found["optimizer"] == copies * PARAMETERS
+    assert found["activations"] == ACTIVATIONS
+
+
+def test_the_peak_lies_between_what_must_and_what_could_be_held() -> None:
+    found = measured(torch.optim.AdamW, steps=2, fused=True)
+    held = found["parameters"] + found["optimizer"]
+    assert found["peak"] >= held + found["gradients"]
+    largest = 4 * ROWS * HIDDEN
+    assert found["peak"] <= held + found["gradients"] + ACTIVATIONS + 3 * largest
+
+
+def test_half_precision_halves_it() -> None:
+    network = Network().bfloat16()
+    assert bytes_of(network.parameters()) == PARAMETERS // 2
+
+
+def test_live_bytes_follow_allocation_and_release() -> None:
+    live = LiveBytes()
+    with live:
+        a = torch.zeros(256)
+        assert live.now == 1024
+        b = a + 1
+        assert live.now == 2048
+        view = b.view(16, 16).t()
+        a += 1
+        assert live.now == 2048
+        del b
+        assert live.now == 2048
+        del view
+        gc.collect()
+        assert live.now == 1024
+        assert live.take_peak() == 2048
+        assert live.take_peak() == 1024
+        assert live.bytes_among([a, a[:3]]) == 1024
+    torch.zeros(999)
+    assert live.now == 1024
+
+
+def test_what_was_there_before_is_not_counted() -> None:
+    old = torch.zeros(1000)
+    with LiveBytes() as live:
+        old.view(10, 100).t()
+        old.add_(1)
+        assert live.now == 0
+
+
+def test_bytes_of_counts_a_storage_once() -> None:
+    whole = torch.zeros(100)
+    assert bytes_of([whole, whole[:10], whole.view(10, 10)]) == 400
+    assert bytes_of([]) == 0
+
+
+def test_an_abandoned_probe_stops_counting() -> None:
+    network = Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    probe = MemoryProbe(network, optimizer, torch.device("cpu"))
+    probe.start()
+    probe.abandon()
+    before = probe._live.now  # type: ignore[union-attr]
+    kept = torch.zeros(1000)
+    assert probe._live.now == before  # type: ignore[union-attr]
+    assert kept.numel() == 1000
+
+
+def test_the_host_s_peak_holds_this_process() -> None:
+    assert 10 * 1024**2 < host_peak_bytes() < 1024**4

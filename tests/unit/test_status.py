@@ -1,0 +1,128 @@
+"""Endings as data: exit codes, what may mend them, and status.json."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise.launch import status
+from scalewise.launch.status import Ending, Status, command_line, cures, git_state
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_json
+
+
+def a_status(**changes: Any) -> Status:
+    begun = datetime.now(UTC) - timedelta(seconds=90)
+    fields: dict[str, Any] = {
+        "verb": "train",
+        "name": "a-run",
+        "question": "",
+        "command": "scalewise train",
+        "choices": {},
+        "overrides": (),
+        "varied": {},
+        "changed": (),
+        "world_size": 1,
+        "started": begun.isoformat(timespec="seconds"),
+    }
+    return Status(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (Ending("ok"), 0),
+        (Ending("failed"), 1),
+        (Ending("refused"), 2),
+        (Ending("out_of_memory"), 3),
+        (Ending("timeout"), 4),
+        (Ending("interrupted", signal_number=2), 130),
+        (Ending("interrupted", signal_number=15), 143),
+    ],
+)
+def test_exit_codes(ending: Ending, code: int) -> None:
+    assert ending.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("ending", "overrides", "expected"),
+    [
+        (Ending("ok"), [], []),
+        (Ending("failed", "anything"), [], []),
+        (Ending("failed", "the loss is nan at step 3; lower optimizer.lr, or"), [],
+         ["optimizer.lr=0.0001"]),
+        (Ending("out_of_memory"), [],
+         ["trainer.micro_batch=4 trainer.global_batch=8", "precision=bf16_mixed"]),
+        (Ending("out_of_memory"), ["trainer.micro_batch=1", "precision=bf16_mixed"], []),
+        (Ending("out_of_memory"), ["trainer.micro_batch=3", "launch.memory_limit_gib=2"],
+         ["trainer.micro_batch=1 trainer.global_batch=3", "precision=bf16_mixed",
+          "launch.memory_limit_gib=null"]),
+        (Ending("timeout"), ["launch.timeout=30"],
+         ["launch.timeout=60", "checkpoint.every=100"]),
+        (Ending("timeout"), ["launch.timeout=2.5", "checkpoint.every=5"], ["launch.timeout=5"]),
+        (Ending("interrupted", signal_number=15), [], ["resume=last"]),
+    ],
+)  # fmt: skip
+def test_cures_are_overrides_that_compose(
+    compose: Callable[..., Run], ending: Ending, overrides: list[str], expected: list[str]
+) -> None:
+    found = cures(ending, compose(*overrides))
+    assert [cure["override"] for cure in found] == expected
+    assert all(cure["why"].endswith(".") for cure in found)
+    for cure in found:
+        assert isinstance(compose(*overrides, *cure["override"].split()), Run)
+
+
+def test_a_status_that_ended(compose: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    write_json(tmp_path / status.WANDB_FACTS, {"mode": "offline", "id": "x"})
+    ending = Ending("out_of_memory", "no memory", 1, ("last", "lines"))
+    a_status().ended_as(ending, compose(), 2, tmp_path).write(tmp_path)
+    found = read_json(tmp_path / "status.json")
+    expected = {
+        "status": "out_of_memory",
+        "reason": "no memory",
+        "exit_code": 3,
+        "rank": 1,
+        "attempts": 2,
+        "log_tail": ["last", "lines"],
+        "wandb": {"mode": "offline", "id": "x"},
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert 89 <= float(str(found["seconds"])) <= 95
+    assert datetime.fromisoformat(str(found["ended"])) > datetime.fromisoformat(
+        str(found["started"])
+    )
+
+
+def test_a_status_under_way(tmp_path: Path) -> None:
+    a_status().write(tmp_path)
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert (found["status"], found["exit_code"], found["ended"]) == ("running", None, None)
+    assert {"device", "cores", "memory_bytes"} <= found["machine"].keys()
+    assert {"python", "torch", "lightning", "wandb"} <= found["versions"].keys()
+
+
+def test_a_command_can_be_pasted() -> None:
+    line = command_line("train", ["data.paths=[a b/*.txt]", "seed=1"])
+    assert line == "scalewise train 'data.paths=[a b/*.txt]' seed=1"
+
+
+def test_git_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_state() == {"git_commit": None, "git_dirty": None}
+
+
+@pytest.mark.parametrize("changes", ["", " M a.py"])
+def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        said = "abc123\n" if "rev-parse" in command else f"{changes}\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert git_state() == {"git_commit": "abc123", "git_dirty": bool(changes)}

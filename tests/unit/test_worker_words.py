@@ -1,0 +1,107 @@
+"""What an exception means for a job, and the word that each rank leaves of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.launch import words
+from scalewise.launch.status import Ending
+from scalewise.launch.worker import LOG_LINES, classify
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason", "signal_number"),
+    [
+        (ZeroDivisionError("by zero"), "failed", "ZeroDivisionError: by zero", 0),
+        (KeyError(), "failed", "KeyError: KeyError", 0),
+        (SystemExit(3), "failed", "SystemExit: 3", 0),
+        (ScalewiseError("the loss\nis nan"), "failed", "the loss is nan", 0),
+        (ConfigError.one("a.b", 1, "wrong"), "refused", "a.b=1: wrong", 0),
+        (Interrupted(15, "SIGTERM after step 3"), "interrupted", "SIGTERM after step 3", 15),
+        (KeyboardInterrupt(), "interrupted", "SIGINT before the first step", 2),
+        (MemoryError(), "out_of_memory", "MemoryError", 0),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out_of_memory", "CUDA out", 0),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "out_of_memory",
+            "you tried",
+            0,
+        ),
+        (OSError(12, "Cannot allocate memory"), "out_of_memory", "Cannot allocate", 0),
+        (RuntimeError("mat1 and mat2"), "failed", "RuntimeError: mat1 and mat2", 0),
+        (ValueError("out of memory"), "failed", "ValueError: out of memory", 0),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_exceptions(error: BaseException, status: str, reason: str, signal_number: int) -> None:
+    ending = classify(error, rank=1)
+    assert ending.status == status
+    assert reason in ending.reason
+    assert ending.signal_number == signal_number
+    assert ending.rank == 1
+
+
+def test_only_the_unexpected_shows_its_traceback() -> None:
+    def deep(levels: int) -> None:
+        if levels:
+            deep(levels - 1)
+        raise ZeroDivisionError("by zero")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        deep(30)
+    ending = classify(caught.value, 0)
+    assert len(ending.log_tail) == LOG_LINES
+    assert ending.log_tail[-1] == "ZeroDivisionError: by zero"
+    assert classify(ScalewiseError("no"), 0).log_tail == ()
+    assert classify(Interrupted(2, ""), 0).log_tail == ()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves by a second a look."""
+    ticks: Iterator[float] = iter(range(100))
+    monkeypatch.setattr("time.time", lambda: next(ticks))
+
+
+@pytest.mark.usefixtures("clock")
+def test_words_come_in_the_order_in_which_they_were_left(tmp_path: Path) -> None:
+    endings = [
+        Ending("failed", "peer gone", 2),
+        Ending("out_of_memory", "no room", 0, ("a", "b")),
+        Ending("interrupted", "told", 11, (), 15),
+    ]
+    words.clear(tmp_path)
+    for ending in endings:
+        words.leave(tmp_path, ending.rank or 0, ending)
+    assert words.said(tmp_path) == endings
+
+
+def test_a_torn_word_is_passed_over(tmp_path: Path) -> None:
+    words.clear(tmp_path)
+    words.leave(tmp_path, 0, Ending("ok"))
+    (tmp_path / ".ranks" / "1.json").write_text('{"time": 3, "sta')
+    assert [ending.rank for ending in words.said(tmp_path)] == [0]
+
+
+def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
+    words.clear(tmp_path)
+    words.leave(tmp_path, 0, Ending("ok"))
+    words.clear(tmp_path)
+    assert words.said(tmp_path) == []
+    words.remove(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert words.said(tmp_path) == []
+
+
+def test_a_word_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(words, "write_json", full)
+    words.leave(tmp_path, 0, Ending("ok"))
+    assert "no space left" in capsys.readouterr().err
