@@ -32,7 +32,8 @@ class Complaint:
     cure: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.key}={as_typed(self.value)}: {self.reason}" if self.key else self.reason
+        name = as_typed(self.key)
+        line = f"{name}={as_typed(self.value)}: {self.reason}" if name else self.reason
         return f"{line}; {self.cure}" if self.cure else line
 
 

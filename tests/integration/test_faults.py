@@ -118,11 +118,12 @@ def test_a_callback_that_cannot_be_made_is_refused(job: Job) -> None:
 
 def test_data_refused_within_a_sweep_stops_nobody(scalewise: Doors) -> None:
     (scalewise.cwd / "empty.txt").write_text("")
-    small = [part for part in UNTRACKED if "megabytes" not in part and "warmup" not in part]
-    (scalewise.cwd / "full.txt").write_text("word after word " * 4000)
+    small = [part for part in UNTRACKED if "megabytes" not in part]
+    for name in ("full.txt", "more.txt"):
+        (scalewise.cwd / name).write_text("word after word " * 4000)
     ended = scalewise(
-        "-m", *small, "data=text", "data.validation=0.1", "data.vocabulary=300",
-        "data.paths=[empty.txt],[full.txt]", "trainer.max_steps=2",
+        "-m", *small, "data=text", "data.vocabulary=300",
+        "data.paths=[empty.txt],[full.txt,more.txt]", "trainer.max_steps=3",
     )  # fmt: skip
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], ended.said

@@ -106,7 +106,7 @@ def a_run_or_a_refusal(line: list[str]) -> None:
             str(complaint).encode()
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(lines)
 @example(["optimizer.lr=1" + "0" * 400])
 @example(["model.width=1" + "0" * 5000])
@@ -130,7 +130,7 @@ def test_a_run_or_a_refusal(line: list[str]) -> None:
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=5000, derandomize=False)
+@settings(max_examples=2000, derandomize=False)
 @given(lines)
 def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
     a_run_or_a_refusal(line)

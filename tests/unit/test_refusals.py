@@ -203,7 +203,7 @@ def test_the_message_is_a_line_a_complaint() -> None:
     assert str(caught.value) == (
         "refused, 2 problems:\n"
         "  - modle=x: no such key; did you mean model?\n"
-        "  - optimizer.fused=null: cannot be null; it is True by default"
+        "  - optimizer.fused=null: cannot be null; it is true by default"
     )
 
 
@@ -290,6 +290,23 @@ def test_a_command_is_refused_whole_and_leaves_nothing(
         open_door(Never(), arguments)
     assert sorted({complaint.key for complaint in caught.value.complaints}) == keys
     assert list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--foo"], "unrecognized arguments: --foo"), (["--cfg"], "--cfg/-c: expected one argument")],
+)
+def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), arguments)
+    (complaint,) = caught.value.complaints
+    assert reason in complaint.reason
+    assert "--cfg job" in complaint.cure
+
+
+def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
+    (complaint,) = diagnose(["optimizer.lr=1e-3,fast"])
+    assert complaint.cure == "it is 0.0003 by default"
 
 
 def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:

@@ -65,6 +65,7 @@ def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(session, "base_url", lambda: "https://wandb.example")
     given_up = threading.Event()
 
     def hang(*_: object, **__: object) -> None:

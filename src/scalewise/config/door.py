@@ -4,9 +4,12 @@ Hydra composes, this file validates, and only then does a verb hear of a Run. Al
 jobs are validated before the first starts.
 """
 
+import io
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,7 +82,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     """
     prepare()
     passage = Passage(verb)
-    flags = get_args_parser().parse_args(list(arguments))
+    flags = _flags(arguments)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
 
@@ -118,6 +121,18 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
     return _exit_code(passage.codes)
+
+
+def _flags(arguments: Sequence[str]) -> Namespace:
+    """Returns Hydra's flags and the overrides; refuses a flag that Hydra lacks in our own words."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return get_args_parser().parse_args(list(arguments))
+    except SystemExit as error:
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
+        raise ConfigError.one("", "", reason, cure) from error
 
 
 def prepare() -> None:

@@ -75,10 +75,12 @@ def diagnose(
         parsed = [o for text in lines if (o := _parsed(text, complaints)) is not None]
         groups = [o for o in parsed if _options(_key(o), loader)]
         sound = [o for o in groups if not _add(complaints, _of_choice(o, loader))]
+        values = [o for o in parsed if o not in groups]
+        if complaints and not sound and not values:
+            return complaints
         config, kept = _composed([o for o in sound if not o.is_sweep_override()], complaints)
         if config is None:
             return complaints
-        values = [o for o in parsed if o not in groups]
         sound = [o for o in values if not _add(complaints, _of_value(o, config, loader))]
         _add(complaints, _of_hydra(sound, kept))
         try:
@@ -231,12 +233,13 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
             cure = f"give it another value: {key}=VALUE"
             yield Complaint(key, None, "cannot be left out", cure)
         return
+    default = _at(config, key)
     for value in _values(override):
         try:
             with open_dict(config):
                 OmegaConf.update(config, key, value, merge=True, force_add=adds)
         except Exception as error:
-            yield _mistyped(key, value, config, error)
+            yield _mistyped(key, value, default, _declared(key, config), error)
 
 
 def _exists(config: DictConfig, key: str) -> bool:
@@ -252,13 +255,15 @@ def _at(config: DictConfig, key: str) -> Any:
         return None
 
 
-def _mistyped(key: str, value: object, config: DictConfig, error: Exception) -> Complaint:
+def _mistyped(key: str, value: object, held: object, hint: Any, error: Exception) -> Complaint:
     """Returns the complaint about a value that the key's declared type does not take."""
-    hint = _declared(key, config)
     kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
-    held = _at(config, key)
-    cure = f"it is {held} by default" if isinstance(held, str | int | float) and held != "" else ""
+    cure = (
+        f"it is {as_typed(held)} by default"
+        if isinstance(held, str | int | float) and held != ""
+        else ""
+    )
     if hint is None or (isinstance(value, str) and "${" in value):
         return Complaint(key, value, _sentence(error), cure)
     if value is None:

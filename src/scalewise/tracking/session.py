@@ -172,10 +172,13 @@ def decide_mode(asked: Mode) -> Mode:
 
 
 def base_url() -> str:
-    """Returns the server that W&B would speak to."""
+    """Returns the server that W&B would speak to: ``WANDB_BASE_URL``, else its settings files."""
     import wandb
 
-    return str(wandb.Settings().base_url)
+    settings = wandb.Settings()
+    settings.update_from_system_settings()
+    settings.update_from_env_vars(dict(os.environ))
+    return str(settings.base_url)
 
 
 def has_key(server: str) -> bool:

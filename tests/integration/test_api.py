@@ -1,0 +1,175 @@
+"""The same doors from Python, from torchrun, and with a user's own folder of configs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGTERM
+
+import pytest
+import yaml
+from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
+
+SCRIPT = """
+import dataclasses, json, sys
+import scalewise
+
+if __name__ == "__main__":
+    run = scalewise.compose(sys.argv[1:])
+    result = scalewise.train(run, "mine")
+    loss = result.objective
+    print(json.dumps([result.status, result.exit_code, str(result.folder), loss]), flush=True)
+    again = scalewise.train(dataclasses.replace(run, seed=2))
+    print(json.dumps([again.status, again.exit_code, str(again.folder), again.reason]))
+"""
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_a_script_trains_twice(layout: str, scalewise: Doors) -> None:
+    (scalewise.cwd / "script.py").write_text(SCRIPT)
+    line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]
+    door = scalewise.command(line)
+    ended = door.wait().ok()
+    first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
+    run = Folder(scalewise.cwd / "mine")
+    assert first == ["ok", 0, str(run.path), run.summary["metrics"]["val/loss"]]
+    assert second[:2] == ["ok", 0]
+    assert ended.folder.path == Path(second[2])
+    assert (run.path / "report.html").is_file()
+    assert not same_weights(run.weights(), ended.folder.weights())
+    assert door.leftovers(within=3) == []
+
+
+def test_a_failure_is_a_result(scalewise: Doors) -> None:
+    (scalewise.cwd / "script.py").write_text(SCRIPT)
+    ended = scalewise.command([sys.executable, "script.py", *UNTRACKED, "+inject=raise"]).wait()
+    first, second = (json.loads(line) for line in ended.out.splitlines() if line[0] == "[")
+    assert first[:2] == second[:2] == ["failed", 1]
+    assert first[3] == float("inf")
+    assert "on purpose" in second[3]
+
+
+def torchrun(*overrides: str) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    parts = ["-m", "scalewise", "train", *UNTRACKED, "parallelism=ddp", *overrides]
+    return [sys.executable, *launcher, *parts]
+
+
+def test_torchrun_is_a_launcher_like_ours(
+    scalewise: Doors, doors_in: Callable[[str], Doors]
+) -> None:
+    ended = scalewise.command(torchrun("checkpoint.every=4", "checkpoint.keep=0")).wait().ok()
+    assert ended.folder.steps == list(range(1, 9))
+    assert ended.out.count("report runs/") == 1
+    ours = doors_in("ours")(*UNTRACKED, "parallelism=ddp").ok()
+    assert same_weights(ended.folder.weights(8), ours.folder.weights(8))
+    resumed = scalewise.command(torchrun(f"resume={ended.folder.checkpoint(4)}")).wait().ok()
+    assert resumed.newest.steps == list(range(1, 9))
+    assert same_weights(resumed.newest.weights(8), ours.folder.weights(8))
+
+
+def test_a_failure_under_torchrun_is_told(scalewise: Doors) -> None:
+    door = scalewise.command(torchrun("+inject=raise", "callbacks.inject.rank=1"))
+    ended = door.wait()
+    assert ended.code != 0
+    assert door.leftovers(within=3) == []
+    assert len(ended.folders) == 1
+
+
+def test_torchrun_with_another_number_of_ranks_is_refused(scalewise: Doors) -> None:
+    ended = scalewise.command(torchrun("parallelism.replicas=4")).wait()
+    assert ended.code != 0
+    assert "is a layout of 4 ranks; 2 were started" in ended.err
+    assert ended.folders == []
+
+
+def test_sigterm_to_torchrun_saves(scalewise: Doors) -> None:
+    endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
+    door = scalewise.command(torchrun(*endless))
+    door.until_step(3)
+    door.signal(SIGTERM)
+    ended = door.wait(45)
+    assert ended.folder.status["status"] == "interrupted"
+    assert ended.folder.checkpoints != []
+    assert door.leftovers(within=3) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder as a user would keep it: an optimizer of their own and two experiments."""
+    files = {
+        "optimizer/brisk.yaml": """
+            defaults:
+              - /schema/optimizer/adamw@_here_
+              - _self_
+            lr: 0.02
+            """,
+        "experiment/mine.yaml": """
+            # @package _global_
+            defaults:
+              - /experiment/smoke
+              - override /optimizer: brisk
+            question: Is brisk better?
+            trainer: {max_steps: 6}
+            """,
+        "experiment/deep/mine.yaml": """
+            # @package _global_
+            defaults:
+              - /experiment/mine
+            seed: 7
+            """,
+        "sweep/seeds.yaml": """
+            # @package _global_
+            hydra:
+              mode: MULTIRUN
+              sweeper:
+                params:
+                  seed: 4,5
+            """,
+    }
+    for name, text in files.items():
+        path = tmp_path / "own" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip())
+    return tmp_path / "own"
+
+
+SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "trainer.max")))
+
+
+@pytest.mark.parametrize(("experiment", "seed"), [("mine", 1), ("deep/mine", 7)])
+def test_a_folder_of_ones_own_joins_the_tree(
+    experiment: str, seed: int, own: Path, scalewise: Doors
+) -> None:
+    ended = scalewise("-cd", str(own), f"experiment={experiment}", *SMALL).ok()
+    resolved = ended.folder.resolved
+    assert (resolved["optimizer"]["lr"], resolved["seed"]) == (0.02, seed)
+    assert resolved["question"] == "Is brisk better?"
+    assert ended.folder.steps == list(range(1, 7))
+    assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr2e-2"
+
+
+def test_a_sweep_is_a_file_of_axes(own: Path, scalewise: Doors) -> None:
+    """``sweep=NAME`` needs no ``-m``, and adds to what the line says."""
+    ended = scalewise("-cd", str(own), "experiment=mine", "sweep=seeds", *SMALL).ok()
+    assert ended.folder.path.parent.name == "mine-seeds"
+    seeds = [
+        yaml.safe_load((job.path / "resolved.yaml").read_text())["seed"]
+        for job in ended.folder.jobs
+    ]
+    assert seeds == [4, 5]
+    assert ended.folder.json("sweep.json")["varying"] == {"seed": ["4", "5"]}
+
+
+def test_the_suites_own_sweep_runs(scalewise: Doors) -> None:
+    ended = scalewise(*UNTRACKED, "sweep=precision_by_layout").ok()
+    jobs = ended.folder.jobs
+    assert [job.status["status"] for job in jobs] == ["ok"] * 4
+    single, ddp = (
+        next(job for job in jobs if job.status["varied"] == {"precision": "fp32", "parallelism": p})
+        for p in ("single", "ddp")
+    )
+    assert ddp.column("train/loss") == pytest.approx(single.column("train/loss"), rel=1e-4)

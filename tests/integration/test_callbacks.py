@@ -1,0 +1,54 @@
+"""Callbacks of the open group, in real runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fixtures.doors import same_weights
+from fixtures.jobs import Job
+
+
+def test_early_stopping_ends_a_run_well(job: Job) -> None:
+    stopping = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1")
+    run = job(*stopping, "callbacks.early_stopping.min_delta=100", "trainer.validate_every=2")
+    assert run.status["status"] == "ok"
+    assert run.steps == [1, 2, 3, 4]
+    assert run.checkpoints[-1] == 4
+    assert run.summary["steps"] == 4
+
+
+def test_ema_is_what_is_saved_and_validated(job: Job) -> None:
+    plain, averaged = job(), job("callbacks=[ema]", "callbacks.ema.decay=0.5")
+    assert averaged.column("train/loss") == plain.column("train/loss")
+    assert averaged.column("val/loss") != plain.column("val/loss")
+    assert not same_weights(averaged.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])
+def test_the_profiler_leaves_a_trace_a_rank(layout: str, ranks: int, job: Job) -> None:
+    run = job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
+    traces = sorted(run.path.glob("trace-rank*.json"))
+    assert [trace.name for trace in traces] == [f"trace-rank{rank}.json" for rank in range(ranks)]
+    events = json.loads(traces[0].read_text())["traceEvents"]
+    assert any("aten::" in event.get("name", "") for event in events)
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_the_guard_stops_a_run_that_left(layout: str, job: Job) -> None:
+    wild = ("optimizer=sgd", "optimizer.lr=1e6", "trainer.clip_norm=null")
+    run = job(*wild, f"parallelism={layout}", "trainer.max_steps=40", status="failed")
+    status = run.status
+    assert "the loss is nan at step" in status["reason"] or "leapt" in status["reason"]
+    assert "lower optimizer.lr" in status["reason"]
+    assert "optimizer.lr=3e+05" in [cure["override"] for cure in status["cures"]]
+    assert all(int(step) <= 10 for step in run.checkpoints)
+
+
+def test_the_guard_names_the_loss_that_was_logged(job: Job) -> None:
+    """Lightning's own number is divided by the accumulation."""
+    wild = ("optimizer=sgd", "optimizer.lr=300", "trainer.clip_norm=null", "trainer.micro_batch=2")
+    patient = ("callbacks.guard.patience=1", "callbacks.guard.factor=1.5")
+    run = job(*wild, *patient, "trainer.max_steps=40", status="failed")
+    assert "leapt" in run.status["reason"] or "the loss is" in run.status["reason"]
+    assert f"at step {run.steps[-1]}" in run.status["reason"] or run.steps

@@ -1,0 +1,178 @@
+"""The real W&B client against a server that works, breaks, dies or is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fixtures.doors import MARK, TINY, Doors, Ended, Folder
+from fixtures.wandb_server import ENTITY, WandbServer
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+LONGER = ("trainer.max_steps=400", "trainer.log_every=1", "trainer.validate_every=null")
+
+
+def reaching(server: WandbServer) -> dict[str, str]:
+    return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+
+
+def assert_nothing_lost(run: Folder, steps: int) -> None:
+    assert run.status["status"] == "ok"
+    assert run.steps == list(range(1, steps + 1))
+    assert run.summary["steps"] == steps
+    assert run.checkpoints[-1] == steps
+
+
+def assert_key_is_nowhere(ended: Ended) -> None:
+    assert KEY not in ended.said
+    where = [
+        str(path)
+        for run in ended.folders
+        for path, text in run.text.items()
+        if KEY.encode() in text
+    ]
+    assert where == []
+
+
+class TestOnline:
+    """One sweep of two jobs, online."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def told(cls, doors_in: Callable[[str], Doors]) -> tuple[WandbServer, Ended]:
+        with WandbServer() as server:
+            line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
+            return server, doors_in("online")(*line, env=reaching(server)).ok()
+
+    def test_each_job_is_a_run_of_one_group(self, told: tuple[WandbServer, Ended]) -> None:
+        server, ended = told
+        assert len(server.inputs) == 2
+        sweep = ended.folder.path
+        for given in server.inputs.values():
+            assert given["groupName"] == f"{sweep.parent.name}/{sweep.name}"
+            assert given["jobType"] == "train"
+            assert given["displayName"] == "decoder_nano-single-fp32-adamw-lr3e-3"
+            assert {"mine", "decoder_nano", "smoke"} <= set(given["tags"])
+            assert given["notes"] == "noted"
+
+    def test_the_config_stays_nested(self, told: tuple[WandbServer, Ended]) -> None:
+        server, ended = told
+        configs = [json.loads(given["config"]) for given in server.inputs.values()]
+        assert sorted(config["seed"]["value"] for config in configs) == [1, 2]
+        for config in configs:
+            assert config["model"]["value"]["width"] == 32
+            assert config["git_commit"]["value"] == ended.folder.jobs[0].status["git_commit"]
+
+    def test_rows_and_endings_arrive(self, told: tuple[WandbServer, Ended]) -> None:
+        server, _ = told
+        for run in server.inputs:
+            rows = server.history(run)
+            assert [row["step"] for row in rows] == [4, 8]
+            assert "val/loss" in rows[-1]
+        assert set(server.exit_codes.values()) == {0}
+
+    def test_the_status_links_the_run(self, told: tuple[WandbServer, Ended]) -> None:
+        server, ended = told
+        links = [job.status["wandb"] for job in ended.folder.jobs]
+        assert {link["mode"] for link in links} == {"online"}
+        assert {link["id"] for link in links} == set(server.inputs)
+        for link in links:
+            assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
+
+    def test_the_key_is_nowhere(self, told: tuple[WandbServer, Ended]) -> None:
+        assert_key_is_nowhere(told[1])
+
+
+def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
+    with WandbServer() as server:
+        ended = scalewise(*TINY, "+inject=raise", env=reaching(server))
+    assert ended.code == 1
+    assert list(server.exit_codes.values()) == [1]
+    assert_key_is_nowhere(ended)
+
+
+def test_a_broken_server_costs_seconds_and_the_online_mode(scalewise: Doors) -> None:
+    with WandbServer(broken=True) as server:
+        ended = scalewise(*TINY, env=reaching(server)).ok()
+    assert ended.seconds < 60
+    assert_nothing_lost(ended.folder, 8)
+    assert ended.folder.status["wandb"]["mode"] == "offline"
+    assert "W&B online is not to be had" in ended.out
+    assert_key_is_nowhere(ended)
+
+
+@pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=pytest.mark.exhaustive)])
+def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors) -> None:
+    with WandbServer() as server:
+        door = scalewise.start(*TINY, *LONGER, env=reaching(server))
+        door.until_step(5)
+        if how == "dies":
+            server.die()
+        else:
+            server.broken = True
+        ended = door.wait(90).ok()
+        assert_nothing_lost(ended.folder, 400)
+        assert ended.folder.status["seconds"] < 70
+        assert ended.folder.status["wandb"]["mode"] == "online"
+    assert door.leftovers() == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+def test_a_key_without_a_server_means_offline(url: str, scalewise: Doors) -> None:
+    ended = scalewise(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).ok()
+    assert ended.folder.status["wandb"]["mode"] == "offline"
+    assert_key_is_nowhere(ended)
+
+
+def test_the_environment_wins(scalewise: Doors) -> None:
+    env = {"WANDB_MODE": "disabled"}
+    assert scalewise(*TINY, env=env).ok().folder.status["wandb"]["mode"] == "disabled"
+
+
+def test_no_key_means_no_prompt_even_on_a_terminal(scalewise: Doors) -> None:
+    """A person at a terminal without an account is asked nothing."""
+    text, code = at_a_terminal(scalewise, *TINY)
+    assert code == 0, text
+    assert "Enter your choice" not in text
+    assert "wandb.ai" not in text
+    assert "8/8" in text
+    (status,) = scalewise.cwd.glob("runs/*/*/status.json")
+    assert json.loads(status.read_text())["wandb"]["mode"] == "offline"
+    assert text.count("\x1b[?25l") <= text.count("\x1b[?25h"), "the cursor stays hidden"
+
+
+def test_a_failure_gives_the_terminal_back(scalewise: Doors) -> None:
+    text, code = at_a_terminal(scalewise, *TINY, "+inject=raise")
+    assert code == 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def at_a_terminal(doors: Doors, *arguments: str) -> tuple[str, int]:
+    """Runs a door on a pseudo terminal where nobody types."""
+    environment: dict[str, Any] = {**doors.environment, MARK: "terminal", "TERM": "xterm"}
+    line = [sys.executable, "-m", "scalewise", "train", *arguments]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(doors.cwd)
+        os.execvpe(line[0], line, environment)
+    content, deadline = b"", time.monotonic() + 60
+    os.set_blocking(terminal, False)
+    while True:
+        assert time.monotonic() < deadline, f"waits for an answer? {content.decode()}"
+        try:
+            part = os.read(terminal, 65536)
+        except BlockingIOError:
+            time.sleep(0.05)
+            continue
+        except OSError:  # the other side closed
+            break
+        content += part
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    return content.decode(), os.waitstatus_to_exitcode(status)

@@ -1,0 +1,102 @@
+"""Layouts train the same model, and what is measured is what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder, largest_difference
+from fixtures.jobs import Job
+
+from scalewise import compose
+from scalewise.tracking.names import TIMES
+
+FP32_BYTES = 4
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """One rank, the whole global batch in one pass."""
+    return Job(tmp_path_factory.mktemp("alone"))("trainer.micro_batch=8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"),
+    [("single", 4), ("single", 2), ("ddp", 4), ("ddp", 2), ("ddp", 1)],
+)
+def test_every_layout_of_a_global_batch_trains_the_same(
+    layout: str, micro_batch: int, alone: Folder, job: Job
+) -> None:
+    run = job(f"parallelism={layout}", f"trainer.micro_batch={micro_batch}")
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-4), key
+    furthest = largest_difference(run.weights(), alone.weights())
+    print(f"{layout}, micro batch {micro_batch}: weights differ by at most {furthest:.2e}")
+    for name, weight in run.weights().items():
+        torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_sgd_sees_the_scale_of_the_gradient(job: Job) -> None:
+    """AdamW would hide a gradient that is off by a factor."""
+    sgd = ("optimizer=sgd", "optimizer.lr=0.5", "trainer.clip_norm=null")
+    one, two = job(*sgd), job(*sgd, "parallelism=ddp", "trainer.micro_batch=1")
+    assert two.column("train/grad_norm") == pytest.approx(one.column("train/grad_norm"), rel=1e-4)
+    assert largest_difference(one.weights(), two.weights()) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize(("optimizer", "slots"), [("adamw", 2), ("sgd", 1)])
+def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, job: Job) -> None:
+    parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
+    metrics = job(*parts).summary["metrics"]
+    model = compose([*_model()]).model
+    module = model.build()
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers())
+    weights = model.parameters * FP32_BYTES
+    tensors = len(model.census())
+    assert metrics["memory/parameters_bytes"] == weights + buffers
+    assert metrics["memory/gradients_bytes"] == weights
+    steps = tensors * FP32_BYTES if optimizer == "adamw" else 0  # AdamW counts per tensor
+    assert metrics["memory/optimizer_bytes"] == slots * weights + steps
+    alive = weights + buffers + weights + slots * weights
+    assert metrics["memory/peak_bytes"] >= alive
+    assert metrics["memory/peak_bytes"] >= alive - weights + metrics["memory/activations_bytes"]
+    assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
+
+
+def _model() -> list[str]:
+    from fixtures.doors import UNTRACKED
+
+    return list(UNTRACKED)
+
+
+def test_activations_grow_with_the_micro_batch(job: Job) -> None:
+    small, large = (
+        job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
+        for rows in (2, 8)
+    )
+    assert large == pytest.approx(4 * small, rel=0.1)
+
+
+def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(job: Job) -> None:
+    run = job("trainer.max_steps=30")
+    for row in run.metrics:
+        parts = sum(float(row[f"time/{name}_s"]) for name in TIMES)
+        assert float(row["time/step_s"]) == pytest.approx(parts)
+        rate = float(row["throughput/tokens_per_s"]) * float(row["time/step_s"])
+        assert rate == pytest.approx(8 * 32)
+    assert sum(run.column("time/step_s")) < run.status["seconds"]
+
+
+def test_tokens_and_rates_follow_the_schedule(job: Job) -> None:
+    run = job("schedule=linear", "schedule.warmup_steps=2", "optimizer.lr=1e-3")
+    assert run.column("train/tokens") == [step * 8 * 32 for step in range(1, 9)]
+    rates = run.column("train/lr")
+    assert rates[:2] == pytest.approx([5e-4, 1e-3])
+    assert rates[1:] == sorted(rates[1:], reverse=True)
