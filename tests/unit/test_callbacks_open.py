@@ -41,7 +41,8 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
         ([f"x._target_={NAMES}.Timer", "x.weeks=1"], "x", "refuses these"),
         (["guard.factor=0"], "guard", "factor must exceed 1"),
         (["guard.factor=abc"], "guard", "refuses these"),
-        (["x._target_=torch.nn.Identity"], "x", "is no lightning.pytorch Callback"),
+        (["x._target_=torch.nn.Identity"], "x._target_", "is no lightning.pytorch Callback"),
+        (["x._target_=torch.hub.load"], "x._target_", "is no lightning.pytorch Callback"),
     ],
 )
 def test_what_cannot_be_made_is_refused(

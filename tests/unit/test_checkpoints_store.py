@@ -26,6 +26,8 @@ def state(step: int = 3) -> dict[str, Any]:
             "embedding": embedding,
             "head": embedding,
             "turned": torch.randn(3, 5, generator=generator).t(),
+            "first_of_two": (pair := torch.randn(4, generator=generator))[:2],
+            "second_of_two": pair[2:],
             "half": torch.randn(2, generator=generator).bfloat16(),
             "nothing": torch.zeros(0),
             "also_nothing": torch.zeros(0),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scalewise.data import tokens
+from scalewise.data import shards
 from scalewise.data.tokens import Tokens, TokenType
 from scalewise.errors import DataError
 
@@ -33,9 +33,9 @@ def test_four_byte_ids(tmp_path):
 def test_ids_are_read_once(tmp_path, monkeypatch):
     np.arange(99, dtype="<u2").tofile(tmp_path / "a.bin")
     scanned = []
-    original = tokens._extreme
-    monkeypatch.setattr(tokens, "SCAN_TOKENS", 10)
-    monkeypatch.setattr(tokens, "_extreme", lambda s: scanned.append(len(s)) or original(s))
+    original = shards._extreme
+    monkeypatch.setattr(shards, "SCAN_TOKENS", 10)
+    monkeypatch.setattr(shards, "_extreme", lambda s: scanned.append(len(s)) or original(s))
     data = Tokens(4, (f"{tmp_path}/a.bin",))
     data.prepare(99, 0)
     data.prepare(99, 0)

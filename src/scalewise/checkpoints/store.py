@@ -75,8 +75,11 @@ def load(path: Path) -> dict[str, Any]:
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError.one("resume", path, f"cannot be read: {reason}") from error
-    aliases = state.pop("aliases")
-    weights |= {alias: weights[name] for alias, name in aliases.items()}
+    try:
+        aliases = state.pop("aliases")
+        weights |= {alias: weights[name] for alias, name in aliases.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program") from error
     return {**state, "state_dict": weights}
 
 
@@ -94,15 +97,18 @@ def verify(path: Path) -> int:
             "resume", path, f"has format version {manifest.get('version')}, not {VERSION}"
         )
     files, step = manifest.get("files"), manifest.get("step")
-    if not isinstance(files, dict) or not isinstance(step, int):
+    whole = isinstance(files, dict) and files.keys() == {WEIGHTS, TRAINING}
+    if not whole or not isinstance(step, int):
         raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged")
+    assert isinstance(files, dict)
     for name, written in files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError.one("resume", path, f"lacks {name}")
         size = file.stat().st_size
-        if size != written["bytes"]:
-            reason = f"is truncated: {name} has {size} of {written['bytes']} bytes"
+        expected = written.get("bytes") if isinstance(written, dict) else None
+        if size != expected:
+            reason = f"is truncated: {name} has {size} of {expected} bytes"
             raise CheckpointError.one("resume", path, reason, "use an earlier checkpoint")
         if _fingerprint(file) != written:
             reason = f"is damaged: the checksum of {name} differs"
@@ -135,13 +141,14 @@ def _untied(
     state_dict: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Returns each tensor once, contiguous, and the other names of those that have several."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     weights, aliases = {}, {}
     for name, tensor in state_dict.items():
-        place = (tensor.untyped_storage().data_ptr(), tuple(tensor.shape))
-        known = first.setdefault(place, name)
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        known = first.setdefault(view, name)
         if known == name or not tensor.numel():
-            weights[name] = tensor.detach().contiguous()
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            weights[name] = tensor.detach().contiguous() if whole else tensor.detach().clone()
         else:
             aliases[name] = known
     return weights, aliases

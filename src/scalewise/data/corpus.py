@@ -1,5 +1,7 @@
 """The embedded default: the sources of the running Python's standard library."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import sys
@@ -11,7 +13,6 @@ from pathlib import Path
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.tokenized import Source, splits, tokenized
 from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import Complaint, DataError
 
@@ -45,6 +46,8 @@ class Corpus(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns the packed rows; about 5 % of the files are held out, by a hash of their path."""
+        from scalewise.data.tokenized import Source, splits, tokenized
+
         root = Path(sysconfig.get_path("stdlib"))
         sizes = self._sizes(root)
         if len(sizes) < 2:

@@ -1,18 +1,21 @@
 """Datasets of the Hugging Face Hub, or in its formats on this machine."""
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.rows import StreamedRows
-from scalewise.data.tokenized import Source, packed, splits, tokenized
 from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization, encode
 from scalewise.errors import Complaint, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from scalewise.data.rows import StreamedRows
 
 
 @option("data", "hf")
@@ -67,6 +70,8 @@ class HuggingFace(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns packed rows, or rows in the order of the stream where ``streaming``."""
+        from scalewise.data.tokenized import Source, packed, splits, tokenized
+
         if importlib.util.find_spec("datasets") is None:
             cure = "pip install 'scalewise[hf]'"
             raise ConfigError.one("data", "hf", "needs the package datasets", cure)
@@ -114,6 +119,8 @@ class HuggingFace(Data):
 
     def _stream(self, tokenizer: Path, train: Documents) -> StreamedRows:
         from tokenizers import Tokenizer
+
+        from scalewise.data.rows import StreamedRows
 
         loaded = Tokenizer.from_file(str(tokenizer))
         rows = StreamedRows(lambda: encode(loaded, self.end_of_text, train()), self.sequence)

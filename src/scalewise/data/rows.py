@@ -5,6 +5,7 @@ Shapes: B rows, S = sequence + 1 tokens of a row (T inputs and one more label).
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -89,3 +90,34 @@ class StreamedRows:
             for row in range(whole):
                 yield rest[row * self._sequence : (row + 1) * self._sequence + 1]
             rest = rest[whole * self._sequence :]
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``."""
+
+    seed: int
+    vocabulary: int
+    first: int
+    rows: int
+    sequence: int
+    streamed: bool = False
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``: a hash of (seed, row, place), modulo the vocabulary."""
+        width = self.sequence + 1
+        index_B = np.asarray(indices, dtype=np.int64) + self.first
+        place_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)
+        key = _mix(np.array([self.seed], dtype=np.uint64))
+        return (_mix(place_BS + key) % np.uint64(self.vocabulary)).astype(np.int64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the SplitMix64 hash of each element (Steele, Lea and Flood, 2014)."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

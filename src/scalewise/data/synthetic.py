@@ -1,10 +1,9 @@
 """Random token ids, for studies of time and memory."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
@@ -36,6 +35,8 @@ class Synthetic(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns rows that are a function of ``seed`` and their index."""
+        from scalewise.data.rows import RandomRows
+
         ids = self.vocabulary or vocabulary
         if ids > vocabulary:
             reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
@@ -45,34 +46,3 @@ class Synthetic(Data):
             RandomRows(seed, ids, 0, self.rows, self.sequence),
             RandomRows(seed, ids, self.rows, held, self.sequence),
         )
-
-
-@dataclass(frozen=True)
-class RandomRows:
-    """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``."""
-
-    seed: int
-    vocabulary: int
-    first: int
-    rows: int
-    sequence: int
-    streamed: bool = False
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``: a hash of (seed, row, place), modulo the vocabulary."""
-        width = self.sequence + 1
-        index_B = np.asarray(indices, dtype=np.int64) + self.first
-        place_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)
-        key = _mix(np.array([self.seed], dtype=np.uint64))
-        return (_mix(place_BS + key) % np.uint64(self.vocabulary)).astype(np.int64)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns the SplitMix64 hash of each element (Steele, Lea and Flood, 2014)."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

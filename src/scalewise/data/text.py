@@ -1,5 +1,7 @@
 """The user's own text files."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +11,6 @@ from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
 from scalewise.data.corpus import held_out
 from scalewise.data.reading import PLAIN, RECORDS, documents, matching, path_complaints
-from scalewise.data.tokenized import Source, splits, tokenized
 from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
 from scalewise.errors import Complaint, DataError
 
@@ -57,6 +58,8 @@ class Text(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns the packed rows of the files, and of what is held out of them."""
+        from scalewise.data.tokenized import Source, splits, tokenized
+
         if complaints := list(self.complaints()):
             raise DataError(complaints)
         files = matching(self.paths)

@@ -1,5 +1,7 @@
 """Text to token ids: train or read a tokenizer, and encode documents one after the other."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scalewise.errors import Complaint, DataError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
 Documents = Callable[[], Iterator[str]]
@@ -61,7 +62,7 @@ class Tokenization:
         file = [str(path), state.st_size, state.st_mtime_ns]
         return {"tokenizer": file, "end_of_text": self.end_of_text}
 
-    def load(self) -> "Tokenizer | None":
+    def load(self) -> Tokenizer | None:
         """Returns the user's tokenizer, None if one is to be trained; may raise ``DataError``."""
         if self.tokenizer is None:
             return None
@@ -78,7 +79,7 @@ class Tokenization:
             raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
         return tokenizer
 
-    def train(self, documents: Documents) -> "Tokenizer":
+    def train(self, documents: Documents) -> Tokenizer:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -96,15 +97,17 @@ class Tokenization:
         return tokenizer
 
 
-def vocabulary_of(tokenizer: "Tokenizer") -> int:
+def vocabulary_of(tokenizer: Tokenizer) -> int:
     """Returns one more than the largest id of a tokenizer."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def encode(
-    tokenizer: "Tokenizer", end_of_text: str, documents: Iterable[str]
+    tokenizer: Tokenizer, end_of_text: str, documents: Iterable[str]
 ) -> Iterator[NDArray[np.uint32]]:
     """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text."""
+    import numpy as np
+
     end = tokenizer.token_to_id(end_of_text)
     pieces = (piece for document in documents if document for piece in _pieces(document))
     for batch in _batches(pieces):

@@ -1,25 +1,17 @@
 """Token ids that were made elsewhere, in flat files."""
 
-import json
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.cache import cached
-from scalewise.data.reading import matching, path_complaints
-from scalewise.data.rows import PackedRows
-from scalewise.data.tokenized import too_short
+from scalewise.data.reading import path_complaints
 from scalewise.errors import Complaint, DataError
 
 SUFFIXES = frozenset({".bin", ".npy"})
-SCAN_TOKENS = 16 * 2**20
-"""Ids looked at together when the largest is sought; bounds the memory of the scan."""
 
 
 class TokenType(Enum):
@@ -61,67 +53,11 @@ class Tokens(Data):
         """Returns the packed rows; the first time every id is read to find the largest."""
         if complaints := list(self.complaints()):
             raise DataError(complaints)
-        return Splits(
-            self._rows("data.paths", self.paths, "train", vocabulary),
-            self._rows("data.validation_paths", self.validation_paths, "validation", vocabulary)
-            if self.validation_paths
-            else None,
-        )
+        from scalewise.data.shards import Shards
 
-    def _rows(self, key: str, paths: Sequence[str], split: str, vocabulary: int) -> PackedRows:
-        files = matching(paths)
-        shards = [_open(key, file, self.dtype.value) for file in files]
-        for file, (low, high) in zip(files, _extremes(files, shards), strict=True):
-            if low < 0 or high >= vocabulary:
-                reason = f"holds token id {min(low, high) if low < 0 else high}, outside the"
-                reason += f" model's vocabulary of {vocabulary}"
-                cure = f"give model.vocabulary={high + 1}, or the right data.dtype"
-                raise DataError.one(key, file, reason, cure)
-        rows = PackedRows(shards, self.sequence)
-        if not len(rows):
-            raise too_short(split, max(map(len, shards)), self.sequence)
-        return rows
-
-
-def _open(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
-    """Returns the ids of a shard as a memory map; ``DataError`` if it is empty or cut short."""
-    size = path.stat().st_size
-    if path.suffix == ".npy":
-        try:
-            ids = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            reason = f"is not a whole .npy file ({error})"
-            raise DataError.one(key, path, reason, "copy the file again") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            reason = f"holds {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
-            raise DataError.one(key, path, reason, "save the flat ids")
-    else:
-        width = np.dtype(dtype).itemsize
-        if size % width:
-            reason = f"{size} bytes is no multiple of the {width} of {dtype}: the file is cut short"
-            raise DataError.one(key, path, reason, "copy the file again, or mend data.dtype")
-        ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if size else ()
-    if not len(ids):
-        raise DataError.one(key, path, "holds no token", "omit the file")
-    return np.asarray(ids)
-
-
-def _extremes(files: list[Path], shards: list[NDArray[np.integer]]) -> list[tuple[int, int]]:
-    """Returns the smallest and largest id of each shard, remembered while the files stay."""
-    stats = [(str(file.absolute()), file.stat()) for file in files]
-    key = {
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
-        "types": [shard.dtype.str for shard in shards],
-    }
-
-    def scan(folder: Path) -> None:
-        found = [_extreme(shard) for shard in shards]
-        (folder / "extremes.json").write_text(json.dumps(found), encoding="utf-8")
-
-    folder = cached("scan", key, scan)
-    return [(low, high) for low, high in json.loads((folder / "extremes.json").read_text())]
-
-
-def _extreme(shard: NDArray[np.integer]) -> tuple[int, int]:
-    chunks = [shard[start : start + SCAN_TOKENS] for start in range(0, len(shard), SCAN_TOKENS)]
-    return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
+        kind, length, held = self.dtype.value, self.sequence, self.validation_paths
+        train = Shards("data.paths", self.paths, kind).rows(length, vocabulary, "train")
+        if not held:
+            return Splits(train, None)
+        shards = Shards("data.validation_paths", held, kind)
+        return Splits(train, shards.rows(length, vocabulary, "validation"))

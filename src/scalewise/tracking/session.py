@@ -22,6 +22,9 @@ INIT_WAIT = 10.0
 FINISH_WAIT = 30.0
 """Seconds that finishing may take when the server has gone; what is left is on disk."""
 
+EARLIER_HOST = "api.wandb.ai"
+"""The hosted service's name before it moved; the client still takes a login for it."""
+
 Row = dict[str, Any]
 
 
@@ -183,19 +186,28 @@ def base_url() -> str:
 
 def has_key(server: str) -> bool:
     """Returns whether the environment or a netrc file holds a key for ``server``."""
+    import wandb
+
     if os.environ.get("WANDB_API_KEY"):
         return True
+    hosts = [urlsplit(server).hostname or ""]
+    if server == str(wandb.Settings().base_url):
+        hosts.append(EARLIER_HOST)
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     try:
-        return netrc.netrc(str(file)).authenticators(urlsplit(server).hostname or "") is not None
+        known = netrc.netrc(str(file))
     except (OSError, netrc.NetrcParseError):
         return False
+    return any(known.authenticators(host) is not None for host in hosts)
 
 
 def answers(server: str, wait: float = SERVER_WAIT) -> bool:
     """Returns whether ``server`` takes a connection within ``wait`` seconds, DNS included."""
     parts = urlsplit(server)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # no number: the client will say so
+        return False
     reached = threading.Event()
 
     def connect() -> None:

@@ -6,9 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from scalewise.launch.job import Order, Result
 from scalewise.units import bytes_text, count_text, seconds_text
 
@@ -59,6 +56,9 @@ def sweep_ended(results: Sequence[Result], folder: Path) -> None:
 
 def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) -> None:
     """Prints one row a job: how it ended, and what it measured."""
+    from rich.console import Console
+    from rich.table import Table
+
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("job", justify="right")
     keys = list(dict.fromkeys(key for _, order, _ in orders for key in order.varied))
@@ -76,7 +76,9 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
             _number(metrics.get("val/loss"), "{:.4f}"),
             _number(metrics.get("throughput/tokens_per_s"), "{:,.0f}"),
             seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else _ABSENT,
-            bytes_text(metrics["memory/peak_bytes"]) if metrics.get("memory/peak_bytes") else _ABSENT,
+            bytes_text(metrics["memory/peak_bytes"])
+            if metrics.get("memory/peak_bytes")
+            else _ABSENT,
         )
         varied = [order.varied.get(key, "") for key in keys]
         shown.add_row(str(number), *varied, status, *numbers)

@@ -23,16 +23,19 @@ def instantiated(run: Run) -> list[Callback]:
         arguments = {key: value for key, value in config.items() if key != "_target_"}
         module, _, attribute = path.rpartition(".")
         try:
-            made = getattr(importlib.import_module(module), attribute)(**arguments)
+            cls = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             complaints.append(Complaint(f"{key}._target_", path, f"cannot be imported: {error}"))
+            continue
+        # Looked at before it is called: a trusted package has callables that run files.
+        if not (isinstance(cls, type) and issubclass(cls, Callback)):
+            reason = "is no lightning.pytorch Callback class"
+            complaints.append(Complaint(f"{key}._target_", path, reason))
+            continue
+        try:
+            callbacks.append(cls(**arguments))
         except Exception as error:
             complaints.append(Complaint(key, arguments, f"{path} refuses these: {error}"))
-        else:
-            if isinstance(made, Callback):
-                callbacks.append(made)
-            else:
-                complaints.append(Complaint(key, path, "is no lightning.pytorch Callback"))
     if complaints:
         raise ConfigError(complaints)
     return callbacks
