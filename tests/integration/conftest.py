@@ -11,10 +11,9 @@ from fixtures.jobs import Job
 
 
 @pytest.fixture(scope="session")
-def surroundings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def surroundings(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, str]:
     """The environment of every door: one cache of prepared data, a home with nothing in it."""
-    home = tmp_path_factory.mktemp("home")
-    return environment(home, tmp_path_factory.mktemp("cache"))
+    return environment(tmp_path_factory.mktemp("home"), shared_cache)
 
 
 @pytest.fixture
@@ -42,8 +41,6 @@ def doors_in(
 
 
 @pytest.fixture
-def job(tmp_path: Path, surroundings: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Job:
+def job(tmp_path: Path, shared_cache: Path) -> Job:
     """Runs jobs from the warm nursery of this process: a second each instead of six."""
-    monkeypatch.setenv("SCALEWISE_CACHE", surroundings["SCALEWISE_CACHE"])
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    return Job(tmp_path)
+    return Job(tmp_path, shared_cache)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
 
+LONG = pytest.mark.exhaustive
 SCRIPT = """
 import dataclasses, json, sys
 import scalewise
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
 def test_a_script_trains_twice(layout: str, scalewise: Doors) -> None:
     (scalewise.cwd / "script.py").write_text(SCRIPT)
     line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]
@@ -53,7 +54,7 @@ def test_a_failure_is_a_result(scalewise: Doors) -> None:
 
 
 def torchrun(*overrides: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     parts = ["-m", "scalewise", "train", *UNTRACKED, "parallelism=ddp", *overrides]
     return [sys.executable, *launcher, *parts]
 
@@ -80,12 +81,13 @@ def test_a_failure_under_torchrun_is_told(scalewise: Doors) -> None:
 
 
 def test_torchrun_with_another_number_of_ranks_is_refused(scalewise: Doors) -> None:
-    ended = scalewise.command(torchrun("parallelism.replicas=4")).wait()
+    ended = scalewise.command(torchrun("parallelism.replicas=4", "trainer.micro_batch=2")).wait()
     assert ended.code != 0
     assert "is a layout of 4 ranks; 2 were started" in ended.err
     assert ended.folders == []
 
 
+@LONG
 def test_sigterm_to_torchrun_saves(scalewise: Doors) -> None:
     endless = ("trainer.max_steps=100000", "trainer.validate_every=null", "trainer.log_every=1")
     door = scalewise.command(torchrun(*endless))
@@ -105,7 +107,7 @@ def own(tmp_path: Path) -> Path:
             defaults:
               - /schema/optimizer/adamw@_here_
               - _self_
-            lr: 0.02
+            beta1: 0.8
             """,
         "experiment/mine.yaml": """
             # @package _global_
@@ -146,10 +148,10 @@ def test_a_folder_of_ones_own_joins_the_tree(
 ) -> None:
     ended = scalewise("-cd", str(own), f"experiment={experiment}", *SMALL).ok()
     resolved = ended.folder.resolved
-    assert (resolved["optimizer"]["lr"], resolved["seed"]) == (0.02, seed)
+    assert (resolved["optimizer"]["beta1"], resolved["seed"]) == (0.8, seed)
     assert resolved["question"] == "Is brisk better?"
     assert ended.folder.steps == list(range(1, 7))
-    assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr2e-2"
+    assert ended.folder.path.parent.name == "decoder_nano-single-fp32-brisk-lr3e-3"
 
 
 def test_a_sweep_is_a_file_of_axes(own: Path, scalewise: Doors) -> None:

@@ -18,6 +18,7 @@ LONG_RUN = (
     "trainer.log_every=1",
     "trainer.validate_every=null",
 )
+LONG = pytest.mark.exhaustive
 EXIT = {SIGINT: 130, SIGTERM: 143}
 
 
@@ -35,10 +36,10 @@ def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "number", "group"),
     [
-        ("single", SIGINT, False),
+        pytest.param("single", SIGINT, False, marks=LONG),
         ("single", SIGINT, True),
-        ("single", SIGTERM, False),
-        ("ddp", SIGINT, True),
+        pytest.param("single", SIGTERM, False, marks=LONG),
+        pytest.param("ddp", SIGINT, True, marks=LONG),
         ("ddp", SIGTERM, False),
     ],
 )
@@ -58,7 +59,9 @@ def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewis
     assert resumed.newest.steps == list(range(1, further + 1))
 
 
-@pytest.mark.parametrize(("number", "group"), [(SIGINT, True), (SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "group"), [(SIGINT, True), pytest.param(SIGTERM, False, marks=LONG)]
+)
 def test_a_signal_ends_a_sweep(number: int, group: bool, scalewise: Doors) -> None:
     door = scalewise.start("-m", *LONG_RUN, "seed=1,2,3")
     door.until_step(3)
@@ -113,7 +116,7 @@ def _stuck_at(step: int) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("accident", ["none", "hang"])
+@pytest.mark.parametrize("accident", [pytest.param("none", marks=LONG), "hang"])
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewise: Doors) -> None:
     hung = (f"+inject={accident}", *(["callbacks.inject.step=5"] if accident != "none" else []))
     door = scalewise.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)
@@ -129,8 +132,15 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewis
     assert resumed.newest.status["resumed_from"] is not None
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
-@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        ("single", SIGTERM),
+        ("ddp", SIGINT),
+        pytest.param("single", SIGINT, marks=LONG),
+        pytest.param("ddp", SIGTERM, marks=LONG),
+    ],
+)
 def test_a_signal_before_training_began(layout: str, number: int, scalewise: Doors) -> None:
     door = scalewise.start(*LONG_RUN, f"parallelism={layout}")
     door.until_file("runs/*/*/status.json")
@@ -142,7 +152,9 @@ def test_a_signal_before_training_began(layout: str, number: int, scalewise: Doo
     assert door.leftovers(within=2) == []
 
 
-@pytest.mark.parametrize("delay", [0.2, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "delay", [0.3, 1.2, *(pytest.param(d, marks=LONG) for d in (0.1, 0.6, 2.0))]
+)
 def test_a_signal_while_starting_leaves_no_half_run(delay: float, scalewise: Doors) -> None:
     door = scalewise.start(*TINY, "trainer.max_steps=100000")
     time.sleep(delay)

@@ -14,6 +14,7 @@ import pytest
 from fixtures.doors import MARK, TINY, Doors, Ended, Folder
 from fixtures.wandb_server import ENTITY, WandbServer
 
+LONG = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
 LONGER = ("trainer.max_steps=400", "trainer.log_every=1", "trainer.validate_every=null")
 
@@ -107,7 +108,7 @@ def test_a_broken_server_costs_seconds_and_the_online_mode(scalewise: Doors) -> 
     assert_key_is_nowhere(ended)
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", ["dies", pytest.param("breaks", marks=LONG)])
 def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors) -> None:
     with WandbServer() as server:
         door = scalewise.start(*TINY, *LONGER, env=reaching(server))
@@ -123,13 +124,16 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors)
     assert door.leftovers() == []
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+@pytest.mark.parametrize(
+    "url", [pytest.param("http://127.0.0.1:9", marks=LONG), "http://nowhere.invalid"]
+)
 def test_a_key_without_a_server_means_offline(url: str, scalewise: Doors) -> None:
     ended = scalewise(*TINY, env={"WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}).ok()
     assert ended.folder.status["wandb"]["mode"] == "offline"
     assert_key_is_nowhere(ended)
 
 
+@LONG
 def test_the_environment_wins(scalewise: Doors) -> None:
     env = {"WANDB_MODE": "disabled"}
     assert scalewise(*TINY, env=env).ok().folder.status["wandb"]["mode"] == "disabled"

@@ -48,14 +48,16 @@ def changed(run: Run) -> list[dict[str, object]]:
     """
     usual = compose(here=False).choices
     chosen = {group: run.choices[group] for group in tree.CLOSED if group in run.choices}
+    ours = {group: name for group, name in chosen.items() if name in tree.names(group)}
+    strange = tuple(f"{group}." for group in chosen if group not in ours)  # of a user's folder
     rows: list[dict[str, object]] = [
         {"key": group, "default": usual.get(group), "value": choice}
         for group, choice in chosen.items()
         if choice != usual.get(group)
     ]
-    before = _at_rest(tuple(chosen.items()))
+    before = _at_rest(tuple(ours.items()))
     after = flat(run.as_dict())
-    skipped = ("choices.", "overrides", "name", "hardware.")
+    skipped = ("choices.", "overrides", "name", "hardware.", *strange)
     rows += [
         {"key": key, "default": before.get(key), "value": value}
         for key, value in after.items()

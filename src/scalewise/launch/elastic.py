@@ -8,10 +8,11 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -46,7 +47,7 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
         signals_to_handle="SIGHUP",  # the others are ours: see _Stop
         shutdown_timeout=max(1, round(run.launch.grace)),
     )
-    watchdog = Watchdog(run.launch.timeout)
+    watchdog = Watchdog(run.launch.timeout, folder)
     try:
         with signals.handled_by(_Stop()), _quiet(), watchdog:
             elastic_launch(config, work)(run, folder, resume, facts)
@@ -77,10 +78,10 @@ class _Stop:
 
 
 class Watchdog:
-    """Ends a job's processes when its time is up."""
+    """Ends a job's processes when its time is up, and asks them where they were."""
 
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: float | None, folder: Path) -> None:
+        self._timeout, self._folder = timeout, folder
         self._fired = threading.Event()
         self._timer: threading.Timer | None = None
 
@@ -101,10 +102,13 @@ class Watchdog:
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
             reason += f"; {ending.reason}"
-        return Ending("timeout", reason)
+        return Ending("timeout", reason, None, words.stacks(self._folder))
 
     def _fire(self) -> None:
         self._fired.set()
+        for rank in processes.ranks():
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGUSR1)
         processes.end(processes.descendants(), TIMEOUT_GRACE)
 
 

@@ -70,6 +70,11 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
+def ranks() -> list[psutil.Process]:
+    """Returns those of the descendants that are ranks: born from the fork server, as it looks."""
+    return [process for process in descendants() if _is_server(process)]
+
+
 def end(processes: Iterable[psutil.Process], grace: float) -> None:
     """Asks processes to end by SIGTERM and, after ``grace`` seconds, ends them by SIGKILL."""
     alive = list(processes)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from scalewise.launch import words
 from scalewise.run import Run
 
 ORPHAN_GRACE = 10.0
@@ -26,6 +27,7 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) 
     """
     from scalewise.launch.worker import attempt
 
+    words.tell_where(folder, int(os.environ["RANK"]))
     _end_with_launcher(min(run.launch.grace, ORPHAN_GRACE))
     ending = attempt(run, folder, resume, facts)
     if ending.bereft:

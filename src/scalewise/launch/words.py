@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
 
 _FOLDER = ".ranks"
+FRAMES = 4
 
 
 def clear(folder: Path) -> None:
@@ -59,6 +62,21 @@ def said(folder: Path) -> list[Ending]:
             )
             found.append((float(str(word["time"])), ending))
     return [ending for _, ending in sorted(found, key=lambda pair: pair[0])]
+
+
+def tell_where(folder: Path, rank: int) -> None:
+    """Makes SIGUSR1 write down where this process is, even if it answers to nothing else."""
+    file = (folder / _FOLDER / f"{rank}.stack").open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+
+
+def stacks(folder: Path) -> tuple[str, ...]:
+    """Returns the innermost frames of each rank that was asked where it is."""
+    lines: list[str] = []
+    for file in sorted((folder / _FOLDER).glob("*.stack")):
+        frames = [line.strip() for line in file.read_text("utf-8").splitlines() if "File" in line]
+        lines += [f"rank {file.stem}: {frame}" for frame in frames[:FRAMES]]
+    return tuple(lines)
 
 
 def _lines(value: object) -> Sequence[object]:
