@@ -59,13 +59,13 @@ def test_files_are_laid_out_as_promised(folder: Folder) -> None:
     assert folder.path.parent.name == "decoder_nano-single-fp32-adamw-lr3e-3"
 
 
-def test_status_says_what_was_asked_and_how_it_ended(folder: Folder) -> None:
+def test_status_says_what_was_asked_and_how_it_ended(run: Ended, folder: Folder) -> None:
     status = folder.status
     assert (status["status"], status["exit_code"], status["reason"]) == ("ok", 0, "")
     assert status["command"].startswith("scalewise train experiment=smoke")
     assert status["overrides"] == (folder.path / "overrides.txt").read_text().splitlines()
     assert status["wandb"]["mode"] == "offline"
-    assert folder.path.joinpath(status["wandb"]["folder"]).is_dir()
+    assert (run.cwd / status["wandb"]["folder"]).is_dir()  # as `wandb sync` takes it
 
 
 def test_metrics_have_one_row_a_step_and_every_key(folder: Folder) -> None:

@@ -146,30 +146,40 @@ def isolated(order: Order) -> bool:
 def _attempts(
     order: Order, folder: Path, resume: Path | None, status: Status
 ) -> tuple[Ending, int]:
-    run, number = order.run, 1
-    try:
-        if not isolated(order):
-            return _in_process(order, folder, resume, status), 1
+    number, allowed = 0, order.run.launch.max_restarts + 1
+    while True:
+        number += 1
+        try:
+            with signals.raised("before training began"):
+                ending = _attempt(order, folder, resume, status, number)
+        except Interrupted as error:
+            ending = Ending("interrupted", str(error), None, (), error.signal_number)
+        if ending.status not in ("failed", "timeout") or number >= allowed:
+            return ending, number
         from scalewise.checkpoints import store
-        from scalewise.launch.elastic import run_ranks
 
-        for number in range(1, run.launch.max_restarts + 2):
-            facts = _facts(order, status, folder, resume, number)
-            ending = run_ranks(_tracked(order), folder, resume, facts)
-            if ending.status not in ("failed", "timeout") or number > run.launch.max_restarts:
-                break
-            resume = store.latest(folder / "checkpoints") or resume
-            print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
-    except Interrupted as error:
-        ending = Ending("interrupted", str(error), None, (), error.signal_number)
-    return ending, number
+        resume = store.latest(folder / "checkpoints") or resume
+        print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
 
 
-def _in_process(order: Order, folder: Path, resume: Path | None, status: Status) -> Ending:
+def _attempt(
+    order: Order, folder: Path, resume: Path | None, status: Status, number: int
+) -> Ending:
+    facts = _facts(order, status, folder, resume, number)
+    if not isolated(order):
+        return _in_process(order, folder, resume, facts)
+    from scalewise.launch.elastic import run_ranks
+
+    return run_ranks(_tracked(order), folder, resume, facts)
+
+
+def _in_process(
+    order: Order, folder: Path, resume: Path | None, facts: dict[str, object]
+) -> Ending:
     from scalewise.launch.worker import attempt
 
     with signals.kept():
-        return attempt(_tracked(order), folder, resume, _facts(order, status, folder, resume, 1))
+        return attempt(_tracked(order), folder, resume, facts)
 
 
 def _in_place(order: Order, folder: Path) -> Result:

@@ -13,15 +13,26 @@ from scalewise.errors import Interrupted
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
+class _Signalled(BaseException):
+    """On its way out: no ``except Exception`` of a library in between may swallow it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 @contextmanager
 def raised(when: str) -> Iterator[None]:
-    """Turns a signal into ``Interrupted``, whose message says ``when`` it came."""
+    """Leaves the block with ``Interrupted`` on a signal; its message says ``when`` it came."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number, f"{signal.Signals(number).name} {when}")
+        raise _Signalled(number)
 
-    with handled_by(interrupt):
-        yield
+    try:
+        with handled_by(interrupt):
+            yield
+    except _Signalled as signalled:
+        name = signal.Signals(signalled.number).name
+        raise Interrupted(signalled.number, f"{name} {when}") from None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
+from scalewise.errors import ScalewiseError
 from scalewise.run import Run
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode
@@ -133,6 +134,8 @@ class Shielded(Session):
             return
         try:
             send(content)
+        except ScalewiseError:
+            raise
         except Exception as error:
             self._lost = True
             print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)

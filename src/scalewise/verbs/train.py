@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.launch import signals
 from scalewise.launch.job import Order, execute, leads
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
@@ -22,13 +23,14 @@ class Train(Verb):
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
-        order = Order(run, command=self._command, changed=tuple(changed(run)))
-        if leads():
-            show.heading(order)
-        result = execute(order, folder)
-        if leads():
-            show.ended(result)
-        return result.exit_code
+        with signals.raised("outside of training"):
+            order = Order(run, command=self._command, changed=tuple(changed(run)))
+            if leads():
+                show.heading(order)
+            result = execute(order, folder)
+            if leads():
+                show.ended(result)
+            return result.exit_code
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
@@ -62,4 +64,5 @@ class Train(Verb):
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of ``scalewise train ARGUMENTS``."""
-    return open_door(Train(arguments), arguments)
+    with signals.raised("before there was a run"):
+        return open_door(Train(arguments), arguments)

@@ -42,7 +42,8 @@ class LossGuard(Callback):
         """Keeps a loss, and looks when enough have come together."""
         # Not outputs["loss"]: Lightning has divided that by the accumulation.
         loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
-        self._waiting.append((trainer.global_step, loss.detach()))
+        step = batch_idx // trainer.accumulate_grad_batches + 1  # that this micro batch is part of
+        self._waiting.append((step, loss.detach()))
         if len(self._waiting) >= self._every:
             self._look()
 
