@@ -11,9 +11,9 @@ from scalewise.training.callbacks.guard import LossGuard, TrainingDiverged
 
 def feed(guard: LossGuard, losses: list[float], first: int = 1) -> None:
     for step, loss in enumerate(losses, start=first):
-        trainer: Any = SimpleNamespace(global_step=step)
+        trainer: Any = SimpleNamespace(global_step=step, accumulate_grad_batches=1)
         module: Any = SimpleNamespace()
-        guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, step)
+        guard.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss)}, None, step - 1)
 
 
 def end(guard: LossGuard) -> None:
