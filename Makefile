@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test exhaustive gpu browser lock clean
+.PHONY: matrix bench help install demo check test exhaustive gpu browser lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,14 @@ exhaustive: $(READY) browser ## the long cases that CI leaves out
 
 gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/pytest tests -m gpu
+
+matrix: $(READY) ## run every layout with every option, and write experiments/records/cpu/compatibility
+	SCALEWISE_RECORD=1 $(BIN)/pytest tests/numerics/test_compatibility.py -m "exhaustive or not exhaustive"
+
+bench: $(READY) ## measure links and overhead, and write experiments/records (slow_link: Linux, root)
+	$(BIN)/scalewise bench collectives record=true
+	$(BIN)/scalewise bench parallel record=true
+	$(BIN)/scalewise bench slow_link record=true || [ "$$(id -u)" != 0 ]
 
 browser: # the report's tests open pages in Chromium; where it can be installed, it is
 	@command -v chromium chromium-browser google-chrome >/dev/null || \

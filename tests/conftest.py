@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from scalewise.data.cache import cache_folder
 from scalewise.run import Run
 
 pytest_plugins = ["fixtures.reports"]
@@ -32,6 +34,15 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-cache"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def native_code(shared_cache: Path) -> None:
+    """Lets DeepSpeed's compiled code outlive a session: it takes minutes to make."""
+    kept = cache_folder() / "extensions"
+    kept.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # another worker was first
+        (shared_cache / "extensions").symlink_to(kept)
 
 
 @pytest.fixture(autouse=True)

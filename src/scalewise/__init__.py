@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from scalewise.errors import CheckpointError, ConfigError, DataError
+
 if TYPE_CHECKING:
     from scalewise.api import Result as Result
     from scalewise.api import Run as Run
     from scalewise.api import compose as compose
     from scalewise.api import train as train
 
-__all__ = ["Result", "Run", "compose", "train"]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "Result", "Run", "compose", "train"]
 
 
 def __getattr__(name: str) -> Any:

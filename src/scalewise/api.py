@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 
 from scalewise.config.compose import changed, compose
-from scalewise.launch.job import Order, Result, execute, leads
+from scalewise.launch import started
+from scalewise.launch.job import Order, Result, execute
 from scalewise.run import Run
 
 __all__ = ["Result", "Run", "compose", "train"]
@@ -27,6 +28,6 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     command = shlex.join(["scalewise", "train", *run.overrides])
     order = Order(run, command=command, changed=tuple(changed(run)))
     result = execute(order, Path(folder).absolute())
-    if leads():
+    if started.leads():
         page.write(result.folder)
     return result

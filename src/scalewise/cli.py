@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from scalewise import output
 from scalewise.errors import ScalewiseError
+from scalewise.launch import started
 
 VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
     "report": "write report.html again for a run's or a sweep's folder",
+    "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "doctor": "say what this machine has, and what that means for a run",
 }
 """Every verb and what it does; a part of the frozen surface."""
@@ -31,27 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        return _dispatch(given)
-    except ScalewiseError as error:
-        print(f"scalewise: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("scalewise: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    with output.shielded():
+        try:
+            return _dispatch(given)
+        except ScalewiseError as error:
+            print(f"scalewise: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            print("scalewise: interrupted", file=sys.stderr)
+            return 130
 
 
 def _dispatch(given: list[str]) -> int:
+    started.adopt(os.environ)
     if _asks_completion(given):
         return _complete(given)
     verb = given[0] if given else ""
     if verb in ("", "-h", "--help", "help") or "--help" in given or "-h" in given:
         print(help_text())
         return 0
-    if verb == "--version":
+    if "--version" in given:
         print(f"scalewise {_version()}")
         return 0
     if verb not in VERBS:

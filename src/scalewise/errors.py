@@ -82,7 +82,7 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be loaded (truncated, foreign, of another model)."""
 
 
-class Interrupted(ScalewiseError):  # noqa: N818
+class Interrupted(ScalewiseError):  # noqa: N818 (what happened, not an error of anyone)
     """A signal ended the run; what had been trained is in a checkpoint."""
 
     def __init__(self, signal_number: int, message: str) -> None:

@@ -51,6 +51,8 @@ class Hardware:
     """Bandwidth of the device's memory, GB/s."""
     link_gb_per_s: float | None = None
     """Bandwidth between two devices of a node, one direction, GB/s."""
+    link_latency_us: float | None = None
+    """Time of an empty message between two devices of a node, microseconds."""
 
     def peak_flops(self, kind: str) -> float | None:
         """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
@@ -59,10 +61,13 @@ class Hardware:
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures that no device has."""
-        for key in ("memory_gib", "fp32_tflops", "memory_gb_per_s", "link_gb_per_s"):
+        for key in _POSITIVE:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 yield Complaint(f"hardware.{key}", value, "must be positive")
+
+
+_POSITIVE = ("memory_gib", "fp32_tflops", "memory_gb_per_s", "link_gb_per_s", "link_latency_us")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,16 @@ class Machine:
     def max_cpu_ranks(self) -> int:
         """Returns how many CPU ranks make sense."""
         return CPU_RANKS_PER_CORE * self.cores
+
+
+def started_ranks() -> int | None:
+    """Returns how many ranks a launcher has started, this process being one; None: it is alone."""
+    return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else None
+
+
+def ranks_on_this_machine() -> int | None:
+    """Returns how many of ``started_ranks`` share this machine; None: this process is alone."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else None
 
 
 @cache

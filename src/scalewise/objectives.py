@@ -19,7 +19,7 @@ IGNORED = -100
 @option("objective", "causal_lm")
 @dataclass(frozen=True)
 class CausalLM:
-    """Predict the next token: mean cross-entropy in nats per token."""
+    """Predict the next token: cross-entropy in nats."""
 
     label_smoothing: float = 0.0
     """Share of the target probability spread over the whole vocabulary."""
@@ -32,12 +32,13 @@ class CausalLM:
             )
 
     def loss(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the mean over all labels that are not ``IGNORED``, a scalar in fp32."""
+        """Returns the sum over all labels that are not ``IGNORED``, a scalar in fp32."""
         from torch.nn import functional as F
 
         return F.cross_entropy(
             logits_BTV.flatten(0, 1).float(),
             labels_BT.flatten(),
             ignore_index=IGNORED,
+            reduction="sum",
             label_smoothing=self.label_smoothing,
         )

@@ -20,15 +20,20 @@ class Optimizer(ABC):
 
     lr: float
     weight_decay: float
+    shard: bool
 
     @property
     @abstractmethod
     def slots(self) -> int:
         """Returns how many numbers of state are held for each parameter."""
 
-    @abstractmethod
     def build(self, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         """Returns the torch optimizer over the parameters that require a gradient."""
+        return self.over(self.groups(parameters))
+
+    @abstractmethod
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns the torch optimizer over parameter groups."""
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields rates that cannot train."""
@@ -40,8 +45,9 @@ class Optimizer(ABC):
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         """Returns parameter groups: matrices decay, vectors (norms, biases) do not."""
         trainable = [p for p in parameters if p.requires_grad]
-        matrices = [p for p in trainable if p.ndim >= 2]
-        vectors = [p for p in trainable if p.ndim < 2]
+        # ZeRO-3 leaves an empty vector in the place of each parameter, and its shape beside it.
+        matrices = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2]
+        vectors = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) < 2]
         groups = [(matrices, self.weight_decay), (vectors, 0.0)]
         return [{"params": held, "weight_decay": decay} for held, decay in groups if held]
 
@@ -63,6 +69,8 @@ class AdamW(Optimizer):
     """Decoupled decay of matrices, per step, times the learning rate."""
     fused: bool = True
     """One kernel for all parameters; torch's own default loops over them."""
+    shard: bool = False
+    """Whether ranks that hold the same weights share the state out (ZeRO-1); ``ddp`` alone."""
 
     @property
     def slots(self) -> int:
@@ -79,12 +87,12 @@ class AdamW(Optimizer):
         if not self.epsilon > 0:
             yield Complaint("optimizer.epsilon", self.epsilon, "must be positive")
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's AdamW."""
         from torch import optim
 
         return optim.AdamW(
-            self.groups(parameters),
+            groups,
             lr=self.lr,
             betas=(self.beta1, self.beta2),
             eps=self.epsilon,
@@ -105,6 +113,8 @@ class SGD(Optimizer):
     """Whether the gradient is taken at the place momentum leads to."""
     weight_decay: float = 0.0
     """L2 term added to the gradient of matrices."""
+    shard: bool = False
+    """Whether ranks that hold the same weights share the state out (ZeRO-1); ``ddp`` alone."""
 
     @property
     def slots(self) -> int:
@@ -121,10 +131,8 @@ class SGD(Optimizer):
                 "optimizer.nesterov", True, "needs momentum", "set optimizer.momentum=0.9"
             )
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's SGD."""
         from torch import optim
 
-        return optim.SGD(
-            self.groups(parameters), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov
-        )
+        return optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)

@@ -6,22 +6,32 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from math import isfinite
+from math import ceil, isfinite
 
 from scalewise.checkpoints.spec import Checkpoint
+from scalewise.compilation import Compile
 from scalewise.config.registry import target
 from scalewise.data.base import Data
 from scalewise.errors import Complaint
-from scalewise.hardware import DeviceKind, Hardware, on_this_machine, this_machine
+from scalewise.hardware import (
+    DeviceKind,
+    Hardware,
+    on_this_machine,
+    ranks_on_this_machine,
+    started_ranks,
+    this_machine,
+)
 from scalewise.launch.spec import Launch
 from scalewise.models.base import Model
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import Optimizer
-from scalewise.parallelism import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.parallelism.base import Parallelism
 from scalewise.precision import Number, Precision
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
 from scalewise.trainer import Trainer
+from scalewise.training.callbacks import spec as own_callbacks
+from scalewise.units import LARGEST
 
 TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
 """Packages whose callables an open group may name without the user's say-so."""
@@ -42,6 +52,7 @@ class Run:
     precision: Precision
     optimizer: Optimizer
     schedule: Schedule
+    compile: Compile
     trainer: Trainer
     checkpoint: Checkpoint
     tracking: Wandb
@@ -82,7 +93,7 @@ class Run:
     @property
     def accumulation(self) -> int:
         """Returns how many micro batches each rank sums into one optimizer step."""
-        return self.global_batch // self.rows_per_pass
+        return ceil(self.global_batch / self.rows_per_pass)
 
     @property
     def tokens_per_step(self) -> int:
@@ -102,15 +113,16 @@ class Run:
         """Returns the run with every ``auto`` of hardware and layout decided for this machine."""
         hardware = on_this_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
-        devices = len(this_machine().gpus) if on_cuda else DEFAULT_CPU_RANKS
-        return replace(
-            self, hardware=hardware, parallelism=self.parallelism.settle(max(1, devices))
-        )
+        devices = started_ranks() or (max(1, len(this_machine().gpus)) if on_cuda else None)
+        return replace(self, hardware=hardware, parallelism=self.parallelism.settle(devices))
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields everything that is wrong: in each spec, then between them."""
-        yield from self._of_specs()
-        yield from self._of_batches()
+        of_specs = list(self._of_specs())
+        yield from of_specs
+        if not of_specs:
+            yield from self.parallelism.complaints_with(self)
+        yield from self._of_schedule()
         yield from self._of_tokens()
         yield from self._of_callbacks()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
@@ -123,6 +135,8 @@ class Run:
         """Yields what the present machine cannot run; a plan for another machine skips these."""
         yield from self._of_devices()
         yield from self._of_numbers()
+        yield from self.tracking.machine_complaints()
+        yield from self.parallelism.machine_complaints(self)
 
     def as_dict(self) -> dict[str, object]:
         """Returns the run as plain nested containers, each spec with its ``_target_``."""
@@ -135,6 +149,9 @@ class Run:
             spec = getattr(self, part.name)
             if not hasattr(spec, "complaints"):
                 continue
+            if absurd := list(_beyond(part.name, spec)):
+                yield from absurd
+                continue
             found = list(spec.complaints())
             yield from found
             known = {complaint.key for complaint in found}
@@ -143,26 +160,21 @@ class Run:
                 if isinstance(value, float) and not isfinite(value) and key not in known:
                     yield Complaint(key, value, "must be a finite number")
 
-    def _of_batches(self) -> Iterator[Complaint]:
+    def _of_schedule(self) -> Iterator[Complaint]:
         trainer = self.trainer
         if trainer.micro_batch < 1 or (trainer.global_batch or 1) < 1 or self.world_size < 1:
             return
-        if self.global_batch % self.rows_per_pass:
-            ranks = self.parallelism.data_parallel_size
-            fitting = max(1, round(self.global_batch / self.rows_per_pass)) * self.rows_per_pass
-            yield Complaint(
-                "trainer.global_batch",
-                self.global_batch,
-                f"is not a multiple of micro_batch x ranks = {trainer.micro_batch} x {ranks}",
-                f"set trainer.global_batch={fitting} or another trainer.micro_batch",
-            )
-        steps = trainer.max_steps
-        warmup = self.schedule.warmup_steps
-        if steps is not None and warmup >= steps > 0:
+        if self.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
+            return  # epochs have as many steps as the data has rows
+        warmup, steps = self.schedule.warmup_steps, self.steps(rows=0)
+        if warmup >= steps > 0:
+            length = f"trainer.max_steps={steps}"
+            if trainer.max_steps is None:
+                length = f"the {steps} steps of trainer.max_tokens={trainer.max_tokens}"
             yield Complaint(
                 "schedule.warmup_steps",
                 warmup,
-                f"is not below trainer.max_steps={steps}",
+                f"is not below {length}",
                 f"set schedule.warmup_steps={steps // 10}",
             )
 
@@ -212,10 +224,17 @@ class Run:
                     f"the package {package!r} is not trusted",
                     f"if you trust it, set trusted_packages=[{package}]",
                 )
+            elif own_callbacks.is_own(path):
+                yield from own_callbacks.complaints(name, callback)
+            elif path.endswith(".EarlyStopping") and self.trainer.validate_every is None:
+                reason = "could never act: nothing is validated"
+                cure = "set trainer.validate_every=100, or leave it out"
+                yield Complaint("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
 
     def _of_devices(self) -> Iterator[Complaint]:
         machine = this_machine()
         key, ranks = "parallelism", self.choices.get("parallelism", "")
+        here = ranks_on_this_machine() or self.world_size
         if self.hardware.device is DeviceKind.cuda:
             if not machine.gpus:
                 yield Complaint(
@@ -224,11 +243,11 @@ class Run:
                     "this machine has no CUDA device",
                     "set hardware=auto or hardware=cpu",
                 )
-            elif self.world_size > len(machine.gpus):
+            elif here > len(machine.gpus):
                 yield Complaint(
                     key,
                     ranks,
-                    f"needs {self.world_size} devices, this machine has {len(machine.gpus)}",
+                    f"needs {here} devices, this machine has {len(machine.gpus)}",
                     "ask for fewer, or set hardware=cpu",
                 )
             elif self.hardware.match and self.hardware.match not in machine.gpus[0]:
@@ -238,11 +257,11 @@ class Run:
                     f"this machine has {machine.gpus[0]}",
                     "set hardware=auto",
                 )
-        elif self.world_size > machine.max_cpu_ranks:
+        elif here > machine.max_cpu_ranks:
             yield Complaint(
                 key,
                 ranks,
-                f"needs {self.world_size} CPU ranks; the {machine.cores} cores of this machine "
+                f"needs {here} CPU ranks; the {machine.cores} cores of this machine "
                 f"carry at most {machine.max_cpu_ranks}",
                 "ask for fewer",
             )
@@ -267,6 +286,15 @@ class Run:
                 "this device has no bf16 tensor cores",
                 "set precision=fp16_mixed",
             )
+
+
+def _beyond(group: str, spec: object) -> Iterator[Complaint]:
+    """Yields the integers of a spec that no machine counts in."""
+    for entry in fields(spec):  # type: ignore[arg-type]  # a spec is a dataclass
+        value = getattr(spec, entry.name)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            reason = "is beyond what 64 bits hold, 2**63 - 1"
+            yield Complaint(f"{group}.{entry.name}", value, reason)
 
 
 def _names_target(value: object) -> bool:

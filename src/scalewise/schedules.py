@@ -48,7 +48,7 @@ class Schedule(ABC):
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
     def _rest(self, steps: int) -> int:
-        return max(1, steps - self.warmup_steps)
+        return max(1, steps - 1 - self.warmup_steps)  # the last step is number steps - 1
 
 
 @option("schedule", "constant")

@@ -4,6 +4,8 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 TERA = 1e12
+LARGEST = 2**63 - 1
+"""The largest integer that torch and the files of a run can hold."""
 
 
 def bytes_text(count: float) -> str:

@@ -7,6 +7,7 @@ import torch
 
 import scalewise
 from scalewise.measure.steptime import StepClock
+from scalewise.models.decoder import weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,12 +30,27 @@ def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
 
 
 def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
+    """From weights on disk: the two kinds of device draw different random numbers."""
+    model = scalewise.compose(SMOKE).model
+    weights.export(model.build(1).state_dict(), model, tmp_path / "start")
     losses = []
     for hardware in ("cpu", "auto"):
-        run = scalewise.compose([*SMOKE, f"hardware={hardware}"])
-        summary = scalewise.train(run, tmp_path / hardware).summary
+        parts = [*SMOKE, f"hardware={hardware}", f"model.weights={tmp_path / 'start'}"]
+        summary = scalewise.train(scalewise.compose(parts), tmp_path / hardware).summary
         losses.append(summary["metrics"]["train/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize("compiled", ["none", "block"])
+def test_a_layout_of_one_rank_trains(layout: str, compiled: str, tmp_path: Path) -> None:
+    parts = [*SMOKE, f"parallelism={layout}", f"compile={compiled}", "launch.isolation=process"]
+    try:
+        run = scalewise.compose(parts)
+    except scalewise.ConfigError as refusal:
+        pytest.skip(str(refusal))
+    result = scalewise.train(run, tmp_path / "run")
+    assert result.status == "ok", result.reason
 
 
 def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:

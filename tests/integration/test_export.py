@@ -23,7 +23,7 @@ def trained(
     assert result.status == "ok", result.reason
     checkpoint = store.latest(result.folder / "checkpoints")
     assert checkpoint is not None
-    held = store.load(checkpoint)["state_dict"]
+    held = store.whole(checkpoint)
     return run, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
 
 
@@ -31,7 +31,7 @@ def test_the_export_gives_the_same_logits_in_transformers(
     trained: tuple[scalewise.Run, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     run, state = trained
-    module = run.model.build()
+    module = run.model.build(run.seed)
     module.load_state_dict(state)
     weights.export(state, run.model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -48,6 +48,6 @@ def test_the_export_starts_a_new_run(
     run, state = trained
     weights.export(state, run.model, tmp_path)
     line = ["experiment=smoke", "tracking=none", f"model.weights={tmp_path}"]
-    started = scalewise.compose(line).model.build()
+    started = scalewise.compose(line).model.build(run.seed)
     for name, tensor in started.state_dict().items():
         assert torch.equal(tensor, state[name]), name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Opened, same_weights
 from fixtures.jobs import Job
+
+from scalewise.checkpoints import store
 
 ACCIDENTS = {
     "none": ("ok", 0, ""),
@@ -66,38 +70,60 @@ def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[Ended, Opened]) -> None
     assert any("inject.py" in line for line in ended.folder.jobs[1].status["log_tail"])
 
 
+ENDINGS = {
+    "raise": ("failed", "RuntimeError: injected"),
+    "kill": ("failed", "rank 1 was killed by SIGKILL"),
+    "hang": ("timeout", "rank 1 stood still while the others waited for it"),
+    "oom": ("out_of_memory", ""),
+}
+LAYOUTS = {
+    "ddp": ("parallelism=ddp",),
+    "fsdp": ("parallelism=fsdp",),
+    "pipeline": ("parallelism=pipeline", "model.layers=2"),
+}
+
+
 @pytest.mark.parametrize(
-    ("accident", "status", "reason"),
+    ("layout", "accident"),
     [
-        ("raise", "failed", "RuntimeError: injected"),
-        ("kill", "failed", "rank 1 was killed by SIGKILL"),
-        ("hang", "timeout", "ran longer than launch.timeout=8 s"),
-        ("oom", "out_of_memory", ""),
+        pytest.param(layout, accident, marks=() if usual else LONG)
+        for layout in LAYOUTS
+        for accident in ENDINGS
+        for usual in [layout == "ddp" or accident in ("kill", "hang")]
     ],
 )
-def test_an_accident_of_one_rank_ends_the_others(
-    accident: str, status: str, reason: str, job: Job
-) -> None:
-    job("parallelism=ddp")  # warm
+def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job: Job) -> None:
+    job(*LAYOUTS[layout])  # warm
     began = time.monotonic()
-    where = ["parallelism=ddp", f"+inject={accident}", "callbacks.inject.rank=1"]
+    where = [*LAYOUTS[layout], f"+inject={accident}", "callbacks.inject.rank=1"]
     noticed = 8 if accident == "hang" else 0  # seconds: nothing but the clock tells of it
     if noticed:
         where.append(f"launch.timeout={noticed}")
+    status, reason = ENDINGS[accident]
     said = job(*where, status=status).status
     assert time.monotonic() - began < noticed + 15
     assert reason in said["reason"]
-    assert said["rank"] == (1 if accident != "hang" else None)
-    if accident == "hang":  # both stand still; the stacks tell which waits for the other
+    assert said["rank"] == 1
+    if accident == "hang":
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
 @pytest.mark.parametrize(
     ("layout", "accident"),
-    [("single", "raise"), ("ddp", "kill"), pytest.param("single", "hang", marks=LONG)],
+    [
+        ("single", "raise"),
+        ("ddp", "kill"),
+        ("fsdp", "kill"),
+        ("pipeline", "kill"),
+        pytest.param("single", "hang", marks=LONG),
+        pytest.param("fsdp", "hang", marks=LONG),
+        pytest.param("fsdp", "raise", marks=LONG),
+        pytest.param("pipeline", "hang", marks=LONG),
+        pytest.param("pipeline", "raise", marks=LONG),
+    ],
 )
 def test_a_restart_mends_what_happens_once(layout: str, accident: str, job: Job) -> None:
-    parts = (f"parallelism={layout}", "checkpoint.every=2")
+    parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
     undisturbed = job(*parts)
     once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
     mended = job(*parts, *once, "launch.max_restarts=1", "launch.timeout=8")
@@ -105,6 +131,38 @@ def test_a_restart_mends_what_happens_once(layout: str, accident: str, job: Job)
     assert mended.steps == list(range(1, 9))
     assert mended.column("val/loss") == undisturbed.column("val/loss")
     assert same_weights(mended.weights(8), undisturbed.weights(8))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that the second checkpoint of a tiny run fills."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
+    if subprocess.run(line, check=False, capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_costs_that_checkpoint_only(
+    layout: str, small_disk: Path, shared_cache: Path
+) -> None:
+    job = Job(small_disk, shared_cache)
+    parts = (
+        *LAYOUTS[layout],
+        "model.width=64",
+        "model.layers=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+    )
+    failed = job(*parts, status="failed")
+    assert "No space left on device" in failed.status["reason"]
+    kept = failed.checkpoints
+    assert kept, "the first fits"
+    assert store.latest(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
+    assert not list((failed.path / "checkpoints").glob(".partial-*"))
 
 
 def test_restarts_are_counted(job: Job) -> None:
@@ -119,8 +177,12 @@ def test_an_address_space_that_is_too_small(job: Job) -> None:
 
 
 def test_a_callback_that_cannot_be_made_is_refused(job: Job) -> None:
-    bad = "callbacks.guard.factor=0.5"
-    assert "callbacks.guard" in job(bad, status="refused").status["reason"]
+    """One of somebody else's, whose values only it can judge."""
+    bad = (
+        "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
+        "+callbacks.late.duration=soon",
+    )
+    assert "callbacks.late" in job(*bad, status="refused").status["reason"]
 
 
 def test_data_refused_within_a_sweep_stops_nobody(scalewise: Doors) -> None:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+import torch
 from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
 from fixtures.jobs import Job
 
@@ -20,6 +21,8 @@ IN_SAVE = (
 KINDS = {
     "single": (),
     "ddp": ("parallelism=ddp",),
+    "fsdp": ("parallelism=fsdp",),
+    "uneven": ("trainer.micro_batch=3",),
     "accumulating": ("trainer.micro_batch=2",),
     "dropout": ("model.dropout=0.2",),
     "ddp_dropout": ("parallelism=ddp", "model.dropout=0.2"),
@@ -31,7 +34,7 @@ KINDS = {
 }
 
 LONG = pytest.mark.exhaustive
-USUAL = ["single", "ddp", "dropout", "bf16_mixed", "ema"]
+USUAL = ["single", "ddp", "fsdp", "uneven", "dropout", "bf16_mixed", "ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
 Reference = Callable[[str], Folder]
@@ -100,10 +103,12 @@ def test_auto_goes_on_from_what_there_is(
 @pytest.mark.parametrize(
     ("kind", "function"),
     [
-        ("single", "save_file"),
+        ("single", "_write"),
         ("single", "_sync"),
         ("ddp", "_fingerprint"),
-        pytest.param("ddp", "save_file", marks=LONG),
+        ("fsdp", "_complete"),
+        pytest.param("fsdp", "_begin", marks=LONG),
+        pytest.param("ddp", "_write", marks=LONG),
         pytest.param("ddp", "_sync", marks=LONG),
     ],
 )
@@ -116,6 +121,67 @@ def test_a_save_that_dies_midway_costs_that_checkpoint_only(
     resumed = job(*parts, "resume=last")
     assert resumed.status["resumed_from"].endswith("step-00000002")
     assert_same(resumed, undisturbed(kind))
+
+
+@pytest.mark.parametrize(
+    ("wrote", "resumes"),
+    [
+        ((), ("parallelism=ddp",)),
+        (("parallelism=ddp",), ("trainer.micro_batch=3",)),
+        (("trainer.micro_batch=2",), ("parallelism=fsdp",)),
+        pytest.param(("parallelism=fsdp",), ("trainer.micro_batch=8",), marks=LONG),
+        pytest.param(("parallelism=ddp",), ("parallelism=fsdp",), marks=LONG),
+    ],
+    ids=lambda parts: " ".join(parts) or "single",
+)
+def test_another_layout_goes_on_with_the_same_rows(
+    wrote: tuple[str, ...], resumes: tuple[str, ...], job: Job, undisturbed: Reference
+) -> None:
+    first = job(*wrote, "checkpoint.every=3", "checkpoint.keep=0")
+    resumed, reference = job(*resumes, resume=first.checkpoint(3)), undisturbed("single")
+    assert resumed.steps == reference.steps
+    assert resumed.column("train/lr") == reference.column("train/lr")
+    assert resumed.column("train/tokens") == reference.column("train/tokens")
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert resumed.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
+
+
+def test_the_rate_is_that_of_the_run_that_resumes(job: Job) -> None:
+    first = job("optimizer.lr=1e-3", "checkpoint.every=4", "checkpoint.keep=0")
+    slow, fast = job("optimizer.lr=1e-3"), job("optimizer.lr=2e-3")
+    resumed = job("optimizer.lr=2e-3", resume=first.checkpoint(4))
+    assert resumed.column("train/lr") == [
+        *slow.column("train/lr")[:4],
+        *fast.column("train/lr")[4:],
+    ]
+    assert resumed.column("train/loss")[:5] == slow.column("train/loss")[:5]
+    assert resumed.column("train/loss")[6:] != slow.column("train/loss")[6:]
+
+
+def test_the_decay_is_that_of_the_run_that_resumes(job: Job) -> None:
+    """One step on, two decays leave weights that differ by what AdamW says: lr x decay x weight."""
+    plain = ("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01")
+    first = job(*plain, "optimizer.weight_decay=0.1", "trainer.max_steps=4")
+    before = first.weights(4)
+    without, much = (
+        job(*plain, f"optimizer.weight_decay={decay}", "trainer.max_steps=5",
+            resume=first.checkpoint(4)).weights(5)
+        for decay in (0.0, 0.5)
+    )  # fmt: skip
+    for name, weight in before.items():
+        decayed = 0.01 * 0.5 * weight if weight.ndim > 1 else torch.zeros_like(weight)
+        torch.testing.assert_close(without[name] - much[name], decayed, rtol=1e-3, atol=1e-6)
+
+
+def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(job: Job) -> None:
+    """SGD without momentum forgets what the momentum before had gathered."""
+    plain = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")
+    first = job(*plain, "checkpoint.every=4", "checkpoint.keep=0")
+    with_it = job(*plain, resume=first.checkpoint(4))
+    without = job(*plain, "optimizer.momentum=0", resume=first.checkpoint(4))
+    assert same_weights(with_it.weights(8), first.weights(8))
+    assert without.column("train/loss")[:5] == first.column("train/loss")[:5]
+    assert without.column("train/loss")[5:] != first.column("train/loss")[5:]
 
 
 def test_a_run_may_die_twice(job: Job, undisturbed: Reference) -> None:

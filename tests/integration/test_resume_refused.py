@@ -23,7 +23,8 @@ def copy(finished: Folder, tmp_path: Path) -> Folder:
 
 
 def truncate(run: Folder) -> None:
-    with (run.checkpoint(4) / "model.safetensors").open("r+b") as file:
+    (held,) = (run.checkpoint(4) / "model").iterdir()
+    with held.open("r+b") as file:
         file.truncate(100)
 
 
@@ -46,7 +47,7 @@ def disguise(run: Folder) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (truncate, "is truncated: model.safetensors has 100 of"),
+        (truncate, "is truncated: model/shard-00001-model-00001-of-00001.safetensors has 100 of"),
         (damage, "is damaged: the checksum of training.pt differs"),
         (lose, "lacks training.pt"),
         (disguise, "is no scalewise checkpoint"),
@@ -69,6 +70,7 @@ def test_a_checkpoint_that_is_not_whole(
         (["model.width=64"], "model.width=64: the checkpoint under"),
         (["optimizer=sgd"], "optimizer._target_"),
         (["seed=3"], "seed=3"),
+        (["trainer.micro_batch=3", "trainer.global_batch=null"], "trainer.global_batch=3: the"),
         ([], "has done 8 of 8 steps"),
     ],
 )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
 from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder
@@ -19,7 +19,7 @@ LONG_RUN = (
     "trainer.validate_every=null",
 )
 LONG = pytest.mark.exhaustive
-EXIT = {SIGINT: 130, SIGTERM: 143}
+EXIT = {SIGHUP: 129, SIGINT: 130, SIGTERM: 143}
 
 
 def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
@@ -41,6 +41,8 @@ def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
         pytest.param("single", SIGTERM, False, marks=LONG),
         pytest.param("ddp", SIGINT, True, marks=LONG),
         ("ddp", SIGTERM, False),
+        ("single", SIGHUP, True),
+        pytest.param("ddp", SIGHUP, True, marks=LONG),
     ],
 )
 def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewise: Doors) -> None:
@@ -57,6 +59,19 @@ def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewis
         *LONG_RUN, f"parallelism={layout}", "resume=last", f"trainer.max_steps={further}"
     ).ok()
     assert resumed.newest.steps == list(range(1, further + 1))
+
+
+@LONG
+@pytest.mark.parametrize("layout", ["single", "ddp"])
+def test_nohup_is_obeyed(layout: str, scalewise: Doors) -> None:
+    line = [sys.executable, "-m", "scalewise", "train", *LONG_RUN, f"parallelism={layout}"]
+    door = scalewise.command(["nohup", *line])
+    door.until_step(3)
+    door.signal(SIGHUP, group=True)
+    time.sleep(1)
+    assert door.process.poll() is None
+    door.signal(SIGTERM)
+    assert door.wait(30).code == EXIT[SIGTERM]
 
 
 @pytest.mark.parametrize(

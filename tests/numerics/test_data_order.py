@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.data.order import Order, permutation
-from scalewise.data.rows import PackedRows
+from scalewise.data.rows import PackedRows, RandomRows
+from scalewise.objectives import IGNORED
 
 SEQUENCE = 4
 
@@ -19,33 +20,44 @@ def numbered(rows):
 
 
 def indices(batch):
-    return (batch["inputs"][:, 0] // SEQUENCE).tolist()
+    """Returns the rows of a batch, without those that only fill it up."""
+    real = (batch["labels"] != IGNORED).any(1)
+    return (batch["inputs"][real, 0] // SEQUENCE).tolist()
 
 
-layouts = st.tuples(
-    st.integers(1, 200),
-    st.integers(0, 2**32),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 4),
-)
+def shares(global_batch, micro_batch, ranks):
+    return [Share(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
+
+
+cuts = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
+"""A global batch, the micro batch and the ranks that share it, evenly or not."""
 
 
 @settings(deadline=None, max_examples=60)
-@given(layouts)
-def test_ranks_and_micro_steps_make_up_the_global_batch(layout):
-    rows, seed, ranks, accumulation, micro_batch = layout
-    global_batch = ranks * accumulation * micro_batch
-    shared, alone = Order(rows, seed, global_batch), Order(rows, seed, global_batch)
+@given(cuts, st.integers(1, 200), st.integers(0, 2**32))
+def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
+    held, order = numbered(rows), Order(rows, seed, cut[0])
     for step in (0, 1, 7):
-        parts = [
-            shared.indices(step, micro, rank, ranks, micro_batch)
-            for micro in range(accumulation)
-            for rank in range(ranks)
-        ]
-        np.testing.assert_array_equal(
-            np.concatenate(parts), alone.indices(step, 0, 0, 1, global_batch)
-        )
+        read = []
+        for micro_step in range(step * (n := shares(*cut)[0].accumulation), (step + 1) * n):
+            for share in shares(*cut):
+                tokens_BS = share.read(held, order, micro_step)
+                assert tokens_BS.shape == (cut[1], SEQUENCE + 1)
+                filled_B = (tokens_BS < 0).any(1)
+                np.testing.assert_array_equal(filled_B, (tokens_BS < 0).all(1))
+                read += (tokens_BS[~filled_B, 0] // SEQUENCE).tolist()
+        np.testing.assert_array_equal(read, order.indices(step, 0, cut[0]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(cuts)
+def test_a_share_has_no_more_micro_steps_than_it_needs(cut):
+    global_batch, micro_batch, ranks = cut
+    needed = Share(*cut[:2], 0, ranks).accumulation
+    assert (needed - 1) * micro_batch * ranks < global_batch <= needed * micro_batch * ranks
+    even = global_batch % (micro_batch * ranks) == 0
+    assert Share(*cut[:2], 0, ranks).masks(numbered(3)) == (not even)
+    assert Share(*cut[:2], 0, ranks).masks(RandomRows(0, 9, 0, 9, SEQUENCE, 0.1))
 
 
 @settings(deadline=None, max_examples=60)
@@ -53,7 +65,7 @@ def test_ranks_and_micro_steps_make_up_the_global_batch(layout):
 def test_every_row_comes_once_per_epoch(rows, seed, global_batch):
     order, epochs = Order(rows, seed, global_batch), 3
     steps = -(-rows * epochs // global_batch)
-    read = np.concatenate([order.indices(s, 0, 0, 1, global_batch) for s in range(steps)])
+    read = np.concatenate([order.indices(s, 0, global_batch) for s in range(steps)])
     for epoch in range(epochs):
         one = read[epoch * rows : (epoch + 1) * rows]
         assert sorted(one) == list(range(rows))
@@ -70,10 +82,19 @@ def test_the_order_is_what_it_was():
 
 
 def test_a_stored_order_wraps():
-    assert Order(3, None, 4).indices(0, 0, 0, 1, 4).tolist() == [0, 1, 2, 0]
+    assert Order(3, None, 4).indices(0, 0, 4).tolist() == [0, 1, 2, 0]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 8), (2, 4), (1, 2), (4, 1), (2, 1)])
+@pytest.mark.parametrize(("rows", "global_batch"), [(0, 4), (4, 0)])
+def test_an_order_of_nothing_is_refused(rows, global_batch):
+    with pytest.raises(ValueError, match="cannot fill a global batch"):
+        Order(rows, 0, global_batch)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"),
+    [(1, 8), (2, 4), (1, 2), (4, 1), (2, 1), (1, 3), (3, 1), (3, 2), (2, 16), (5, 3)],
+)
 def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
     rows = numbered(21)
     whole = [indices(batch) for batch in Loader(rows, Share(8, 8), seed=3, steps=6)]
@@ -82,7 +103,7 @@ def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
         for rank in range(ranks)
     ]
     for expected in whole:
-        accumulation = 8 // (ranks * micro_batch)
+        accumulation = -(-8 // (ranks * micro_batch))
         read = [indices(next(loader)) for _ in range(accumulation) for loader in loaders]
         assert [index for part in read for index in part] == expected
     assert all(next(loader, None) is None for loader in loaders)
@@ -113,22 +134,87 @@ def test_a_resumed_loader_gives_the_batches_that_were_left(stop):
 
 def test_validation_reads_the_same_rows_in_every_layout_and_again():
     rows = numbered(19)
-    alone = ValidationLoader(rows, Share(8, 8))
+    alone = ValidationLoader(rows, Share(16, 8))
     assert [indices(batch) for batch in alone] == [list(range(8)), list(range(8, 16))]
     assert len(list(alone)) == len(alone) == 2
-    ranks = [ValidationLoader(rows, Share(8, 2, rank, 2)) for rank in range(2)]
+    ranks = [ValidationLoader(rows, share) for share in shares(16, 2, 2)]
     assert [len(loader) for loader in ranks] == [4, 4]
     read = [index for loader in ranks for batch in loader for index in indices(batch)]
     assert sorted(read) == list(range(16))
 
 
-def test_validation_of_few_rows_repeats_them():
-    assert [indices(b) for b in ValidationLoader(numbered(3), Share(4, 2))] == [[0, 1], [2, 0]]
+@pytest.mark.parametrize("rows", [1, 3, 8, 19])
+@pytest.mark.parametrize("global_batch", [1, 4, 7, 8, 16, 64])
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (1, 8), (2, 2), (3, 1), (4, 3), (7, 2)])
+def test_validation_reads_each_row_once_on_any_ranks(rows, global_batch, ranks, micro_batch):
+    loaders = [
+        ValidationLoader(numbered(rows), share)
+        for share in shares(global_batch, micro_batch, ranks)
+    ]
+    batches = [list(loader) for loader in loaders]
+    assert {len(each) for each in batches} == {len(loaders[0])}  # no rank waits for another
+    assert {tuple(b["inputs"].shape) for each in batches for b in each} == {(micro_batch, SEQUENCE)}
+    in_turn = [index for each in zip(*batches, strict=True) for b in each for index in indices(b)]
+    assert in_turn == list(range(min(rows, global_batch)))
 
 
-def test_a_share_must_fill_the_global_batch():
-    with pytest.raises(ValueError, match="global batch of 8 is not a multiple of 3 ranks x 1 rows"):
-        Share(8, 1, 0, 3)
+def test_rows_that_fill_up_are_tokens_and_no_labels():
+    first, second = Loader(numbered(9), Share(3, 2), seed=0, steps=1)
+    assert (first["labels"] != IGNORED).all()
+    assert (second["labels"][1] == IGNORED).all()
+    for batch in (first, second):
+        assert batch["inputs"].shape == batch["labels"].shape == (2, SEQUENCE)
+        assert (batch["inputs"] >= 0).all()
+
+
+MASKED = RandomRows(3, 50, 0, 23, 16, masked_share=0.4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cuts)
+def test_the_first_micro_batch_of_a_step_counts_its_labels(cut):
+    steps = 4
+    alone = list(Loader(MASKED, Share(cut[0], cut[0]), seed=1, steps=steps))
+    loaders = [Loader(MASKED, share, seed=1, steps=steps) for share in shares(*cut)]
+    every = shares(*cut)[0].accumulation
+    totals, counted = np.zeros(steps, int), np.zeros(steps, int)
+    for loader in loaders:
+        for place, batch in enumerate(loader):
+            assert ("labels_of_step" in batch) == (place % every == 0)
+            counted[place // every] += int(batch.get("labels_of_step", 0))
+            totals[place // every] += int((batch["labels"] != IGNORED).sum())
+    assert totals.tolist() == counted.tolist()
+    assert counted.tolist() == [int(batch["labels_of_step"]) for batch in alone]
+
+
+@pytest.mark.parametrize("share", [Share(8, 8), Share(8, 4), Share(8, 3), Share(8, 3, 2, 3)])
+def test_rows_without_masks_count_none(share):
+    assert all(
+        "labels_of_step" not in batch for batch in Loader(numbered(9), share, seed=0, steps=2)
+    )
+
+
+def test_masked_tokens_are_inputs_and_no_labels():
+    plain = RandomRows(3, 50, 0, 23, 16)
+    masked, whole = (
+        next(iter(Loader(rows, Share(8, 8), seed=1, steps=1))) for rows in (MASKED, plain)
+    )
+    assert torch.equal(masked["inputs"], whole["inputs"])
+    kept = masked["labels"] != IGNORED
+    assert torch.equal(masked["labels"][kept], whole["labels"][kept])
+    assert 0.4 < kept.float().mean() < 0.8
+
+
+@pytest.mark.parametrize("share", [Share(5, 2), Share(5, 2, 1, 2), Share(4, 2)])
+@pytest.mark.parametrize("rows", [numbered(13), MASKED], ids=["plain", "masked"])
+def test_a_resumed_uneven_loader_gives_the_batches_that_were_left(rows, share):
+    whole = list(Loader(rows, share, seed=0, steps=5))
+    stop = 2 * share.accumulation
+    rest = list(Loader(rows, share, seed=0, steps=5, start=stop))
+    assert len(rest) == 3 * share.accumulation
+    for batch, expected in zip(rest, whole[stop:], strict=True):
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[key], expected[key]) for key in batch)
 
 
 def test_labels_are_the_inputs_one_place_on_and_share_their_memory():

@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from scalewise.errors import CheckpointError, ConfigError
+from scalewise.models.base import Part
 from scalewise.models.decoder.module import DecoderModule
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.decoder.weights import export, from_hugging_face, load
@@ -124,7 +125,7 @@ def read(name: str) -> Decoder:
 @each_peer
 def test_logits_are_those_of_hugging_face(spec: Decoder) -> None:
     theirs = peer(spec)
-    ours = spec.build()
+    ours = spec.build(0)
     ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
     assert_same_logits(ours, theirs, spec)
 
@@ -135,23 +136,23 @@ def test_saved_folder_gives_the_same_logits(spec: Decoder, shard: str, tmp_path:
     theirs = peer(spec)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert_same_logits(replace(spec, weights=str(tmp_path)).build(), theirs, spec)
+    assert_same_logits(replace(spec, weights=str(tmp_path)).build(0), theirs, spec)
 
 
 @each_peer
 def test_exported_folder_gives_the_same_logits(spec: Decoder, tmp_path: Path) -> None:
-    ours = replace(spec, initial_std=0.3).build()
+    ours = replace(spec, initial_std=0.3).build(0)
     export(ours.state_dict(), spec, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same_logits(ours, theirs, spec)
-    assert_same_logits(replace(spec, weights=str(tmp_path)).build(), theirs, spec)
+    assert_same_logits(replace(spec, weights=str(tmp_path)).build(0), theirs, spec)
 
 
 def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
     theirs = peer(GPT2)
     bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    ours = GPT2.build()
+    ours = GPT2.build(0)
     ours.load_state_dict(from_hugging_face(bare, GPT2))
     assert_same_logits(ours, theirs, GPT2)
 
@@ -159,7 +160,7 @@ def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
 @pytest.mark.parametrize("spec", HYBRIDS.values(), ids=HYBRIDS.keys())
 def test_shape_without_a_home_is_not_exported(spec: Decoder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no such model"):
-        export(spec.build().state_dict(), spec, tmp_path / "out")
+        export(spec.build(0).state_dict(), spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -207,7 +208,7 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
 )
 def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    export(LLAMA.build().state_dict(), LLAMA, folder)
+    export(LLAMA.build(0).state_dict(), LLAMA, folder)
     harm(folder)
     with pytest.raises(CheckpointError, match=reason) as refusal:
         load(folder, LLAMA)
@@ -219,7 +220,7 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
 
 
 def test_head_that_is_not_the_embedding_is_not_tied(tmp_path: Path) -> None:
-    export(LLAMA.build().state_dict(), LLAMA, tmp_path)
+    export(LLAMA.build(0).state_dict(), LLAMA, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.tied=false"):
         load(tmp_path, replace(LLAMA, tied=True))
 
@@ -230,7 +231,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 @each_spec
 def test_census_is_the_module(spec: Decoder) -> None:
-    module = spec.build()
+    module = spec.build(0)
     census = [(weight.name, weight.shape) for weight in spec.census()]
     assert census == shapes(module)
     assert [name for name, _ in census] == list(module.state_dict())
@@ -243,7 +244,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
         pytest.skip("another family")
     spec = read(name)
     with torch.device("meta"):
-        module = spec.build()
+        module = spec.build(0)
     assert [(weight.name, weight.shape) for weight in spec.census()] == shapes(module)
 
 
@@ -257,7 +258,7 @@ def test_flops_are_those_torch_counts(spec: Decoder) -> None:
         backward: lambda *shapes, **_: flop_counter.sdpa_backward_flop_count(*shapes[:4]),
     }
     batch = tokens(spec)
-    module = spec.build()
+    module = spec.build(0)
     with flop_counter.FlopCounterMode(display=False, custom_mapping=cpu) as counter:
         loss(module, batch).backward()
     per_token = counter.get_total_flops() / batch.numel()
@@ -271,7 +272,7 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
 
 @each_spec
 def test_gradient_reaches_every_parameter(spec: Decoder) -> None:
-    module = spec.build()
+    module = spec.build(0)
     loss(module, tokens(spec)).backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
@@ -280,7 +281,7 @@ def test_gradient_reaches_every_parameter(spec: Decoder) -> None:
 
 @each_spec
 def test_bf16_autocast_is_near_fp32(spec: Decoder) -> None:
-    module, batch = spec.build(), tokens(spec)
+    module, batch = spec.build(0), tokens(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = module(batch)
     assert logits.dtype is torch.bfloat16
@@ -290,7 +291,7 @@ def test_bf16_autocast_is_near_fp32(spec: Decoder) -> None:
 
 @each_spec
 def test_a_token_does_not_see_those_after_it(spec: Decoder) -> None:
-    module, batch = spec.build(), tokens(spec)
+    module, batch = spec.build(0), tokens(spec)
     other = batch.clone()
     other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
     with torch.no_grad():
@@ -301,20 +302,79 @@ def test_a_token_does_not_see_those_after_it(spec: Decoder) -> None:
 @each_spec
 def test_meta_then_empty_then_init_is_a_fresh_build(spec: Decoder) -> None:
     with torch.device("meta"):
-        late = spec.build()
+        late = spec.build(0)
+    assert {p.device.type for p in late.parameters()} == {"meta"}
     late.to_empty(device="cpu")
-    torch.manual_seed(3)
-    late.init_weights()
-    torch.manual_seed(3)
-    fresh = spec.build()
+    late.init_weights(3)
+    fresh = spec.build(3)
     torch.testing.assert_close(late.state_dict(), fresh.state_dict(), rtol=0, atol=0)
     batch = tokens(spec)
     torch.testing.assert_close(late(batch), fresh(batch), rtol=0, atol=0)
 
 
+@each_spec
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_have_the_weights_of_the_whole(spec: Decoder, count: int) -> None:
+    whole, batch = spec.build(5).eval(), tokens(spec)
+    named, seen, x = dict(whole.named_parameters()), set(), batch
+    for part in spec.stages(count, batch.shape[1]):
+        module = spec.shape(part)
+        assert {p.device.type for p in module.parameters()} == {"meta"}
+        module.to_empty(device="cpu")
+        spec.fill(module.eval(), 5)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
+            assert name not in seen or name in spec.tied_weights
+            seen.add(name)
+        assert len(module.layers()) == len(part.layers)
+        with torch.no_grad():
+            x = module(x)
+    assert seen == named.keys()
+    with torch.no_grad():
+        torch.testing.assert_close(x, whole(batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_parts_of_given_weights_are_those_of_the_whole(spec: Decoder, tmp_path: Path) -> None:
+    export(spec.build(1).state_dict(), spec, tmp_path)
+    given = replace(spec, weights=str(tmp_path))
+    named = given.build(0).state_dict()
+    for part in given.stages(3, 16):
+        module = given.shape(part).to_empty(device="cpu")
+        given.fill(module, 0)
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
+
+
+def test_every_matrix_and_every_seed_draws_its_own_numbers() -> None:
+    one, again, other = LLAMA.build(3), LLAMA.build(3), LLAMA.build(4)
+    drawn = [name for name, parameter in one.named_parameters() if parameter.ndim == 2]
+    heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
+    assert len({tuple(head.tolist()) for head in heads.values()}) == len(drawn)
+    for name in drawn:
+        assert torch.equal(one.get_parameter(name), again.get_parameter(name))
+        assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
+
+
+def test_building_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    LLAMA.build(3)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
+    held = LLAMA.shape(Part(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
+    LLAMA.fill(held, 3)
+    for name, parameter in LLAMA.build(3).named_parameters():
+        assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
+
+
 def test_fresh_weights_have_the_spread_asked_for() -> None:
-    module = replace(LLAMA, width=256, feedforward=512).build()
-    block = module.blocks[0]
+    module = replace(LLAMA, width=256, feedforward=512).build(0)
+    block = module.blocks["0"]
     assert isinstance(module, DecoderModule)
     for weight, std in [
         (module.embedding.weight, 0.02),
@@ -329,17 +389,22 @@ def test_fresh_weights_have_the_spread_asked_for() -> None:
     ("spec", "relative"), [(LLAMA, True), (GPT2, False)], ids=["rope", "learned"]
 )
 def test_positions_say_where_a_token_is(spec: Decoder, relative: bool) -> None:
-    module, batch = replace(spec, initial_std=0.3).build().eval(), tokens(spec, length=24)
+    module, batch = replace(spec, initial_std=0.3).build(0).eval(), tokens(spec, length=24)
     places = torch.arange(24)
+
+    def at(places_T: Tensor) -> Tensor:
+        module.hold_places(places_T)
+        return module(batch)
+
     with torch.no_grad():
         logits = module(batch)
-        torch.testing.assert_close(module(batch, places), logits, rtol=0, atol=0)
-        assert torch.allclose(module(batch, places + 8), logits, atol=1e-4) == relative
-        assert not torch.allclose(module(batch, 2 * places), logits, atol=1e-2)
+        torch.testing.assert_close(at(places), logits, rtol=0, atol=0)
+        assert torch.allclose(at(places + 8), logits, atol=1e-4) == relative
+        assert not torch.allclose(at(2 * places), logits, atol=1e-2)
 
 
 def test_dropout_acts_in_training_only() -> None:
-    module, batch = replace(LLAMA, dropout=0.5).build(), tokens(LLAMA)
+    module, batch = replace(LLAMA, dropout=0.5).build(0), tokens(LLAMA)
     with torch.no_grad():
         assert not torch.equal(module.train()(batch), module(batch))
         assert torch.equal(module.eval()(batch), module(batch))
@@ -349,7 +414,7 @@ def test_dropout_acts_in_training_only() -> None:
 def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: Decoder) -> None:
     batch, ours_off, theirs_off = tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
-        theirs, ours = peer(spec, seed), spec.build().eval()
+        theirs, ours = peer(spec, seed), spec.build(0).eval()
         ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
         with torch.no_grad():
             exact = ours(batch)

@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folde
 
 @pytest.mark.parametrize(
     ("layout", "micro_batch"),
-    [("single", 4), ("single", 2), ("ddp", 4), ("ddp", 2), ("ddp", 1)],
+    [("single", 4), ("single", 2), ("single", 3), ("ddp", 4), ("ddp", 2), ("ddp", 1), ("ddp", 3)],
 )
 def test_every_layout_of_a_global_batch_trains_the_same(
     layout: str, micro_batch: int, alone: Folder, job: Job
@@ -56,7 +56,7 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
     metrics = job(*parts).summary["metrics"]
     model = compose(UNTRACKED).model
-    module = model.build()
+    module = model.build(1)
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
     weights = model.parameters * FP32_BYTES
     tensors = len(model.census())

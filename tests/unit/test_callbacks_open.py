@@ -39,8 +39,8 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
         (["x._target_=lightning.nowhere.X"], "x._target_", "cannot be imported"),
         ([f"x._target_={NAMES}.Nothing"], "x._target_", "cannot be imported"),
         ([f"x._target_={NAMES}.Timer", "x.weeks=1"], "x", "refuses these"),
-        (["guard.factor=0"], "guard", "factor must exceed 1"),
-        (["guard.factor=abc"], "guard", "refuses these"),
+        (["x._target_=lightning.pytorch.callbacks.EarlyStopping"], "x", "missing a required"),
+        (["x._target_=antigravity_of_nobody.X", "x.a=1"], "x._target_", "cannot be imported"),
         (["x._target_=torch.nn.Identity"], "x._target_", "is no lightning.pytorch Callback"),
         (["x._target_=torch.hub.load"], "x._target_", "is no lightning.pytorch Callback"),
     ],
@@ -48,7 +48,8 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
 def test_what_cannot_be_made_is_refused(
     compose: Callable[..., Run], lines: list[str], key: str, reason: str
 ) -> None:
-    run = compose(*(f"++callbacks.{line}" for line in lines))
+    trusted = "trusted_packages=[antigravity_of_nobody]"
+    run = compose(trusted, *(f"++callbacks.{line}" for line in lines))
     with pytest.raises(ConfigError) as caught:
         instantiated(run)
     (complaint,) = caught.value.complaints
@@ -57,7 +58,8 @@ def test_what_cannot_be_made_is_refused(
 
 
 def test_all_refusals_come_at_once(compose: Callable[..., Run]) -> None:
-    run = compose("callbacks.guard.factor=0", "+callbacks.x._target_=torch.nowhere.X")
+    lines = [f"+callbacks.{name}._target_=torch.nowhere.X" for name in ("x", "y")]
+    run = compose(*lines)
     with pytest.raises(ConfigError) as caught:
         instantiated(run)
     assert len(caught.value.complaints) == 2

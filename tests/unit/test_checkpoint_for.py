@@ -24,8 +24,12 @@ def leave(run: Run, folder: Path, *steps: int, status: str = "interrupted") -> P
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
     write_json(folder / "status.json", {"status": status})
     for step in steps:
-        state = {"state_dict": {"w": torch.zeros(1)}, "global_step": step}
-        store.save(store.path_of(folder / "checkpoints", step), state)
+        tensors = {"model": {"w": torch.zeros(1)}, "optimizer": {"exp_avg/w": torch.zeros(1)}}
+        store.save(
+            store.path_of(folder / "checkpoints", step),
+            tensors,
+            store.packed({"global_step": step}),
+        )
     return folder
 
 
@@ -62,7 +66,8 @@ def test_a_run_without_a_checkpoint_is_passed_over(compose: Compose, tmp_path: P
     older = leave(compose(), tmp_path / "2026-01-01", 5)
     leave(compose(), tmp_path / "2026-01-02")
     torn = leave(compose(), tmp_path / "2026-01-03", 9)
-    os.truncate(store.path_of(torn / "checkpoints", 9) / store.WEIGHTS, 1)
+    (file,) = (store.path_of(torn / "checkpoints", 9) / "model").iterdir()
+    os.truncate(file, 1)
     expected = store.path_of(older / "checkpoints", 5)
     assert found(compose("resume=last"), tmp_path / "2026-01-04") == expected
 
@@ -94,6 +99,20 @@ def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
     assert found(compose(f"resume='run/{where}'"), tmp_path / "now") == expected
 
 
+@pytest.mark.parametrize("asked", ["run", "run/checkpoints", "last"])
+def test_a_damaged_checkpoint_is_passed_over_aloud(
+    compose: Compose, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = leave(compose(), tmp_path / "run", 3, 7)
+    damaged = store.path_of(folder / "checkpoints", 7)
+    (damaged / store.TRAINING).write_bytes(b"")
+    resume = asked if asked == "last" else tmp_path / asked
+    path = found(compose(f"resume='{resume}'"), tmp_path / "now")
+    assert path == store.path_of(folder / "checkpoints", 3)
+    said = capsys.readouterr().out
+    assert said == f"resume: {damaged} is damaged; going on from step-00000003\n"
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -118,13 +137,19 @@ def test_a_path_that_is_none_of_these(
         (["precision=bf16_mixed", "checkpoint.every=1", "model.dropout=0.1"], []),
         (["model.layers=2"], ["model.layers"]),
         (["optimizer=sgd"], ["optimizer._target_"]),
-        (["trainer.micro_batch=4"], ["trainer.micro_batch"]),
+        (["trainer.micro_batch=4", "trainer.global_batch=8"], []),
+        (["trainer.micro_batch=4"], ["trainer.global_batch"]),
+        (["trainer.global_batch=16"], ["trainer.global_batch"]),
+        (["optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta2=0.5"], []),
         (["data.sequence=64", "seed=9"], ["data.sequence", "seed"]),
-        (["data=synthetic"], ["data._target_", "data.megabytes", "data.rows", "data.vocabulary"]),
-        (["hardware=cpu", "parallelism=ddp"],
-         ["parallelism._target_", "parallelism.bucket_mib",
-          "parallelism.gradient_as_bucket_view", "parallelism.replicas",
-          "parallelism.static_graph"]),
+        (["data=synthetic"],
+         ["data._target_", "data.masked", "data.megabytes", "data.rows", "data.vocabulary"]),
+        (["hardware=cpu", "parallelism=ddp", "trainer.micro_batch=4", "trainer.global_batch=8"],
+         []),
+        (["hardware=cpu", "parallelism=ddp"], ["trainer.global_batch"]),
+        (["hardware=cpu", "parallelism=tensor"], []),
+        (["hardware=cpu", "parallelism=fsdp", "trainer.micro_batch=4", "trainer.global_batch=8"],
+         []),
     ],
 )  # fmt: skip
 def test_what_must_not_differ(
@@ -139,6 +164,38 @@ def test_what_must_not_differ(
         assert all(f"{key}=" in message for key in keys)
     else:
         assert found(run, tmp_path / "now") is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["parallelism=ddp"], ["trainer.micro_batch=16"]),
+        (["parallelism=hsdp", "trainer.micro_batch=2"], []),
+        (["parallelism=context", "trainer.micro_batch=4"], ["trainer.global_batch=4"]),
+        (["parallelism=ddp", "trainer.micro_batch=2"], ["trainer.micro_batch=4"]),
+    ],
+)
+def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
+    compose: Compose, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    wrote, run = compose("hardware=cpu", *before), compose("hardware=cpu", *after)
+    folder = leave(wrote, tmp_path / "run", 3)
+    assert wrote.global_batch == run.global_batch
+    assert list(differences(run, folder)) == []
+    (complaint,) = differences(compose("trainer.global_batch=7"), folder)
+    assert (complaint.key, complaint.value) == ("trainer.global_batch", 7)
+    assert f"trained with {wrote.global_batch}" in complaint.reason
+    assert f"trainer.global_batch={wrote.global_batch}" in complaint.cure
+
+
+def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
+    compose: Compose, tmp_path: Path
+) -> None:
+    folder = leave(compose("trainer.global_batch=8"), tmp_path / "run", 3)
+    kept = yaml.safe_load((folder / "resolved.yaml").read_text())
+    kept["parallelism"] = {"_target_": "somebodys.Layout"}
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(kept))
+    assert list(differences(compose(), folder)) == []
 
 
 def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Path) -> None:

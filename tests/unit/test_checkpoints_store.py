@@ -3,28 +3,25 @@
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from scalewise.checkpoints import store
-from scalewise.checkpoints.lightning_io import FolderIO
 from scalewise.errors import CheckpointError
 
 
-def state(step: int = 3) -> dict[str, Any]:
-    """Returns what Lightning hands over: a tied head, a transposed view, an optimizer."""
+def tensors(step: int = 3) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns what a layout hands over: a tied head, views, a moment and a count of steps."""
     generator = torch.Generator().manual_seed(step)
     embedding = torch.randn(6, 4, generator=generator)
     return {
-        "global_step": step,
-        "epoch": 0,
-        "state_dict": {
-            "embedding": embedding,
-            "head": embedding,
+        "model": {
+            "model.embedding": embedding,
+            "model.head": embedding,
             "turned": torch.randn(3, 5, generator=generator).t(),
             "first_of_two": (pair := torch.randn(4, generator=generator))[:2],
             "second_of_two": pair[2:],
@@ -32,16 +29,41 @@ def state(step: int = 3) -> dict[str, Any]:
             "nothing": torch.zeros(0),
             "also_nothing": torch.zeros(0),
         },
-        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(6, 4)}}, "param_groups": []}],
-        "callbacks": {"ema": {"decay": 0.9}},
+        "optimizer": {
+            "exp_avg/model.embedding": torch.ones(6, 4),
+            "step/model.embedding": torch.full((1,), 3.0),
+        },
     }
+
+
+def rest(step: int = 3) -> dict[str, Any]:
+    """Returns what Lightning hands over beside the tensors."""
+    return {"global_step": step, "epoch": 0, "callbacks": {"ema": {"decay": 0.9}}}
+
+
+def save(path: Path, step: int = 3, **more: Any) -> None:
+    store.save(path, tensors(step), store.packed(rest(step) | more))
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = store.path_of(tmp_path / "checkpoints", 3)
-    store.save(path, state())
+    save(path)
     return path
+
+
+def tensors_file(path: Path, part: str = "model") -> str:
+    """Returns the one file of tensors under ``model`` or ``optimizer``, as the manifest has it."""
+    (file,) = (path / part).iterdir()
+    return str(file.relative_to(path))
+
+
+FILES = ["model", "optimizer", store.TRAINING]
+every_file = pytest.mark.parametrize("kind", FILES)
+
+
+def file_of(path: Path, kind: str) -> str:
+    return kind if kind == store.TRAINING else tensors_file(path, kind)
 
 
 def refused(path: Path) -> str:
@@ -61,52 +83,68 @@ def sign(path: Path) -> None:
 
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
-    loaded, expected = store.load(saved), state()
-    assert loaded.keys() == expected.keys()
-    assert loaded["state_dict"].keys() == expected["state_dict"].keys()
-    for name, tensor in expected["state_dict"].items():
-        assert loaded["state_dict"][name].dtype is tensor.dtype
-        assert torch.equal(loaded["state_dict"][name], tensor)
-    moments = loaded["optimizer_states"][0]["state"][0]["exp_avg"]
-    assert torch.equal(moments, torch.ones(6, 4))
-    assert loaded["callbacks"] == expected["callbacks"]
+    assert store.load(saved) == rest()
+    for part, expected in tensors().items():
+        loaded = store.whole(saved, part)
+        assert loaded.keys() == expected.keys()
+        assert store.shapes(saved, part) == {name: t.shape for name, t in expected.items()}
+        for name, tensor in expected.items():
+            assert loaded[name].dtype is tensor.dtype
+            assert torch.equal(loaded[name], tensor)
 
 
-def test_tied_tensors_are_written_once_and_come_back_tied(saved: Path) -> None:
-    assert set(load_file(saved / store.WEIGHTS)) == set(state()["state_dict"]) - {"head"}
-    weights = store.load(saved)["state_dict"]
-    assert weights["head"].data_ptr() == weights["embedding"].data_ptr()
+def test_a_reader_fills_what_it_asks_for(saved: Path) -> None:
+    """The tensors a layout holds are filled in place, those it lacks are not read."""
+    head = torch.zeros(6, 4)
+    store.read(saved, "model", {"model.head": head})
+    assert torch.equal(head, tensors()["model"]["model.head"])
 
 
-def test_the_seam_to_lightning(tmp_path: Path) -> None:
-    FolderIO().save_checkpoint(state(), tmp_path / "step-00000003")
-    assert FolderIO().load_checkpoint(tmp_path / "step-00000003")["global_step"] == 3
-    with pytest.raises(AssertionError):
-        FolderIO().remove_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("into", "reason"),
+    [
+        ({"gone": torch.zeros(1)}, "lacks gone"),
+        ({"gone": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}, "lacks b and 2 more"),
+        ({"turned": torch.zeros(3, 5)}, "turned is (5, 3), the model has (3, 5)"),
+    ],
+)
+def test_another_model_s_tensors_are_refused(
+    saved: Path, into: dict[str, torch.Tensor], reason: str
+) -> None:
+    before = {name: tensor.clone() for name, tensor in into.items()}
+    with pytest.raises(CheckpointError) as caught:
+        store.read(saved, "model", into)
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value, complaint.reason) == ("resume", saved, reason)
+    assert "the model that wrote it" in complaint.cure
+    assert all(torch.equal(into[name], tensor) for name, tensor in before.items())
 
 
 def test_saving_again_replaces(saved: Path) -> None:
-    store.save(saved, state() | {"epoch": 9})
+    save(saved, epoch=9)
     assert store.load(saved)["epoch"] == 9
 
 
-@pytest.mark.parametrize("name", [store.WEIGHTS, store.TRAINING])
-def test_a_truncated_file_is_refused(saved: Path, name: str) -> None:
+@every_file
+def test_a_truncated_file_is_refused(saved: Path, kind: str) -> None:
+    name = file_of(saved, kind)
     size = (saved / name).stat().st_size
     os.truncate(saved / name, size - 1)
     assert refused(saved) == f"is truncated: {name} has {size - 1} of {size} bytes"
 
 
-@pytest.mark.parametrize("name", [store.WEIGHTS, store.TRAINING])
-def test_a_flipped_bit_is_refused(saved: Path, name: str) -> None:
+@every_file
+def test_a_flipped_bit_is_refused(saved: Path, kind: str) -> None:
+    name = file_of(saved, kind)
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
     (saved / name).write_bytes(content)
     assert refused(saved) == f"is damaged: the checksum of {name} differs"
 
 
-@pytest.mark.parametrize("name", [store.WEIGHTS, store.TRAINING])
-def test_a_missing_file_is_refused(saved: Path, name: str) -> None:
+@every_file
+def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
+    name = file_of(saved, kind)
     (saved / name).unlink()
     assert refused(saved) == f"lacks {name}"
 
@@ -118,8 +156,9 @@ def test_a_missing_file_is_refused(saved: Path, name: str) -> None:
         ("{", "is no scalewise checkpoint"),
         ("[]", "is no scalewise checkpoint"),
         ('{"format": "another"}', "is no scalewise checkpoint"),
-        ('{"format": "scalewise-checkpoint", "version": 99}', "has format version 99, not 1"),
-        ('{"format": "scalewise-checkpoint", "version": 1}', "its manifest.json is damaged"),
+        ('{"format": "scalewise-checkpoint", "version": 99}', "has format version 99, not 2"),
+        ('{"format": "scalewise-checkpoint", "version": 1}', "has format version 1, not 2"),
+        ('{"format": "scalewise-checkpoint", "version": 2}', "its manifest.json is damaged"),
     ],
 )
 def test_a_foreign_folder_is_refused(saved: Path, manifest: str | None, reason: str) -> None:
@@ -148,7 +187,7 @@ def test_a_pickled_object_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content == "torch":
-        torch.save({"aliases": {}, "evil": Payload()}, saved / store.TRAINING)
+        torch.save({**rest(), "evil": Payload()}, saved / store.TRAINING)
     else:
         (saved / store.TRAINING).write_bytes(pickle.dumps(Payload(), protocol=2))
     sign(saved)
@@ -156,10 +195,33 @@ def test_a_pickled_object_is_refused_and_not_run(
     assert not (tmp_path / "ran-code").exists()
 
 
-def test_weights_that_are_no_safetensors_are_refused(saved: Path) -> None:
-    (saved / store.WEIGHTS).write_bytes(b"\xff" * 64)
+@pytest.mark.parametrize("content", [[], 3], ids=repr)
+def test_data_of_another_program_is_refused(saved: Path, content: object) -> None:
+    torch.save(content, saved / store.TRAINING)
     sign(saved)
-    assert refused(saved).startswith("cannot be read: ")
+    assert refused(saved) == f"{store.TRAINING} is of another program"
+
+
+@pytest.mark.parametrize("part", store.TENSORS)
+@pytest.mark.parametrize("ask", [store.whole, store.shapes])
+def test_tensors_that_are_no_safetensors_are_refused(
+    saved: Path, part: str, ask: Callable[[Path, str], object]
+) -> None:
+    (saved / tensors_file(saved, part)).write_bytes(b"\xff" * 64)
+    sign(saved)
+    with pytest.raises(CheckpointError, match="cannot be read: ") as caught:
+        ask(saved, part)
+    assert [complaint.key for complaint in caught.value.complaints] == ["resume"]
+
+
+def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(store.path_of(tmp_path, 3))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_that_dies_leaves_nothing_that_is_read(
@@ -171,7 +233,7 @@ def test_a_writer_that_dies_leaves_nothing_that_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(store, "write_json", dies)
         with pytest.raises(KeyboardInterrupt):
-            store.save(store.path_of(saved.parent, 4), state(4))
+            save(store.path_of(saved.parent, 4), 4)
     assert list(saved.parent.iterdir()) == [saved]
 
 
@@ -180,15 +242,15 @@ def test_a_partial_folder_of_a_killed_writer_is_not_read_and_goes(saved: Path) -
     partial.mkdir()
     (partial / store.MANIFEST).write_text((saved / store.MANIFEST).read_text())
     assert list(store.steps(saved.parent)) == [3]
-    store.save(store.path_of(saved.parent, 4), state(4))
+    save(store.path_of(saved.parent, 4), 4)
     assert not partial.exists()
 
 
 def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
     later = [store.path_of(saved.parent, step) for step in (4, 5, 123_456_789)]
     for path in later:
-        store.save(path, state())
-    os.truncate(later[2] / store.WEIGHTS, 10)
+        save(path)
+    os.truncate(later[2] / tensors_file(later[2]), 10)
     (later[1] / store.MANIFEST).unlink()
     assert list(store.steps(saved.parent)) == [3, 4, 123_456_789]
     assert store.latest(saved.parent) == later[0]
@@ -209,7 +271,7 @@ def test_pruning_keeps_the_newest_and_the_best(
     tmp_path: Path, keep: int, best: int | None, left: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
-        store.save(store.path_of(tmp_path, step), state(step))
+        save(store.path_of(tmp_path, step), step)
     if best is not None:
         store.mark_best(tmp_path, best, 0.5)
         assert store.best_of(tmp_path) == (best, 0.5)

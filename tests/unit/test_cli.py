@@ -43,12 +43,13 @@ def test_help_lists_verbs_groups_and_examples(
     for group in (*tree.GROUPS, "experiment", "sweep"):
         assert all(name in rows[group] for name in tree.names(group))
     assert said.count("  scalewise train") == len(cli.EXAMPLES) == 3
-    assert max(len(line) for line in said.splitlines() if "  model" not in line) <= 100
+    long = ("  model", "  parallelism")
+    assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
 
 
 @pytest.mark.parametrize(
     ("verb", "hint"),
-    [("tarin", "did you mean train?"), ("zzz", "verbs: train, report, doctor")],
+    [("tarin", "did you mean train?"), ("zzz", "verbs: train, report, bench, doctor")],
 )
 def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "model=x"]) == 2
@@ -82,8 +83,12 @@ def test_every_ending_is_an_exit_code(
 
 
 @pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("line", [["--version"], ["train", "--version"]])
 def test_version(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: list[str],
+    installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def version(name: str) -> str:
         if installed:
@@ -91,7 +96,7 @@ def test_version(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert cli.main(["--version"]) == 0
+    assert cli.main(line) == 0
     expected = "1.2.3" if installed else "of a checkout that is not installed"
     assert capsys.readouterr().out == f"scalewise {expected}\n"
 
@@ -155,6 +160,10 @@ class TestDoctor:
         assert "logged in" in state
         assert "k" * 40 not in state + meaning
         assert "not tracked" in meaning
+
+    def test_says_what_the_environment_has_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "nonsense")
+        assert "WANDB_MODE=nonsense" in self._rows(Machine((), "", 1, 2**33))["W&B"][1]
 
     def test_names_the_extra_that_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)

@@ -107,6 +107,8 @@ def test_preparing_imports_no_torch(tmp_path):
         ),
         (Synthetic(rows=0), "data.rows=0: must be positive; give data.rows=100000"),
         (Synthetic(vocabulary=0), "data.vocabulary=0: must be positive; give data.vocabulary=null"),
+        (Synthetic(masked=1.0), "data.masked=1.0: is a share, in [0, 1)"),
+        (Synthetic(masked=-0.1), "data.masked=-0.1: is a share, in [0, 1)"),
     ],
 )
 def test_complaints_name_key_value_and_cure(data, line):
@@ -170,6 +172,21 @@ def test_synthetic_rows_are_a_function_of_seed_and_index():
     drawn = np.bincount(splits.train.gather(range(40)).ravel(), minlength=50)
     assert len(drawn) == 50
     assert drawn.min() > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
+def test_synthetic_masks_its_share_of_the_same_tokens(share):
+    whole = Synthetic(sequence=64, rows=200, vocabulary=50).prepare(50, 3)
+    masked = Synthetic(sequence=64, rows=200, vocabulary=50, masked=share).prepare(50, 3)
+    for plain, some in ((whole.train, masked.train), (whole.validation, masked.validation)):
+        assert some.masked == (share > 0)
+        assert not plain.masked
+        tokens = some.gather(range(len(some)))
+        np.testing.assert_array_equal(
+            np.where(tokens < 0, ~tokens, tokens), plain.gather(range(len(plain)))
+        )
+        if some is masked.train:
+            assert (tokens < 0).mean() == pytest.approx(share, abs=0.02)
 
 
 def test_synthetic_takes_the_models_vocabulary_and_refuses_a_larger_one():

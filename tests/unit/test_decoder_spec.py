@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from scalewise.models.base import Part, Split
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -121,6 +124,95 @@ def test_flops_are_six_per_weight_and_grow_with_the_row() -> None:
     weights = sum(w.count for w in SMALL.census() if w.role in ("attention", "feedforward", "head"))
     assert SMALL.flops(0) == 6 * weights
     assert SMALL.flops(16) - SMALL.flops(0) == 14 * 2 * 16 * 32
+
+
+specs = st.builds(
+    Decoder,
+    vocabulary=st.sampled_from([64, 4096, 128_256]),
+    context=st.just(64),
+    width=st.sampled_from([32, 512]),
+    layers=st.integers(1, 40),
+    heads=st.just(4),
+    feedforward=st.sampled_from([48, 2048]),
+    tied=st.booleans(),
+)
+
+
+def flops_of(spec: Decoder, part: Part, sequence: int) -> float:
+    """Returns a part's flops from those of models of no layer, and of some."""
+    head = 6.0 * spec.vocabulary * spec.width
+    block = (spec.flops(sequence) - head) / spec.layers
+    return len(part.layers) * block + head * part.last
+
+
+@given(specs, st.data(), st.sampled_from([1, 64]))
+def test_stages_hold_every_layer_once_and_much_the_same_flops(
+    spec: Decoder, data: st.DataObject, sequence: int
+) -> None:
+    count = data.draw(st.integers(1, spec.layers))
+    parts = spec.stages(count, sequence)
+    assert [layer for part in parts for layer in part.layers] == list(range(spec.layers))
+    assert all(part.layers for part in parts)
+    assert [part.first for part in parts] == [True] + [False] * (count - 1)
+    assert [part.last for part in parts] == [False] * (count - 1) + [True]
+    flops = [flops_of(spec, part, sequence) for part in parts]
+    assert sum(flops) == pytest.approx(spec.flops(sequence))
+    block = flops_of(spec, Part(range(1), last=False), sequence)
+    least = max(spec.flops(sequence) / count, flops_of(spec, Part(range(1)), sequence))
+    assert max(flops) <= least + block * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "layers"),
+    [
+        ("decoder_nano", 2, [3, 1]),  # its head is worth 3.2 blocks: 7.2 / 2 would be 3.6
+        ("gpt2_124m", 2, [9, 3]),  # 5.5
+        ("llama3_8b", 4, [9, 9, 8, 6]),  # 2.4
+        ("llama3_1b", 8, [3, 2, 2, 2, 2, 2, 2, 1]),  # 4.3
+        ("llama3_70b", 16, [6] + [5] * 14 + [4]),  # 1.2
+    ],
+)
+def test_the_head_counts_for_the_last_stage(name: str, count: int, layers: list[int]) -> None:
+    spec = read(name)
+    assert [len(part.layers) for part in spec.stages(count, sequence=1)] == layers
+
+
+@pytest.mark.parametrize("change", [{}, {"position": Position.learned}, {"tied": True}])
+def test_tensor_parallelism_cuts_every_module_evenly(change: dict[str, object]) -> None:
+    spec = dataclasses.replace(SMALL, bias=True, norm=Norm.layernorm, kv_heads=2, **change)
+    split = spec.tensor_split()
+    cut_along = {Split.column: 0, Split.row: 1, Split.vocabulary: 0, Split.head: 0}
+    seen = set()
+    for weight in spec.census():
+        module = weight.name.rpartition(".")[0].replace(f"blocks.{weight.layer}.", "blocks.*.")
+        seen.add(module)
+        dim = cut_along.get(split[module])
+        if dim is not None and dim < len(weight.shape):
+            assert weight.shape[dim] % 2 == 0
+            assert any(weight.shape[dim] % size == 0 for size in spec.tensor_sizes().values())
+    lacking = {"position"} - seen | ({"head"} if spec.tied else set())
+    assert set(split) - lacking == seen
+    assert spec.tensor_sizes() == {
+        "heads": 4, "kv_heads": 2, "feedforward": 48, "vocabulary": 64,
+    }  # fmt: skip
+
+
+def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
+    split = SMALL.tensor_split()
+    for half, row in (("attention", "output"), ("feedforward", "down")):
+        inside = {
+            k.rpartition(".")[2]: v for k, v in split.items() if k.startswith(f"blocks.*.{half}.")
+        }
+        assert inside.pop(row) is Split.row
+        assert set(inside.values()) == {Split.column}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_in_the_census_once(tied: bool) -> None:
+    spec = dataclasses.replace(SMALL, tied=tied)
+    names = [weight.name for weight in spec.census()]
+    assert spec.tied_weights == ({"embedding.weight"} if tied else set())
+    assert all(names.count(name) == 1 for name in spec.tied_weights)
 
 
 def test_planning_a_decoder_needs_no_torch() -> None:

@@ -99,6 +99,38 @@ TARGETS: list[Row] = [
     ),
 ]
 RULES: list[Row] = [
+    (["callbacks.guard.factor=abc"], "callbacks.guard.factor", "is not a number", "3.0 by def"),
+    (["callbacks.guard.factor=-1"], "callbacks.guard.factor", "must be above 1", "3.0 by default"),
+    (["callbacks.guard.factor=inf"], "callbacks.guard.factor", "finite", "it is 3.0 by default"),
+    (["callbacks.guard.patience=1.5"], "callbacks.guard.patience", "not a whole number", "5"),
+    (["callbacks.guard.patience=true"], "callbacks.guard.patience", "not a whole number", "5"),
+    (["+callbacks.guard.fator=3"], "callbacks.guard.fator", "has no such", "guard.factor?"),
+    (["callbacks.guard.fator=3"], "callbacks.guard.fator", "no such key", "guard.factor?"),
+    (["callbacks.guard.every=3"], "callbacks.guard.every", "no such key", "+callbacks.guard.every"),
+    (
+        ["callbacks=profiler", "callbacks.profiler.active=0"],
+        "callbacks.profiler.active",
+        "must be 1 or more",
+        "it is 3 by default",
+    ),
+    (
+        ["+inject=kill", "+callbacks.inject.once=maybe"],
+        "callbacks.inject.once",
+        "nor false",
+        "false",
+    ),
+    (
+        ["+callbacks.x._target_=scalewise.training.callbacks.guard.LossGard"],
+        "callbacks.x._target_",
+        "is no callback of the suite",
+        "LossGuard?",
+    ),
+    (
+        ["callbacks=[early_stopping]", "trainer.validate_every=null"],
+        "trainer.validate_every",
+        "callbacks.early_stopping could never act",
+        "trainer.validate_every=100",
+    ),
     (["optimizer.lr=nan"], "optimizer.lr", "must be a positive number", ""),
     (["optimizer.beta1=1"], "optimizer.beta1", "in [0, 1)", ""),
     (
@@ -127,17 +159,19 @@ RULES: list[Row] = [
     (["data.sequence=999"], "data.sequence", "longer than the model's context", "sequence=256"),
     (["data.vocabulary=9999"], "data.vocabulary", "beyond the model's", "data.vocabulary=4096"),
     (
-        ["trainer.micro_batch=3", "trainer.global_batch=8"],
-        "trainer.global_batch",
-        "not a multiple of micro_batch x ranks = 3 x 1",
-        "trainer.global_batch=9",
-    ),
-    (
         ["schedule.warmup_steps=10", "trainer.max_steps=10"],
         "schedule.warmup_steps",
         "not below trainer.max_steps=10",
         "warmup_steps=1",
     ),
+    (
+        ["schedule.warmup_steps=4", "trainer.max_steps=null", "trainer.max_tokens=8000"],
+        "schedule.warmup_steps",
+        "not below the 4 steps of trainer.max_tokens=8000",
+        "warmup_steps=0",
+    ),
+    (["trainer.max_steps=99999999999999999999999"], "trainer.max_steps", "beyond what 64 bits", ""),
+    (["data.sequence=-99999999999999999999999"], "data.sequence", "beyond what 64 bits", ""),
     (
         ["precision.parameters=bf16", "precision.compute=fp32"],
         "precision.parameters",
@@ -147,6 +181,126 @@ RULES: list[Row] = [
     (["hardware.memory_gib=-1"], "hardware.memory_gib", "must be positive", ""),
     (["parallelism=ddp", "parallelism.replicas=0"], "parallelism.replicas", "1 or more", ""),
 ]
+LAYOUTS: list[Row] = [
+    (["parallelism=mesh", "parallelism.shard=0"], "parallelism.shard", "1 or more, or auto", ""),
+    (["parallelism=mesh", "parallelism.shard=x"], "parallelism.shard", "1 or more, or auto", ""),
+    (
+        ["parallelism=fsdp", "parallelism.tensor=auto"],
+        "parallelism.tensor",
+        "only one size may be auto, and shard is",
+        "parallelism.tensor=2",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
+         "parallelism.stages_per_rank=4", "trainer.micro_batch=8"],
+        "parallelism.stages_per_rank",
+        "zbv_zero_bubble wants 2 stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b",
+         "parallelism.stages_per_rank=1"],
+        "parallelism.stages_per_rank",
+        "interleaved_1f1b wants 2 or more stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
+        "parallelism.stages_per_rank",
+        "one_f_one_b wants 1 stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=2", "model.kv_heads=1"],
+        "parallelism.tensor",
+        "does not divide model.kv_heads=1",
+        "parallelism.tensor=1",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=2", "model.feedforward=341"],
+        "parallelism.tensor",
+        "does not divide model.feedforward=341",
+        "parallelism.tensor=1",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=4", "data.sequence=54"],
+        "parallelism.tensor",
+        "does not divide the 54 tokens of a row on a rank",
+        "parallelism.sequence_parallel=false",
+    ),
+    (
+        ["parallelism=tensor", "objective.label_smoothing=0.1"],
+        "parallelism.loss_parallel",
+        "knows no label smoothing",
+        "parallelism.loss_parallel=false",
+    ),
+    (
+        ["parallelism=context", "data.sequence=54"],
+        "data.sequence",
+        "not a multiple of 4, the pieces that 2 context ranks cut a row into",
+        "data.sequence=52",
+    ),
+    (
+        ["parallelism=context", "parallelism.balanced=false", "data.sequence=53"],
+        "data.sequence",
+        "not a multiple of 2",
+        "data.sequence=52",
+    ),
+    (
+        ["parallelism=context", "parallelism.context=8", "data.sequence=64"],
+        "parallelism.context",
+        "does not divide the 4 heads that Ulysses shares out",
+        "parallelism.attention=gather",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline=8"],
+        "parallelism.pipeline",
+        "makes 8 stages of 4 layers",
+        "parallelism.pipeline=4",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline=4", "parallelism.pipeline_micro_batches=2"],
+        "parallelism.pipeline_micro_batches",
+        "cannot fill 4 stages",
+        "parallelism.pipeline_micro_batches=4",
+    ),
+    (
+        ["parallelism=pipeline", "trainer.micro_batch=3"],
+        "trainer.micro_batch",
+        "does not fall into 2 pieces for the pipeline",
+        "trainer.micro_batch=2",
+    ),
+    (
+        ["parallelism=fsdp", "parallelism.shard=1", "parallelism.cpu_offload=true"],
+        "parallelism.cpu_offload",
+        "nothing is sharded",
+        "parallelism.shard=2",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.async_tensor=true"],
+        "parallelism.async_tensor",
+        "symmetric memory",
+        "set false",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.comm_hook=bf16"],
+        "parallelism.comm_hook",
+        "gloo cannot reduce bf16",
+        "parallelism.comm_hook=fp16",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.comm_hook=powersgd", "parallelism.lossless_steps=1"],
+        "parallelism.lossless_steps",
+        "2 or more with comm_hook=powersgd",
+        "parallelism.lossless_steps=2",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],
+        "parallelism.static_graph",
+        "fails on a static graph with 3 micro batches a step",
+        "trainer.global_batch=16",
+    ),
+]  # fmt: skip
 MACHINE: list[Row] = [
     (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
     (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
@@ -170,7 +324,7 @@ def refused(overrides: Sequence[str]) -> tuple[Complaint, ...]:
 
 @pytest.mark.parametrize(
     ("overrides", "key", "reason", "cure"),
-    [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *RULES, *MACHINE],
+    [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *RULES, *LAYOUTS, *MACHINE],
     ids=lambda value: (
         " ".join(value).encode("ascii", "replace").decode() if isinstance(value, list) else ""
     ),
@@ -182,6 +336,42 @@ def test_one_complaint_names_key_reason_and_cure(
     assert complaint.key == key
     assert reason in complaint.reason
     assert cure in complaint.cure
+
+
+def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
+    line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
+    with pytest.raises(ConfigError) as caught:
+        compose(line, here=False)
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value) == ("precision", "fp16_mixed")
+    assert "scales no fp16 gradients" in complaint.reason
+    assert "parallelism=ddp" in complaint.cure
+    compose(["parallelism=ddp", *line[1:]], here=False)
+
+
+UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        UNEVEN,
+        [*UNEVEN, "parallelism=ddp"],
+        ["parallelism=context", "data.sequence=53", "parallelism.context=1"],
+        ["parallelism=context", "data.sequence=54", "parallelism.balanced=false"],
+        ["parallelism=context", "parallelism.context=8", "parallelism.attention=gather"],
+        ["parallelism=tensor", "data.sequence=53", "parallelism.sequence_parallel=false"],
+        ["parallelism=tensor", "objective.label_smoothing=0.1", "parallelism.loss_parallel=false"],
+        ["parallelism=pipeline", "trainer.micro_batch=6", "parallelism.pipeline_micro_batches=3"],
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble"],
+        ["parallelism=context", "parallelism.cpu_offload=true"],
+        ["parallelism=ddp", "parallelism.static_graph=true"],
+        ["parallelism=ddp", "parallelism.comm_hook=fp16"],
+    ],
+    ids=" ".join,
+)
+def test_what_looks_alike_and_runs(overrides: list[str]) -> None:
+    assert isinstance(compose(overrides), Run)
 
 
 def test_all_complaints_come_at_once() -> None:
@@ -218,6 +408,32 @@ def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
         assert "hunter2" not in " ".join(str(complaint) for complaint in refused([line]))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "lines", "reason"),
+    [
+        ("WANDB_MODE", "nonsense", [], "none of online, offline, disabled"),
+        ("WANDB_MODE", "nonsense", ["tracking=none"], ""),
+        ("WANDB_MODE", " Online ", [], ""),
+        ("WANDB_MODE", "", [], ""),
+        ("WANDB_BASE_URL", "localhost:8080", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "http://host:port", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "https://", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "http://localhost:8080", [], ""),
+    ],
+)
+def test_variables_on_which_the_tracker_would_stumble(
+    variable: str, value: str, lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    if not reason:
+        compose(lines)
+        return
+    (complaint,) = refused(lines)
+    assert complaint.key == variable
+    assert reason in complaint.reason
+    assert "unset it" in complaint.cure
 
 
 def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
@@ -281,6 +497,13 @@ class Never(Verb):
         (["-m", "precision=fp32,fp8"], ["precision"]),
         (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
         (["optimizer.lr=1,2"], ["optimizer.lr"]),
+        (["-m", "callbacks.guard.factor=2,-1"], ["callbacks.guard.factor"]),
+        (["optimizer.lr=${nowhere}"], ["optimizer.lr"]),
+        (["question=${nowhere}"], ["question"]),
+        (["optimizer.lr=${optimizer.lr}"], ["optimizer.lr"]),
+        (["name=${nowhere}"], ["name"]),
+        (["-m", "optimizer.lr=${nowhere},1e-3"], ["optimizer.lr"]),
+        (["-m", "seed=1,2", "question=${nowhere}"], ["question"]),
     ],
 )  # fmt: skip
 def test_a_command_is_refused_whole_and_leaves_nothing(

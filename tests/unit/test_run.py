@@ -30,6 +30,14 @@ Compose = Callable[..., Run]
             12 * 256,
         ),
         (["data.sequence=64", "trainer.micro_batch=1"], 1, 1, 1, 64),
+        (["trainer.global_batch=9"], 1, 2, 9, 9 * 256),
+        (["trainer.global_batch=3"], 1, 1, 3, 3 * 256),
+        (["parallelism=ddp", "trainer.global_batch=17"], 2, 2, 17, 17 * 256),
+        (["parallelism=fsdp"], 2, 1, 16, 16 * 256),
+        (["parallelism=hsdp", "trainer.global_batch=96"], 4, 3, 96, 96 * 256),
+        (["parallelism=tensor"], 2, 1, 8, 8 * 256),
+        (["parallelism=context", "trainer.global_batch=20"], 2, 3, 20, 20 * 256),
+        (["parallelism=pipeline", "parallelism.shard=3"], 6, 1, 24, 24 * 256),
     ],
 )
 def test_the_arithmetic_of_a_step(
@@ -44,7 +52,8 @@ def test_the_arithmetic_of_a_step(
     assert run.world_size == world
     assert run.accumulation == accumulation
     assert run.global_batch == global_batch
-    assert run.accumulation * run.rows_per_pass == global_batch
+    rows_left = run.accumulation * run.rows_per_pass - global_batch
+    assert 0 <= rows_left < run.rows_per_pass
     assert run.tokens_per_step == tokens
     assert run.flops_per_step == run.model.flops(run.data.sequence) * tokens
 

@@ -11,7 +11,7 @@ import pytest
 from scalewise.run import Run
 from scalewise.tracking import session
 from scalewise.tracking.session import Session, answers, decide_mode, has_key, open_session
-from scalewise.tracking.spec import Mode
+from scalewise.tracking.spec import Mode, Wandb
 
 DEAD = "http://127.0.0.1:9"
 
@@ -46,7 +46,7 @@ def test_the_environment_wins(
     variable: str, asked: Mode, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert decide_mode(asked) is mode
+    assert decide_mode(Wandb(asked)) is mode
 
 
 @pytest.mark.parametrize("key", [True, False])
@@ -58,7 +58,7 @@ def test_auto_is_online_with_a_key_and_a_server(
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     expected = Mode.online if key and reachable else Mode.offline
-    assert decide_mode(Mode.auto) is expected
+    assert decide_mode(Wandb()) is expected
 
 
 def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
@@ -74,7 +74,7 @@ def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
 
     monkeypatch.setattr(socket, "create_connection", hang)
     started = time.monotonic()
-    assert decide_mode(Mode.auto) is Mode.offline
+    assert decide_mode(Wandb()) is Mode.offline
     assert time.monotonic() - started < 2
     given_up.set()
 
@@ -171,3 +171,17 @@ def test_a_tracker_that_cannot_begin_never_stops_a_run(
     monkeypatch.setenv("WANDB_MODE", mode)
     assert open_session(compose(), tmp_path, {}).facts["mode"] == "disabled"
     assert Refusing.modes == tried
+
+
+def test_settings_that_w_and_b_does_not_take_cost_one_line(
+    compose: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(session, "WandbSession", Refusing)
+    monkeypatch.setattr(Refusing, "modes", [], raising=False)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "soon")
+    open_session(compose(), tmp_path, {})
+    assert Refusing.modes == ["offline"]
+    assert "W&B goes offline" in capsys.readouterr().out

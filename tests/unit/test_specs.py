@@ -3,17 +3,23 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import strategies
 
 from scalewise import hardware
 from scalewise.config import tree
 from scalewise.hardware import DeviceKind, Hardware, Machine, processor_tflops
+from scalewise.layouts.base import Layout
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.optimizers import SGD, AdamW, Optimizer
-from scalewise.parallelism import DDP, Single
+from scalewise.parallelism import Parallelism
+from scalewise.parallelism.ddp import DDP, CommHook
+from scalewise.parallelism.mesh import AXES, Mesh, PipelineSchedule
+from scalewise.parallelism.single import Single
 from scalewise.precision import Number, Precision
 from scalewise.run import Run
 from scalewise.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
@@ -196,25 +202,25 @@ SCHEDULES: list[Schedule] = [
 
 
 def rates(spec: Schedule, steps: int) -> list[float]:
-    return [spec.factor(step, steps) for step in range(steps + 1)]
+    return [spec.factor(step, steps) for step in range(steps)]
 
 
 class TestSchedules:
     @pytest.mark.parametrize("spec", SCHEDULES, ids=lambda spec: type(spec).__name__)
     def test_warm_up_rises_to_the_peak_and_the_end_is_final(self, spec: Schedule) -> None:
-        found = rates(spec, 47)
+        found = rates(spec, 48)
         assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
         assert found[7] == max(found) == 1.0
         assert all(a >= b for a, b in itertools.pairwise(found[7:]))
         assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
-        assert spec.factor(1000, 47) == found[-1]
+        assert spec.factor(1000, 48) == found[-1]
 
     def test_wsd_is_flat_until_it_decays(self) -> None:
-        found = rates(WarmupStableDecay(warmup_steps=0, decay=0.25, final=0.0), 40)
+        found = rates(WarmupStableDecay(warmup_steps=0, decay=0.25, final=0.0), 41)
         assert found[:31] == [1.0] * 31
         assert found[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
-        assert rates(WarmupStableDecay(decay=0.0), 10) == [1.0] * 11
-        assert rates(WarmupStableDecay(decay=1.0), 4) == [1.0, 0.75, 0.5, 0.25, 0.0]
+        assert rates(WarmupStableDecay(decay=0.0), 11) == [1.0] * 11
+        assert rates(WarmupStableDecay(decay=1.0), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
 
     @pytest.mark.parametrize(
         ("spec", "usual"),
@@ -230,7 +236,7 @@ class TestSchedules:
         ],
     )
     def test_shapes_are_torch_s(self, spec: Schedule, usual: Callable[..., object]) -> None:
-        assert self._walk(lambda o: spec.build(o, 30), 30) == pytest.approx(self._walk(usual, 30))
+        assert self._walk(lambda o: spec.build(o, 31), 30) == pytest.approx(self._walk(usual, 30))
 
     def _walk(self, build: Callable[..., object], steps: int) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
@@ -246,23 +252,149 @@ class TestSchedules:
         assert Cosine(warmup_steps=5).factor(5, 5) == 1.0
 
 
+LAID_OUT: list[tuple[Mesh, list[int], int]] = [
+    (Mesh(), [0], 1),
+    (Mesh(shard=4), [0, 1, 2, 3], 4),
+    (Mesh(replicate=2, shard=2), [0, 1, 2, 3], 4),
+    (Mesh(tensor=4), [0, 0, 0, 0], 1),
+    (Mesh(context=2), [0, 0], 2),
+    (Mesh(pipeline=4), [0, 0, 0, 0], 1),
+    (Mesh(shard=2, tensor=2), [0, 0, 1, 1], 2),
+    (Mesh(pipeline=2, shard=2), [0, 1, 0, 1], 2),
+    (Mesh(pipeline=2, replicate=2, tensor=2), [0, 0, 1, 1, 0, 0, 1, 1], 2),
+    (Mesh(replicate=2, shard=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
+    (Mesh(pipeline=2, shard=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
+]
+"""Meshes, the share of the rows that each rank reads, and the ranks gradients are averaged over."""
+
+
 class TestParallelism:
+    @pytest.mark.parametrize(
+        ("spec", "devices", "sizes"),
+        [
+            (Mesh(shard="auto"), None, {"shard": 2}),
+            (Mesh(shard="auto"), 8, {"shard": 8}),
+            (Mesh(shard="auto"), 1, {"shard": 1}),
+            (Mesh(replicate=2, shard="auto"), 8, {"replicate": 2, "shard": 4}),
+            (Mesh(replicate=2, shard="auto"), None, {"replicate": 2, "shard": 2}),
+            (Mesh(pipeline=2, tensor="auto", context=2), 12,
+             {"pipeline": 2, "tensor": 3, "context": 2}),
+            (Mesh(shard=4, tensor="auto"), 2, {"shard": 4, "tensor": 1}),
+            (Mesh(shard=4), 2, {"shard": 4}),
+        ],
+    )  # fmt: skip
+    def test_auto_is_what_the_devices_leave(
+        self, spec: Mesh, devices: int | None, sizes: dict[str, int]
+    ) -> None:
+        settled = spec.settle(devices)
+        assert settled.sizes == dict.fromkeys(AXES, 1) | sizes
+        assert settled.world_size == math.prod(sizes.values())
+        assert settled.settle(devices) == settled
+        assert list(settled.complaints()) == []
+
+    @pytest.mark.parametrize(("spec", "shares", "averaged"), LAID_OUT, ids=repr)
+    def test_who_reads_which_rows(self, spec: Mesh, shares: list[int], averaged: int) -> None:
+        assert [spec.data_rank(rank) for rank in range(spec.world_size)] == shares
+        assert set(shares) == set(range(spec.data_parallel_size))
+        assert spec.averaged_over == averaged
+
+    def test_every_replica_reads_rows_of_its_own(self) -> None:
+        assert [DDP(replicas=3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
+        assert DDP(replicas=3).averaged_over == DDP(replicas=3).data_parallel_size == 3
+        assert (Single().data_rank(0), Single().averaged_over) == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("schedule", "each", "stages"),
+        [("1F1B", None, 3), ("GPipe", None, 3), ("Interleaved1F1B", None, 6),
+         ("Interleaved1F1B", 3, 9), ("InterleavedZeroBubble", None, 6), ("ZBVZeroBubble", None, 6)],
+    )  # fmt: skip
+    def test_stages_and_pieces(self, schedule: str, each: int | None, stages: int) -> None:
+        spec = Mesh(pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each)
+        assert (spec.stages, spec.pieces) == (stages, stages)
+        assert replace(spec, pipeline_micro_batches=12).pieces == 12
+        assert list(spec.complaints()) == []
+
+    def test_torch_knows_every_schedule(self) -> None:
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        for schedule in PipelineSchedule:
+            assert get_schedule_class(schedule.value).__name__.endswith(schedule.value)
+
+    @pytest.mark.parametrize(
+        ("spec", "keys"),
+        [
+            (Mesh(shard=0), ["shard"]),
+            (Mesh(shard=-1, tensor=0), ["shard", "tensor"]),
+            (Mesh(tensor="many"), ["tensor"]),
+            (Mesh(shard="auto", tensor="auto"), ["tensor"]),
+            (Mesh(pipeline="auto", shard="auto", tensor="auto"), ["shard", "tensor"]),
+            (Mesh(prefetch=-1), ["prefetch"]),
+            (Mesh(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
+            (Mesh(stages_per_rank=2), ["stages_per_rank"]),
+            (Mesh(stages_per_rank=1, pipeline_schedule=PipelineSchedule.interleaved_1f1b),
+             ["stages_per_rank"]),
+            (Mesh(stages_per_rank=3, pipeline_schedule=PipelineSchedule.zbv_zero_bubble),
+             ["stages_per_rank"]),
+            (DDP(replicas=0), ["replicas"]),
+            (DDP(bucket_mib=0.0), ["bucket_mib"]),
+            (DDP(bucket_mib=math.nan), ["bucket_mib"]),
+            (DDP(powersgd_rank=0, averaging_period=0), ["powersgd_rank", "averaging_period"]),
+            (DDP(lossless_steps=-1), ["lossless_steps"]),
+            (DDP(comm_hook=CommHook.fp16_powersgd, lossless_steps=1), ["lossless_steps"]),
+        ],
+        ids=repr,
+    )  # fmt: skip
+    def test_what_is_no_layout(self, spec: Parallelism, keys: list[str]) -> None:
+        complaints = list(spec.complaints())
+        assert [complaint.key for complaint in complaints] == [f"parallelism.{key}" for key in keys]
+        assert all(complaint.reason for complaint in complaints)
+
+    @pytest.mark.parametrize(
+        "spec",
+        [DDP(lossless_steps=0), DDP(comm_hook=CommHook.powersgd, lossless_steps=2),
+         DDP(comm_hook=CommHook.post_local_sgd, lossless_steps=0), Mesh(prefetch=0)],
+        ids=repr,
+    )  # fmt: skip
+    def test_edges_that_are_allowed(self, spec: Parallelism) -> None:
+        assert list(spec.complaints()) == []
+
     def test_sizes_left_open_are_settled(self) -> None:
         assert DDP().settle(4).world_size == 4
         assert DDP(replicas=3).settle(4).world_size == 3
         assert DDP().world_size == 2
         assert Single().settle(8).world_size == Single().data_parallel_size == 1
 
-    def test_single_is_lightning_s_single_device(self) -> None:
-        from lightning.pytorch.strategies import SingleDeviceStrategy
-
-        assert isinstance(Single().strategy(DeviceKind.cpu), SingleDeviceStrategy)
+    @pytest.mark.parametrize(
+        ("spec", "theirs"),
+        [(Single(), "SingleDeviceStrategy"), (DDP(), "DDPStrategy"),
+         (Mesh(shard=2), "ModelParallelStrategy")],
+    )  # fmt: skip
+    def test_each_is_a_strategy_of_lightning_s(self, spec: Parallelism, theirs: str) -> None:
+        strategy = spec.strategy(DeviceKind.cpu)
+        assert isinstance(strategy, Layout)
+        assert isinstance(strategy, getattr(strategies, theirs))
 
 
 class TestCausalLM:
-    def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary(self) -> None:
+    def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary_for_each_label(self) -> None:
         loss = CausalLM().loss(torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long))
-        assert loss.item() == pytest.approx(math.log(11))
+        assert loss.item() == pytest.approx(6 * math.log(11))
+
+    def test_the_loss_of_a_batch_is_the_sum_over_its_pieces(self) -> None:
+        logits = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
+        labels = torch.arange(24).reshape(4, 6) % 5
+        labels[1, 2:] = IGNORED
+        smooth = CausalLM(label_smoothing=0.1)
+        rows = sum(smooth.loss(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
+        torch.testing.assert_close(rows, smooth.loss(logits, labels))
+
+    def test_a_batch_without_a_label_adds_nothing(self) -> None:
+        logits = torch.randn(1, 3, 5).requires_grad_()
+        loss = CausalLM(label_smoothing=0.1).loss(logits, torch.full((1, 3), IGNORED))
+        loss.backward()
+        assert loss.item() == 0
+        assert logits.grad is not None
+        assert not logits.grad.any()
 
     def test_ignored_labels_take_no_part(self) -> None:
         logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))

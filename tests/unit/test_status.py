@@ -70,11 +70,22 @@ def test_exit_codes(ending: Ending, code: int) -> None:
 def test_cures_are_overrides_that_compose(
     compose: Callable[..., Run], ending: Ending, overrides: list[str], expected: list[str]
 ) -> None:
-    found = cures(ending, compose(*overrides))
+    found = cures(ending, compose(*overrides), resumable=True)
     assert [cure["override"] for cure in found] == expected
     assert all(cure["why"].endswith(".") for cure in found)
     for cure in found:
         assert isinstance(compose(*overrides, *cure["override"].split()), Run)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_only_what_left_a_checkpoint_can_be_resumed(
+    saved: bool, compose: Callable[..., Run], tmp_path: Path
+) -> None:
+    if saved:
+        (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    ending = Ending("interrupted", signal_number=15)
+    found = a_status().ended_as(ending, compose(), 1, tmp_path).cures
+    assert [cure["override"] for cure in found] == ["resume=last"] * saved
 
 
 def test_a_status_that_ended(compose: Callable[..., Run], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_verbs() -> None:
-    assert list(cli.VERBS) == ["train", "report", "doctor"]
+    assert list(cli.VERBS) == ["train", "report", "bench", "doctor"]
 
 
 def test_groups_and_their_options() -> None:
@@ -33,10 +33,26 @@ def test_groups_and_their_options() -> None:
         ],
         "data": ["corpus", "hf", "synthetic", "text", "tokens"],
         "objective": ["causal_lm"],
-        "parallelism": ["ddp", "single"],
+        "parallelism": [
+            "context",
+            "ddp",
+            "deepspeed_zero1",
+            "deepspeed_zero2",
+            "deepspeed_zero2_offload",
+            "deepspeed_zero3",
+            "deepspeed_zero3_nvme",
+            "deepspeed_zero3_offload",
+            "fsdp",
+            "hsdp",
+            "mesh",
+            "pipeline",
+            "single",
+            "tensor",
+        ],
         "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32"],
         "optimizer": ["adamw", "sgd"],
         "schedule": ["constant", "cosine", "linear", "wsd"],
+        "compile": ["block", "none", "whole"],
         "trainer": ["default"],
         "checkpoint": ["default", "none"],
         "tracking": ["none", "wandb"],
@@ -101,7 +117,8 @@ def test_exit_codes() -> None:
 
 
 def test_the_api() -> None:
-    assert scalewise.__all__ == ["Result", "Run", "compose", "train"]
+    errors = ["CheckpointError", "ConfigError", "DataError"]
+    assert scalewise.__all__ == [*errors, "Result", "Run", "compose", "train"]
     for name in scalewise.__all__:
         assert getattr(scalewise, name).__doc__
 

@@ -23,6 +23,9 @@ class Checkpoint:
     at_end: bool = True
     """Whether the last step is saved."""
 
+    background: bool = False
+    """Whether a thread writes while training goes on, for one more copy of the state in memory."""
+
     def complaints(self) -> Iterator[Complaint]:
         """Yields numbers out of range."""
         if self.every is not None and self.every < 1:

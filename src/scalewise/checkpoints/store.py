@@ -1,32 +1,51 @@
 """Checkpoints on disk: a folder that is whole or absent, and loads no code.
 
-``step-00000100/`` holds ``model.safetensors`` (the weights), ``training.pt`` (optimizer, schedule,
-loops, callbacks; read with ``weights_only``) and ``manifest.json`` (sizes and checksums), which is
-written last. The folder gets its name by one rename.
+``step-00000100/`` holds ``model/`` and ``optimizer/`` (safetensors, a file for each rank that holds
+something of its own), ``training.pt`` (schedule, loops, callbacks; read with ``weights_only``) and
+``manifest.json`` (sizes and checksums), which is written last. The folder gets its name by one
+rename. Tensors are named as in the whole model, so that any layout reads what any other wrote.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
 import shutil
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from scalewise.errors import CheckpointError
 from scalewise.tracking.files import read_json, write_json
 
 FORMAT = "scalewise-checkpoint"
-VERSION = 1
-WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+VERSION = 2
+TRAINING, MANIFEST = "training.pt", "manifest.json"
+TENSORS = ("model", "optimizer")
+"""Folders of a checkpoint that hold tensors by name."""
 _NAME = re.compile(r"step-(\d{8,})")
+
+Group = dist.ProcessGroup | None
+Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -34,53 +53,169 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes a Lightning checkpoint dictionary to the folder ``path``, replacing an older one.
+@dataclass(frozen=True)
+class Packed:
+    """What a checkpoint holds beside its tensors, as ``training.pt`` will hold it."""
 
-    A process that dies here leaves a hidden partial folder, which nothing reads and the next
-    save of the same run removes.
+    step: int
+    content: bytes
+
+
+def packed(rest: Mapping[str, Any]) -> Packed:
+    """Returns plain data and tensors as they are now, whatever becomes of them later."""
+    stream = io.BytesIO()
+    torch.save(dict(rest), stream)
+    return Packed(int(rest["global_step"]), stream.getvalue())
+
+
+def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> None:
+    """Writes a checkpoint folder at ``path``, replacing an older one.
+
+    ``tensors`` are those of ``model`` and ``optimizer`` that this rank holds, by name. With a
+    ``group`` its ranks write together, each what it alone holds. A process that dies here leaves a
+    hidden partial folder, which nothing reads and the next save removes.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(".partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     partial = path.parent / f".partial-{path.name}"
-    partial.mkdir()
+    leads = group is None or dist.get_rank(group) == 0
     try:
-        weights, aliases = _untied(state["state_dict"])
-        save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-        rest = {key: value for key, value in state.items() if key != "state_dict"}
-        torch.save({**rest, "aliases": aliases}, partial / TRAINING)
-        files = {name: _fingerprint(partial / name) for name in (WEIGHTS, TRAINING)}
-        manifest = {"format": FORMAT, "version": VERSION, "step": state["global_step"]}
-        write_json(partial / MANIFEST, {**manifest, "files": files})
-        _sync(partial)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
-        _sync(path.parent)
+        _together(group, lambda: _begin(partial, rest), leads)
+        for part, held in tensors.items():
+            writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
+            _write(_apart(held), writer, group)
+        _together(group, lambda: _complete(partial, path, rest.step), leads)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
+def _begin(partial: Path, rest: Packed) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in partial.parent.glob(".partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for part in TENSORS:
+        (partial / part).mkdir(parents=True)
+    (partial / TRAINING).write_bytes(rest.content)
+
+
+def _complete(partial: Path, path: Path, step: int) -> None:
+    written = sorted(file for file in partial.rglob("*") if file.is_file())
+    files = {str(file.relative_to(partial)): _fingerprint(file) for file in written}
+    manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
+    write_json(partial / MANIFEST, manifest)
+    _sync(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    partial.rename(path)
+    _sync(path.parent)
+
+
+def _apart(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors without gaps or shared memory, which the format refuses: as copies."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in held.items():
+        address = tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+        tied = tensor.numel() > 0 and address in seen
+        seen.add(address)
+        apart[name] = (tensor.clone() if tied else tensor).contiguous()
+    return apart
+
+
+def _write(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
+    try:
+        with _alone():
+            state_dict_saver.save(
+                held, storage_writer=writer, process_group=group, no_dist=group is None
+            )
+    except CheckpointException as failure:
+        rank, (cause, _) = min(failure.failures.items())
+        if isinstance(cause, OSError):
+            raise cause from None
+        said = f"rank {rank} could not save: {cause}"
+        raise CheckpointError.one("checkpoint", rank, said) from cause
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps torch from asking whether a rank means to write or read by itself: it does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _together(group: Group, work: Callable[[], None], leads: bool) -> None:
+    """Lets the leading rank work while the others wait; where it fails, all do."""
+    failure: Exception | None = None
+    if leads:
+        try:
+            work()
+        except Exception as error:  # raised below, once every rank knows
+            failure = error
+    if group is not None:
+        told = [str(failure) if failure else None]
+        dist.broadcast_object_list(told, group_src=0, group=group)
+        if told[0] and not leads:
+            failure = CheckpointError.one("checkpoint", told[0], "rank 0 could not save")
+    if failure is not None:
+        raise failure
+
+
 def load(path: Path) -> dict[str, Any]:
-    """Returns the Lightning checkpoint dictionary held in the folder ``path``, on the CPU.
+    """Returns what a checkpoint holds beside its tensors.
 
     Raises ``CheckpointError`` for a folder that is foreign, truncated or holds objects.
     """
     verify(path)
     try:
-        weights = load_file(path / WEIGHTS)
         state = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError.one("resume", path, f"cannot be read: {reason}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program")
+    return state
+
+
+def shapes(path: Path, part: str) -> dict[str, torch.Size]:
+    """Returns the whole shape of each tensor under ``model`` or ``optimizer``, by name."""
+    return {name: held.size for name, held in _metadata(path, part).items()}
+
+
+def _metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
     try:
-        aliases = state.pop("aliases")
-        weights |= {alias: weights[name] for alias, name in aliases.items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program") from error
-    return {**state, "state_dict": weights}
+        known = HuggingFaceStorageReader(str(path / part)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError.one("resume", path, f"cannot be read: {error}") from error
+    return {name: held for name, held in known.items() if isinstance(held, TensorStorageMetadata)}
+
+
+def read(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
+    """Fills tensors, or a layout's shards of them, from ``model`` or ``optimizer``, by name."""
+    known = shapes(path, part)
+    if missing := sorted(into.keys() - known.keys()):
+        reason = f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
+    for name, tensor in into.items():
+        if known[name] != tensor.shape:
+            reason = f"{name} is {tuple(known[name])}, the model has {tuple(tensor.shape)}"
+            raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
+    try:
+        reader = HuggingFaceStorageReader(str(path / part))
+        with _alone():
+            state_dict_loader.load({**into}, storage_reader=reader, no_dist=True)
+    except (CheckpointException, SafetensorError, OSError) as error:
+        raise CheckpointError.one("resume", path, f"cannot be read: {error}") from error
+
+
+def whole(path: Path, part: str = "model") -> dict[str, Tensor]:
+    """Returns the tensors of ``model`` or ``optimizer`` as a single device would hold them."""
+    room = {
+        name: torch.empty(held.size, dtype=held.properties.dtype)
+        for name, held in _metadata(path, part).items()
+    }
+    read(path, part, room)
+    return room
 
 
 def verify(path: Path) -> int:
@@ -97,10 +232,8 @@ def verify(path: Path) -> int:
             "resume", path, f"has format version {manifest.get('version')}, not {VERSION}"
         )
     files, step = manifest.get("files"), manifest.get("step")
-    whole = isinstance(files, dict) and files.keys() == {WEIGHTS, TRAINING}
-    if not whole or not isinstance(step, int):
+    if not (isinstance(files, dict) and TRAINING in files and isinstance(step, int)):
         raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged")
-    assert isinstance(files, dict)
     for name, written in files.items():
         file = path / name
         if not file.is_file():
@@ -135,23 +268,6 @@ def latest(folder: Path) -> Path | None:
             continue
         return path
     return None
-
-
-def _untied(
-    state_dict: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns each tensor once, contiguous, and the other names of those that have several."""
-    first: dict[tuple[object, ...], str] = {}
-    weights, aliases = {}, {}
-    for name, tensor in state_dict.items():
-        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        known = first.setdefault(view, name)
-        if known == name or not tensor.numel():
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            weights[name] = tensor.detach().contiguous() if whole else tensor.detach().clone()
-        else:
-            aliases[name] = known
-    return weights, aliases
 
 
 def _fingerprint(file: Path) -> dict[str, int]:

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise.config import naming, refuse, schema, tree
+from scalewise.config import mount, naming, refuse, schema, tree
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
@@ -64,6 +64,8 @@ class Passage:
     """A verb on its way through Hydra."""
 
     verb: Verb
+    own: Path | None = None
+    """The folder of ``-cd``."""
     codes: list[int] = field(default_factory=list)
     """Exit codes of its jobs so far."""
     raised: list[Exception] = field(default_factory=list)
@@ -80,9 +82,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
 
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
-    prepare()
-    passage = Passage(verb)
     flags = _flags(arguments)
+    passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
 
@@ -92,7 +93,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
         try:
-            passage.codes.append(verb.one(read(config, list(hydra_config.overrides.task)), folder))
+            passage.codes.append(verb.one(read(config, _lines(config.hydra)), folder))
         except Exception as error:  # Hydra would print about it
             _remove_empty(folder)
             passage.raised.append(error)
@@ -105,15 +106,16 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     sys.argv = ["scalewise", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
     try:
+        prepare()
         program()
         if passage.raised:
             raise passage.raised[0]
-    except Exception as error:
+    except Exception as error:  # whatever Hydra made of it is translated below
         if passage.folder is not None and not passage.codes:
             _remove_empty(passage.folder)
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        raise refuse.translated(error, flags.overrides, flags.config_dir) from error
+        raise refuse.translated(error, flags.overrides) from error
     finally:
         _passages.remove(passage)
         sys.argv = argv
@@ -136,8 +138,9 @@ def _flags(arguments: Sequence[str]) -> Namespace:
 
 
 def prepare() -> None:
-    """Registers schemas and resolvers with Hydra; may be called again."""
+    """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
     schema.store()
+    mount.mount(_passages[-1].own if _passages else None)
     naming.register()
 
 
@@ -149,7 +152,7 @@ def launch(
     jobs = _validated(loader, config, job_overrides, first, folder)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question)
-    except Exception as error:
+    except Exception as error:  # Hydra would hide which error it was
         passage.raised.append(error)
         raise
     passage.codes.extend(end.exit_code for end in ends)
@@ -183,9 +186,9 @@ def _validated(
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
         try:
-            task = list(composed.hydra.overrides.task)
             # Alone, a job is its own overrides: the axes would make it a sweep again.
-            run = read(composed, [line for line in task if not line.startswith("sweep=")])
+            lines = [line for line in _lines(composed.hydra) if not line.startswith("sweep=")]
+            run = read(composed, lines)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue
@@ -196,6 +199,13 @@ def _validated(
     if failed is not None:
         raise failed
     return jobs
+
+
+def _lines(hydra_config: DictConfig) -> list[str]:
+    """Returns the overrides as they were typed: an interpolation in one is not resolved there."""
+    lines = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
+    assert isinstance(lines, list)
+    return [str(line) for line in lines]
 
 
 def _varied(job_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:

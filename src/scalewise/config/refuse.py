@@ -30,13 +30,11 @@ LONGEST_SWEEP = 100
 GRAMMAR = "write it as group=option or group.key=value, quoted where it has blanks"
 
 
-def translated(
-    error: Exception, overrides: Sequence[str], config_dir: str | None = None, *, here: bool = True
-) -> Exception:
+def translated(error: Exception, overrides: Sequence[str], *, here: bool = True) -> Exception:
     """Returns the error to show for one that came out of Hydra; ours pass through, completed."""
     if isinstance(error, ScalewiseError) and not isinstance(error, ConfigError):
         return error
-    found = diagnose(overrides, config_dir, here=here)
+    found = diagnose(overrides, here=here)
     known = error.complaints if isinstance(error, ConfigError) else ()
     if "multirun" in str(error):
         found += [c for text in overrides for c in _of_sweep(_parsed(text, []))]
@@ -62,16 +60,12 @@ def unreadable(overrides: Iterable[object]) -> Iterator[Complaint]:
             yield Complaint("", "", f"the override {text!a} is not valid UTF-8", "retype it")
 
 
-def diagnose(
-    overrides: Iterable[str], config_dir: str | None = None, *, here: bool = True
-) -> list[Complaint]:
+def diagnose(overrides: Iterable[str], *, here: bool = True) -> list[Complaint]:
     """Returns what is wrong with these overrides, one complaint each, then across groups."""
     lines = list(overrides)
     if complaints := list(unreadable(lines)):
         return complaints
     with own_hydra() as loader:
-        if config_dir is not None:
-            loader.get_search_path().prepend("command-line", f"file://{config_dir}")
         parsed = [o for text in lines if (o := _parsed(text, complaints)) is not None]
         groups = [o for o in parsed if _options(_key(o), loader)]
         sound = [o for o in groups if not _add(complaints, _of_choice(o, loader))]
@@ -108,7 +102,12 @@ def _options(group: str, loader: ConfigLoader) -> list[str]:
         found = loader.get_group_options(group)
     except (OSError, ValueError):  # no name that a file could have
         return []
-    return [*found, *(name for name in tree.names(group) if "/" in name)]
+    if group.split("/")[0] not in (*tree.GROUPS, "experiment", "sweep"):
+        return found
+    inner = loader.list_groups(group)
+    return found + [
+        f"{name}/{leaf}" for name in inner for leaf in _options(f"{group}/{name}", loader)
+    ]
 
 
 def _composed(
@@ -224,8 +223,8 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
     if not adds and not _exists(config, key):
         shown = _shown(override)
         cure = _meant_key(key, config, loader)
-        if key.startswith("callbacks."):
-            cure = f"to add a callback, put + before the key: +{key}={shown}"
+        if key.startswith("callbacks.") and not cure.startswith("did you mean"):
+            cure = f"to add a callback or an argument, put + before the key: +{key}={shown}"
         yield Complaint(key, shown, "no such key", cure)
         return
     if override.is_delete():

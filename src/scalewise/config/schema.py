@@ -10,31 +10,14 @@ from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from scalewise.config import registry, tree
 from scalewise.run import Run
 
 
-def store() -> None:
-    """Puts the twins and the mounted experiments and sweeps into Hydra's ConfigStore."""
-    _store_twins()
-    configs = ConfigStore.instance()
-    for group, folder in (("experiment", "experiments"), ("sweep", "sweeps")):
-        for name in tree.names(group):
-            *path, leaf = name.split("/")
-            node = OmegaConf.load(tree.root() / folder / f"{name}.yaml")
-            configs.store(
-                group="/".join([group, *path]),
-                name=leaf,
-                node=node,
-                package="_global_",
-                provider="scalewise",
-            )
-
-
 @cache
-def _store_twins() -> None:
+def store() -> None:
+    """Puts the twins into Hydra's ConfigStore, once."""
     registry.discover()
     configs = ConfigStore.instance()
     for group, specs in registry.OPTIONS.items():
@@ -70,7 +53,7 @@ def _run_twin() -> type:
 
 def _open_type(hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
-        return list[typing.get_args(hint)[0]]  # type: ignore[misc]
+        return list[typing.get_args(hint)[0]]  # type: ignore[misc]  # made at run time
     return hint
 
 

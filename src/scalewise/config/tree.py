@@ -12,6 +12,7 @@ GROUPS = (
     "precision",
     "optimizer",
     "schedule",
+    "compile",
     "trainer",
     "checkpoint",
     "tracking",

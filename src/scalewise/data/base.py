@@ -20,7 +20,15 @@ class Rows(Protocol):
 
     A row is a pure function of its index. ``streamed`` rows are read in their own order: their
     length is ``sys.maxsize``, and an index below the last one asked for starts the stream anew.
+
+    An id ``~t``, below zero, is the token ``t`` that is no label: padding, or a prompt. Only rows
+    that are ``masked`` hold such.
     """
+
+    @property
+    def masked(self) -> bool:
+        """Returns whether some tokens may be no labels."""
+        ...
 
     @property
     def streamed(self) -> bool:

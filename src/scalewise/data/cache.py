@@ -22,7 +22,9 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "scalewise"
 
 
-def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None]) -> Path:
+def cached(
+    name: str, key: Mapping[str, object], build: Callable[[Path], None], under: str = "data"
+) -> Path:
     """Returns the folder ``NAME-DIGEST`` that ``build(folder)`` filled, now or earlier.
 
     ``key`` is JSON and holds everything that decides the content. Of several processes one
@@ -30,9 +32,8 @@ def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None]) 
     on disk, so a builder that is killed leaves nothing that is ever read. Raises ``DataError``
     where the cache cannot be written.
     """
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    parent = cache_folder() / "data"
-    folder = parent / f"{name}-{digest}"
+    folder = _folder(name, key, under)
+    parent = folder.parent
     if folder.is_dir():
         return folder
     try:
@@ -47,6 +48,16 @@ def cached(name: str, key: Mapping[str, object], build: Callable[[Path], None]) 
         cure = "point SCALEWISE_CACHE to a writable folder with space"
         raise DataError.one("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
     return folder
+
+
+def is_cached(name: str, key: Mapping[str, object], under: str = "data") -> bool:
+    """Returns whether ``cached`` would find its folder complete."""
+    return _folder(name, key, under).is_dir()
+
+
+def _folder(name: str, key: Mapping[str, object], under: str) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / under / f"{name}-{digest}"
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

@@ -4,7 +4,8 @@ Shapes: B rows of a micro batch, T tokens, S = T + 1.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from scalewise.data.base import Rows
 from scalewise.data.order import Order
+from scalewise.objectives import IGNORED
 
 Batch = dict[str, torch.Tensor]
 
@@ -20,7 +22,8 @@ Batch = dict[str, torch.Tensor]
 class Share:
     """The part of each global batch that one data-parallel rank reads, in rows.
 
-    Raises ``ValueError`` where the ranks' micro batches do not fill the global batch evenly.
+    Micro batches have one shape: where the rows of a global batch do not fill those of all ranks,
+    the last ones are filled up with rows of which no token is a label.
     """
 
     global_batch: int
@@ -28,27 +31,35 @@ class Share:
     rank: int = 0
     ranks: int = 1
 
-    def __post_init__(self) -> None:
-        if self.global_batch < 1 or self.global_batch % (self.micro_batch * self.ranks):
-            each = f"{self.ranks} ranks x {self.micro_batch} rows"
-            raise ValueError(f"a global batch of {self.global_batch} is not a multiple of {each}")
-
     @property
     def accumulation(self) -> int:
         """Returns the micro batches of one optimizer step."""
-        return self.global_batch // (self.micro_batch * self.ranks)
+        return ceil(self.global_batch / (self.micro_batch * self.ranks))
 
     def read(self, rows: Rows, order: Order, micro_steps: int) -> NDArray[np.int64]:
         """Returns ``tokens_BS``, the micro batch that follows ``micro_steps`` others."""
         step, micro_step = divmod(micro_steps, self.accumulation)
-        return rows.gather(order.indices(step, micro_step, self.rank, self.ranks, self.micro_batch))
+        first = (micro_step * self.ranks + self.rank) * self.micro_batch
+        real = min(max(self.global_batch - first, 0), self.micro_batch)
+        tokens_BS = rows.gather(order.indices(step, first, max(real, 1)))
+        if real == self.micro_batch:
+            return tokens_BS
+        filled_BS = np.full((self.micro_batch, tokens_BS.shape[1]), ~0)
+        filled_BS[:real] = tokens_BS[:real]
+        return filled_BS
+
+    def masks(self, rows: Rows) -> bool:
+        """Returns whether some labels of a global batch may be masked or filled up."""
+        filled = self.accumulation * self.micro_batch * self.ranks != self.global_batch
+        return filled or rows.masked
 
 
 class Loader:
     """The training rows in shuffled order, epoch after epoch, for a number of optimizer steps.
 
     ``micro_steps`` is the number of micro batches yielded so far, and iterating goes on from
-    there. Streamed rows come in the order of the stream.
+    there. Streamed rows come in the order of the stream. Where rows are masked the first micro
+    batch of a step says how many labels this rank has in all of the step, ``labels_of_step``.
     """
 
     def __init__(
@@ -70,11 +81,23 @@ class Loader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
+        ahead: list[NDArray[np.int64]] = []
         while self.micro_steps < self._length:
-            tokens_BS = self._share.read(self._rows, self._order, self.micro_steps)
+            counted = None
+            if self._rows.masked and self.micro_steps % self._share.accumulation == 0:
+                ahead = [self._read(later) for later in range(self._share.accumulation)]
+                counted = sum(int((tokens_BS[:, 1:] >= 0).sum()) for tokens_BS in ahead)
+            tokens_BS = ahead.pop(0) if ahead else self._read(0)
             # Counted before the yield: whoever holds the batch sees it counted.
             self.micro_steps += 1
-            yield tensors(tokens_BS, self._pin_memory)
+            yield self._as_tensors(tokens_BS, counted)
+
+    def _read(self, later: int) -> NDArray[np.int64]:
+        return self._share.read(self._rows, self._order, self.micro_steps + later)
+
+    def _as_tensors(self, tokens_BS: NDArray[np.int64], counted: int | None) -> Batch:
+        batch = tensors(tokens_BS, self._pin_memory, masked=self._share.masks(self._rows))
+        return batch if counted is None else {**batch, "labels_of_step": torch.tensor(counted)}
 
     def seek(self, micro_steps: int) -> None:
         """Makes the next batch the one that follows ``micro_steps`` micro batches."""
@@ -90,33 +113,40 @@ class Loader:
 
 
 class ValidationLoader:
-    """The held-out rows in stored order, from the first, as many batches on every rank.
+    """The first held-out rows in stored order, each once, as many batches on every rank.
 
-    Only whole global batches are read, so that every layout averages over the same rows; fewer
-    rows than one global batch are repeated to fill it.
+    ``share.global_batch`` says how many rows at the most.
     """
 
     def __init__(self, rows: Rows, share: Share, *, pin_memory: bool = False) -> None:
-        self._rows, self._share, self._pin_memory = rows, share, pin_memory
-        self._order = Order(len(rows), None, share.global_batch)
+        self._rows, self._pin_memory = rows, pin_memory
+        self._share = replace(share, global_batch=min(share.global_batch, len(rows)))
+        self._order = Order(len(rows), None, self._share.global_batch)
 
     def __len__(self) -> int:
-        steps = max(1, len(self._rows) // self._share.global_batch)
-        return steps * self._share.accumulation
+        return self._share.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
-        for micro_steps in range(len(self)):
-            tokens_BS = self._share.read(self._rows, self._order, micro_steps)
-            yield tensors(tokens_BS, self._pin_memory)
+        masked = self._share.masks(self._rows)
+        for micro_step in range(len(self)):
+            tokens_BS = self._share.read(self._rows, self._order, micro_step)
+            yield tensors(tokens_BS, self._pin_memory, masked=masked)
 
 
-def tensors(tokens_BS: NDArray[np.int64], pin_memory: bool) -> Batch:
-    """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or pinned.
+def tensors(tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool) -> Batch:
+    """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or copies.
 
-    Pinned tensors are copies: a view with gaps would not cross to the device in one transfer.
+    ``masked`` ids, those below zero, become inputs without a label. Pinned tensors are copies: a
+    view with gaps would not cross to the device in one transfer.
     """
     tokens = torch.from_numpy(tokens_BS)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if masked:
+        inputs, labels = batch["inputs"], batch["labels"]
+        batch = {
+            "inputs": torch.where(inputs < 0, ~inputs, inputs),
+            "labels": labels.masked_fill(labels < 0, IGNORED),
+        }
     if pin_memory:
         return {name: x_BT.contiguous().pin_memory() for name, x_BT in batch.items()}
     return batch

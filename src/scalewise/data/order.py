@@ -31,19 +31,13 @@ class Order:
         # Two: the batch that spans the end of an epoch asks for both by turns.
         self._permutation = lru_cache(maxsize=2)(permutation)
 
-    def indices(
-        self, step: int, micro_step: int, rank: int, ranks: int, micro_batch: int
-    ) -> NDArray[np.int64]:
-        """Returns ``index_B``, the rows of one rank's micro batch (B = ``micro_batch``).
-
-        ``micro_step`` counts from 0 within the step. Place i of the micro batch is place
-        ``(micro_step * ranks + rank) * micro_batch + i`` of the global batch.
-        """
-        first = step * self._global_batch + (micro_step * ranks + rank) * micro_batch
+    def indices(self, step: int, first: int, count: int) -> NDArray[np.int64]:
+        """Returns ``index_B``: the rows at ``count`` places of a step's global batch."""
+        first += step * self._global_batch
         epoch, place = divmod(first, self._rows)
-        if place + micro_batch <= self._rows:
-            return self._of_epoch(epoch, np.arange(place, place + micro_batch))
-        epoch_B, place_B = np.divmod(np.arange(first, first + micro_batch), self._rows)
+        if place + count <= self._rows:
+            return self._of_epoch(epoch, np.arange(place, place + count))
+        epoch_B, place_B = np.divmod(np.arange(first, first + count), self._rows)
         parts = [self._of_epoch(int(e), place_B[epoch_B == e]) for e in np.unique(epoch_B)]
         return np.concatenate(parts)
 

@@ -20,6 +20,7 @@ class PackedRows:
     """
 
     streamed = False
+    masked = False
 
     def __init__(self, shards: Sequence[NDArray[np.integer]], sequence: int) -> None:
         long_enough = [np.asarray(shard) for shard in shards if len(shard) > sequence]
@@ -52,6 +53,7 @@ class StreamedRows:
     """
 
     streamed = True
+    masked = False
 
     def __init__(self, start: Callable[[], Iterator[NDArray[np.integer]]], sequence: int) -> None:
         self._start = start
@@ -94,14 +96,23 @@ class StreamedRows:
 
 @dataclass(frozen=True)
 class RandomRows:
-    """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``."""
+    """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``.
+
+    ``masked_share`` of the tokens are no labels.
+    """
 
     seed: int
     vocabulary: int
     first: int
     rows: int
     sequence: int
+    masked_share: float = 0.0
     streamed: bool = False
+
+    @property
+    def masked(self) -> bool:
+        """Returns whether any token is no label."""
+        return self.masked_share > 0
 
     def __len__(self) -> int:
         return self.rows
@@ -112,7 +123,12 @@ class RandomRows:
         index_B = np.asarray(indices, dtype=np.int64) + self.first
         place_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)
         key = _mix(np.array([self.seed], dtype=np.uint64))
-        return (_mix(place_BS + key) % np.uint64(self.vocabulary)).astype(np.int64)
+        hash_BS = _mix(place_BS + key)
+        tokens_BS = (hash_BS % np.uint64(self.vocabulary)).astype(np.int64)
+        if self.masked:
+            share_BS = _mix(hash_BS).astype(np.float64) / 2.0**64
+            tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
+        return tokens_BS
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

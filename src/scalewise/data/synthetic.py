@@ -21,6 +21,8 @@ class Synthetic(Data):
     """Distinct token ids; null takes the model's vocabulary."""
     rows: int = 100_000
     """Rows of an epoch; a twentieth as many more are held out."""
+    masked: float = 0.0
+    """Share of the tokens that are no labels, as padding and prompts are."""
 
     @property
     def vocabulary_needed(self) -> int | None:
@@ -32,6 +34,8 @@ class Synthetic(Data):
         yield from self.not_positive("sequence", "rows")
         if self.vocabulary is not None:
             yield from self.not_positive("vocabulary")
+        if not 0 <= self.masked < 1:
+            yield Complaint("data.masked", self.masked, "is a share, in [0, 1)")
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns rows that are a function of ``seed`` and their index."""
@@ -43,6 +47,6 @@ class Synthetic(Data):
             raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
         held = max(1, self.rows // 20)
         return Splits(
-            RandomRows(seed, ids, 0, self.rows, self.sequence),
-            RandomRows(seed, ids, self.rows, held, self.sequence),
+            RandomRows(seed, ids, 0, self.rows, self.sequence, self.masked),
+            RandomRows(seed, ids, self.rows, held, self.sequence, self.masked),
         )

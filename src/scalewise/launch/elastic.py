@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scalewise.launch import processes, signals, words
 from scalewise.launch.rank import work
+from scalewise.launch.spec import Launch
 from scalewise.launch.status import Ending
 from scalewise.run import Run
 
@@ -29,6 +30,17 @@ TIMEOUT_GRACE = 5.0
 
 def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
     """Returns how one attempt at a job ended; none of its processes is left."""
+    return run_in(run.world_size, work, (run, folder, resume, facts), folder, run.launch)
+
+
+def run_in(
+    ranks: int,
+    entry: Callable[..., None],
+    arguments: tuple[object, ...],
+    folder: Path,
+    launch: Launch,
+) -> Ending:
+    """Returns how ``entry(*arguments)`` ended in that many ranks, whose words are in ``folder``."""
     processes.start_nursery()
     processes.await_nursery()
     words.clear(folder)
@@ -36,7 +48,7 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=run.world_size,
+        nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -44,13 +56,13 @@ def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, obje
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        signals_to_handle="SIGHUP",  # the others are ours: see _Stop
-        shutdown_timeout=max(1, round(run.launch.grace)),
+        signals_to_handle="SIGQUIT",  # the others are ours: see _Stop
+        shutdown_timeout=max(1, round(launch.grace)),
     )
-    watchdog = Watchdog(run.launch.timeout, folder)
+    watchdog = Watchdog(launch.timeout, folder)
     try:
         with signals.handled_by(_Stop()), _quiet(), watchdog:
-            elastic_launch(config, work)(run, folder, resume, facts)
+            elastic_launch(config, entry)(*arguments)
         ending = Ending("ok")
     except SignalException as error:
         ending = _of_signal(error.sigval, folder)
@@ -102,7 +114,10 @@ class Watchdog:
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
             reason += f"; {ending.reason}"
-        return Ending("timeout", reason, None, words.stacks(self._folder))
+        rank = words.standing_still(self._folder)
+        if rank is not None:
+            reason += f"; rank {rank} stood still while the others waited for it"
+        return Ending("timeout", reason, rank, words.stacks(self._folder))
 
     def _fire(self) -> None:
         self._fired.set()

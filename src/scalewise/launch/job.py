@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import processes, signals, words
+from scalewise.launch import processes, signals, started, words
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_text
+from scalewise.training.callbacks.spec import is_own
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def execute(order: Order, folder: Path) -> Result:
     ``Interrupted`` for a signal before there is a folder.
     """
     with signals.raised("before training began"):
-        if started_by_others():
+        if started.by_others():
             return _in_place(order, folder)
         if isolated(order):
             processes.start_nursery()  # it imports while this process looks at the data
@@ -73,8 +74,13 @@ def execute(order: Order, folder: Path) -> Result:
 
 
 def _checked(order: Order, folder: Path) -> Path | None:
-    """Prepares the data and returns the checkpoint to resume from; refuses what cannot be used."""
+    """Prepares data and layout, returns the checkpoint to resume; refuses what cannot be used."""
     run = order.run
+    if not all(is_own(callback["_target_"]) for callback in run.callbacks.values()):
+        from scalewise.training.callbacks.open import checked  # imports Lightning
+
+        checked(run)
+    run.parallelism.prepare(run)
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     if run.resume is None:
         return None
@@ -123,16 +129,6 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
     )
     status.write(folder)
     return status
-
-
-def started_by_others() -> bool:
-    """Returns whether torchrun, or the like, has made this process one of the ranks."""
-    return "LOCAL_RANK" in os.environ and "RANK" in os.environ
-
-
-def leads() -> bool:
-    """Returns whether this process speaks for the job: alone, or as rank 0."""
-    return not started_by_others() or os.environ["RANK"] == "0"
 
 
 def isolated(order: Order) -> bool:
@@ -184,6 +180,7 @@ def _in_process(
 
 def _in_place(order: Order, folder: Path) -> Result:
     """Runs this process's rank of a job whose other ranks somebody else started."""
+    import torch
     import torch.distributed as dist
 
     from scalewise.launch.worker import attempt
@@ -204,7 +201,9 @@ def _in_place(order: Order, folder: Path) -> Result:
     else:
         shared = [None, None]
     on_cuda = order.run.hardware.device == "cuda"
-    dist.init_process_group("nccl" if on_cuda else "gloo")
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     dist.broadcast_object_list(shared)
     own, resume = shared
     if own != folder:

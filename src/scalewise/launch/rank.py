@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from scalewise.launch import words
+from scalewise.launch.status import Ending
 from scalewise.run import Run
 
 ORPHAN_GRACE = 10.0
@@ -27,9 +28,19 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) 
     """
     from scalewise.launch.worker import attempt
 
+    begin(folder, run.launch.grace)
+    end(attempt(run, folder, resume, facts))
+
+
+def begin(folder: Path, grace: float) -> None:
+    """Makes this process a rank: it tells where it is when asked, and ends with its launcher."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored by the fork server
     words.tell_where(folder, int(os.environ["RANK"]))
-    _end_with_launcher(min(run.launch.grace, ORPHAN_GRACE))
-    ending = attempt(run, folder, resume, facts)
+    _end_with_launcher(min(grace, ORPHAN_GRACE))
+
+
+def end(ending: Ending) -> None:
+    """Ends this process with its ending's exit code, unless all is well."""
     if ending.bereft:
         time.sleep(BEREFT_WAIT)
     if ending.status != "ok":

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from scalewise.checkpoints import store
+from scalewise.config import registry
 from scalewise.errors import CheckpointError, Complaint
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
@@ -54,11 +55,13 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     if not earlier:
         return
     now = run.as_dict()
+    # None stands for a micro batch a rank: what must not differ is how many rows that makes.
+    earlier["trainer"] = {"global_batch": _global_batch(earlier)}
+    now["trainer"] = {"global_batch": run.global_batch}
     for group, keys in (
         ("model", None),
         ("optimizer", ("_target_",)),
-        ("parallelism", None),
-        ("trainer", ("micro_batch", "global_batch")),
+        ("trainer", ("global_batch",)),
         ("data", None),
         ("seed", None),
     ):
@@ -74,6 +77,20 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
                 )
 
 
+def _global_batch(earlier: Mapping[str, Any]) -> int | None:
+    """Returns the rows of one optimizer step of an earlier run; None if its layout is unknown."""
+    trainer, layout = _part(earlier, "trainer"), {**_part(earlier, "parallelism")}
+    given: int | None = trainer.get("global_batch")
+    if given is not None:
+        return given
+    registry.discover()
+    kind = registry.targets().get(layout.pop("_target_", ""))
+    if kind is None:
+        return None
+    rows: int = trainer["micro_batch"] * kind(**layout).data_parallel_size
+    return rows
+
+
 def _part(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     part = values.get(group)
     return part if isinstance(part, Mapping) else {"": part}
@@ -83,8 +100,18 @@ def _in(path: Path) -> Path | None:
     if (path / store.MANIFEST).is_file() or not path.is_dir():
         return path
     if (path / "checkpoints").is_dir():
-        return store.latest(path / "checkpoints")
-    return store.latest(path) if store.steps(path) else path
+        return _latest(path / "checkpoints")
+    return _latest(path) if store.steps(path) else path
+
+
+def _latest(folder: Path) -> Path | None:
+    """Returns the newest whole checkpoint, and says so if a newer one is damaged."""
+    found = store.latest(folder)
+    *_, newest = store.steps(folder).values() or [None]
+    if found != newest:
+        instead = f"going on from {found.name}" if found else "none is whole"
+        print(f"resume: {newest} is damaged; {instead}", flush=True)
+    return found
 
 
 def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
@@ -98,7 +125,7 @@ def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
             continue
         if unfinished and read_json(earlier / "status.json").get("status") == "ok":
             return None
-        if found := store.latest(earlier / "checkpoints"):
+        if found := _latest(earlier / "checkpoints"):
             return found
     return None
 

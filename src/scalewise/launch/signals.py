@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT outside training: an exception where a job can still be called off."""
+"""SIGTERM, SIGINT and SIGHUP outside training: an exception where a job can still be called off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 from scalewise.errors import Interrupted
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Signalled(BaseException):
@@ -61,7 +61,8 @@ def handled_by(
     try:
         if handler is not None:
             for number in NUMBERS:
-                signal.signal(number, handler)
+                if not (number == signal.SIGHUP and held[number] is signal.SIG_IGN):  # by nohup
+                    signal.signal(number, handler)
         yield
     finally:
         for number, before in held.items():

@@ -91,7 +91,7 @@ class Status:
             attempts=attempts,
             rank=ending.rank,
             log_tail=ending.log_tail,
-            cures=tuple(cures(ending, run)),
+            cures=tuple(cures(ending, run, resumable=_saved(folder))),
             wandb=read_json(folder / WANDB_FACTS) or self.wandb,
         )
 
@@ -104,8 +104,15 @@ WANDB_FACTS = "wandb/facts.json"
 """What rank 0 tells about its W&B run, relative to the run's folder."""
 
 
-def cures(ending: Ending, run: Run) -> list[dict[str, str]]:
-    """Returns overrides that may mend a failure, each with why."""
+def _saved(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step-*"))  # a checkpoint gets its name when it is whole
+
+
+def cures(ending: Ending, run: Run, *, resumable: bool) -> list[dict[str, str]]:
+    """Returns overrides that may mend a failure, each with why.
+
+    ``resumable``: the run left a checkpoint.
+    """
     found: list[tuple[str, str]] = []
     if ending.status == "out_of_memory":
         if run.trainer.micro_batch > 1:
@@ -124,8 +131,8 @@ def cures(ending: Ending, run: Run) -> list[dict[str, str]]:
     elif ending.status == "failed" and "lower optimizer.lr" in ending.reason:
         lr = getattr(run.optimizer, "lr", 0.0)
         found.append((f"optimizer.lr={lr / 3:.1g}", "A third of the learning rate."))
-    elif ending.status == "interrupted":
-        found.append(("resume=last", "Goes on from the checkpoint of the signal."))
+    elif ending.status == "interrupted" and resumable:
+        found.append(("resume=last", "Goes on from the newest checkpoint."))
     return [{"override": override, "why": why} for override, why in found]
 
 
@@ -158,8 +165,8 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(  # noqa: S603
-                ["git", *arguments],  # noqa: S607
+            done = subprocess.run(  # noqa: S603 (a list of our own words)
+                ["git", *arguments],  # noqa: S607 (the git on the PATH is meant)
                 capture_output=True,
                 text=True,
                 timeout=5,

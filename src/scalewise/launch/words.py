@@ -79,5 +79,18 @@ def stacks(folder: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def standing_still(folder: Path) -> int | None:
+    """Returns the one rank that did not wait for the others when it was asked; None: no such one.
+
+    A rank that waits is somewhere inside torch; the one that holds it up is not.
+    """
+    innermost = {}
+    for line in reversed(stacks(folder)):
+        rank, _, frame = line.removeprefix("rank ").partition(": ")
+        innermost[int(rank)] = frame
+    elsewhere = [rank for rank, frame in innermost.items() if "/torch/" not in frame]
+    return elsewhere[0] if len(elsewhere) == 1 else None
+
+
 def _lines(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else []

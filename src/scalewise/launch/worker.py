@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from scalewise import output
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.launch import words
 from scalewise.launch.processes import limit_memory
@@ -30,6 +31,11 @@ LOST_RANK = (
 
 def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
     """Returns how training in this process ended; never raises."""
+    with output.shielded():
+        return _attempt(run, folder, resume, facts)
+
+
+def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
     place = Place(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),

@@ -15,11 +15,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class Holdings:
+    """What a layout holds beside a module's own tensors: nothing."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns further tensors of weights."""
+        return []
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns further tensors of gradients."""
+        return []
+
+
 class MemoryProbe:
     """Measures one optimizer step, from the start of its last micro batch to its end."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        holdings: Holdings | None = None,
+    ) -> None:
+        """``holdings`` knows of tensors that are not where torch keeps them."""
         self._module, self._optimizer, self._device = module, optimizer, device
+        self._holdings = holdings or Holdings()
         self._live = None if device.type == "cuda" else LiveBytes()
         self._found: dict[str, int] = {}
         self._peak = 0
@@ -31,7 +51,7 @@ class MemoryProbe:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            self._live.__enter__()  # type: ignore[no-untyped-call]
+            self._live.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
 
     def before_backward(self) -> None:
         """Takes the activations: what forward left alive."""
@@ -43,7 +63,7 @@ class MemoryProbe:
 
     def before_optimizer(self) -> None:
         """Takes the gradients, which are all there now."""
-        self._found["gradients"] = bytes_of(_gradients(self._module))
+        self._found["gradients"] = bytes_of(self._gradients())
 
     def finish(self) -> dict[str, int]:
         """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
@@ -51,9 +71,9 @@ class MemoryProbe:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
             self._settle()
-            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         found = {
-            "parameters": bytes_of([*self._module.parameters(), *self._module.buffers()]),
+            "parameters": bytes_of(self._parameters()),
             "optimizer": bytes_of(_states(self._optimizer)),
             **self._found,
             "peak": self._peak,
@@ -64,29 +84,36 @@ class MemoryProbe:
     def abandon(self) -> None:
         """Stops counting in a step that will not end."""
         if self._live is not None:
-            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
 
     def _held(self) -> int:
-        parameters = [*self._module.parameters(), *self._module.buffers()]
-        return bytes_of([*parameters, *_gradients(self._module), *_states(self._optimizer)])
+        return bytes_of([*self._parameters(), *self._gradients(), *_states(self._optimizer)])
+
+    def _parameters(self) -> list[torch.Tensor]:
+        own = [*self._module.parameters(), *self._module.buffers()]
+        return [*own, *self._holdings.parameters()]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        own = [p.grad for p in self._module.parameters() if p.grad is not None]
+        return [*own, *self._holdings.gradients()]
 
     def _settle(self) -> None:
         """Ends a phase: gradients of the step before may be gone by now."""
         assert self._live is not None
         self._peak = max(self._peak, self._untracked + self._live.take_peak())
         self._untracked = self._held() - self._live.bytes_among(
-            [*_gradients(self._module), *_states(self._optimizer)]
+            [*self._gradients(), *_states(self._optimizer)]
         )
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
     """Counts the bytes of storages that operators allocate while it is active.
 
     Scratch space inside one operator is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self.now = 0
         self._peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -140,9 +167,6 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor)]
+    held = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO's, this rank's part
+    return [t for t in tree_leaves(list(held)) if isinstance(t, torch.Tensor)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from math import prod
 from typing import TYPE_CHECKING
 
 from scalewise.errors import Complaint
 
 if TYPE_CHECKING:
-    from torch import nn
+    from scalewise.models.module import ModelModule
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,55 @@ class Weight:
         return prod(self.shape)
 
 
+class Split(StrEnum):
+    """How tensor parallelism cuts a module (Shoeybi et al. 2019, Megatron-LM, section 3)."""
+
+    column = "column"
+    """A linear layer by its outputs: dim 0 of weight and bias; outputs stay cut."""
+    row = "row"
+    """A linear layer by its inputs, which arrive cut: dim 1 of the weight; outputs are summed."""
+    vocabulary = "vocabulary"
+    """An embedding by its rows."""
+    head = "head"
+    """The matrix that gives logits by its rows, if it has one of its own: dim 0."""
+    tokens = "tokens"
+    """A norm, whole on every rank: sequence parallelism gives it some of the tokens."""
+    places = "places"
+    """A table of positions, whole on every rank."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some consecutive layers, with what stands before the first and after the last of all."""
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
 class Model(ABC):
     """A model as a spec: pure questions first, ``build`` for the living module."""
 
     vocabulary: int
     context: int
+    layers: int
+    heads: int
+    width: int
+
+    @property
+    @abstractmethod
+    def key_heads(self) -> int:
+        """Returns the key (and value) heads per block."""
+
+    @property
+    @abstractmethod
+    def query_width(self) -> int:
+        """Returns the features of all queries of one token."""
+
+    @property
+    @abstractmethod
+    def kv_width(self) -> int:
+        """Returns the features of all keys of one token."""
 
     @abstractmethod
     def census(self) -> tuple[Weight, ...]:
@@ -52,12 +97,41 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def tensor_split(self) -> dict[str, Split]:
+        """Returns how each module with weights is cut, by name; ``*`` stands for every layer."""
+
+    @abstractmethod
+    def tensor_sizes(self) -> dict[str, int]:
+        """Returns the sizes that tensor parallelism divides, by field."""
+
+    @property
+    def tied_weights(self) -> frozenset[str]:
+        """Returns the weights that both the first and the last layer use."""
+        return frozenset()
+
+    @abstractmethod
+    def stages(self, count: int, sequence: int) -> tuple[Part, ...]:
+        """Returns the model cut into ``count`` parts of much the same flops, in order."""
+
+    @abstractmethod
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is contradictory inside this spec."""
 
     @abstractmethod
-    def build(self) -> nn.Module:
-        """Returns the module: ``tokens_BT -> logits_BTV`` (B rows, T tokens, V vocabulary)."""
+    def shape(self, part: Part) -> ModelModule:
+        """Returns the module on the meta device, or a part of it; names are those of the whole.
+
+        The whole is ``tokens_BT -> logits_BTV`` (B rows, T tokens, V vocabulary); a part that is
+        not first reads, and one that is not last gives, ``x_BTW`` (W features).
+        """
+
+    @abstractmethod
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Gives a materialized module, sharded or not, the weights that a run starts with."""
+
+    @abstractmethod
+    def build(self, seed: int) -> ModelModule:
+        """Returns the whole module on torch's default device, with its weights."""
 
     @property
     def parameters(self) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 HIDDEN = "[hidden]"
 
-_SECRET = "(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d)"  # noqa: S105
+_SECRET = "(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d)"  # noqa: S105 (a pattern)
 _HUB = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
 _NAME = re.compile(rf"(?i)(?:{_SECRET}|{_HUB})$")
 _ASSIGNED = re.compile(

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from scalewise.errors import ScalewiseError
 from scalewise.run import Run
 from scalewise.tracking.names import METRICS
-from scalewise.tracking.spec import Mode
+from scalewise.tracking.spec import Mode, Wandb
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -136,7 +136,7 @@ class Shielded(Session):
             send(content)
         except ScalewiseError:
             raise
-        except Exception as error:
+        except Exception as error:  # a tracker, whatever ails it, must not end a training
             self._lost = True
             print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)
 
@@ -146,13 +146,17 @@ def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session
 
     A server that refuses the run costs a line and the online mode, never the training.
     """
-    mode = decide_mode(run.tracking.mode)
+    try:
+        mode = decide_mode(run.tracking)
+    except Exception as error:  # W&B's settings files and variables may hold anything
+        print(f"W&B goes offline: {_short(error)}", flush=True)
+        mode = Mode.offline
     for attempt in dict.fromkeys((mode, Mode.offline)):
         if mode is Mode.disabled:
             break
         try:
             return Shielded(WandbSession(run, folder, attempt, facts))
-        except Exception as error:
+        except Exception as error:  # the client raises many kinds; the next mode is tried
             print(f"W&B {attempt} is not to be had: {_short(error)}", flush=True)
     return Session()
 
@@ -161,18 +165,13 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def decide_mode(asked: Mode) -> Mode:
+def decide_mode(tracking: Wandb) -> Mode:
     """Returns the mode to use, before W&B could prompt or wait.
 
     ``WANDB_MODE`` wins; ``auto`` is online where a key is found and the server answers.
     """
-    given = os.environ.get("WANDB_MODE", "").strip().lower()
-    aliases = {"dryrun": "offline", "run": "online"}
-    given = aliases.get(given, given)
-    if given in (Mode.online, Mode.offline, Mode.disabled):
-        return Mode(given)
-    if asked is not Mode.auto:
-        return asked
+    if tracking.wanted is not Mode.auto:
+        return tracking.wanted
     server = base_url()
     return Mode.online if has_key(server) and answers(server) else Mode.offline
 

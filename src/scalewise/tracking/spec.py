@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
@@ -17,6 +19,16 @@ class Mode(StrEnum):
     online = "online"
     offline = "offline"
     disabled = "disabled"
+
+
+VARIABLE = {
+    "online": Mode.online,
+    "offline": Mode.offline,
+    "disabled": Mode.disabled,
+    "run": Mode.online,
+    "dryrun": Mode.offline,
+}
+"""What ``WANDB_MODE`` may say."""
 
 
 @option("tracking", "wandb")
@@ -41,3 +53,29 @@ class Wandb:
         """Yields a project that W&B would not take."""
         if not self.project or any(c in self.project for c in "/\\#?%:"):
             yield Complaint("tracking.project", self.project, "must be a name without / \\ # ? % :")
+
+    @property
+    def wanted(self) -> Mode:
+        """Returns the mode that ``WANDB_MODE`` asks for, else this spec's."""
+        return VARIABLE.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields variables of the environment on which W&B would stumble."""
+        if self.wanted is Mode.disabled:
+            return
+        mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
+        if mode.strip() and mode.strip().lower() not in VARIABLE:
+            cure = "set WANDB_MODE=offline, or unset it"
+            yield Complaint("WANDB_MODE", mode, f"is none of {', '.join(VARIABLE)}", cure)
+        if server and not is_server(server):
+            cure = "write it with its scheme, as http://localhost:8080, or unset it"
+            yield Complaint("WANDB_BASE_URL", server, "is no address of a server", cure)
+
+
+def is_server(address: str) -> bool:
+    """Returns whether an address has what a client needs: a scheme, a host, a port that is one."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.checkpoints import store
-from scalewise.checkpoints.lightning_io import FolderIO
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
@@ -48,7 +49,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     ``resume`` is a checkpoint folder. Leaves ``metrics.csv``, ``summary.json`` and checkpoints.
     Raises what ended the training otherwise, ``Interrupted`` for a signal.
     """
-    _use_device(run, place)
+    use_device(run, place)
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
     start = store.verify(resume) if resume else 0
@@ -63,7 +64,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
         )
         recorder.sinks += [file.append, session.log, terminal]
     train, validation = _loaders(run, splits, place, steps, start)
-    with _lightning_quiet():
+    with lightning_quiet():
         trainer = assemble(run, folder, place, steps, recorder)
         try:
             trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
@@ -79,20 +80,20 @@ def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorde
     saver, waiting = Saver(run, folder), Waiting(recorder)
     callbacks: list[Callback] = [recorder, *instantiated(run), saver, waiting]
     every = run.trainer.validate_every
-    return Trainer(
+    ranked = "RANK" in os.environ  # said, or Lightning would look for a cluster by itself
+    trainer = Trainer(
         accelerator="cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         devices=place.local_ranks if run.world_size > 1 else 1,
         num_nodes=max(1, run.world_size // place.local_ranks),
         strategy=run.parallelism.strategy(run.hardware.device),
         precision=run.precision.plugin(),
-        plugins=[FolderIO()],
+        plugins=[TorchElasticEnvironment() if ranked else LightningEnvironment()],
         callbacks=callbacks,
         max_epochs=-1,
         max_steps=steps,
         accumulate_grad_batches=run.accumulation,
         val_check_interval=every * run.accumulation if every else None,
         check_val_every_n_epoch=None,
-        limit_val_batches=ceil(run.trainer.validation_rows / run.global_batch) * run.accumulation,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         enable_checkpointing=False,
@@ -101,6 +102,11 @@ def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorde
         logger=False,
         default_root_dir=folder,
     )
+    # Signals are STOP's. Lightning would ask rank 0 about them before every micro batch, and wait
+    # for the answer: a message on the CPU, an empty queue on CUDA.
+    loop = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # no public way
+    return trainer
 
 
 def _sum_up(run: Run, folder: Path, rows: list[Row], session: Session) -> None:
@@ -141,7 +147,8 @@ def _loaders(
     run: Run, splits: Splits, place: Place, steps: int, start: int
 ) -> tuple[Loader, ValidationLoader | None]:
     ranks = run.parallelism.data_parallel_size
-    share = Share(run.global_batch, run.trainer.micro_batch, place.rank, ranks)
+    own = run.parallelism.data_rank(place.rank)
+    share = Share(run.global_batch, run.trainer.micro_batch, own, ranks)
     pinned = run.hardware.device is DeviceKind.cuda
     train = Loader(
         splits.train,
@@ -153,10 +160,12 @@ def _loaders(
     )
     if splits.validation is None or run.trainer.validate_every is None:
         return train, None
-    return train, ValidationLoader(splits.validation, share, pin_memory=pinned)
+    held_out = replace(share, global_batch=run.trainer.validation_rows)
+    return train, ValidationLoader(splits.validation, held_out, pin_memory=pinned)
 
 
-def _use_device(run: Run, place: Place) -> None:
+def use_device(run: Run, place: Place) -> None:
+    """Makes this process compute where the run says, on its share of the processor."""
     run.precision.set_matmul()
     if run.hardware.device is DeviceKind.cuda:
         torch.cuda.set_device(place.local_rank)
@@ -165,7 +174,7 @@ def _use_device(run: Run, place: Place) -> None:
 
 
 @contextmanager
-def _lightning_quiet() -> Iterator[None]:
+def lightning_quiet() -> Iterator[None]:
     """Keeps Lightning's tips out: they advise on what this suite decides itself."""
     names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
     loggers = [logging.getLogger(name) for name in names]
@@ -174,6 +183,7 @@ def _lightning_quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         yield

@@ -2,50 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from scalewise.data.loader import Batch
+from scalewise.layouts.base import Layout
+from scalewise.objectives import IGNORED
 from scalewise.run import Run
+
+LOOP = "epoch_loop.batch_progress"
+"""Where Lightning keeps its count of micro batches in a checkpoint."""
 
 
 class TrainingModule(LightningModule):
-    """What Lightning trains. The last micro batch's loss stays on the device, unlogged."""
+    """What Lightning trains. The last micro batch's loss stays on the device, unlogged.
+
+    Losses are sums over labels, divided by the labels of the whole global batch: how it is cut
+    into micro batches and over ranks changes nothing, whatever rows are padded or masked.
+    """
+
+    model: nn.Module
 
     def __init__(self, run: Run, steps: int) -> None:
-        """Builds the model from the run's seed; ``steps`` is the length of the schedule."""
+        """``steps`` is the length of the schedule."""
         super().__init__()
         self.run, self.steps = run, steps
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)
-            self.model = run.model.build()
+        self._labels = torch.zeros(())
         self.last_loss = torch.zeros(())
         self.last_grad_norm = torch.zeros(())
 
+    @property
+    def layout(self) -> Layout:
+        """Returns the strategy that trains this module."""
+        return cast(Layout, self.trainer.strategy)
+
+    def configure_model(self) -> None:
+        """Builds what this rank holds of the model, from the run's seed."""
+        if not hasattr(self, "model"):
+            self.model = self.layout.build(self.run)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the mean loss of one micro batch, a scalar."""
-        loss = self._loss(batch)
-        self.last_loss = loss.detach()
-        return loss
+        """Returns this micro batch's part of the step's mean loss, scaled for the sums to come.
+
+        Lightning divides by the accumulation, and the layout averages over its ranks.
+        """
+        if batch_idx % self.run.accumulation == 0:
+            self._labels = self._all_labels(batch)
+        parts = self.run.accumulation * self.run.parallelism.averaged_over
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return self.run.objective.loss(logits, labels) * (parts / self._labels)
+
+        last = (batch_idx + 1) % self.run.accumulation == 0
+        output = self.layout.train(self.model, batch, loss, last=last)
+        self.last_loss = output.detach()
+        return output
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the sums of a validation."""
+        self._held_out = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds one batch to ``val/loss``, the mean over all held-out rows of all ranks."""
-        loss = self._loss(batch)
-        self.log("val/loss", loss, on_epoch=True, sync_dist=True, batch_size=len(batch["labels"]))
+        """Adds the loss and the labels of one micro batch."""
+        loss = self.layout.evaluate(self.model, batch, self.run.objective.loss)
+        labels = self.layout.cut({"labels": batch["labels"]})["labels"]
+        self._held_out += torch.stack([loss.double(), (labels != IGNORED).sum().double()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs ``val/loss``, the mean over all held-out labels of all ranks."""
+        if dist.is_initialized():
+            dist.all_reduce(self._held_out)
+        loss, labels = self._held_out.tolist()
+        self.log("val/loss", torch.tensor(loss / labels if labels else float("nan")))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the run's optimizer, and its schedule stepped once per optimizer step."""
-        optimizer = self.run.optimizer.build(self.model.parameters())
+        optimizer = self.layout.optimizer(self.run, self.model)
         schedule = self.run.schedule.build(optimizer, self.steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zeroes nothing here: in a pipeline, the gradients of the step exist by now."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Drops the gradients when a step has used them."""
+        if (batch_idx + 1) % self.run.accumulation == 0:
+            self.zero_grad()
 
     def configure_gradient_clipping(
         self,
@@ -54,23 +106,51 @@ class TrainingModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips the whole gradient to the run's norm, and keeps the norm it had before."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.run.trainer.clip_norm is not None:
-            limit = self.run.trainer.clip_norm
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        self.last_grad_norm = norm.detach()
+        self.last_grad_norm = self.layout.clip(self.model, self.run.trainer.clip_norm).detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout by (seed, micro step, rank), so that a resumed run draws alike."""
+        """Seeds dropout by (seed, micro step, share of the rows): a resumed run draws alike."""
         if self.draws_at_random:
-            mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + self.global_rank
+            share = self.run.parallelism.data_rank(self.global_rank)
+            mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + share
             torch.manual_seed(mixed % 2**63)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Notes how many micro batches a step had: another layout has others."""
+        checkpoint["accumulation"] = self.run.accumulation
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Counts micro batches as this layout cuts the same steps; rates are this run's own."""
+        then, now = checkpoint["accumulation"], self.run.accumulation
+        loop = checkpoint["loops"]["fit_loop"]
+        read = loop["state_dict"]["combined_loader"]
+        for counts in (*loop[LOOP].values(), *read):
+            if isinstance(counts, dict):
+                counts |= {key: count // then * now for key, count in counts.items()}
+        for schedule in checkpoint["lr_schedulers"]:
+            for key in ("base_lrs", "_last_lr"):
+                del schedule[key]
+
+    def on_train_start(self) -> None:
+        """Sets the rate of the first step, which may be one in the middle of a schedule."""
+        schedule = cast(LambdaLR, self.lr_schedulers())
+        groups = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        for group, (base, factor) in zip(schedule.optimizer.param_groups, groups, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
 
     @property
     def draws_at_random(self) -> bool:
         """Returns whether the forward pass draws random numbers."""
         return bool(getattr(self.run.model, "dropout", 0.0))
 
-    def _loss(self, batch: Batch) -> Tensor:
-        return self.run.objective.loss(self.model(batch["inputs"]), batch["labels"])
+    def _all_labels(self, batch: Batch) -> Tensor:
+        """Returns the labels of the global batch that a step begins with."""
+        own = batch.get("labels_of_step")
+        if own is None:  # none is masked
+            labels = float(self.run.tokens_per_step)
+            return torch.tensor(labels, dtype=torch.float32, device=self.device)
+        repeated = self.run.world_size // self.run.parallelism.data_parallel_size
+        total = own.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return (total // repeated).clamp(min=1).float()

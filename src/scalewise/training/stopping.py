@@ -1,4 +1,4 @@
-"""Signals, agreed on by all ranks: SIGTERM and SIGINT end a run after a whole step."""
+"""Signals, agreed on by all ranks: SIGTERM, SIGINT and SIGHUP end a run after a whole step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from scalewise.errors import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
@@ -35,7 +35,8 @@ class StopSignal:
         """Handles the signals in this process from now on."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                signal.signal(number, self._note)
+                if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
+                    signal.signal(number, self._note)  # nohup is obeyed
 
     def hold(self) -> None:
         """Holds signals back: Lightning has the handlers until ``install`` takes them again."""

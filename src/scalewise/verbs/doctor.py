@@ -76,11 +76,14 @@ def _disk() -> Iterator[Line]:
 
 def _tracking() -> Iterator[Line]:
     from scalewise.tracking.session import base_url, decide_mode, has_key
-    from scalewise.tracking.spec import Mode
+    from scalewise.tracking.spec import Mode, Wandb
 
+    if wrong := [str(complaint) for complaint in Wandb().machine_complaints()]:
+        yield "W&B", "cannot run", "; ".join(wrong)
+        return
     server = base_url()
     key = "logged in" if has_key(server) else "no key"
-    mode = decide_mode(Mode.auto)
+    mode = decide_mode(Wandb())
     cure = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
     meaning = "runs are not tracked" if mode is Mode.disabled else f"runs are tracked {mode}{cure}"
     yield "W&B", f"{key} at {server}", meaning

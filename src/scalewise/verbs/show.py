@@ -9,7 +9,7 @@ from pathlib import Path
 from scalewise.launch.job import Order, Result
 from scalewise.units import bytes_text, count_text, seconds_text
 
-_ABSENT = "–"  # noqa: RUF001
+_ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
 _STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
 
 

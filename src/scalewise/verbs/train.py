@@ -7,8 +7,8 @@ from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
-from scalewise.launch import signals
-from scalewise.launch.job import Order, execute, leads
+from scalewise.launch import signals, started
+from scalewise.launch.job import Order, execute
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
 from scalewise.run import Run
@@ -25,10 +25,10 @@ class Train(Verb):
         """Runs a single job."""
         with signals.raised("outside of training"):
             order = Order(run, command=self._command, changed=tuple(changed(run)))
-            if leads():
+            if started.leads():
                 show.heading(order)
             result = execute(order, folder)
-            if leads():
+            if started.leads():
                 show.ended(result)
             return result.exit_code
 

@@ -6,6 +6,7 @@ K key (and value) heads, D features per head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import pi, sqrt
 from typing import cast
 
@@ -13,73 +14,91 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scalewise.models import initial
+from scalewise.models.base import Part
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.models.module import ModelModule
 
 
-class DecoderModule(nn.Module):
+class DecoderModule(ModelModule):
     """``tokens_BT -> logits_BTV``; parameters are those of ``spec.census()``, in its order.
 
-    Made on torch's default device with fresh weights. Made on the meta device, it lives after
-    ``to_empty(device=...)`` and ``init_weights()``, sharded in between or not.
+    Made on the meta device; lives after ``to_empty(device=...)`` and ``init_weights(seed)``,
+    sharded in between or not. A ``part`` holds some layers: unless it is first it reads
+    ``x_BTW``, unless it is last it gives that.
     """
 
     rope: Tensor | None
 
-    def __init__(self, spec: Decoder) -> None:
+    def __init__(self, spec: Decoder, part: Part) -> None:
         super().__init__()
-        device = torch.get_default_device()
-        self.spec = spec
+        self.spec, self.part = spec, part
+        learned = spec.position is Position.learned
+        embeds = part.first or (part.last and spec.tied)
         with torch.device("meta"):  # so that torch's own initialization costs nothing
-            self.embedding = nn.Embedding(spec.vocabulary, spec.width)
-            learned = spec.position is Position.learned
-            self.position = nn.Embedding(spec.context, spec.width) if learned else None
-            self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-            self.norm = norm(spec)
-            self.head: nn.Module = (
-                TiedHead() if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
+            self.embedding = nn.Embedding(spec.vocabulary, spec.width) if embeds else None
+            self.position = (
+                nn.Embedding(spec.context, spec.width) if learned and part.first else None
             )
+            self.blocks = nn.ModuleDict({str(layer): Block(spec) for layer in part.layers})
+            self.norm = norm(spec) if part.last else None
+            self.head = head(spec) if part.last else None
             shape = (2, spec.context, spec.head_size)
             table = None if learned else torch.empty(shape, dtype=torch.float32)
             self.register_buffer("rope", table, persistent=False)
-        if device.type != "meta":
-            self.to_empty(device=device)
-            self.init_weights()
+        self.places_T: Tensor | None = None
 
-    def forward(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Returns ``logits_BTV``.
+    def layers(self) -> list[nn.Module]:
+        """Returns the blocks, in order."""
+        return list(self.blocks.values())
 
-        ``positions_T`` are the tokens' places in their row, 0 to T - 1 unless given: a rank that
-        holds a piece of each row says which.
-        """
-        if positions_T is None:
-            positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTW = self.embed(tokens_BT, positions_T)
-        rope_2TD = self.rotation(positions_T)
-        for block in self.blocks:
-            x_BTW = block(x_BTW, rope_2TD)
-        return self.unembed(x_BTW)
+    def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
+        """Puts another attention into every block."""
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            block.attention.mix = make(self.spec.dropout)
 
-    def embed(self, tokens_BT: Tensor, positions_T: Tensor) -> Tensor:
+    def hold_places(self, places_T: Tensor) -> None:
+        """Says which places of a row the tokens have."""
+        self.places_T = places_T
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``logits_BTV`` of ``tokens_BT``; a part reads or gives ``x_BTW``."""
+        places_T = self.places_T
+        if places_T is None:
+            places_T = torch.arange(x.shape[1], device=x.device)
+        if self.part.first:
+            x = self.embed(x, places_T)
+        rope_2TD = self.rotation(places_T)
+        for block in self.blocks.values():
+            x = block(x, rope_2TD)
+        return self.unembed(x) if self.part.last else x
+
+    def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
         """Returns ``x_BTW``, what the first block reads."""
-        x_BTW = self.embedding(tokens_BT)
+        assert self.embedding is not None
+        x_BTW = cast(Tensor, self.embedding(tokens_BT))
         if self.position is not None:
-            x_BTW = x_BTW + self.position(positions_T)
+            x_BTW = x_BTW + self.position(places_T)
         return F.dropout(x_BTW, self.spec.dropout, self.training)
 
-    def rotation(self, positions_T: Tensor) -> Tensor | None:
+    def rotation(self, places_T: Tensor) -> Tensor | None:
         """Returns ``rope_2TD``, what ``rotate`` reads; None with learned positions."""
-        return None if self.rope is None else self.rope[:, positions_T]
+        return None if self.rope is None else self.rope[:, places_T]
 
     def unembed(self, x_BTW: Tensor) -> Tensor:
         """Returns ``logits_BTV`` from what the last block wrote."""
+        assert self.norm is not None
+        assert self.head is not None
         x_BTW = self.norm(x_BTW)
         if self.spec.tied:
+            assert self.embedding is not None
             return cast(Tensor, self.head(x_BTW, self.embedding.weight))
         return cast(Tensor, self.head(x_BTW))
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draws every parameter afresh from the global generator and fills the buffers.
+    def init_weights(self, seed: int) -> None:
+        """Draws every parameter afresh, each from ``seed`` and its name, and fills the buffers.
 
         Matrices are normal(0, ``initial_std``), those that write to the residual stream
         ``1 / sqrt(2 layers)`` of it, so that its variance does not grow with depth (Radford et
@@ -94,7 +113,7 @@ class DecoderModule(nn.Module):
                 nn.init.ones_(parameter)
             else:
                 writes = name.endswith(("attention.output.weight", "feedforward.down.weight"))
-                nn.init.normal_(parameter, 0.0, residual if writes else self.spec.initial_std)
+                initial.draw(name, parameter, seed, residual if writes else self.spec.initial_std)
 
     @torch.no_grad()
     def init_buffers(self) -> None:
@@ -136,7 +155,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
         self.value = nn.Linear(spec.width, spec.kv_width, bias=spec.bias)
         self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
-        self.mix = CausalMix(spec.dropout)
+        self.mix: nn.Module = CausalMix(spec.dropout)
 
     def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None) -> Tensor:
         """Returns ``x_BTW``, each token a mix of itself and those before it."""
@@ -206,6 +225,11 @@ class TiedHead(nn.Module):
     def forward(self, x_BTW: Tensor, weight_VW: Tensor) -> Tensor:
         """Returns ``logits_BTV``."""
         return F.linear(x_BTW, weight_VW)
+
+
+def head(spec: Decoder) -> nn.Module:
+    """Returns what gives logits."""
+    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
 
 
 def norm(spec: Decoder) -> nn.Module:

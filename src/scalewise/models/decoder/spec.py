@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate, pairwise
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
-from scalewise.models.base import Model, Weight
+from scalewise.models.base import Model, Part, Split, Weight
 
 if TYPE_CHECKING:
     from scalewise.models.decoder.module import DecoderModule
+    from scalewise.models.module import ModelModule
 
 
 class Norm(StrEnum):
@@ -211,14 +214,86 @@ class Decoder(Model):
     def _complaint(self, field: str, reason: str, cure: str) -> Complaint:
         return Complaint(f"model.{field}", getattr(self, field), reason, cure)
 
-    def build(self) -> DecoderModule:
-        """Returns the module on torch's default device, with fresh or loaded weights.
+    def tensor_split(self) -> dict[str, Split]:
+        """Returns Megatron's cut: a pair of column and row per sublayer, one sum each."""
+        norms = ("blocks.*.attention_norm", "blocks.*.feedforward_norm", "norm")
+        rows = ("attention.output", "feedforward.down")
+        return {
+            "embedding": Split.vocabulary,
+            "position": Split.places,
+            **dict.fromkeys(norms, Split.tokens),
+            **{
+                f"blocks.*.{name}": Split.row if name in rows else Split.column
+                for name, *_ in self.linears
+            },
+            "head": Split.head,
+        }
 
-        Fresh weights are drawn from torch's global generator, so a seed determines them. Under
-        ``torch.device("meta")`` only shapes are made and ``weights`` is not read. Raises
-        ``CheckpointError`` where ``weights`` does not fit.
+    def tensor_sizes(self) -> dict[str, int]:
+        """Returns heads, feedforward and vocabulary."""
+        return {
+            "heads": self.heads,
+            "kv_heads": self.key_heads,
+            "feedforward": self.feedforward,
+            "vocabulary": self.vocabulary,
+        }
+
+    @property
+    def tied_weights(self) -> frozenset[str]:
+        """Returns the embedding, if it is the head too."""
+        return frozenset({"embedding.weight"} if self.tied else ())
+
+    def stages(self, count: int, sequence: int) -> tuple[Part, ...]:
+        """Returns parts of which the costliest is as cheap as can be; the last has the head.
+
+        The others share the layers evenly that the last leaves them.
+        """
+        head = 6.0 * self.vocabulary * self.width
+        worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
+
+        def costliest(last: int) -> float:
+            return max(ceil((self.layers - last) / max(count - 1, 1)), last + worth)
+
+        last = (
+            min(range(self.layers - count + 1, 0, -1), key=costliest) if count > 1 else self.layers
+        )
+        each, more = divmod(self.layers - last, max(count - 1, 1))
+        sizes = [each + (place < more) for place in range(count - 1)] + [last]
+        ends = list(accumulate(sizes, initial=0))
+        return tuple(
+            Part(range(start, end), start == 0, end == self.layers) for start, end in pairwise(ends)
+        )
+
+    def shape(self, part: Part) -> DecoderModule:
+        """Returns the module, or a part of it, on the meta device."""
+        from scalewise.models.decoder.module import DecoderModule
+
+        return DecoderModule(self, part)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws fresh weights, each from ``seed`` and its name, or reads ``weights``.
+
+        Raises ``CheckpointError`` where ``weights`` does not fit.
         """
         from scalewise.models.decoder.module import DecoderModule
         from scalewise.models.decoder.weights import start
 
-        return DecoderModule(self) if self.weights is None else start(self.weights, self)
+        assert isinstance(module, DecoderModule)
+        if self.weights is None:
+            module.init_weights(seed)
+        else:
+            start(module, self.weights)
+
+    def build(self, seed: int) -> DecoderModule:
+        """Returns the whole module on torch's default device, with its weights.
+
+        Under ``torch.device("meta")`` only shapes are made.
+        """
+        import torch
+
+        device = torch.get_default_device()
+        module = self.shape(Part(range(self.layers)))
+        if device.type != "meta":
+            module.to_empty(device=device)
+            self.fill(module, seed)
+        return module

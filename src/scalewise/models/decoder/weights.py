@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scalewise.errors import CheckpointError, Complaint, ConfigError
+from scalewise.models import initial
 from scalewise.models.decoder.module import DecoderModule
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 
@@ -271,19 +272,15 @@ def _files(path: Path) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-def start(path: str | Path, spec: Decoder) -> DecoderModule:
-    """Returns the module on torch's default device with the weights of ``path``, as ``load`` does.
+def start(module: DecoderModule, path: str | Path) -> None:
+    """Gives a materialized module, sharded or not, the weights of ``path``, as ``load`` does.
 
-    They take the module's dtype (torch's default). On the meta device nothing is read.
+    They take the module's dtype.
     """
-    device = torch.get_default_device()
-    with torch.device("meta"):
-        module = DecoderModule(spec)
-    if device.type != "meta":
-        module.to_empty(device=device)
-        module.init_buffers()
-        module.load_state_dict(load(path, spec))
-    return module
+    module.init_buffers()
+    state = load(path, module.spec)
+    for name, parameter in module.named_parameters():
+        initial.put(parameter, state[name])
 
 
 def export(state: Mapping[str, Tensor], spec: Decoder, folder: str | Path) -> None:

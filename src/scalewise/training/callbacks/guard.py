@@ -9,24 +9,19 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.errors import ScalewiseError
+from scalewise.training.callbacks.spec import Guarding
 from scalewise.training.module import TrainingModule
 
 
-class TrainingDiverged(ScalewiseError):  # noqa: N818
+class TrainingDiverged(ScalewiseError):  # noqa: N818 (what happened, as torch names it)
     """The loss became NaN, infinite, or leapt and stayed there."""
 
 
-class LossGuard(Callback):
-    """Looks at every loss, ``every`` steps late at the most, and before any checkpoint.
+class LossGuard(Guarding, Callback):
+    """Looks at every loss, ``every`` micro batches late at the most, and before any checkpoint."""
 
-    ``factor``: a leap is a loss above this times the running mean; ``patience``: leaps in a row
-    that end the run.
-    """
-
-    def __init__(self, factor: float = 3.0, patience: int = 5, every: int = 10) -> None:
-        if not factor > 1 or patience < 1 or every < 1:
-            raise ValueError("factor must exceed 1; patience and every must be 1 or more")
-        self._factor, self._patience, self._every = factor, patience, every
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._waiting: list[tuple[int, torch.Tensor]] = []
         self._mean: float | None = None
         self._leaps = 0
@@ -44,7 +39,7 @@ class LossGuard(Callback):
         loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
         step = batch_idx // trainer.accumulate_grad_batches + 1  # that this micro batch is part of
         self._waiting.append((step, loss.detach()))
-        if len(self._waiting) >= self._every:
+        if len(self._waiting) >= self.every:
             self._look()
 
     def on_save_checkpoint(
@@ -70,9 +65,9 @@ class LossGuard(Callback):
         cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
         if not isfinite(loss):
             raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
-        if self._mean is not None and loss > self._factor * self._mean:
+        if self._mean is not None and loss > self.factor * self._mean:
             self._leaps += 1
-            if self._leaps >= self._patience:
+            if self._leaps >= self.patience:
                 raise TrainingDiverged(
                     f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
                     f"its mean, for {self._leaps} micro batches in a row; {cure}"

@@ -12,22 +12,21 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from scalewise.training.callbacks.spec import Happening
 
-class Accident(Callback, ABC):
-    """Happens on one rank when ``step`` steps are done and another begins.
+
+class Accident(Happening, Callback, ABC):
+    """Happens on one rank when ``step`` steps are done and the next begins: 3 means in the 4th.
 
     ``once``: not again when the job starts again in the same folder.
     """
-
-    def __init__(self, step: int = 3, rank: int = 0, once: bool = False) -> None:
-        self._step, self._rank, self._once = step, rank, once
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Lets the accident happen."""
-        if trainer.global_step == self._step and trainer.global_rank == self._rank:
-            if self._once:
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            if self.once:
                 marker = Path(trainer.default_root_dir, ".accident")
                 if marker.exists():
                     return

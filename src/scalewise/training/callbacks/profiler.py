@@ -9,17 +9,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
+from scalewise.training.callbacks.spec import Profiling
 
-class Profiler(Callback):
+
+class Profiler(Profiling, Callback):
     """Writes ``trace-rankR.json`` into the run's folder.
 
     ``wait`` micro batches pass first, then ``active`` ones are recorded.
     """
 
-    def __init__(self, wait: int = 5, active: int = 3) -> None:
-        if wait < 0 or active < 1:
-            raise ValueError("wait must be 0 or more, active 1 or more")
-        self._wait, self._active = wait, active
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._seen = 0
         self._profile: profile | None = None
 
@@ -27,7 +27,7 @@ class Profiler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins to record when the wait is over."""
-        if self._seen == self._wait:
+        if self._seen == self.wait:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
@@ -44,7 +44,7 @@ class Profiler(Callback):
     ) -> None:
         """Writes the trace when enough is recorded."""
         self._seen += 1
-        if self._profile is not None and self._seen == self._wait + self._active:
+        if self._profile is not None and self._seen == self.wait + self.active:
             self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

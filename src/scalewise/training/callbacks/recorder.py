@@ -55,7 +55,9 @@ class Recorder(Callback):
         last = (batch_idx + 1) % self._run.accumulation == 0
         if trainer.global_step == self._start + PROBED_STEP - 1 and last:
             optimizer = trainer.optimizers[0]
-            self._probe = MemoryProbe(pl_module, optimizer, pl_module.device)
+            assert isinstance(pl_module, TrainingModule)
+            holdings = pl_module.layout.holdings()
+            self._probe = MemoryProbe(pl_module, optimizer, pl_module.device, holdings)
             self._probe.start()
         self.clock.mark("forward")
 

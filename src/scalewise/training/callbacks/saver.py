@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.checkpoints import store
 from scalewise.errors import Interrupted
+from scalewise.layouts.base import Layout
 from scalewise.run import Run
 from scalewise.training.callbacks.recorder import validates
 from scalewise.training.stopping import STOP
@@ -31,6 +34,7 @@ class Saver(Callback):
         """Takes the signals back."""
         STOP.install()
         STOP.release()
+        layout_of(trainer).prepare_saving(self._run.checkpoint)
         best = store.best_of(self._folder)  # of an earlier attempt in this folder
         self._best = best[1] if best else None
 
@@ -50,6 +54,7 @@ class Saver(Callback):
             return
         if number := STOP.agreed(pl_module.device):
             self.save(trainer)
+            layout_of(trainer).writer.finish()
             name, step = signal.Signals(number).name, trainer.global_step
             raise Interrupted(number, f"{name} after step {step}; its checkpoint is saved")
         if self._due(trainer) and not validates(trainer, self._run):
@@ -64,15 +69,14 @@ class Saver(Callback):
         if not best:
             return
         self._best = loss
-        if trainer.is_global_zero:
-            store.mark_best(self._folder, trainer.global_step, loss)
-            store.prune(self._folder, self._run.checkpoint.keep)
+        self._afterwards(trainer, partial(self._mark, trainer.global_step, loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step."""
         STOP.close()
         if self._run.checkpoint.at_end:
             self.save(trainer)
+        layout_of(trainer).writer.finish()
 
     def _due(self, trainer: Trainer) -> bool:
         every = self._run.checkpoint.every
@@ -85,5 +89,22 @@ class Saver(Callback):
             return
         trainer.save_checkpoint(store.path_of(self._folder, step))
         self._saved = step
+        self._afterwards(trainer, self._prune)
+
+    def _afterwards(self, trainer: Trainer, work: Callable[[], None]) -> None:
+        """Lets rank 0 do ``work`` when all saves so far are on disk."""
         if trainer.is_global_zero:
-            store.prune(self._folder, self._run.checkpoint.keep)
+            layout_of(trainer).writer.submit(work)
+
+    def _mark(self, step: int, loss: float) -> None:
+        store.mark_best(self._folder, step, loss)
+        self._prune()
+
+    def _prune(self) -> None:
+        store.prune(self._folder, self._run.checkpoint.keep)
+
+
+def layout_of(trainer: Trainer) -> Layout:
+    """Returns the layout that a trainer trains with."""
+    assert isinstance(trainer.strategy, Layout)
+    return trainer.strategy

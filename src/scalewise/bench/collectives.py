@@ -1,0 +1,198 @@
+"""What the links of this machine carry: five collectives over sizes, fitted by the ring model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scalewise.bench import fit, options, picture, profile, ranks
+from scalewise.bench.fit import Sample
+from scalewise.errors import Complaint, ScalewiseError
+from scalewise.hardware import DeviceKind, this_machine
+from scalewise.parallelism.collectives import Kind
+from scalewise.parallelism.ring import Link
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_json
+from scalewise.units import KIB, MIB, bytes_text
+
+KINDS = (Kind.all_reduce, Kind.all_gather, Kind.reduce_scatter, Kind.all_to_all, Kind.send)
+SMALLEST = KIB
+STEP = 4
+"""Ratio of one size to the next."""
+BURST = 2e-3
+"""Seconds that one repeat takes at the least: small messages are sent several times."""
+
+RUNS: Mapping[str, tuple[str, ...]] = {"": ("tracking=none",)}
+_TIMES = ".times.json"
+
+
+@dataclass(frozen=True)
+class Options(options.Options):
+    """How much is measured."""
+
+    ranks: int | None = None
+    """Processes; None: every CUDA device, or two on the CPU."""
+    largest_kib: int = 64 * MIB // KIB
+    """The largest message, KiB."""
+    seconds: float = 0.3
+    """Time for each size of each collective, s."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields too few sizes."""
+        yield from super().complaints()
+        if 0 < self.largest_kib < 16:
+            reason = "leaves too few sizes to tell latency from bandwidth"
+            yield Complaint("largest_kib", self.largest_kib, reason, "set largest_kib=16")
+
+
+def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+    """Returns each sample and the fitted links; leaves a picture and a hardware profile."""
+    run = runs[""]
+    on_cuda = run.hardware.device is DeviceKind.cuda
+    machine = this_machine()
+    gpus = len(machine.gpus) if on_cuda else None
+    count = options.ranks or gpus or 2
+    ranks.check(count, "ranks", gpus, machine.max_cpu_ranks)
+    largest = options.largest_kib * KIB
+    print(f"{count} {run.hardware.device.upper()} ranks, {bytes_text(SMALLEST)} to "
+          f"{bytes_text(largest)}", flush=True)  # fmt: skip
+    task = partial(_measured, list(sizes(largest)), options.seconds, folder, on_cuda=on_cuda)
+    ranks.run(task, count, folder)
+    times: Any = read_json(folder / _TIMES)["samples"]
+    (folder / _TIMES).unlink()
+    samples = [Sample(**{**entry, "kind": Kind(entry["kind"])}) for entry in times]
+    link = fit.fitted(samples)
+    if link is None:
+        raise ScalewiseError("larger messages took no longer: no bandwidth to be told from noise")
+    of_kinds = {kind: [s for s in samples if s.kind is kind] for kind in KINDS}
+    links = {kind.value: _figures(fit.fitted(held), held) for kind, held in of_kinds.items()}
+    links["all"] = _figures(link, samples)
+    _say(links)
+    picture.draw(samples, link, folder / "collectives.svg")
+    profile.write(run.hardware, link, count, folder)
+    print(f"picture {folder / 'collectives.svg'}")
+    print(f"use it: scalewise train -cd {folder} hardware=measured ...")
+    return {
+        "ranks": count,
+        "backend": "nccl" if on_cuda else "gloo",
+        "links": links,
+        "samples": times,
+    }
+
+
+def sizes(largest: int) -> Iterator[int]:
+    """Yields bytes from ``SMALLEST`` up to ``largest``."""
+    size = SMALLEST
+    while size <= largest:
+        yield size
+        size *= STEP
+
+
+def _figures(link: Link | None, samples: list[Sample]) -> dict[str, float] | None:
+    return None if link is None else asdict(link) | {"median_error": fit.error(link, samples)}
+
+
+def _say(links: Mapping[str, Mapping[str, float] | None]) -> None:
+    print(f"\n{'ring model of':<16}{'latency':>12}{'bandwidth':>16}{'median error':>16}")
+    for name, found in links.items():
+        if found is None:
+            print(f"{name:<16}  lost in noise: larger messages took no longer")
+            continue
+        latency, rate = f"{found['latency_s'] * 1e6:.1f} us", f"{found['bytes_per_s'] / 1e9:.3g}"
+        print(f"{name:<16}{latency:>12}{rate:>11} GB/s{found['median_error']:>16.0%}")
+
+
+def _measured(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) -> None:
+    """Measures in one of the ranks; rank 0 prints and writes."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    device = torch.device("cpu")
+    if on_cuda:
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    samples: list[dict[str, object]] = []
+    for kind in KINDS:
+        for size in sizes:
+            operation, exact = _operation(kind, size, device)
+            spent = _seconds(operation, seconds, device)
+            if kind is Kind.send:  # it went there and back
+                spent /= 2
+            samples.append(asdict(Sample(kind, dist.get_world_size(), exact, spent)))
+            if dist.get_rank() == 0:
+                rate = f"{exact / spent / 1e9:.3g} GB/s"
+                print(f"{kind:<16}{bytes_text(size):>12}{spent * 1e3:>12.3f} ms{rate:>16}",
+                      flush=True)  # fmt: skip
+    if dist.get_rank() == 0:
+        write_json(folder / _TIMES, {"samples": samples})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _operation(kind: Kind, size: int, device: Any) -> tuple[Callable[[], object], int]:
+    """Returns one collective as a function, and its bytes: fp32 numbers, alike on each rank."""
+    import torch
+    import torch.distributed as dist
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    own = max(1, size // 4 // world)
+    whole = torch.zeros(own * world, device=device)
+    part, other = torch.zeros(own, device=device), torch.zeros_like(whole)
+
+    def there_and_back() -> None:
+        for sender, receiver in ((0, 1), (1, 0)):
+            if rank == sender:
+                dist.send(whole, receiver)
+            elif rank == receiver:
+                dist.recv(whole, sender)
+
+    operations: dict[Kind, Callable[[], object]] = {
+        Kind.all_reduce: partial(dist.all_reduce, whole),
+        Kind.all_gather: partial(
+            _named("all_gather_single", "all_gather_into_tensor"), whole, part
+        ),
+        Kind.reduce_scatter: partial(
+            _named("reduce_scatter_single", "reduce_scatter_tensor"), part, whole
+        ),
+        Kind.all_to_all: partial(dist.all_to_all_single, other, whole),
+        Kind.send: there_and_back,
+    }
+    return operations[kind], own * world * 4
+
+
+def _named(name: str, before: str) -> Callable[..., object]:
+    """Returns a collective by its name since torch 2.13, or the one before."""
+    import torch.distributed as dist
+
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    return found
+
+
+def _seconds(operation: Callable[[], object], budget: float, device: Any) -> float:
+    """Returns the median over repeats of the slowest rank's time of one operation, s."""
+    import torch
+    import torch.distributed as dist
+
+    def timed(times: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            operation()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    timed(2)  # connections are made, buffers touched
+    one = torch.tensor(timed(1), dtype=torch.float64, device=device)
+    dist.all_reduce(one, dist.ReduceOp.MAX)  # all ranks must repeat alike
+    burst = max(1, min(200, round(BURST / one.item())))
+    repeats = max(5, min(100, round(budget / (burst * one.item()))))
+    spent = torch.tensor([timed(burst) for _ in range(repeats)], dtype=torch.float64)
+    spent = spent.to(device)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent.median())

@@ -1,0 +1,69 @@
+"""What a benchmark lets one choose: ``key=value`` beside the overrides of the run it measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from scalewise.errors import Complaint, ConfigError
+from scalewise.run import Run
+
+_BOOLEANS = {"true": True, "false": False}
+_WANTED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every benchmark lets one choose."""
+
+    record: bool = False
+    """Whether the result is written into ``experiments/records`` as well."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields what cannot be measured: every number must be positive."""
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, bool) and value is not None and not value > 0:
+                yield Complaint(entry.name, value, "must be positive")
+
+
+class Benchmark(Protocol):
+    """A module of this room that ``scalewise bench`` runs."""
+
+    Options: type[Options]
+    RUNS: Mapping[str, tuple[str, ...]]
+    """The runs that are measured, as overrides, by a name for each."""
+
+    def measure(self, runs: Mapping[str, Run], options: Any, folder: Path) -> dict[str, object]:
+        """Measures into ``folder``, prints what it finds and returns it."""
+
+
+def split(words: Sequence[str], kind: type[Options]) -> tuple[Options, list[str]]:
+    """Returns the options among the words, and the other words: the overrides of a run.
+
+    Raises ``ConfigError`` with every complaint about an option.
+    """
+    hints = typing.get_type_hints(kind)
+    types = {key: (typing.get_args(hint) or (hint,))[0] for key, hint in hints.items()}
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    wrong: list[Complaint] = []
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in types:
+            rest.append(word)
+            continue
+        try:
+            values[key] = _BOOLEANS[text] if types[key] is bool else types[key](text)
+        except (KeyError, ValueError):
+            wrong.append(Complaint(key, text, f"is not {_WANTED[types[key]]}"))
+    if wrong:
+        raise ConfigError(wrong)
+    options = kind(**values)
+    if found := list(options.complaints()):
+        raise ConfigError(found)
+    return options, rest

@@ -1,0 +1,67 @@
+"""Work that is measured in ranks of its own, born like those of a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.launch import rank, words
+from scalewise.launch.spec import Launch
+from scalewise.launch.status import Ending
+
+GRACE = 2.0
+"""Seconds to end in when asked: there is nothing to save."""
+
+
+def run(task: Callable[[], None], ranks: int, folder: Path) -> None:
+    """Calls a picklable ``task`` in each of ``ranks`` processes under torch elastic.
+
+    Raises ``Interrupted`` for a signal, and ``ScalewiseError`` with the reason of the first rank
+    that failed; no process is left.
+    """
+    from scalewise.launch.elastic import run_in
+
+    try:
+        ending = run_in(ranks, _serve, (task, folder), folder, Launch(grace=GRACE))
+    finally:
+        words.remove(folder)
+    if ending.status == "interrupted":
+        name = signal.Signals(ending.signal_number).name
+        raise Interrupted(ending.signal_number, f"{name} while measuring; nothing was written")
+    if ending.status != "ok":
+        tail = "\n".join(ending.log_tail)
+        raise ScalewiseError(f"{ending.status}: {ending.reason}\n{tail}".rstrip())
+
+
+def _serve(task: Callable[[], None], folder: Path) -> None:
+    from scalewise.launch.worker import classify
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    rank.begin(folder, GRACE)
+    number = int(os.environ["RANK"])
+    try:
+        task()
+        ending = Ending("ok")
+    except Exception as error:  # told to the launcher, whatever it is
+        ending = classify(error, number)
+    words.leave(folder, number, ending)
+    rank.end(ending)
+
+
+def check(ranks: int, key: str, gpus: int | None, most: int) -> None:
+    """Refuses a number of ranks that measures nothing here.
+
+    ``gpus`` is the number of CUDA devices, None for the CPU, which carries ``most`` ranks.
+    """
+    if gpus is not None and max(ranks, 2) > gpus:
+        cure = "set hardware=cpu, or run it where there are more"
+        reason = f"needs {max(ranks, 2)} CUDA devices, this machine has {gpus}"
+        raise ConfigError.one(key, ranks, reason, cure)
+    if ranks < 2:
+        raise ConfigError.one(key, ranks, "there is nobody to send to", f"set {key}=2")
+    if gpus is None and ranks > most:
+        raise ConfigError.one(key, ranks, f"this machine carries at most {most} CPU ranks")

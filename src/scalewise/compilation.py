@@ -1,0 +1,55 @@
+"""Whether torch compiles the model, and in what pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+
+if TYPE_CHECKING:
+    from scalewise.models.module import ModelModule
+
+
+class Scope(StrEnum):
+    """What is compiled as one."""
+
+    none = "none"
+    block = "block"
+    """Each block, which are alike: one compilation serves all (regional compilation)."""
+    whole = "whole"
+    """The model, from tokens to logits."""
+
+
+class Backend(StrEnum):
+    """What makes code of the graph."""
+
+    inductor = "inductor"
+    aot_eager = "aot_eager"
+    """Traces and differentiates, and generates nothing: to see what compiling itself changes."""
+
+
+@option("compile", "compile")
+@dataclass(frozen=True)
+class Compile:
+    """``torch.compile`` of the model, in place."""
+
+    scope: Scope = Scope.none
+    """What is compiled as one."""
+    backend: Backend = Backend.inductor
+    """What makes code of the graph."""
+    dynamic: bool = False
+    """Whether shapes may change without compiling again."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields nothing: every pair can be had."""
+        yield from ()
+
+    def apply(self, module: ModelModule) -> None:
+        """Compiles a module in place; it happens when the module first runs."""
+        parts = {Scope.none: [], Scope.block: module.layers(), Scope.whole: [module]}[self.scope]
+        for part in parts:
+            part.compile(backend=self.backend.value, dynamic=self.dynamic)

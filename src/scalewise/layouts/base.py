@@ -1,0 +1,147 @@
+"""What the training module asks of every layout, and how every layout saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scalewise.checkpoints import store
+from scalewise.checkpoints.writer import Writer
+from scalewise.layouts import optimizer_state
+from scalewise.measure.memory import Holdings
+
+if TYPE_CHECKING:
+    from scalewise.checkpoints.spec import Checkpoint
+    from scalewise.run import Run
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Takes ``logits_BTV`` and ``labels_BT``."""
+
+
+class Layout(Strategy):
+    """A Lightning strategy that also builds the model and knows who holds what of it.
+
+    ``shared_out``: whether ranks hold different tensors, so that all of them write checkpoints.
+    """
+
+    writer: Writer
+    shared_out = False
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = True
+    _resumed: Path | None = None
+
+    def build(self, run: Run) -> nn.Module:
+        """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
+        module = run.model.build(run.seed)
+        run.compile.apply(module)
+        return module
+
+    def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
+        """Returns the run's optimizer over what this rank holds of the model."""
+        return run.optimizer.build(module.parameters())
+
+    def cut(self, batch: Batch) -> Batch:
+        """Returns this rank's piece of the rows it reads: all of them unless tokens are shared."""
+        return batch
+
+    def loss_context(self) -> AbstractContextManager[None]:
+        """Returns the context in which losses and their gradients are taken."""
+        return nullcontext()
+
+    def train(self, module: nn.Module, batch: Batch, loss: Loss, *, last: bool) -> Tensor:
+        """Returns the loss of a micro batch on this rank, ready for backward.
+
+        ``last``: no other follows before the optimizer steps.
+        """
+        batch = self.cut(batch)
+        with self.loss_context():
+            return loss(module(batch["inputs"]), batch["labels"])
+
+    def evaluate(self, module: nn.Module, batch: Batch, loss: Loss) -> Tensor:
+        """Returns the loss of a micro batch on this rank, without gradients."""
+        return self.train(module, batch, loss, last=False)
+
+    def clip(self, module: nn.Module, limit: float | None) -> Tensor:
+        """Scales the whole gradient down to the norm ``limit``; returns the norm it had."""
+        held = [p for p in module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(held, limit, norm)
+        return norm
+
+    def holdings(self) -> Holdings:
+        """Returns what this rank holds of the model beside the module's own tensors."""
+        return Holdings()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the tensors that a checkpoint holds of the model: this rank's, not copied."""
+        assert self.lightning_module is not None
+        return {
+            self.canonical(name): tensor.detach()
+            for name, tensor in self.lightning_module.state_dict().items()
+        }
+
+    def canonical(self, name: str) -> str:
+        """Returns the name that a tensor of the module has in the whole model."""
+        return name
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns nothing: tensors go into the checkpoint by name, settings are the run's."""
+        return {}
+
+    def prepare_saving(self, checkpoint: Checkpoint) -> None:
+        """Says how checkpoints are written; every rank calls it, once training is set up."""
+        self.writer = Writer(
+            background=checkpoint.background, device=self.root_device, shared=self.shared_out
+        )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint folder; every rank must call it."""
+        model = checkpoint.pop("state_dict")
+        if not (self.shared_out or self.is_global_zero):
+            return
+        states = optimizer_state.tensors(self.optimizers, self._names())
+        tensors = self.writer.staged({"model": model, "optimizer": states})
+        path, rest, group = Path(filepath), store.packed(checkpoint), self.writer.group
+        self.writer.submit(lambda: store.save(path, tensors, rest, group))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads the weights into the module; returns the rest of a checkpoint folder."""
+        self._resumed = Path(checkpoint_path)
+        checkpoint = store.load(self._resumed)
+        checkpoint["state_dict"] = self.lightning_module_state_dict()
+        store.read(self._resumed, "model", checkpoint["state_dict"])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Copies what a callback put in the place of the weights that are already read."""
+        held = self.lightning_module_state_dict()
+        with torch.no_grad():
+            for name, tensor in checkpoint["state_dict"].items():
+                if tensor is not held[name]:
+                    held[name].copy_(tensor)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Reads the optimizer's tensors."""
+        assert self._resumed is not None
+        known = store.shapes(self._resumed, "optimizer")
+        states = optimizer_state.allocate(self.optimizers, self._names(), known)
+        store.read(self._resumed, "optimizer", states)
+        optimizer_state.put(self.optimizers, self._names(), states)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self.lightning_module is not None
+        named = self.lightning_module.named_parameters()
+        return {parameter: self.canonical(name) for name, parameter in named}

@@ -1,0 +1,122 @@
+"""Context parallelism: ranks share the tokens of each row out, and attention reaches across.
+
+Shape suffixes: B rows, T tokens of a rank, N context ranks, H query heads, K key heads, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from scalewise.parallelism.mesh import ContextAttention
+
+Batch = dict[str, Tensor]
+
+
+class Split:
+    """Which tokens of a row each rank holds.
+
+    ``balanced``: a row is cut into 2N pieces, of which rank r holds r and 2N - 1 - r, so that
+    causal attention costs every rank the same; else into N.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence: int, *, balanced: bool) -> None:
+        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        self.group = mesh.get_group()
+        pieces = (2 if balanced else 1) * self.ranks
+        self.piece = sequence // pieces
+        held = [[rank, pieces - 1 - rank] if balanced else [rank] for rank in range(self.ranks)]
+        self.pieces = held[self.rank]
+        places = torch.arange(sequence, device="cpu").view(pieces, self.piece)
+        self.order_T = torch.cat([places[pieces_of_rank].flatten() for pieces_of_rank in held])
+        """Places in the row of all ranks' tokens, rank after rank."""
+        self.places_T = places[self.pieces].flatten()
+        """Places in the row of this rank's tokens."""
+        self.inverse_T = torch.argsort(self.order_T)
+
+    def cut(self, batch: Batch) -> Batch:
+        """Returns the tokens and labels of this rank."""
+        return {
+            name: x_BT[:, self.places_T.to(x_BT.device)] if x_BT.ndim == 2 else x_BT
+            for name, x_BT in batch.items()
+        }
+
+
+def mix(kind: ContextAttention, split: Split, dropout: float) -> nn.Module:
+    """Returns the attention that takes the place of ``CausalMix``."""
+    kinds = {ContextAttention.ulysses: UlyssesMix, ContextAttention.gather: GatherMix}
+    return kinds[kind](split, dropout)
+
+
+class UlyssesMix(nn.Module):
+    """Whole rows of some heads on each rank, by all-to-all there and back (DeepSpeed-Ulysses)."""
+
+    def __init__(self, split: Split, dropout: float) -> None:
+        super().__init__()
+        self.split, self.dropout = split, dropout
+
+    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+        """Returns ``mixed_BTHD`` of this rank's tokens."""
+        split = self.split
+        heads, keys = query_BTHD.shape[2], key_BTKD.shape[2]
+        if keys % split.ranks:  # too few to share out: each query head brings its own
+            key_BTKD, value_BTKD = (
+                x.repeat_interleave(heads // keys, dim=2) for x in (key_BTKD, value_BTKD)
+            )
+        inverse = split.inverse_T.to(query_BTHD.device)
+        query, key, value = (
+            exchanged(x, 2, 1, split.group)[:, inverse] for x in (query_BTHD, key_BTKD, value_BTKD)
+        )
+        mixed_BHTD = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        ordered = mixed_BHTD.transpose(1, 2)[:, split.order_T.to(query_BTHD.device)]
+        return exchanged(ordered, 1, 2, split.group)
+
+
+class GatherMix(nn.Module):
+    """All keys and values on each rank, for its own queries (Llama 3, section 3.3.2)."""
+
+    def __init__(self, split: Split, dropout: float) -> None:
+        super().__init__()
+        self.split, self.dropout = split, dropout
+
+    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+        """Returns ``mixed_BTHD`` of this rank's tokens, a piece at a time against what it sees."""
+        split = self.split
+        both = torch.stack((key_BTKD, value_BTKD))
+        both = collectives.all_gather_tensor_autograd(both, 2, split.group)
+        both = both[:, :, split.inverse_T.to(both.device)]
+        mixed = []
+        for number, query in enumerate(torch.split(query_BTHD, split.piece, dim=1)):
+            first = split.pieces[number] * split.piece
+            key, value = both[:, :, : first + split.piece].unbind(0)
+            rows = torch.arange(split.piece, device=query.device)[:, None] + first
+            seen = torch.arange(first + split.piece, device=query.device)[None, :] <= rows
+            mixed_BHTD = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=seen,
+                dropout_p=self.dropout if self.training else 0.0,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+            mixed.append(mixed_BHTD.transpose(1, 2))
+        return torch.cat(mixed, dim=1)
+
+
+def exchanged(x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """Returns ``x`` with dim ``cut`` shared out over the ranks and dim ``join`` whole again."""
+    ranks = group.size()
+    sent = torch.stack(x.chunk(ranks, cut)).flatten(0, 1)
+    received = collectives.all_to_all_single_autograd(sent, None, None, group)
+    return torch.cat(received.chunk(ranks), join)

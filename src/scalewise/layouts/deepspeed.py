@@ -1,0 +1,242 @@
+"""DeepSpeed's engine in the suite: its ZeRO and offload, our weights, losses and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scalewise.checkpoints import store
+from scalewise.hardware import DeviceKind
+from scalewise.layouts import extensions, zero_build
+from scalewise.layouts.base import Batch, Layout, Loss
+from scalewise.layouts.swap import SwapFolder
+from scalewise.measure.memory import Holdings
+from scalewise.optimizers import AdamW
+from scalewise.parallelism.deepspeed import DeepSpeed, Offload
+from scalewise.precision import Number
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+class DeepSpeedLayout(Layout, DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy, on the CPU as well, which Lightning refuses."""
+
+    spec: DeepSpeed
+    run: Run
+
+    def __init__(self, spec: DeepSpeed, device: DeviceKind) -> None:
+        os.environ["DS_ACCELERATOR"] = device.value  # read when deepspeed is first imported
+        config = {"zero_optimization": {"stage": spec.stage}}
+        super().__init__(config=config, logging_level=logging.ERROR)
+        self.spec, self._device = spec, device
+        self._swap = SwapFolder(spec.nvme_path) if "async_io" in spec.extensions else None
+        self._norm = torch.zeros(())
+
+    def setup_environment(self) -> None:
+        """Joins the ranks."""
+        # DeepSpeed calls collectives by the names that torch 2.13 has replaced, at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Joins the ranks as DDP does, and tells DeepSpeed."""
+        import deepspeed
+
+        super(DeepSpeedStrategy, self).setup_distributed()
+        self._set_node_environment_variables()
+        if self._device is DeviceKind.cpu:
+            # No shared-memory collectives: gloo's are as exact, and need no compiler.
+            deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.init_distributed(self._process_group_backend)
+        for name in self.spec.extensions:
+            extensions.load(name, self._device)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Does nothing: ``build`` shares weights out layer by layer."""
+        yield
+
+    def build(self, run: Run) -> nn.Module:
+        """Returns the model, in stage 3 with the shards of this rank.
+
+        No more than one layer is held whole at any time in stage 3.
+        """
+        self.run = run
+        folder = str(self._swap.open()) if self._swap else ""
+        self.config = self.spec.config(run, folder)
+        if self.spec.stage < 3:
+            with self.root_device:
+                return super().build(run)
+        return zero_build.sharded(run, self.config, self.root_device)
+
+    def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
+        """Returns the run's optimizer; where its state is on the host, DeepSpeed's for the CPU."""
+        if self.spec.offload_optimizer is Offload.none:
+            return super().optimizer(run, module)
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        adamw = run.optimizer
+        assert isinstance(adamw, AdamW)
+        optimizer: Optimizer = DeepSpeedCPUAdam(
+            adamw.groups(module.parameters()),
+            lr=adamw.lr,
+            betas=(adamw.beta1, adamw.beta2),
+            eps=adamw.epsilon,
+            adamw_mode=True,
+            fp32_optimizer_states=run.precision.parameters is Number.fp32,
+        )
+        return optimizer
+
+    def setup(self, trainer: Trainer) -> None:
+        """Makes DeepSpeed's engine around the module."""
+        import deepspeed
+
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.setup_precision_plugin()
+        optimizer, schedule = self._init_optimizers()
+        engine, zero, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=optimizer, config=self.config, dist_init_required=False
+        )
+        self.model, self.optimizers = engine, [zero]
+        self.lr_scheduler_configs = [schedule] if schedule else []
+        if self.run.precision.parameters is not self.run.precision.compute:
+            self._draw_masters()
+        self.barrier()
+
+    def _draw_masters(self) -> None:
+        """Gives the masters the weights as drawn: DeepSpeed made them of weights cut to bf16."""
+        from scalewise.layouts import zero_states
+
+        drawn: dict[str, Tensor] = {}
+        pieces = zero_build.pieces(self.run, self.root_device)
+
+        def read(name: str, whole: Tensor) -> None:
+            own = name.removeprefix("model.")
+            while own not in drawn:
+                drawn.clear()
+                drawn.update(next(pieces).named_parameters())
+            whole.copy_(drawn[own].detach())
+
+        zero_states.put_weights(self.optimizers[0], self._names(), read)
+
+    def train(self, module: nn.Module, batch: Batch, loss: Loss, *, last: bool) -> Tensor:
+        """Returns the loss of a micro batch; DeepSpeed is told whether a step follows."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(last)
+        return super().train(module, batch, loss, last=last)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Does nothing: ``train`` has told DeepSpeed."""
+        yield
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Returns False: Lightning divides by the micro batches, and steps after the last."""
+        return False
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Goes backward, dividing by nothing."""
+        return super().backward(closure_loss, *args, **kwargs, scale_wrt_gas=False)
+
+    def clip(self, module: nn.Module, limit: float | None) -> Tensor:
+        """Returns the norm, to be filled in by the step: DeepSpeed takes it and clips there."""
+        self._norm = torch.zeros((), dtype=torch.float32, device=self.root_device)
+        return self._norm
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Any,
+        model: LightningModule | Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps; a gradient that is not finite has an infinite norm, and moves nothing."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        engine = self.deepspeed_engine
+        skipped = engine.optimizer.overflow
+        self._norm.fill_(float("inf") if skipped else engine.get_global_grad_norm())
+        return output
+
+    def holdings(self) -> Holdings:
+        """Returns the masters, shards and reduced gradients of ZeRO's optimizer."""
+        from scalewise.layouts import zero_states
+
+        return zero_states.Held(self.optimizers[0], self._names())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the masters, whole, on rank 0 alone; every rank must ask."""
+        from scalewise.layouts import zero_states
+
+        whole = {}
+        for parameter, name in self._names().items():
+            master = zero_states.weight(parameter)
+            if self.is_global_zero:
+                whole[name] = master.cpu()
+        return whole
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes one file of weights and one of state, by name: nothing of DeepSpeed's own."""
+        from scalewise.layouts import zero_states
+
+        model = checkpoint.pop("state_dict")
+        states = {}
+        for key, state in zero_states.tensors(self.optimizers[0], self._names()):
+            if self.is_global_zero:
+                states[key] = state.cpu()
+        if self.is_global_zero:
+            tensors = self.writer.staged({"model": model, "optimizer": states})
+            path, rest = Path(filepath), store.packed(checkpoint)
+            self.writer.submit(lambda: store.save(path, tensors, rest))
+        self.barrier()
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads the masters of any layout's checkpoint; returns the rest of it."""
+        from scalewise.layouts import zero_states
+
+        self._resumed = path = Path(checkpoint_path)
+        checkpoint = store.load(path)
+        zero_states.put_weights(
+            self.optimizers[0],
+            self._names(),
+            lambda name, whole: store.read(path, "model", {name: whole}),
+        )
+        return {**checkpoint, "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Does nothing: the weights are read already."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Reads the optimizer's tensors."""
+        from scalewise.layouts import zero_states
+
+        assert self._resumed is not None
+        path = self._resumed
+        zero_states.put_states(
+            self.optimizers[0],
+            self._names(),
+            store.shapes(path, "optimizer"),
+            lambda key, whole: store.read(path, "optimizer", {key: whole}),
+        )
+
+    def teardown(self) -> None:
+        """Lets go of the engine, and of what it left on a disk."""
+        super().teardown()
+        if self._swap:
+            self._swap.close()

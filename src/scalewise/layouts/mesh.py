@@ -1,0 +1,141 @@
+"""One strategy for every product of pipeline, replicate, shard, context and tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from scalewise.layouts import norms, parallelize, tensor
+from scalewise.layouts.base import Batch, Layout, Loss
+from scalewise.layouts.context import Split
+from scalewise.layouts.pipeline import Pipeline
+from scalewise.parallelism.mesh import AXES, Mesh
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+class MeshLayout(Layout, ModelParallelStrategy):
+    """Lightning's model-parallel strategy over a named mesh of five axes."""
+
+    spec: Mesh
+    shared_out = True
+
+    def __init__(self, spec: Mesh) -> None:
+        super().__init__()
+        self.spec = spec
+        self._split: Split | None = None
+        self._pipeline: Pipeline | None = None
+
+    def setup_environment(self) -> None:
+        """Joins the ranks and lays the mesh over them."""
+        self._setup_distributed()
+        sizes = self.spec.sizes
+        # FSDP shards over the context ranks as well: to the model's mesh the two are one axis.
+        shape = {**sizes, "shard": sizes["shard"] * sizes["context"]}
+        names = tuple(axis for axis in AXES if axis != "context")
+        self._device_mesh = self._mesh_of(shape, names)
+        self._all_axes = self._mesh_of(sizes, AXES) if sizes["context"] > 1 else self._device_mesh
+
+    def _mesh_of(self, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+        shape = tuple(sizes[name] for name in names)
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """Returns the ranks that differ from this one along an axis alone; None for size 1."""
+        mesh = self._all_axes if name == "context" else self.device_mesh
+        return mesh[name] if self.spec.sizes[name] > 1 else None
+
+    def build(self, run: Run) -> nn.Module:
+        """Returns this rank's shards, made without ever holding the whole model."""
+        context = self.axis("context")
+        if context is not None:
+            self._split = Split(context, run.data.sequence, balanced=self.spec.balanced)
+        parts = run.model.stages(self.spec.stages, run.data.sequence)
+        mine = self.spec.stages_of(self.global_rank)
+        stages = [parallelize.build(run, parts[index], self, self._split) for index in mine]
+        if self.axis("pipeline") is None:
+            return stages[0]
+        self._pipeline = Pipeline(self.spec, self.device_mesh["pipeline"], mine, stages, run)
+        return nn.ModuleDict({f"stage{index}": s for index, s in zip(mine, stages, strict=True)})
+
+    def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
+        """Returns the run's optimizer over this rank's shards, which are final by now."""
+        if self.axis("tensor") is not None:
+            tensor.keep_gradients_cut(module)
+        if self._pipeline is not None:
+            self._pipeline.hold()
+        return super().optimizer(run, module)
+
+    def canonical(self, name: str) -> str:
+        """Returns a tensor's name in the whole model: no stage is part of it."""
+        head, *rest = name.split(".")
+        if rest and rest[0].startswith("stage") and self._pipeline is not None:
+            return ".".join([head, *rest[1:]])
+        return name
+
+    def cut(self, batch: Batch) -> Batch:
+        """Returns this context rank's tokens of every row."""
+        return batch if self._split is None else self._split.cut(batch)
+
+    @contextmanager
+    def loss_context(self) -> Iterator[None]:
+        """Lets the loss read logits that are cut along the vocabulary."""
+        if self.axis("tensor") is not None and self.spec.loss_parallel:
+            with loss_parallel():
+                yield
+        else:
+            yield
+
+    def train(self, module: nn.Module, batch: Batch, loss: Loss, *, last: bool) -> Tensor:
+        """Returns the loss of a micro batch; a pipeline has gone backward by then as well."""
+        if self._pipeline is None:
+            return norms.local(super().train(module, batch, loss, last=last))
+        with self.loss_context():
+            return self._pipeline.train(self.cut(batch), loss, last=last)
+
+    def evaluate(self, module: nn.Module, batch: Batch, loss: Loss) -> Tensor:
+        """Returns the loss of a micro batch, without gradients."""
+        if self._pipeline is None:
+            return self.train(module, batch, loss, last=False)
+        with self.loss_context():
+            return self._pipeline.evaluate(self.cut(batch), loss)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Goes backward; in a pipeline the schedule has done so."""
+        if self._pipeline is not None:
+            return closure_loss
+        with self.loss_context():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def clip(self, module: nn.Module, limit: float | None) -> Tensor:
+        """Scales the whole gradient, wherever its pieces are; returns the norm it had."""
+        owned = self._pipeline.owned if self._pipeline is not None else lambda parameter: True
+        gradients = [p.grad for p in module.parameters() if p.grad is not None and owned(p)]
+        norm = norms.total(gradients, self.spec.sizes["pipeline"], self.root_device)
+        if limit is not None:
+            norms.scale(module.parameters(), limit, norm)
+        return norm
+
+    def model_to_device(self) -> None:
+        """Leaves the shards where they were made: on the device, or on the host if offloaded."""
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keeps gradients whole until the last micro batch, if asked to."""
+        assert self.model is not None
+        kept = not self.spec.reduce_each_micro_batch
+        roots = [part for part in self.model.modules() if kept and isinstance(part, FSDPModule)]
+        for root in roots:
+            root.set_requires_gradient_sync(False, recurse=False)
+        yield
+        for root in roots:
+            root.set_requires_gradient_sync(True, recurse=False)

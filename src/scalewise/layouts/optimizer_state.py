@@ -1,0 +1,67 @@
+"""An optimizer's state as tensors by name, which no layout changes: ``exp_avg/blocks.0.weight``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Names = Mapping[nn.Parameter, str]
+
+
+def tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Tensor]:
+    """Returns every tensor of state that this rank holds; scalars as one element."""
+    return {
+        f"{slot}/{names[parameter]}": value.detach().reshape(1) if value.ndim == 0 else value
+        for optimizer, parameter in _parameters(optimizers)
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def allocate(
+    optimizers: Iterable[Optimizer], names: Names, known: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """Returns room for the state of this rank's parameters, of which ``known`` gives the shapes."""
+    slots: dict[str, list[str]] = {}
+    for key in known:
+        slot, _, name = key.partition("/")
+        slots.setdefault(name, []).append(slot)
+    room = {}
+    for _, parameter in _parameters(optimizers):
+        name = names[parameter]
+        for slot in slots.get(name, []):
+            key = f"{slot}/{name}"
+            alike = known[key] == parameter.shape
+            room[key] = torch.zeros_like(parameter) if alike else torch.zeros(known[key])
+    return room
+
+
+def put(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str, Tensor]) -> None:
+    """Gives the optimizers the tensors that ``allocate`` made room for."""
+    held: dict[str, dict[str, Tensor]] = {}
+    for key, value in states.items():
+        slot, _, name = key.partition("/")
+        held.setdefault(name, {})[slot] = value
+    for optimizer, parameter in _parameters(optimizers):
+        state = held.get(names[parameter], {})
+        if state:
+            optimizer.state[parameter] = {
+                slot: value.reshape(()) if _is_scalar(value, parameter) else value
+                for slot, value in state.items()
+            }
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, nn.Parameter]]:
+    """Yields each parameter with the optimizer that holds its state: ZeRO's holds a part."""
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optim", optimizer)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                yield inner, parameter
+
+
+def _is_scalar(value: Tensor, parameter: Tensor) -> bool:
+    return value.shape == (1,) != parameter.shape

@@ -1,0 +1,84 @@
+"""The order in which a model is cut: context, tensor, compile, shard; then its weights are made."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from scalewise.layouts import context, tensor
+from scalewise.models.base import Part
+from scalewise.models.module import ModelModule
+
+if TYPE_CHECKING:
+    from scalewise.layouts.context import Split
+    from scalewise.layouts.mesh import MeshLayout
+    from scalewise.run import Run
+
+
+def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> ModelModule:
+    """Returns this rank's shards of a part of the model, on its device."""
+    spec = layout.spec
+    with torch.device("meta"):
+        module = run.model.shape(part)
+    if split is not None:
+        module.replace_mixes(partial(context.mix, spec.attention, split))
+    tensor_mesh = layout.axis("tensor")
+    if tensor_mesh is not None:
+        tensor.split(module, run.model, tensor_mesh, spec)
+    run.compile.apply(module)
+    if max(spec.sizes[axis] for axis in ("replicate", "shard", "context")) > 1:
+        shard(module, run, layout)
+    module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
+    run.model.fill(module, run.seed)
+    for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
+        holder, _, key = name.rpartition(".")
+        setattr(module.get_submodule(holder), key, buffer.to(layout.root_device))
+    places_T = torch.arange(run.data.sequence) if split is None else split.places_T
+    module.hold_places(places_T.to(layout.root_device))
+    return module
+
+
+def shard(module: ModelModule, run: Run, layout: MeshLayout) -> None:
+    """Shards each block, and the rest as the root, over the shard and context axes."""
+    spec, mesh = layout.spec, layout.device_mesh
+    over = mesh["replicate", "shard"] if spec.sizes["replicate"] > 1 else mesh["shard"]
+    parameters, compute = run.precision.parameters.bytes, run.precision.compute
+    mixed = compute.bytes < parameters
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute.value])
+        if mixed
+        else None,
+        reduce_dtype=torch.float32 if mixed else None,
+        cast_forward_inputs=False,
+    )
+    pinned = layout.root_device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if spec.cpu_offload else OffloadPolicy()
+    blocks = module.layers()
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=over,
+            reshard_after_forward=spec.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    fully_shard(module, mesh=over, mp_policy=policy, offload_policy=offload)
+    _prefetch([block for block in blocks if isinstance(block, FSDPModule)], spec.prefetch)
+
+
+def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
+    """Sets how many blocks are gathered ahead; one is what FSDP2 does by itself."""
+    if depth == 1:
+        return
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])

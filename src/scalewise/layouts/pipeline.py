@@ -1,0 +1,151 @@
+"""Pipeline parallelism over torch's schedules: forward and backward are one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from scalewise.layouts import norms
+from scalewise.layouts.base import Batch, Loss
+from scalewise.parallelism.mesh import Mesh
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+FORWARD = (
+    schedules.FORWARD,
+    schedules.SEND_F,
+    schedules.RECV_F,
+    schedules.UNSHARD,
+    schedules.RESHARD,
+)
+"""What a schedule does to evaluate."""
+
+
+class Pipeline:
+    """This rank's stages, and the schedule that drives them with those of the other ranks.
+
+    A tied embedding lies on the first stage and on the last; the gradients of both are
+    added up.
+    """
+
+    def __init__(
+        self,
+        spec: Mesh,
+        mesh: DeviceMesh,
+        indices: Sequence[int],
+        modules: Sequence[nn.Module],
+        run: Run,
+    ) -> None:
+        self._spec, self._mesh, self._group = spec, mesh, mesh.get_group()
+        self._indices, self._modules = tuple(indices), list(modules)
+        self._first, self._last = 0 in indices, spec.stages - 1 in indices
+        self._loss: Loss | None = None
+        self._schedules: dict[bool, Any] = {}
+        self._accumulation = run.accumulation
+        self._tied_names = run.model.tied_weights
+        self._tied: list[nn.Parameter] = []
+        self._copies: set[int] = set()
+        ends = dist.get_process_group_ranks(self._group)
+        self._ends = [ends[0], ends[0] if spec.pipeline_schedule.folded else ends[-1]]
+        self._ends_group = self._of_ends(mesh) if self._tied_names else None
+
+    def _of_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks with the first and the last stage, if this is one."""
+        if self._ends[0] == self._ends[1]:
+            return None
+        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, self._ends)
+        own = None
+        for ends in sorted({tuple(pair) for pair in everyone}):
+            group = dist.new_group(list(ends))
+            if dist.get_rank() in ends:
+                own = group
+        return own
+
+    def hold(self) -> None:
+        """Looks up the tied parameters, once they are those that the optimizer moves."""
+        self._tied = [
+            parameter
+            for index, module in zip(self._indices, self._modules, strict=True)
+            if index in (0, self._spec.stages - 1)
+            for name, parameter in module.named_parameters()
+            if name in self._tied_names
+        ]
+        kept = len(self._tied) // 2 if self._last else len(self._tied)
+        self._copies = {id(parameter) for parameter in self._tied[kept if self._first else 0 :]}
+
+    def owned(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a parameter counts here: a tied one counts on the first stage."""
+        return id(parameter) not in self._copies
+
+    def train(self, batch: Batch, loss: Loss, *, last: bool) -> Tensor:
+        """Returns the loss of a micro batch, on every rank, with its gradients added up."""
+        parts = self._accumulation  # Lightning divides the loss that it goes backward from
+
+        def divided(logits: Tensor, labels: Tensor) -> Tensor:
+            return loss(logits, labels) / parts
+
+        total = self._run(batch, divided, backward=True).mul_(parts)
+        if last:
+            self._share_tied_gradients()
+        return total.requires_grad_()
+
+    def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
+        """Returns the loss of a micro batch on every rank, without gradients."""
+        return self._run(batch, loss, backward=False)
+
+    def _run(self, batch: Batch, loss: Loss, *, backward: bool) -> Tensor:
+        self._loss = loss
+        if backward not in self._schedules:
+            self._schedules[backward] = self._scheduled(batch["inputs"].device, backward)
+        schedule = self._schedules[backward]
+        losses: list[Tensor] = []
+        inputs = (batch["inputs"].contiguous(),) if self._first else ()
+        told = {"target": batch["labels"].contiguous(), "losses": losses} if self._last else {}
+        call = schedule.step if backward else schedule.eval
+        call(*inputs, **told, return_outputs=False)
+        total = torch.zeros((), dtype=torch.float32, device=batch["inputs"].device)
+        if losses:
+            total = torch.stack([each.detach() for each in losses]).sum()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def _scheduled(self, device: torch.device, backward: bool) -> Any:
+        stages = [
+            PipelineStage(module, index, self._spec.stages, device, group=self._group)
+            for index, module in zip(self._indices, self._modules, strict=True)
+        ]
+        kind = schedules.get_schedule_class(self._spec.pipeline_schedule.value)
+        held: Any = stages if self._spec.pipeline_schedule.interleaved else stages[0]
+        made: Any = kind(held, self._spec.pieces, loss_fn=self._of_piece, scale_grads=False)
+        if not backward and self._spec.pipeline_schedule.interleaved:
+            # Zero-bubble schedules ask for gradients even in eval(); forward actions suffice.
+            made.pipeline_order_with_comms = {
+                rank: [action for action in actions if action.computation_type in FORWARD]
+                for rank, actions in made.pipeline_order_with_comms.items()
+            }
+        return made
+
+    def _of_piece(self, logits: Tensor, labels: Tensor) -> Tensor:
+        assert self._loss is not None
+        return norms.local(self._loss(logits, labels))
+
+    def _share_tied_gradients(self) -> None:
+        """Adds up the gradients of a weight that the first and the last stage both use."""
+        if not self._tied:
+            return
+        gradients = [norms.local(p.grad) for p in self._tied if p.grad is not None]
+        if self._ends_group is not None:
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=self._ends_group)
+        elif self._first and self._last:
+            half = len(gradients) // 2
+            for one, other in zip(gradients[:half], gradients[half:], strict=True):
+                other.copy_(one.add_(other))

@@ -1,0 +1,131 @@
+"""Tensor parallelism as DTensor styles, read off the model's ``tensor_split``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from scalewise.models.base import Model, Split
+from scalewise.parallelism.mesh import Mesh
+
+TOKENS = Shard(1)
+"""Where sequence parallelism cuts ``x_BTW``."""
+
+
+def split(module: nn.Module, model: Model, mesh: DeviceMesh, spec: Mesh) -> None:
+    """Cuts a model, or the stage of one, in place; its parameters become DTensors."""
+    between: Placement = TOKENS if spec.sequence_parallel else Replicate()
+    places: Placement = Shard(0) if spec.sequence_parallel else Replicate()
+    kinds: dict[Split, ParallelStyle] = {
+        Split.column: ColwiseParallel(),
+        Split.row: RowwiseParallel(output_layouts=between),
+        Split.vocabulary: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        Split.head: Head(between, loss_parallel=spec.loss_parallel),
+        Split.tokens: SequenceParallel() if spec.sequence_parallel else Whole(Replicate()),
+        Split.places: Whole(places),
+    }
+    table = model.tensor_split()
+    columns = {name.rpartition(".")[0] for name, how in table.items() if how is Split.column}
+    for name, part in list(module.named_modules()):
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        if pattern in table:
+            parallelize_module(part, mesh, kinds[table[pattern]])
+        elif pattern in columns:
+            parallelize_module(part, mesh, Gathered(between))
+
+
+def keep_gradients_cut(module: nn.Module) -> None:
+    """Cuts every gradient as its parameter is: DTensor leaves that of an embedding whole."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            cut = partial(_redistributed, parameter.placements)
+            parameter.register_hook(cut)  # type: ignore[no-untyped-call]  # torch lacks it
+
+
+class Gathered(ParallelStyle):
+    """A sublayer that reads all tokens: what it is given is joined once for all its columns."""
+
+    def __init__(self, given: Placement) -> None:
+        super().__init__()
+        self._given = given
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Not distribute_module: it would replicate what the columns below are to cut.
+        module.register_forward_pre_hook(
+            lambda _, inputs: _joined(self._given, inputs, device_mesh)
+        )
+        return module
+
+
+class Whole(ParallelStyle):
+    """Every rank computes the same with all of the weights, and goes on with its ``output``."""
+
+    def __init__(self, output: Placement) -> None:
+        super().__init__()
+        self._output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks: Any = (self._given, partial(_local, self._output))
+        return distribute_module(module, device_mesh, None, *hooks)
+
+    @staticmethod
+    def _given(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return _joined(Replicate(), inputs, mesh)
+
+
+class Head(ParallelStyle):
+    """The matrix that gives logits, its rows cut; with its own weight or the embedding's."""
+
+    def __init__(self, between: Placement, *, loss_parallel: bool) -> None:
+        super().__init__()
+        self._between, self._loss_parallel = between, loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in part.named_parameters(recurse=False):
+                shards = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+                part.register_parameter(key, nn.Parameter(shards))
+
+        hooks: Any = (self._gathered, self._logits)
+        return distribute_module(module, device_mesh, cut, *hooks)
+
+    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return _joined(self._between, inputs, mesh)
+
+    def _logits(self, module: nn.Module, logits_BTV: Any, mesh: DeviceMesh) -> Tensor:
+        if self._loss_parallel:
+            kept: Tensor = logits_BTV
+            return kept
+        whole: Tensor = logits_BTV.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+
+def _joined(given: Placement, inputs: Any, mesh: DeviceMesh) -> Any:
+    """Returns the inputs with the first, of which each rank has a part, whole on every rank."""
+    x, *others = inputs
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [given], run_check=False)
+    return (x.redistribute(placements=[Replicate()]), *others)
+
+
+def _redistributed(placements: Sequence[Placement], gradient: DTensor) -> DTensor:
+    return gradient.redistribute(placements=placements)
+
+
+def _local(output: Placement, module: nn.Module, result: Any, mesh: DeviceMesh) -> Tensor:
+    local: Tensor = result.redistribute(placements=[output]).to_local()
+    return local

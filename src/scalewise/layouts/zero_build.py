@@ -1,0 +1,47 @@
+"""ZeRO-3's model, made layer by layer: no rank ever holds the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from scalewise.models.base import Part
+from scalewise.precision import Number
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+def pieces(run: Run, device: torch.device) -> Iterator[nn.Module]:
+    """Yields the model layer by layer, each with the weights that any layout gives it."""
+    for part in run.model.stages(run.model.layers, run.data.sequence):
+        piece = run.model.shape(part)
+        piece.to_empty(device=device)
+        run.model.fill(piece, run.seed)
+        yield piece
+
+
+def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module:
+    """Returns the model with this rank's shards of every parameter."""
+    from deepspeed import zero
+    from deepspeed.utils import groups
+
+    whole, swapper = run.model.shape(Part(range(run.model.layers))), None
+    for piece in pieces(run, device):
+        if run.precision.compute is Number.bf16:
+            for parameter in piece.parameters():
+                parameter.data = parameter.data.bfloat16()
+        known = {**dict(piece.named_parameters()), **dict(piece.named_buffers())}
+        swapper = zero.Init(
+            module=piece,
+            config_dict_or_path=config,
+            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
+            param_swapper=swapper,
+        ).param_swapper
+        for name, tensor in known.items():
+            holder, _, key = name.rpartition(".")
+            setattr(whole.get_submodule(holder), key, tensor)
+    return whole

@@ -1,0 +1,80 @@
+"""Counts what ranks really send, whoever asks for it: torch's DDP and FSDP, DTensor, or us."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scalewise.parallelism.collectives import Kind
+
+KINDS: dict[str, tuple[Kind, int]] = {
+    "allreduce_": (Kind.all_reduce, 0),
+    "_allgather_base_": (Kind.all_gather, 0),
+    "allgather_": (Kind.all_gather, 0),
+    "_reduce_scatter_base_": (Kind.reduce_scatter, 1),
+    "reduce_scatter_": (Kind.reduce_scatter, 1),
+    "alltoall_base_": (Kind.all_to_all, 1),
+    "broadcast_": (Kind.broadcast, 0),
+    "send": (Kind.send, 0),
+    "all_reduce": (Kind.all_reduce, 0),
+    "all_reduce_": (Kind.all_reduce, 0),
+    "all_gather_into_tensor": (Kind.all_gather, -1),
+    "reduce_scatter_tensor": (Kind.reduce_scatter, 0),
+    "all_to_all_single": (Kind.all_to_all, 0),
+}
+"""Torch's operators, and which argument is the larger tensor; -1: the result is."""
+
+Message = tuple[Kind, tuple[int, ...], int]
+"""Kind, ranks of the group, and bytes of the whole tensor on one rank."""
+
+
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
+    """While entered, counts every message of this rank by kind, group and size."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self.messages: Counter[Message] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it comes back with what it sends
+        result = func(*args, **(kwargs or {}))
+        space, _, name = str(func.name()).partition("::")
+        if space in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
+            kind, place = KINDS[name.split(".")[0]]
+            self.messages[kind, _ranks(args), _bytes(result if place < 0 else args[place])] += 1
+        return result
+
+
+def _ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue
+            return tuple(dist.get_process_group_ranks(group))
+        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
+            group = distributed_c10d._resolve_process_group(argument)  # type: ignore[attr-defined,arg-type]  # private
+            return tuple(dist.get_process_group_ranks(group))
+    return ()
+
+
+def _bytes(held: Any) -> int:
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    return sum(_bytes(each) for each in held)

@@ -1,0 +1,42 @@
+"""Fresh weights that no layout changes: each parameter is drawn from a seed made of its name."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@torch.no_grad()
+def draw(name: str, parameter: nn.Parameter, seed: int, std: float) -> None:
+    """Fills a parameter, or this rank's shard of it, with normal numbers of deviation ``std``.
+
+    At no time is more than one whole tensor held beside the shards.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    # The mesh's kind of device draws, though an offloaded shard lies on the host.
+    sharded = cast(Tensor, parameter)
+    device: str | torch.device = sharded.device
+    if isinstance(sharded, DTensor):
+        device = sharded.device_mesh.device_type
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    put(parameter, whole.normal_(0.0, std, generator=generator))
+
+
+@torch.no_grad()
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor into a parameter, or this rank's part of it into its shard.
+
+    Nothing is sent: every rank holds ``whole`` and takes its own.
+    """
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.to_local().copy_(
+            distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        )
+    else:
+        parameter.copy_(whole)

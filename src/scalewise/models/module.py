@@ -1,0 +1,24 @@
+"""What a layout asks of every model's living module."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+
+class ModelModule(nn.Module):
+    """A model or a part of it; made on the meta device and cut there."""
+
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """Returns the blocks, in order: what is sharded, compiled and checkpointed one by one."""
+
+    @abstractmethod
+    def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
+        """Puts another attention into every block; ``make`` is told its dropout."""
+
+    @abstractmethod
+    def hold_places(self, places_T: Tensor) -> None:
+        """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""

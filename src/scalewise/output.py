@@ -1,0 +1,63 @@
+"""What is printed while work goes on: a reader who has left must not end the work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Prints what can be printed of stdout and stderr, and drops the rest without a word."""
+    held = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_shield(stream) for stream in held)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()  # while it is shielded: at its exit Python would complain
+        sys.stdout, sys.stderr = held
+
+
+def _shield(stream: TextIO | None) -> Any:
+    """Returns a stream that never raises; None, a stream closed from the start, stays None."""
+    return stream if stream is None or isinstance(stream, _Shielded) else _Shielded(stream)
+
+
+class _Shielded:
+    """A text stream that loses characters rather than raise."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text, with ``?`` for characters that the encoding lacks."""
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            self.write(text.encode(encoding, "replace").decode(encoding))
+        except (OSError, ValueError):
+            self._let_go()
+        return len(text)
+
+    def flush(self) -> None:
+        """Sends on what was written, if somebody is there."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Points the stream at nothing, so that what it still holds can be flushed at the exit."""
+        with suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)

@@ -1,0 +1,81 @@
+"""What every layout answers: how many ranks, who reads which rows, and the real strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Self
+
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
+
+if TYPE_CHECKING:
+    from scalewise.layouts.base import Layout
+    from scalewise.parallelism.collectives import Collective
+    from scalewise.run import Run
+
+DEFAULT_CPU_RANKS = 2
+"""Size of an axis on the CPU when none is asked for: the least that is parallel."""
+
+
+class Parallelism(ABC):
+    """A layout as a spec."""
+
+    shares_optimizer_out = False
+    """Whether ``optimizer.shard`` has replicas to share the state out over."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Returns the number of processes, one device each."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Returns how many ranks see different rows."""
+        return self.world_size
+
+    def data_rank(self, rank: int) -> int:
+        """Returns which of the ``data_parallel_size`` shares of the rows a rank reads."""
+        return rank
+
+    @property
+    def averaged_over(self) -> int:
+        """Returns over how many ranks the layout averages gradients when it reduces them."""
+        return self.data_parallel_size
+
+    def settle(self, devices: int | None) -> Self:
+        """Returns the layout with the sizes left open filled in for ``devices`` devices.
+
+        None is a CPU, which carries any number: an open size becomes ``DEFAULT_CPU_RANKS``.
+        """
+        return self
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields sizes that are no layout."""
+        yield from ()
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what this layout cannot do with the other parts of ``run``."""
+        if run.optimizer.shard and not self.shares_optimizer_out:
+            reason = "this layout has no replicas that could share the state out"
+            cure = "set optimizer.shard=false, or parallelism=ddp"
+            yield Complaint("optimizer.shard", True, reason, cure)
+
+    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+        """Returns what a rank sends in one optimizer step of ``run``."""
+        return ()
+
+    def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""
+        return tuple(range(self.world_size))
+
+    def machine_complaints(self, run: Run) -> Iterator[Complaint]:
+        """Yields what the present machine lacks for this layout of ``run``."""
+        yield from ()
+
+    def prepare(self, run: Run) -> None:  # noqa: B027 (few layouts need anything)
+        """Makes, before there are ranks, what all of them need."""
+
+    @abstractmethod
+    def strategy(self, device: DeviceKind) -> Layout:
+        """Returns the Lightning strategy for a kind of device, in one of the ranks' processes."""

@@ -1,0 +1,252 @@
+"""What a rank sends in one optimizer step, declared by each layout and held by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from scalewise.models.base import Part, Split, Weight
+
+if TYPE_CHECKING:
+    from scalewise.parallelism.mesh import Mesh
+    from scalewise.run import Run
+
+SCALAR = 4
+"""Bytes of a loss or a norm."""
+
+
+class Kind(StrEnum):
+    """A collective operation, or one message."""
+
+    all_reduce = "all_reduce"
+    all_gather = "all_gather"
+    reduce_scatter = "reduce_scatter"
+    all_to_all = "all_to_all"
+    broadcast = "broadcast"
+    send = "send"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` operations of one size in a step, as one rank sees them.
+
+    ``axes``: the ranks that take part differ along these. ``bytes``: the larger of the tensors
+    that go in and come out, on one rank: what is reduced, what is gathered, what is scattered.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of a mesh works on, in sizes."""
+
+    mesh: Mesh
+    run: Run
+    parts: tuple[Part, ...]
+
+    @property
+    def passes(self) -> int:
+        """Returns how often a step goes through each layer."""
+        pieces = self.mesh.pieces if self.mesh.sizes["pipeline"] > 1 else 1
+        return self.run.accumulation * pieces
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of one pass."""
+        return self.run.trainer.micro_batch * self.run.accumulation // self.passes
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of a row, before sequence parallelism."""
+        return self.run.data.sequence // self.mesh.sizes["context"]
+
+    @property
+    def activation(self) -> int:
+        """Returns the bytes of one number between layers."""
+        return self.run.precision.compute.bytes
+
+    @property
+    def residual(self) -> int:
+        """Returns the bytes of ``x_BTW`` between two layers."""
+        return self.rows * self.tokens * self.run.model.width * self.activation
+
+    def weights(self) -> Iterator[Weight]:
+        """Yields this rank's weights, as tensor parallelism has cut them."""
+        for weight in self.run.model.census():
+            if any(_holds(part, weight, self.run.model.tied_weights) for part in self.parts):
+                yield _cut(weight, self.run.model.tensor_split(), self.mesh.sizes["tensor"])
+
+
+def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+    """Returns what a rank of a mesh sends in one step.
+
+    Exact but for shards inside a pipeline, whose weights are gathered once at the least.
+    """
+    stages = run.model.stages(mesh.stages, run.data.sequence)
+    held = mesh.stages_of(rank)
+    share = Share(mesh, run, tuple(stages[index] for index in held))
+    found = [
+        *_of_shards(share),
+        *(_of_tensor(share) if mesh.sizes["tensor"] > 1 else ()),
+        *(_of_context(share) if mesh.sizes["context"] > 1 else ()),
+        *(_of_pipeline(share, held) if mesh.sizes["pipeline"] > 1 else ()),
+        Collective(Kind.all_reduce, tuple(mesh.sizes), SCALAR, 1, "the gradient's norm"),
+    ]
+    return tuple(collective for collective in found if collective.count)
+
+
+def _of_shards(share: Share) -> Iterator[Collective]:
+    """FSDP: a block's weights are gathered for forward and backward, its gradients scattered."""
+    mesh, precision = share.mesh, share.run.precision
+    ranks, replicas = mesh.sizes["shard"] * mesh.sizes["context"], mesh.sizes["replicate"]
+    if ranks * replicas == 1:
+        return
+    mixed = precision.compute.bytes < precision.parameters.bytes
+    gathered = precision.compute.bytes if mixed else precision.parameters.bytes
+    reduced = SCALAR if mixed else precision.parameters.bytes
+    blocks: dict[int | None, list[Weight]] = {}
+    for weight in share.weights():
+        blocks.setdefault(weight.layer, []).append(weight)
+    reductions = share.run.accumulation if mesh.reduce_each_micro_batch else 1
+    for layer, weights in blocks.items():
+        name = "the rest" if layer is None else f"block {layer}"
+        count = sum(ceil(w.shape[0] / ranks) * ranks * prod(w.shape[1:]) for w in weights)
+        again = layer is not None and mesh.reshard_after_forward
+        if ranks > 1:
+            axes, gathers = ("shard", "context"), share.passes * (2 if again else 1)
+            yield Collective(Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}")
+            yield Collective(
+                Kind.reduce_scatter, axes, count * reduced, reductions, f"gradients of {name}"
+            )
+        if replicas > 1:
+            size = count * reduced // ranks
+            yield Collective(
+                Kind.all_reduce, ("replicate",), size, reductions, f"gradients of {name}"
+            )
+
+
+def _of_tensor(share: Share) -> Iterator[Collective]:
+    """Megatron: two joins a block; sequence parallelism makes each a gather and a scatter."""
+    mesh, model, passes = share.mesh, share.run.model, share.passes
+    axes = ("tensor",)
+    layers = sum(len(part.layers) for part in share.parts)
+    first, last = _any_first(share.parts), _any_last(share.parts)
+    # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
+    joins = passes * (4 * layers + first + last)
+    if mesh.sequence_parallel:
+        yield Collective(Kind.all_gather, axes, share.residual, joins, "tokens joined")
+        yield Collective(Kind.reduce_scatter, axes, share.residual, joins, "sums cut by tokens")
+        yield from _of_whole_weights(share)
+    else:
+        yield Collective(Kind.all_reduce, axes, share.residual, joins, "sums")
+    if last and mesh.loss_parallel:
+        size = share.rows * share.tokens * SCALAR
+        yield Collective(Kind.all_reduce, axes, size, 3 * passes, "the loss from cut logits")
+    elif last:
+        size = share.rows * share.tokens * model.vocabulary * share.activation
+        yield Collective(Kind.all_gather, axes, size, passes, "logits")
+
+
+def _of_whole_weights(share: Share) -> Iterator[Collective]:
+    """Gradients of weights that see some of the tokens on each rank: norms and positions."""
+    table = share.run.model.tensor_split()
+    size = share.run.precision.parameters.bytes
+    shards = share.mesh.sizes["shard"] * share.mesh.sizes["context"] * share.mesh.sizes["replicate"]
+    reductions = share.passes
+    if shards > 1 and not share.mesh.reduce_each_micro_batch:
+        reductions = share.passes // share.run.accumulation
+    sizes: dict[int, int] = {}
+    for weight in share.weights():
+        how = _how(weight, table)
+        if how is Split.tokens:
+            sizes[weight.count * size] = sizes.get(weight.count * size, 0) + 1
+        elif how is Split.places:
+            whole = share.tokens * share.run.model.width * share.activation
+            yield Collective(
+                Kind.all_gather, ("tensor",), whole, share.passes, "gradients of positions"
+            )
+    for each, count in sizes.items():
+        yield Collective(
+            Kind.all_reduce, ("tensor",), each, count * reductions, "gradients of norms"
+        )
+
+
+def _of_context(share: Share) -> Iterator[Collective]:
+    """Ulysses sends queries, keys, values and results; gathering sends keys and values."""
+    mesh, model, axes = share.mesh, share.run.model, ("context",)
+    layers = sum(len(part.layers) for part in share.parts) * share.passes
+    token = share.rows * share.tokens * share.activation // mesh.sizes["tensor"]
+    query, key = token * model.query_width, token * model.kv_width
+    if mesh.attention == "gather":
+        size = 2 * key * mesh.sizes["context"]
+        yield Collective(Kind.all_gather, axes, size, layers, "keys and values")
+        yield Collective(Kind.reduce_scatter, axes, size, layers, "their gradients")
+        return
+    if (model.key_heads // mesh.sizes["tensor"]) % mesh.sizes["context"]:
+        key = query  # each query head brings its own
+    both = "and their gradients"
+    yield Collective(Kind.all_to_all, axes, query, 4 * layers, f"queries, results {both}")
+    yield Collective(Kind.all_to_all, axes, key, 4 * layers, f"keys, values {both}")
+
+
+def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
+    """Activations to the next stage, their gradients to the one before, the loss to all."""
+    mesh, held = share.mesh, set(held)
+    cut = mesh.sizes["tensor"] if mesh.sequence_parallel else 1
+    onward = sum(1 for stage in held if stage + 1 < mesh.stages and stage + 1 not in held)
+    back = sum(1 for stage in held if stage > 0 and stage - 1 not in held)
+    size, axes = share.residual // cut, ("pipeline",)
+    yield Collective(Kind.send, axes, size, onward * share.passes, "activations")
+    yield Collective(Kind.send, axes, size, back * share.passes, "gradients of activations")
+    yield Collective(Kind.all_reduce, axes, SCALAR, share.run.accumulation, "the loss")
+    tied = share.run.model.tied_weights
+    ends = (_any_first(share.parts), _any_last(share.parts))
+    if tied and any(ends) and not all(ends):
+        shards = mesh.sizes["shard"] * mesh.sizes["context"]
+        for weight in share.weights():
+            if weight.name in tied:
+                rows = ceil(weight.shape[0] / shards)
+                size = rows * prod(weight.shape[1:]) * share.run.precision.parameters.bytes
+                yield Collective(
+                    Kind.all_reduce, ("pipeline",), size, 1, f"gradient of {weight.name}"
+                )
+
+
+def _any_first(parts: Iterable[Part]) -> bool:
+    return any(part.first for part in parts)
+
+
+def _any_last(parts: Iterable[Part]) -> bool:
+    return any(part.last for part in parts)
+
+
+def _holds(part: Part, weight: Weight, tied: frozenset[str]) -> bool:
+    if weight.layer is not None:
+        return weight.layer in part.layers
+    if weight.role in ("embedding", "position"):
+        return part.first or (part.last and weight.name in tied)
+    return part.last
+
+
+def _how(weight: Weight, table: dict[str, Split]) -> Split | None:
+    module = weight.name.rpartition(".")[0]
+    pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
+    return table.get(pattern)
+
+
+def _cut(weight: Weight, table: dict[str, Split], ranks: int) -> Weight:
+    """Returns the part of a weight that one tensor-parallel rank holds."""
+    how, shape = _how(weight, table), weight.shape
+    if how in (Split.column, Split.vocabulary, Split.head):
+        shape = (shape[0] // ranks, *shape[1:])
+    elif how is Split.row and len(shape) > 1:
+        shape = (shape[0], shape[1] // ranks, *shape[2:])
+    return Weight(weight.name, shape, weight.role, weight.layer)

@@ -1,0 +1,124 @@
+"""Replicas: every rank holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Self
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+
+if TYPE_CHECKING:
+    from scalewise.layouts.base import Layout
+    from scalewise.parallelism.collectives import Collective
+    from scalewise.run import Run
+
+
+class CommHook(StrEnum):
+    """What is done to a bucket of gradients before it is sent."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+    fp16_powersgd = "fp16_powersgd"
+    post_local_sgd = "post_local_sgd"
+
+    @property
+    def is_powersgd(self) -> bool:
+        """Returns whether gradients travel as factors of low rank."""
+        return self in (CommHook.powersgd, CommHook.fp16_powersgd)
+
+
+@option("parallelism", "ddp")
+@dataclass(frozen=True)
+class DDP(Parallelism):
+    """Every rank holds the model and sees other rows; gradients are averaged (Li et al., 2020)."""
+
+    shares_optimizer_out = True
+
+    replicas: int | None = None
+    """Number of ranks; None: every device of the machine, or two ranks on the CPU."""
+    bucket_mib: float = 25.0
+    """Gradients are reduced in buckets of this size, while backward goes on, MiB."""
+    gradient_as_bucket_view: bool = True
+    """Whether gradients live inside the buckets, which saves one copy of them."""
+    static_graph: bool = False
+    """Whether every step uses the same parameters in the same order."""
+    comm_hook: CommHook = CommHook.none
+    """How gradients are compressed on their way; all but ``none`` are lossy."""
+    powersgd_rank: int = 4
+    """Rank of PowerSGD's factors (Vogels et al., 2019)."""
+    lossless_steps: int = 10
+    """Steps with plain gradients before PowerSGD or post-local SGD begins."""
+    averaging_period: int = 4
+    """Steps between averages of the weights in post-local SGD (Lin et al., 2020)."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of replicas."""
+        return self.replicas or DEFAULT_CPU_RANKS
+
+    def settle(self, devices: int | None) -> Self:
+        """Returns the layout with ``replicas`` filled in."""
+        if self.replicas is not None:
+            return self
+        return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields sizes that are no layout."""
+        for key in ("replicas", "powersgd_rank", "averaging_period"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                yield Complaint(f"parallelism.{key}", value, "must be 1 or more")
+        if not self.bucket_mib > 0:
+            yield Complaint("parallelism.bucket_mib", self.bucket_mib, "must be positive")
+        least = 2 if self.comm_hook.is_powersgd else 0
+        if self.lossless_steps < least:
+            reason = f"must be {least} or more with comm_hook={self.comm_hook}"
+            cure = f"set parallelism.lossless_steps={least}"
+            yield Complaint("parallelism.lossless_steps", self.lossless_steps, reason, cure)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields hooks that the device or the optimizer rules out."""
+        yield from super().complaints_with(run)
+        hook = self.comm_hook
+        if hook is CommHook.bf16 and run.hardware.device is DeviceKind.cpu:
+            yield Complaint(
+                "parallelism.comm_hook",
+                "bf16",
+                "gloo cannot reduce bf16: torch offers this hook over NCCL alone",
+                "set parallelism.comm_hook=fp16",
+            )
+        if self.static_graph and run.accumulation > 1:
+            yield Complaint(
+                "parallelism.static_graph",
+                True,
+                f"torch's DDP fails on a static graph with {run.accumulation} micro batches a step",
+                f"set parallelism.static_graph=false, or trainer.global_batch={run.rows_per_pass}",
+            )
+
+    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+        """Returns one reduction of the whole gradient, in buckets; PowerSGD's depend on its rank.
+
+        Post-local SGD counts as before its lossless steps are over.
+        """
+        from scalewise.parallelism.collectives import Collective, Kind
+
+        if self.comm_hook.is_powersgd:
+            return ()
+        half = self.comm_hook in (CommHook.fp16, CommHook.bf16)
+        each = 2 if half else run.precision.parameters.bytes
+        size = run.model.parameters * each
+        reduced = Collective(Kind.all_reduce, ("replicate",), size, 1, "gradients")
+        return (reduced,) if self.world_size > 1 else ()
+
+    def strategy(self, device: DeviceKind) -> Layout:
+        """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""
+        from scalewise.layouts.ddp import DDPLayout
+
+        return DDPLayout(self)

@@ -1,0 +1,254 @@
+"""ZeRO by DeepSpeed: optimizer state, gradients and weights shared out, on the host, on a disk."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self
+
+from scalewise.compilation import Scope
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
+from scalewise.optimizers import AdamW
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.precision import Number
+from scalewise.units import MIB
+
+if TYPE_CHECKING:
+    from scalewise.layouts.base import Layout
+    from scalewise.run import Run
+
+
+class Offload(StrEnum):
+    """Where something lives that is not at work."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+@option("parallelism", "deepspeed")
+@dataclass(frozen=True)
+class DeepSpeed(Parallelism):
+    """Replicas that share out what they hold (Rajbhandari et al., 2020, ZeRO).
+
+    Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
+    """
+
+    stage: int = 2
+    """What is shared out: 1 optimizer state, 2 gradients as well, 3 weights as well."""
+    replicas: int | None = None
+    """Number of ranks; None: every device of the machine, or two ranks on the CPU."""
+    offload_optimizer: Offload = Offload.none
+    """Where optimizer state lives, and is stepped by the processor; nvme: stage 3 alone."""
+    offload_parameters: Offload = Offload.none
+    """Where shards of the weights live; stage 3 alone."""
+    nvme_path: str | None = None
+    """Folder on a fast disk for ``nvme``; None: in the suite's cache."""
+    bucket_mib: float = 200.0
+    """Gradients are reduced, and weights gathered, in buckets of this size, MiB of fp32."""
+    overlap_comm: bool = True
+    """Whether gradients are reduced while backward goes on."""
+    contiguous_gradients: bool = True
+    """Whether gradients are copied into one buffer as they come, against fragmentation."""
+    keep_whole_below: int = 100_000
+    """Stage 3: weights of fewer numbers than this stay whole on every rank."""
+    hierarchical: int = 1
+    """ZeRO++ (Wang et al., 2023): ranks that keep a second copy of the shards for backward."""
+    quantized_weights: bool = False
+    """ZeRO++: whether weights travel as int8; CUDA alone, lossy."""
+    quantized_gradients: bool = False
+    """ZeRO++: whether gradients travel as int4; CUDA alone, lossy."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of replicas."""
+        return self.replicas or DEFAULT_CPU_RANKS
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """Returns the native code of DeepSpeed that has to be compiled for this layout."""
+        optimizer, parameters = self.offload_optimizer, self.offload_parameters
+        on_disk = Offload.nvme in (optimizer, parameters)
+        return ("cpu_adam",) * (optimizer is not Offload.none) + ("async_io",) * on_disk
+
+    def settle(self, devices: int | None) -> Self:
+        """Returns the layout with ``replicas`` filled in."""
+        if self.replicas is not None:
+            return self
+        return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields sizes that are no layout, and what only stage 3 can do."""
+        if self.stage not in (1, 2, 3):
+            yield Complaint("parallelism.stage", self.stage, "ZeRO has stages 1, 2 and 3")
+            return
+        for key in ("replicas", "hierarchical"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                yield Complaint(f"parallelism.{key}", value, "must be 1 or more")
+                return
+        if not self.bucket_mib >= 1:
+            yield Complaint("parallelism.bucket_mib", self.bucket_mib, "must be 1 or more")
+        if self.keep_whole_below < 0:
+            key = "parallelism.keep_whole_below"
+            yield Complaint(key, self.keep_whole_below, "must be 0 or more")
+        if self.world_size % self.hierarchical:
+            yield Complaint(
+                "parallelism.hierarchical",
+                self.hierarchical,
+                f"does not divide the {self.world_size} replicas",
+                "set parallelism.hierarchical=1",
+            )
+        if self.stage < 3:
+            yield from self._of_lower_stages()
+
+    def _of_lower_stages(self) -> Iterator[Complaint]:
+        if self.offload_optimizer is Offload.nvme:
+            reason = f"stage {self.stage} keeps optimizer state in memory"
+            cure = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
+            yield Complaint("parallelism.offload_optimizer", "nvme", reason, cure)
+        untouched = {
+            "offload_parameters": Offload.none,
+            "hierarchical": 1,
+            "quantized_weights": False,
+            "quantized_gradients": False,
+        }
+        for key, none in untouched.items():
+            if (value := getattr(self, key)) != none:
+                reason = f"stage {self.stage} keeps every rank's weights whole"
+                cure = f"set parallelism.stage=3, or parallelism.{key}={str(none).lower()}"
+                yield Complaint(f"parallelism.{key}", value, reason, cure)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
+        yield from super().complaints_with(run)
+        if self.stage == 3 and run.compile.scope is not Scope.none:
+            yield Complaint(
+                "compile.scope",
+                run.compile.scope.value,
+                "torch cannot trace DeepSpeed's hooks that gather the weights of stage 3",
+                "set compile=none, or parallelism=fsdp or deepspeed_zero2",
+            )
+        if run.precision.compute is Number.fp16:
+            yield Complaint(
+                "precision",
+                run.choices.get("precision", "fp16"),
+                "DeepSpeed keeps its loss scale to itself, so that no checkpoint could resume it",
+                "set precision=bf16_mixed, or parallelism=ddp",
+            )
+        offloaded = self.offload_optimizer
+        if offloaded is not Offload.none and not isinstance(run.optimizer, AdamW):
+            yield Complaint(
+                "optimizer",
+                run.choices.get("optimizer", type(run.optimizer).__name__),
+                f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
+                "set optimizer=adamw, or parallelism.offload_optimizer=none",
+            )
+        for key in ("quantized_weights", "quantized_gradients"):
+            if getattr(self, key) and run.hardware.device is DeviceKind.cpu:
+                reason = "DeepSpeed has kernels that quantize for CUDA alone"
+                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+        for name, callback in run.callbacks.items():
+            if "Averaging" in str(callback.get("_target_", "")):
+                yield Complaint(
+                    f"callbacks.{name}",
+                    callback.get("_target_"),
+                    "averages the weights of the module, and DeepSpeed's masters would undo it",
+                    f"remove it, or set parallelism={'fsdp' if self.stage == 3 else 'ddp'}",
+                )
+
+    def machine_complaints(self, run: Run) -> Iterator[Complaint]:
+        """Yields what has to be installed first."""
+        if importlib.util.find_spec("deepspeed") is None:
+            chosen = run.choices.get("parallelism", "deepspeed")
+            cure = "pip install 'scalewise[deepspeed]'"
+            yield Complaint("parallelism", chosen, "deepspeed is not installed", cure)
+        if "async_io" in self.extensions and ctypes.util.find_library("aio") is None:
+            key = "offload_optimizer"
+            if self.offload_optimizer is not Offload.nvme:
+                key = "offload_parameters"
+            cure = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
+            yield Complaint(f"parallelism.{key}", "nvme", "needs libaio", cure)
+
+    def config(self, run: Run, nvme: str) -> dict[str, Any]:
+        """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.
+
+        The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
+        """
+        elements = min(int(self.bucket_mib * MIB / 4), max(run.model.parameters, 1024))
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "overlap_comm": self.overlap_comm,
+            "contiguous_gradients": self.contiguous_gradients,
+            "reduce_bucket_size": elements,
+            "allgather_bucket_size": elements + elements % 2,  # DeepSpeed aligns to pairs
+        }
+        if self.stage == 3:
+            zero |= {
+                "stage3_prefetch_bucket_size": elements,
+                "stage3_param_persistence_threshold": self.keep_whole_below,
+                "memory_efficient_linear": False,  # would replace torch's linear for good
+                "zero_hpz_partition_size": self.hierarchical,
+                "zero_quantized_weights": self.quantized_weights,
+                "zero_quantized_gradients": self.quantized_gradients,
+            }
+        for key, place in (
+            ("offload_optimizer", self.offload_optimizer),
+            ("offload_param", self.offload_parameters),
+        ):
+            if place is not Offload.none:
+                zero[key] = {"device": place.value, "nvme_path": nvme}
+        if self.offload_parameters is Offload.nvme:  # DeepSpeed's default buffers take 2 GB
+            zero["offload_param"]["buffer_size"] = max(
+                weight.count for weight in run.model.census()
+            )
+        return {
+            "train_micro_batch_size_per_gpu": run.trainer.micro_batch,
+            "gradient_accumulation_steps": run.accumulation,
+            "gradient_clipping": run.trainer.clip_norm or 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            **self._numbers(run),
+        }
+
+    def _numbers(self, run: Run) -> Mapping[str, Any]:
+        """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.
+
+        Micro batches are summed up in fp32, but in bf16 by stage 1: DeepSpeed would otherwise
+        take another optimizer there, which keeps every rank's gradients whole.
+        """
+        if run.precision.compute is not Number.bf16:
+            return {}
+        throughout = run.precision.parameters is Number.bf16
+        bf16 = {
+            "enabled": True,
+            "bf16_master_weights_and_grads": throughout,
+            "bf16_optimizer_states": throughout,
+            "check_grad_overflow": True,
+        }
+        travels = "bf16" if throughout else "fp32"
+        summed = "bf16" if throughout or self.stage == 1 else "fp32"
+        return {
+            "bf16": bf16,
+            "communication_data_type": travels,
+            "data_types": {"grad_accum_dtype": summed},
+        }
+
+    def prepare(self, run: Run) -> None:
+        """Compiles DeepSpeed's native code where this machine has not done so yet."""
+        if self.extensions:
+            from scalewise.layouts import extensions
+
+            for name in self.extensions:
+                extensions.built(name, run.hardware.device)
+
+    def strategy(self, device: DeviceKind) -> Layout:
+        """Returns Lightning's DeepSpeed strategy, on CUDA or the CPU."""
+        from scalewise.layouts.deepspeed import DeepSpeedLayout
+
+        return DeepSpeedLayout(self, device)

@@ -1,0 +1,126 @@
+"""What a mesh can cut of a model, of its rows and of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scalewise.compilation import Scope
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
+from scalewise.precision import Number
+
+if TYPE_CHECKING:
+    from scalewise.parallelism.mesh import Mesh
+    from scalewise.run import Run
+
+
+def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    """Yields what ``mesh`` cannot do with the other parts of ``run``."""
+    sizes, on_cpu = mesh.sizes, run.hardware.device is DeviceKind.cpu
+    yield from _of_tensor(mesh, run)
+    yield from _of_context(mesh, run)
+    yield from _of_pipeline(mesh, run)
+    if run.precision.compute is Number.fp16:
+        yield Complaint(
+            "precision",
+            run.choices.get("precision", "fp16"),
+            "Lightning scales no fp16 gradients over a mesh",
+            "set precision=bf16_mixed, or parallelism=ddp",
+        )
+    sharded = max(sizes["shard"], sizes["replicate"], sizes["context"]) > 1
+    if mesh.cpu_offload and not sharded:
+        reason = "shards are what is offloaded, and nothing is sharded"
+        yield Complaint("parallelism.cpu_offload", True, reason, "set parallelism.shard=2")
+    if sizes["tensor"] > 1 and on_cpu and run.compile.scope is not Scope.none:
+        yield Complaint(
+            "compile.scope",
+            run.compile.scope.value,
+            "torch cannot compile the gradients of matrices cut over CPU ranks",
+            "set compile=none",
+        )
+    if mesh.async_tensor and on_cpu:
+        reason = "needs CUDA's symmetric memory"
+        yield Complaint("parallelism.async_tensor", True, reason, "set false")
+
+
+def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    ranks = mesh.sizes["tensor"]
+    if ranks == 1:
+        return
+    for name, size in run.model.tensor_sizes().items():
+        if size % ranks:
+            yield Complaint(
+                "parallelism.tensor",
+                ranks,
+                f"does not divide model.{name}={size}",
+                f"set parallelism.tensor={_largest_divisor(size, ranks)}",
+            )
+    tokens = run.data.sequence // mesh.sizes["context"]
+    if mesh.sequence_parallel and tokens % ranks:
+        yield Complaint(
+            "parallelism.tensor",
+            ranks,
+            f"does not divide the {tokens} tokens of a row on a rank",
+            "set parallelism.sequence_parallel=false",
+        )
+    if mesh.loss_parallel and run.objective.label_smoothing:
+        yield Complaint(
+            "parallelism.loss_parallel",
+            True,
+            "torch's parallel loss knows no label smoothing",
+            "set parallelism.loss_parallel=false",
+        )
+
+
+def _of_context(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    ranks = mesh.sizes["context"]
+    if ranks == 1:
+        return
+    pieces = ranks * (2 if mesh.balanced else 1)
+    if run.data.sequence % pieces:
+        yield Complaint(
+            "data.sequence",
+            run.data.sequence,
+            f"is not a multiple of {pieces}, the pieces that {ranks} context ranks cut a row into",
+            f"set data.sequence={max(1, run.data.sequence // pieces) * pieces}",
+        )
+    heads = run.model.heads // mesh.sizes["tensor"]
+    if mesh.attention == "ulysses" and heads % ranks:
+        yield Complaint(
+            "parallelism.context",
+            ranks,
+            f"does not divide the {heads} heads that Ulysses shares out",
+            "set parallelism.attention=gather",
+        )
+
+
+def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    if mesh.sizes["pipeline"] == 1:
+        return
+    layers = run.model.layers
+    if mesh.stages > layers:
+        yield Complaint(
+            "parallelism.pipeline",
+            mesh.sizes["pipeline"],
+            f"makes {mesh.stages} stages of {layers} layers",
+            f"set parallelism.pipeline={max(1, layers * mesh.sizes['pipeline'] // mesh.stages)}",
+        )
+    if mesh.pieces < mesh.stages:
+        yield Complaint(
+            "parallelism.pipeline_micro_batches",
+            mesh.pieces,
+            f"cannot fill {mesh.stages} stages",
+            f"set parallelism.pipeline_micro_batches={mesh.stages}",
+        )
+    if run.trainer.micro_batch % mesh.pieces:
+        yield Complaint(
+            "trainer.micro_batch",
+            run.trainer.micro_batch,
+            f"does not fall into {mesh.pieces} pieces for the pipeline",
+            f"set trainer.micro_batch={mesh.pieces}",
+        )
+
+
+def _largest_divisor(size: int, limit: int) -> int:
+    return max(n for n in range(1, limit + 1) if size % n == 0)

@@ -1,0 +1,215 @@
+"""Products of sharded, tensor, context and pipeline parallelism over one named mesh of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+
+if TYPE_CHECKING:
+    from scalewise.layouts.base import Layout
+    from scalewise.parallelism.collectives import Collective
+    from scalewise.run import Run
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes from the outermost: neighbours in rank differ along the last, which talks most."""
+
+AUTO = "auto"
+
+Size = int | str
+
+
+class ContextAttention(StrEnum):
+    """How attention sees the keys of other ranks."""
+
+    ulysses = "ulysses"
+    """All-to-all: a rank gets whole rows of some heads (Jacobs et al., 2023)."""
+    gather = "gather"
+    """All-gather of keys and values: a rank gets all of them for its own queries (Llama 3)."""
+
+
+class PipelineSchedule(StrEnum):
+    """In which order stages work on micro batches; values are torch's names."""
+
+    gpipe = "GPipe"
+    one_f_one_b = "1F1B"
+    interleaved_1f1b = "Interleaved1F1B"
+    interleaved_zero_bubble = "InterleavedZeroBubble"
+    zbv_zero_bubble = "ZBVZeroBubble"
+
+    @property
+    def interleaved(self) -> bool:
+        """Returns whether a rank holds several stages."""
+        return self not in (PipelineSchedule.gpipe, PipelineSchedule.one_f_one_b)
+
+    @property
+    def folded(self) -> bool:
+        """Returns whether stages run through the ranks and back: rank 0 has first and last."""
+        return self is PipelineSchedule.zbv_zero_bubble
+
+
+@option("parallelism", "mesh")
+@dataclass(frozen=True)
+class Mesh(Parallelism):
+    """Any product of the five axes. One size may be ``auto``: what the devices leave."""
+
+    pipeline: Size = 1
+    """Ranks that hold consecutive layers."""
+    replicate: Size = 1
+    """Copies of the sharded model."""
+    shard: Size = 1
+    """Ranks that share weights, gradients and optimizer state out (FSDP2; ZeRO, 2020)."""
+    context: Size = 1
+    """Ranks that share the tokens of a row out; weights are sharded over these as well."""
+    tensor: Size = 1
+    """Ranks that share every matrix out (Megatron-LM, 2019)."""
+    reshard_after_forward: bool = True
+    """Whether gathered weights are dropped after a block's forward (ZeRO-3) or kept (ZeRO-2)."""
+    prefetch: int = 1
+    """Blocks whose weights are gathered ahead of the one at work."""
+    cpu_offload: bool = False
+    """Whether shards of weights, gradients and optimizer state live in host memory."""
+    reduce_each_micro_batch: bool = True
+    """Whether gradients are reduced at each micro batch, or kept whole until the last."""
+    sequence_parallel: bool = True
+    """Whether what tensor parallelism does not cut is cut along the tokens instead."""
+    loss_parallel: bool = True
+    """Whether the loss is taken from logits cut along the vocabulary."""
+    async_tensor: bool = False
+    """Whether compiled matrix products overlap their communication; CUDA alone."""
+    attention: ContextAttention = ContextAttention.ulysses
+    """How attention works across the context axis."""
+    balanced: bool = True
+    """Whether a context rank takes a piece from either end of a row: equal causal work."""
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
+    """Order of the stages' work."""
+    stages_per_rank: int | None = None
+    """Stages of one pipeline rank; None: two if the schedule interleaves, else one."""
+    pipeline_micro_batches: int | None = None
+    """Pieces that a micro batch passes the pipeline in; None: one per stage."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the settled size of each axis, outermost first."""
+        return {axis: size for axis in AXES if isinstance(size := getattr(self, axis), int)}
+
+    @property
+    def world_size(self) -> int:
+        """Returns the product of the sizes."""
+        return prod(self.sizes.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Returns ``replicate`` x ``shard``."""
+        return self.sizes.get("replicate", 1) * self.sizes.get("shard", 1)
+
+    def data_rank(self, rank: int) -> int:
+        """Returns the place among the replicas and shards."""
+        inner = self.sizes.get("context", 1) * self.sizes.get("tensor", 1)
+        return rank // inner % self.data_parallel_size
+
+    @property
+    def averaged_over(self) -> int:
+        """Returns ``replicate`` x ``shard`` x ``context``."""
+        return self.data_parallel_size * self.sizes.get("context", 1)
+
+    @property
+    def stages(self) -> int:
+        """Returns the stages of the whole pipeline."""
+        return self.sizes.get("pipeline", 1) * self.stages_on_a_rank
+
+    @property
+    def stages_on_a_rank(self) -> int:
+        """Returns the stages that each pipeline rank holds."""
+        return self.stages_per_rank or (2 if self.pipeline_schedule.interleaved else 1)
+
+    @property
+    def pieces(self) -> int:
+        """Returns the pieces that a micro batch passes the pipeline in."""
+        return self.pipeline_micro_batches or self.stages
+
+    def settle(self, devices: int | None) -> Self:
+        """Returns the layout with the ``auto`` size filled in."""
+        open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
+        if len(open_axes) != 1:
+            return self
+        others = prod(self.sizes.values())
+        size = DEFAULT_CPU_RANKS if devices is None else max(1, devices // max(1, others))
+        filled: dict[str, Any] = {open_axes[0]: size}
+        return replace(self, **filled)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields sizes that are no layout, and schedules that no pipeline runs."""
+        open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
+        for axis in open_axes[1:]:
+            reason = f"only one size may be auto, and {open_axes[0]} is"
+            yield Complaint(f"parallelism.{axis}", AUTO, reason, f"set parallelism.{axis}=2")
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size != AUTO and not (isinstance(size, int) and size >= 1):
+                yield Complaint(f"parallelism.{axis}", size, "must be 1 or more, or auto")
+        if self.prefetch < 0:
+            yield Complaint("parallelism.prefetch", self.prefetch, "must be 0 or more")
+        for key in ("stages_per_rank", "pipeline_micro_batches"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                yield Complaint(f"parallelism.{key}", value, "must be 1 or more, or null")
+        schedule, each = self.pipeline_schedule, self.stages_on_a_rank
+        if (each != 2) if schedule.folded else (each > 1) != schedule.interleaved:
+            wanted = "2" if schedule.folded else "2 or more" if schedule.interleaved else "1"
+            reason = f"{schedule.name} wants {wanted} stages on a rank"
+            yield Complaint("parallelism.stages_per_rank", each, reason, "set null")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields sizes that do not divide what they cut, and what the axes rule out."""
+        from scalewise.parallelism.fits import complaints_of_mesh
+
+        yield from super().complaints_with(run)
+        yield from complaints_of_mesh(self, run)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
+        ranks = self.sizes["pipeline"]
+        place = rank // (self.world_size // ranks)
+        if self.pipeline_schedule.folded:
+            return [place, self.stages - 1 - place]
+        return list(range(place, self.stages, ranks))
+
+    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+        """Returns what a rank sends in one optimizer step, axis by axis."""
+        from scalewise.parallelism.collectives import of_mesh
+
+        return of_mesh(self, run, rank)
+
+    def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""
+        own = self._coordinates(rank)
+        fixed = [axis for axis in AXES if axis not in axes]
+        return tuple(
+            other
+            for other in range(self.world_size)
+            if all(self._coordinates(other)[axis] == own[axis] for axis in fixed)
+        )
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        places = {}
+        for axis in reversed(AXES):
+            rank, places[axis] = divmod(rank, self.sizes[axis])
+        return places
+
+    def strategy(self, device: DeviceKind) -> Layout:
+        """Returns one strategy on Lightning's ``ModelParallelStrategy`` for all five axes."""
+        if self.world_size == 1:
+            from scalewise.layouts.single import SingleLayout
+
+            return SingleLayout(device)
+        from scalewise.layouts.mesh import MeshLayout
+
+        return MeshLayout(self)

@@ -1,0 +1,30 @@
+"""No parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.hardware import DeviceKind
+from scalewise.parallelism.base import Parallelism
+
+if TYPE_CHECKING:
+    from scalewise.layouts.base import Layout
+
+
+@option("parallelism", "single")
+@dataclass(frozen=True)
+class Single(Parallelism):
+    """One device, no communication."""
+
+    @property
+    def world_size(self) -> int:
+        """Returns 1."""
+        return 1
+
+    def strategy(self, device: DeviceKind) -> Layout:
+        """Returns Lightning's single-device strategy."""
+        from scalewise.layouts.single import SingleLayout
+
+        return SingleLayout(device)

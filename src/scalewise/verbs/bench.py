@@ -1,0 +1,47 @@
+"""``scalewise bench NAME``: measures this machine, or the suite on it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from scalewise.bench import record
+from scalewise.bench.options import Benchmark, split
+from scalewise.config.compose import compose
+from scalewise.errors import ConfigError
+from scalewise.launch import signals
+from scalewise.launch.job import claim
+from scalewise.launch.status import command_line
+
+BENCHMARKS = ("collectives", "parallel", "slow_link")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one benchmark into a folder under runs/ and prints what it found; exit code 0."""
+    name, *words = arguments or [""]
+    if name not in BENCHMARKS:
+        cure = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
+        raise ConfigError.one("", "", f"no benchmark {name!r}" if name else "no benchmark", cure)
+    if flags := [word for word in words if word.startswith("-")]:
+        raise ConfigError.one("", "", f"bench takes overrides, not {flags[0]}")
+    with signals.raised("while measuring"):
+        benchmark = cast(Benchmark, import_module(f"scalewise.bench.{name}"))
+        options, overrides = split(words, benchmark.Options)
+        runs = {of: compose((*own, *overrides)) for of, own in benchmark.RUNS.items()}
+        hardware = next(iter(runs.values())).hardware
+        kept = record.place(name, hardware) if options.record else None
+        folder = claim(Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+        try:
+            result = benchmark.measure(runs, options, folder)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        content = record.of(result, command_line("bench", tuple(arguments)))
+        for path in (folder / f"{name}.json", *([kept] if kept else [])):
+            record.write(path, content)
+            print(f"result {path}", flush=True)
+    return 0

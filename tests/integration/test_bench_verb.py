@@ -1,0 +1,122 @@
+"""``scalewise bench`` at its smallest: what it leaves, how it refuses, how it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from fixtures.doors import TINY, Doors
+
+from scalewise.bench import wire
+from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
+
+SMALL = ("collectives", "largest_kib=1024", "seconds=0.02")
+
+
+def test_collectives_leave_numbers_a_picture_and_a_profile(scalewise: Doors) -> None:
+    ended = scalewise(*SMALL, verb="bench").ok()
+    found = ended.folder.json("collectives.json")
+    assert found["command"] == "scalewise bench collectives largest_kib=1024 seconds=0.02"
+    assert {"date", "machine", "versions", "git_commit"} < found.keys()
+    sizes = [1024 * 4**power for power in range(6)]
+    kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    assert [(s["kind"], s["bytes"]) for s in found["samples"]] == [
+        (kind, size) for kind in kinds for size in sizes
+    ]
+    assert all(sample["seconds"] > 0 for sample in found["samples"])
+    picture = (ended.folder.path / "collectives.svg").read_text("utf-8")
+    assert "ring model" in picture
+    assert "all-to-all" in picture
+    profile = yaml.safe_load((ended.folder.path / "hardware" / "measured.yaml").read_text("utf-8"))
+    rate, latency = found["links"]["all"]["bytes_per_s"], found["links"]["all"]["latency_s"]
+    assert abs(profile["link_gb_per_s"] * 1e9 / rate - 1) < 1e-3
+    assert abs(profile["link_latency_us"] - max(latency * 1e6, 1e-3)) < 1e-2 * latency * 1e6 + 1e-3
+    assert not list(ended.folder.path.glob(".*"))
+    used = scalewise("-cd", str(ended.folder.path), *TINY, "hardware=measured", "--cfg", "job").ok()
+    assert f"link_gb_per_s: {profile['link_gb_per_s']}" in used.out
+
+
+def test_ctrl_c_leaves_nothing(scalewise: Doors) -> None:
+    door = scalewise.start("collectives", "seconds=5", verb="bench")
+    door.until_file("runs/bench_collectives/*/.ranks/1.stack")
+    door.signal(signal.SIGINT)
+    ended = door.wait(30)
+    assert ended.code == 130, ended.said
+    assert "SIGINT while measuring" in ended.err
+    assert "Traceback" not in ended.said
+    assert ended.folders == []
+    assert door.leftovers() == []
+
+
+def test_parallel_compares_equal_work(scalewise: Doors) -> None:
+    small = ("model.layers=1", "model.width=32", "model.vocabulary=512", "data.sequence=32")
+    ended = scalewise("parallel", "pairs=3", *small, verb="bench").ok()
+    found = ended.folder.json("parallel.json")
+    for layout in ("ddp", "fsdp"):
+        measured = found["layouts"][layout]
+        assert measured["loss"]["suite"] == pytest.approx(measured["loss"]["hand"], rel=1e-5)
+        assert measured["ratio"]["pairs"] == 3
+        assert measured["hand_s"] > 0
+    assert len(found["launch_s"]["all"]) == 5
+    assert [path.name for path in ended.folder.path.iterdir() if path.name[0] == "."] == []
+
+
+@pytest.mark.exhaustive
+def test_a_step_costs_what_a_hand_written_one_does(scalewise: Doors) -> None:
+    ended = scalewise("parallel", verb="bench", timeout=280).ok()
+    found = ended.folder.json("parallel.json")
+    for layout, measured in found["layouts"].items():
+        noise = max(1.0, measured["self_check"]["median"])  # two hand-written loops are alike
+        assert measured["ratio"]["low"] <= BOUND * noise, (layout, measured)
+    assert min(found["launch_s"]["all"]) <= LAUNCH_BOUND
+
+
+needs_a_cable = pytest.mark.skipif(bool(wire.obstacle()), reason=wire.obstacle())
+
+TALK = """
+import socket, sys
+end = socket.create_server(("10.77.0.1", 9)) if sys.argv[1] == "0" else None
+if end is None:
+    socket.create_connection(("10.77.0.1", 9)).sendall(bytes(2_000_000))
+else:
+    print("ready", flush=True)
+    heard = end.accept()[0]
+    while heard.recv(1 << 16):
+        pass
+"""
+
+
+@needs_a_cable
+def test_a_cable_is_as_slow_as_asked() -> None:
+    with wire.Wire() as cable:
+        cable.shape(40)
+        line = ["ip", "netns", "exec"]
+        talk = [sys.executable, "-c", TALK]
+        with subprocess.Popen(
+            [*line, cable.names[0], *talk, "0"], stdout=subprocess.PIPE, text=True
+        ) as listener:
+            assert listener.stdout is not None
+            assert listener.stdout.readline() == "ready\n"
+            before, began = cable.sent(1), time.monotonic()
+            subprocess.run([*line, cable.names[1], *talk, "1"], check=True)
+            assert listener.wait(30) == 0
+        seconds, sent = time.monotonic() - began, cable.sent(1) - before
+    assert 2_000_000 < sent < 2_400_000
+    assert seconds > (2_000_000 - 300_000) / (40e6 / 8)  # a burst goes through at once
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert not set(cable.names) & set(listed.stdout.split())
+
+
+@needs_a_cable
+@pytest.mark.exhaustive
+def test_a_slow_link_slows_who_sends_most(scalewise: Doors) -> None:
+    ended = scalewise("slow_link", "mbit=100", verb="bench", timeout=290).ok()
+    found = ended.folder.json("slow_link.json")["layouts"]
+    ddp = found["ddp"]
+    assert ddp["sent_bytes"] == pytest.approx(ddp["declared_bytes"], rel=0.05)
+    assert ddp["slow_s"] == pytest.approx(ddp["predicted_s"], rel=0.3)
+    assert found["powersgd"]["slow_s"] < ddp["slow_s"] < found["fsdp"]["slow_s"]

@@ -1,0 +1,177 @@
+"""DeepSpeed in the suite: offload, bf16, checkpoints that every layout reads, a bit-true resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder, same_weights
+from fixtures.jobs import Job
+from fixtures.layouts import LLAMA, SHAPE, needs_deepspeed
+
+from scalewise import compose
+from scalewise.checkpoints import store
+
+pytestmark = needs_deepspeed
+
+STEPS = 6
+ADAMW = (
+    *SHAPE,
+    *LLAMA,
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "optimizer.lr=1e-2",
+    f"trainer.max_steps={STEPS}",
+    "trainer.log_every=1",
+    "trainer.validate_every=3",
+    "trainer.validation_rows=5",
+    "trainer.global_batch=11",
+    "trainer.micro_batch=2",
+    "trainer.clip_norm=0.5",
+    "data.masked=0.3",
+)
+SGD = (*ADAMW, "optimizer=sgd", "optimizer.lr=0.3")
+LARGER = ("model.width=128", "model.feedforward=512", "model.layers=6")
+"""More than a MiB of masters on a rank: what is smaller DeepSpeed leaves in memory."""
+
+OFFLOADED = {
+    "deepspeed_zero1_offload": ("parallelism=deepspeed_zero1", "parallelism.offload_optimizer=cpu"),
+    "deepspeed_zero2_offload": ("parallelism=deepspeed_zero2_offload",),
+    "deepspeed_zero3_offload": ("parallelism=deepspeed_zero3_offload",),
+    "deepspeed_zero3_nvme": (
+        "parallelism=deepspeed_zero3_nvme",
+        "parallelism.keep_whole_below=100",
+    ),
+}
+PLAIN = {
+    "zero1": ("parallelism=deepspeed_zero1",),
+    "zero2": ("parallelism=deepspeed_zero2",),
+    "zero3": ("parallelism=deepspeed_zero3", "parallelism.keep_whole_below=100"),
+}
+BF16 = {
+    f"{stage}_{precision}": (*parts, f"precision={precision}")
+    for stage, parts in PLAIN.items()
+    for precision in ("bf16_mixed", "bf16_true")
+}
+LONG = pytest.mark.exhaustive
+"""Compiles for a minute or three where it has not been done, and trains larger models."""
+
+Of = Callable[..., Folder]
+
+
+@pytest.fixture
+def job(tmp_path: Path, shared_cache: Path) -> Job:
+    return Job(tmp_path, shared_cache)
+
+
+@LONG
+@pytest.mark.usefixtures("native_code")
+@pytest.mark.parametrize("layout", OFFLOADED)
+def test_offload_takes_the_steps_of_one_device(layout: str, job: Job) -> None:
+    """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
+
+    AdamW hides the scale of a gradient; its norm, which is compared as well, does not, and nor
+    does an epsilon as large as this one, which also keeps AdamW from enlarging rounding errors.
+    """
+    parts = (*ADAMW, "optimizer.epsilon=1e-3", *(LARGER if "nvme" in layout else ()))
+    alone = job.of(*parts, "parallelism=single", "trainer.micro_batch=11")
+    run = job.of(*parts, *OFFLOADED[layout])
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
+    assert_close(run.weights(), alone.weights())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *PLAIN,
+        *(pytest.param(kind, marks=LONG) for kind in (*BF16, *OFFLOADED)),
+    ],
+)
+def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
+    kind: str, job: Job, request: pytest.FixtureRequest
+) -> None:
+    larger = LARGER if "nvme" in kind else ()
+    parts = (*{**PLAIN, **BF16, **OFFLOADED}[kind], *larger)
+    if kind in OFFLOADED:
+        request.getfixturevalue("native_code")
+    run = job.of(*ADAMW, *parts, "checkpoint.every=3", "checkpoint.keep=0")
+    resumed = job.of(*ADAMW, *parts, resume=run.checkpoint(3))
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert resumed.column(key) == run.column(key), key
+    for part in ("model", "optimizer"):
+        ends = [store.whole(one.checkpoint(STEPS), part) for one in (resumed, run)]
+        assert same_weights(*ends), part
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("deepspeed_zero1", "single"),
+        ("fsdp", "deepspeed_zero3"),
+        *(
+            pytest.param(*pair, marks=LONG)
+            for pair in (
+                ("single", "deepspeed_zero1"),
+                ("ddp", "deepspeed_zero2"),
+                ("deepspeed_zero2", "fsdp"),
+                ("deepspeed_zero3", "tensor"),
+                ("deepspeed_zero3", "deepspeed_zero1"),
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_goes_from_any_layout_to_any_other(before: str, after: str, job: Job) -> None:
+    whole = job.of(*SGD, "parallelism=single", "checkpoint.every=3", "checkpoint.keep=0")
+    first = job.of(*SGD, f"parallelism={before}", "checkpoint.every=3", "checkpoint.keep=0")
+    files = {file.parent.name for file in first.checkpoint(3).rglob("*.safetensors")}
+    assert files == {"model", "optimizer"}
+    second = job.of(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
+    assert second.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-5)
+    assert_close(second.weights(STEPS), whole.weights(STEPS))
+    for name, state in store.whole(whole.checkpoint(STEPS), "optimizer").items():
+        got = store.whole(second.checkpoint(STEPS), "optimizer")[name]
+        scale = float(state.abs().max())
+        torch.testing.assert_close(got, state, rtol=1e-4, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=LONG), 3])
+def test_masters_start_with_the_weights_of_any_layout(stage: int, job: Job) -> None:
+    parts = (*SGD, f"parallelism=deepspeed_zero{stage}", "precision=bf16_mixed")
+    run = job.of(*parts, "optimizer.lr=1e-30", "trainer.max_steps=1", "data.masked=0.0")
+    drawn = compose(SGD).model.build(seed=compose(SGD).seed)
+    wanted = {f"model.{name}": tensor for name, tensor in drawn.state_dict().items()}
+    assert same_weights(run.weights(1), wanted)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=LONG), 3])
+def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, job: Job) -> None:
+    run = job.of(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
+    metrics, model = run.summary["metrics"], compose(ADAMW).model
+    weights, share = 4 * model.parameters, 2 * model.parameters  # two ranks
+    buffers = sum(b.numel() * b.element_size() for b in model.build(seed=1).buffers())
+    norms = sum(4 * weight.count for weight in model.census() if weight.count < 100)
+    held = weights if stage < 3 else share + norms  # stage 3 keeps whole what is small
+    masters = share
+    assert metrics["memory/parameters_bytes"] == held + masters + buffers
+    assert metrics["memory/gradients_bytes"] == pytest.approx(share, abs=64)  # padded
+    assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * share, abs=64)  # and steps
+
+
+@LONG
+@pytest.mark.parametrize("kind", BF16)
+def test_bf16_learns_as_fp32_does(kind: str, job: Job) -> None:
+    """Within 2 % of the loss of the same steps in fp32."""
+    steps = ("trainer.max_steps=40", "optimizer.lr=3e-3")
+    exact = job.of(*ADAMW, *steps, "parallelism=single")
+    run = job.of(*ADAMW, *steps, *BF16[kind])
+    assert run.column("train/loss")[-1] == pytest.approx(exact.column("train/loss")[-1], rel=0.02)
+
+
+def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        scale = float(tensor.abs().max())
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5 * scale)

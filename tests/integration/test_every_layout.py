@@ -1,0 +1,42 @@
+"""``scalewise train experiment=smoke parallelism=OPTION`` works for every option there is."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.jobs import Job
+
+from scalewise import ConfigError, compose
+from scalewise.config import tree
+
+SHORT = (
+    "experiment=smoke",
+    "tracking=none",
+    "trainer.max_steps=4",
+    "trainer.validate_every=4",
+    "schedule.warmup_steps=1",
+)
+
+
+COMPILED = ("deepspeed_zero2_offload", "deepspeed_zero3_offload", "deepspeed_zero3_nvme")
+"""DeepSpeed compiles for these, which takes minutes where it has not been done."""
+
+
+@pytest.mark.usefixtures("native_code")
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(option, marks=pytest.mark.exhaustive if option in COMPILED else ())
+        for option in tree.names("parallelism")
+    ],
+)
+def test_an_option_trains(option: str, job: Job) -> None:
+    try:
+        compose([*SHORT, f"parallelism={option}"])
+    except ConfigError as error:
+        absent = [c for c in error.complaints if "is not installed" in c.reason]
+        if absent:
+            pytest.skip(str(absent[0]))
+        raise
+    run = job.of(*SHORT, f"parallelism={option}", "launch.isolation=process")
+    assert run.steps == [1, 2, 3, 4]
+    assert run.column("val/loss")[-1] < 9

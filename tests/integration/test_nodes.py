@@ -1,0 +1,99 @@
+"""The same command on several nodes: agents of torchrun, tasks of srun; the ranks run in place."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from fixtures.doors import TINY, Doors, Opened, same_weights
+
+PARTS = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+def agents(doors: Doors, *parts: str, restarts: int = 0) -> list[Opened]:
+    """Two nodes of one rank each, on the loopback."""
+    port = free_port()
+    return [
+        doors.command(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    "--nproc-per-node=1",
+                ),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=nodes"),
+                *(f"--node-rank={node}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}"),
+                *("--monitor-interval=0.1", "-m", "scalewise", "train", *TINY, *PARTS, *parts),
+            ],
+            {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                # Else agents that count restarts differently find addresses of the dead.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+        )
+        for node in range(2)
+    ]
+
+
+def test_two_agents_train_one_run(scalewise: Doors) -> None:
+    for ended in [agent.wait() for agent in agents(scalewise)]:
+        ended.ok()
+    folder = ended.folder
+    assert folder.status["status"] == "ok"
+    assert folder.status["world_size"] == 2
+    assert folder.steps == list(range(1, 9))
+
+
+def test_a_lost_rank_is_started_again_and_both_resume(scalewise: Doors) -> None:
+    whole = scalewise(*TINY, *PARTS).ok().folder
+    slow = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.accidents.Slow")
+    nodes = agents(scalewise, "resume=auto", "name=nodes", *slow, restarts=1)
+    nodes[0].until(lambda: any(scalewise.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4")
+    lost = [p for node in nodes for p in node.family() if p.environ().get("RANK") == "1"]
+    assert lost
+    rank_of_python = max(lost, key=lambda process: process.create_time())
+    rank_of_python.send_signal(signal.SIGKILL)
+    for node in nodes:
+        node.wait().ok()
+    runs = sorted(p for p in scalewise.cwd.glob("runs/nodes/*") if (p / "status.json").is_file())
+    folders = [f for f in nodes[0].wait().folders if f.path in runs]
+    last = folders[-1]
+    assert last.status["status"] == "ok"
+    assert last.status["resumed_from"] is not None
+    assert last.steps == list(range(1, 9))
+    assert same_weights(last.weights(8), whole.weights(8))
+
+
+def test_tasks_of_srun_are_ranks(scalewise: Doors) -> None:
+    port = str(free_port())
+    tasks = [
+        scalewise.start(
+            *TINY,
+            *PARTS,
+            env={
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_JOB_ID": "1",
+                "SLURM_PROCID": str(task),
+                "SLURM_LOCALID": str(task),
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for task in range(2)
+    ]
+    for ended in [task.wait() for task in tasks]:
+        ended.ok()
+    assert ended.folder.status["status"] == "ok"
+    assert ended.folder.status["world_size"] == 2

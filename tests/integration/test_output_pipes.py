@@ -1,0 +1,32 @@
+"""A reader who leaves, or a terminal that lacks a character, costs lines and no training."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+from fixtures.doors import TINY, UNTRACKED, Doors
+
+
+@pytest.mark.parametrize(
+    ("line", "env"),
+    [
+        ((*TINY, "trainer.log_every=1"), {"PYTHONIOENCODING": "ascii", "WANDB_MODE": "offline"}),
+        (("-m", *UNTRACKED, "trainer.log_every=1", "seed=1,2"), {}),
+    ],
+    ids=["one job, W&B, ascii", "a sweep"],
+)
+def test_it_trains_on_when_nobody_reads(
+    line: tuple[str, ...], env: dict[str, str], scalewise: Doors
+) -> None:
+    command = shlex.join([sys.executable, "-m", "scalewise", "train", *line])
+    shell = f"{{ {command}; echo code $? >&2; }} | head -1"
+    ended = scalewise.command(["sh", "-c", shell], env).wait()
+    assert ended.err.splitlines()[-1] == "code 0", ended.said
+    assert "Traceback" not in ended.said
+    folder = ended.folder
+    for job in folder.jobs if line[0] == "-m" else [folder]:
+        assert job.status["status"] == "ok"
+        assert job.checkpoints[-1] == 8
+        assert (job.path / "report.html").is_file()

@@ -1,0 +1,79 @@
+"""What layouts declare that they send is what they send, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
+
+from scalewise import compose
+from scalewise.run import Run
+
+THIRD_STEP = (
+    "optimizer=sgd",
+    "trainer.max_steps=4",
+    "trainer.log_every=100",
+    "trainer.validate_every=null",
+    "trainer.global_batch=8",
+    "checkpoint.at_end=false",
+    "trusted_packages=[fixtures]",
+    "+callbacks.messages._target_=fixtures.probes.Messages",
+)
+INEXACT = ("pipeline_shard", "pipeline_replicate", "pipeline_context")
+"""A schedule decides how often the weights of a stage are gathered."""
+
+SHAPES = {"llama": LLAMA, "gpt2": GPT2}
+USUAL = ("llama",)
+
+Messages = Counter[tuple[str, tuple[int, ...], int]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        pytest.param(layout, shape, marks=() if shape in USUAL else pytest.mark.exhaustive)
+        for layout in LAYOUTS
+        for shape in SHAPES
+        if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
+    ],
+)
+def test_a_layout_sends_what_it_declares(
+    layout: str, shape: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    parts = (*SHAPE, *THIRD_STEP, *SHAPES[shape], *LAYOUTS[layout])
+    ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
+    parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
+    run = compose(parts)
+    folder = Job(tmp_path, shared_cache).of(*parts)
+    for rank in range(run.world_size):
+        wanted, got = declared(run, rank), sent(folder, rank)
+        if layout.startswith("ddp"):  # buckets are cut where parameters end
+            wanted, got = whole(wanted), whole(got)
+        assert got == wanted, f"rank {rank}"
+
+
+def whole(messages: Messages) -> Messages:
+    """Returns the bytes of each kind as one message."""
+    sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for (kind, ranks, size), count in messages.items():
+        sums[kind, ranks] += size * count
+    return Counter({(kind, ranks, size): 1 for (kind, ranks), size in sums.items()})
+
+
+def declared(run: Run, rank: int) -> Messages:
+    messages: Messages = Counter()
+    for each in run.parallelism.collectives(run, rank):
+        ranks = run.parallelism.ranks_along(each.axes, rank)
+        messages[each.kind, ranks, each.bytes] += each.count
+    return messages
+
+
+def sent(folder: Folder, rank: int) -> Messages:
+    messages: Messages = Counter()
+    for kind, ranks, size, count in folder.json(f"messages-{rank}.json"):
+        messages[kind, tuple(ranks), size] += count
+    return messages

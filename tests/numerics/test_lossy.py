@@ -1,0 +1,67 @@
+"""What is lossy by design still converges: within a stated distance of what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS
+
+LEARN = (
+    "experiment=smoke",
+    "model.layers=2",
+    "model.width=64",
+    "trainer.max_steps=60",
+    "trainer.validate_every=60",
+    "optimizer.lr=5e-3",
+    "tracking=none",
+    "launch.isolation=process",
+)
+NEAR = 0.02
+"""Largest relative distance of the held-out loss after 60 steps."""
+
+HOOKS = {
+    "fp16": (),
+    "powersgd": ("parallelism.lossless_steps=10",),
+    "fp16_powersgd": ("parallelism.lossless_steps=10",),
+    "post_local_sgd": ("parallelism.lossless_steps=10",),
+}
+BF16 = ("ddp", "fsdp", "hsdp", "tensor", "context", "pipeline_one_f_one_b", "shard_tensor")
+USUAL = ("fsdp", "tensor")
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folder:
+    return Job(tmp_path_factory.mktemp("exact"), shared_cache).of(*LEARN, *LAYOUTS["ddp"])
+
+
+def assert_near(run: Folder, exact: Folder) -> None:
+    first, last = exact.column("train/loss")[0], exact.column("val/loss")[-1]
+    assert last < 0.8 * first, "it learns"
+    assert run.column("val/loss")[-1] == pytest.approx(last, rel=NEAR)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_compressed_gradient_learns(
+    hook: str, exact: Folder, tmp_path: Path, shared_cache: Path
+) -> None:
+    parts = (*LAYOUTS["ddp"], f"parallelism.comm_hook={hook}", *HOOKS[hook])
+    run = Job(tmp_path, shared_cache).of(*LEARN, *parts)
+    assert run.column("train/loss") != exact.column("train/loss"), "the hook is at work"
+    assert_near(run, exact)
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_true"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=() if x in USUAL else pytest.mark.exhaustive) for x in BF16],
+)
+def test_bf16_learns_in_every_layout(
+    layout: str, precision: str, exact: Folder, tmp_path: Path, shared_cache: Path
+) -> None:
+    rows = "trainer.micro_batch=4" if "pipeline" in layout else "trainer.micro_batch=2"
+    parts = (*LAYOUTS[layout], f"precision={precision}", rows)
+    run = Job(tmp_path, shared_cache).of(*LEARN, *parts)
+    assert_near(run, exact)

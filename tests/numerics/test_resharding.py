@@ -1,0 +1,122 @@
+"""A checkpoint of any layout goes on in any other, and in its own to the last bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from fixtures.doors import Folder, same_weights
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
+
+from scalewise.checkpoints import store
+from scalewise.checkpoints.writer import Writer
+
+TOLERANCE = 1e-5
+STEPS = (
+    "optimizer.lr=1e-2",
+    "optimizer.epsilon=1e-3",  # AdamW's first steps would blow rounding of zero gradients up
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "trainer.max_steps=4",
+    "trainer.global_batch=8",
+    "trainer.validate_every=null",
+    "trainer.log_every=1",
+    "checkpoint.every=2",
+)
+KINDS = {
+    "single": ("parallelism=single", "trainer.micro_batch=8"),
+    "ddp": (*LAYOUTS["ddp"], "trainer.micro_batch=4"),
+    "fsdp": (*LAYOUTS["fsdp"], "trainer.micro_batch=2"),
+    "fsdp_4": (*LAYOUTS["fsdp_4"], "trainer.micro_batch=2"),
+    "tensor": (*LAYOUTS["tensor"], "trainer.micro_batch=8"),
+    "pipeline": (*LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
+    "shard_tensor": (*LAYOUTS["shard_tensor"], "trainer.micro_batch=4"),
+}
+USUAL = {("single", "fsdp"), ("fsdp_4", "tensor"), ("tensor", "pipeline")}
+USUAL |= {("pipeline", "shard_tensor"), ("shard_tensor", "single"), ("ddp", "fsdp_4")}
+USUAL |= {(kind, kind) for kind in KINDS}
+
+Written = Callable[[str], Folder]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Written:
+    """Returns the whole run of a kind, which left a checkpoint in the middle."""
+    job = Job(tmp_path_factory.mktemp("written"), shared_cache)
+    kept: dict[str, Folder] = {}
+
+    def run(kind: str) -> Folder:
+        if kind not in kept:
+            kept[kind] = job.of(*SHAPE, *LLAMA, *STEPS, *KINDS[kind])
+        return kept[kind]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [
+        pytest.param(one, other, marks=() if (one, other) in USUAL else pytest.mark.exhaustive)
+        for one in KINDS
+        for other in KINDS
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    wrote: str, reads: str, written: Written, tmp_path: Path, shared_cache: Path
+) -> None:
+    start, reference = written(wrote), written(reads)
+    job = Job(tmp_path, shared_cache)
+    resumed = job.of(*SHAPE, *LLAMA, *STEPS, *KINDS[reads], resume=start.checkpoint(2))
+    assert resumed.steps == reference.steps
+    if wrote == reads:
+        assert resumed.column("train/loss") == reference.column("train/loss")
+        assert same_weights(resumed.weights(), reference.weights())
+        return
+    for key in ("train/loss", "train/grad_norm"):
+        assert resumed.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key
+    for name, weight in reference.weights().items():
+        scale = float(weight.abs().max())
+        assert float((resumed.weights()[name] - weight).abs().max()) <= TOLERANCE * scale, name
+
+
+@pytest.mark.parametrize("kind", ["single", "fsdp", "shard_tensor"])
+def test_a_thread_writes_what_training_would(
+    kind: str, written: Written, tmp_path: Path, shared_cache: Path
+) -> None:
+    job = Job(tmp_path, shared_cache)
+    parts = (*SHAPE, *LLAMA, *STEPS, *KINDS[kind])
+    beside = job.of(*parts, "checkpoint.background=true", "checkpoint.every=1")
+    reference = written(kind)
+    for step in (2, 4) if 2 in beside.checkpoints else (4,):
+        assert same_weights(beside.weights(step), reference.weights(step))
+    resumed = job.of(*parts, "trainer.max_steps=5", resume=beside.checkpoint(3))
+    assert resumed.column("train/loss")[:4] == reference.column("train/loss")
+
+
+def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
+    """Training stands still for at most 15 % of the time that it would take to write."""
+    model = {f"w{number}": torch.randn(1 << 21) for number in range(8)}
+    slots = {f"{slot}/{name}": w.clone() for slot in ("a", "b") for name, w in model.items()}
+    tensors, rest = {"model": model, "optimizer": slots}, store.packed({"global_step": 1})
+    blocked: dict[bool, list[float]] = {False: [], True: []}
+    writers = {
+        beside: Writer(background=beside, device=torch.device("cpu"), shared=False)
+        for beside in blocked
+    }
+    for number in range(4):  # by turns, as the disk is others' too
+        for beside, writer in writers.items():
+            path = tmp_path / f"{beside}-{number}"
+            began = time.perf_counter()
+            staged = writer.staged(tensors)
+            writer.submit(partial(store.save, path, staged, rest))
+            blocked[beside].append(time.perf_counter() - began)
+            writer.finish()
+    ratio = median(blocked[True][1:]) / median(blocked[False][1:])  # the first makes room
+    print(f"training is blocked for {ratio:.1%} of a save")
+    assert ratio <= 0.15

@@ -1,0 +1,72 @@
+"""What ``scalewise bench`` takes and refuses, before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalewise.bench import collectives, options, wire
+from scalewise.cli import main
+from scalewise.errors import ConfigError
+
+
+def test_options_are_told_from_overrides() -> None:
+    chosen, rest = options.split(
+        ["ranks=4", "hardware=cpu", "record=true", "seconds=0.5"], collectives.Options
+    )
+    assert chosen == collectives.Options(ranks=4, record=True, seconds=0.5)
+    assert rest == ["hardware=cpu"]
+
+
+def test_all_options_that_are_wrong_are_named() -> None:
+    with pytest.raises(ConfigError) as refused:
+        options.split(["ranks=x", "record=1"], collectives.Options)
+    assert [str(complaint) for complaint in refused.value.complaints] == [
+        "ranks=x: is not a whole number",
+        "record=1: is not true or false",
+    ]
+
+
+def test_sizes_go_up_to_the_largest() -> None:
+    assert list(collectives.sizes(64 * 2**20)) == [1024 * 4**power for power in range(9)]
+    assert list(collectives.sizes(20_000)) == [1024, 4096, 16384]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "no benchmark; scalewise bench collectives"),
+        ("colective", "no benchmark 'colective'"),
+        ("collectives -m", "not -m"),
+        ("collectives ranks=1", "ranks=1: there is nobody to send to"),
+        ("collectives ranks=1000", "ranks=1000: this machine carries at most"),
+        ("collectives largest_kib=4", "too few sizes"),
+        ("collectives seconds=-1", "seconds=-1.0: must be positive"),
+        ("collectives record=true", "record=true: there is no experiments/records here"),
+        ("collectives modle=x", "did you mean model?"),
+        ("parallel pairs=0", "pairs=0: must be positive"),
+        ("parallel precision=bf16_mixed", "precision=bf16_mixed: the hand-written loop"),
+        ("parallel trainer.global_batch=64", "one micro batch a step"),
+        ("slow_link mbit=-1", "mbit=-1.0: must be positive"),
+    ],
+)
+def test_refusals(
+    line: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *line.split(), *(["hardware=cpu"] if "=" in line else [])]) == 2
+    assert said in capsys.readouterr().err
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_where_no_cable_can_be_laid_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert wire.obstacle() == "making network namespaces needs root"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    assert wire.obstacle() == "there is no ip: apt-get install iproute2"

@@ -1,0 +1,32 @@
+"""The committed matrix, its page, and what ``complaints()`` says cannot disagree."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fixtures import matrix
+from fixtures.matrix import Cell
+
+
+def test_the_record_holds_every_cell_there_is() -> None:
+    """An option added without its cells fails here: run what the record says."""
+    assert list(matrix.recorded()) == list(matrix.cells()), f"run `{matrix.MAKE}`"
+
+
+def test_the_page_is_the_record() -> None:
+    head = json.loads(matrix.RECORD.read_text("utf-8"))
+    assert matrix.PAGE.read_text("utf-8") == matrix.page(matrix.recorded(), head)
+
+
+@pytest.mark.parametrize(
+    "cell", list(matrix.cells()), ids=lambda cell: f"{cell.layout}-{cell.option}"
+)
+def test_what_is_refused_is_what_the_record_says(cell: Cell) -> None:
+    assert (cell.refusal() or matrix.RUNS) == matrix.recorded()[cell]
+
+
+def test_a_refusal_says_what_to_do_instead() -> None:
+    refusals = {said for said in matrix.recorded().values() if said != matrix.RUNS}
+    assert refusals
+    assert all(": set " in said or ": pip " in said for said in refusals)

@@ -1,0 +1,157 @@
+"""DeepSpeed's spec: what is refused and with which cure, and what DeepSpeed is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fixtures.layouts import needs_deepspeed
+
+from scalewise.errors import ConfigError
+from scalewise.layouts.swap import SwapFolder
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+
+ZERO_3 = ("parallelism=deepspeed_zero3",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("stage=4",), "parallelism.stage=4: ZeRO has stages 1, 2 and 3"),
+        (("replicas=0",), "parallelism.replicas=0: must be 1 or more"),
+        (("bucket_mib=0.5",), "parallelism.bucket_mib=0.5: must be 1 or more"),
+        (("keep_whole_below=-1",), "parallelism.keep_whole_below=-1: must be 0 or more"),
+        (("stage=3", "replicas=4", "hierarchical=3"), "does not divide the 4 replicas"),
+        (
+            ("offload_optimizer=nvme",),
+            "set parallelism.stage=3, or parallelism.offload_optimizer=cpu",
+        ),
+        (
+            ("offload_parameters=cpu",),
+            "set parallelism.stage=3, or parallelism.offload_parameters=none",
+        ),
+        (("hierarchical=2",), "set parallelism.stage=3, or parallelism.hierarchical=1"),
+        (("stage=3", "quantized_weights=true"), "kernels that quantize for CUDA alone; set false"),
+    ],
+)
+def test_what_is_refused(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
+    parts = [f"parallelism.{override}" for override in overrides]
+    with pytest.raises(ConfigError) as refused:
+        compose("parallelism=deepspeed_zero2", "hardware=cpu", *parts, here=False)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("precision=fp16_mixed", "hardware=h100"), "set precision=bf16_mixed, or parallelism=ddp"),
+        (("optimizer=sgd", "parallelism.offload_optimizer=cpu"), "set optimizer=adamw, or"),
+        (("callbacks=[ema]",), "remove it, or set parallelism=fsdp"),
+    ],
+)
+def test_what_does_not_go_together(overrides: tuple[str, ...], said: str, compose: Compose) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose(*ZERO_3, *overrides, here=False)
+    assert said in str(refused.value)
+
+
+def test_the_extra_is_named_where_it_is_absent(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = compose(*ZERO_3, here=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    complaints = [str(complaint) for complaint in run.parallelism.machine_complaints(run)]
+    reason = "parallelism=deepspeed_zero3: deepspeed is not installed"
+    assert complaints == [f"{reason}; pip install 'scalewise[deepspeed]'"]
+
+
+def test_what_deepspeed_is_told(compose: Compose) -> None:
+    run = compose(
+        *ZERO_3,
+        "parallelism.overlap_comm=false",
+        "parallelism.bucket_mib=1",
+        "parallelism.offload_parameters=cpu",
+        "parallelism.replicas=4",
+        "parallelism.hierarchical=2",
+        "precision=bf16_mixed",
+        "trainer.micro_batch=2",
+        "trainer.global_batch=24",
+        "trainer.clip_norm=0.5",
+        here=False,
+    )
+    told = run.parallelism.config(run, "/disk")  # type: ignore[attr-defined]  # it is DeepSpeed
+    assert told["gradient_accumulation_steps"] == 3
+    assert told["gradient_clipping"] == 0.5
+    assert told["bf16"]["enabled"]
+    assert not told["bf16"]["bf16_master_weights_and_grads"]
+    zero = told["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["reduce_bucket_size"] == 2**18
+    assert zero["overlap_comm"] is False
+    assert zero["zero_hpz_partition_size"] == 2
+    assert zero["offload_param"] == {"device": "cpu", "nvme_path": "/disk"}
+
+
+def test_a_killed_rank_leaves_no_swap_files_for_good(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from scalewise.layouts.swap import SwapFolder;"
+        f"SwapFolder({str(tmp_path)!r}).open().joinpath('state').write_text('x');"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    one, other = SwapFolder(str(tmp_path)), SwapFolder(str(tmp_path))
+    folders = {one.open(), other.open()}
+    assert set(tmp_path.iterdir()) == folders
+    assert left not in folders
+    one.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+BUILD = """
+from scalewise.hardware import DeviceKind
+from scalewise.layouts import extensions
+extensions.built("cpu_adam", DeviceKind.cpu)
+extensions.load("cpu_adam", DeviceKind.cpu)
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+weight = torch.nn.Parameter(torch.ones(8))
+weight.grad = torch.ones(8)
+DeepSpeedCPUAdam([weight], lr=0.1).step()
+print("stepped", float(weight[0]))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@needs_deepspeed
+def test_a_build_that_is_killed_half_way_hinders_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both kinds of leftover: a dead builder, and compilers that go on without it."""
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    killed = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
+    while not list(tmp_path.rglob("build.ninja")):
+        assert killed.poll() is None
+        time.sleep(0.1)
+    killed.kill()
+    said, _ = killed.communicate()
+    assert "compiling DeepSpeed's cpu_adam, once" in said
+    assert not list(tmp_path.glob("extensions/cpu_adam-*/*.so"))
+    again = subprocess.run(
+        [sys.executable, "-c", BUILD], capture_output=True, text=True, check=True
+    )
+    assert again.stdout.splitlines()[-1].startswith("stepped 0.8999")
+    (library,) = tmp_path.rglob("*.so")
+    assert library.name == "cpu_adam.so"

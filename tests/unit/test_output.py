@@ -1,0 +1,54 @@
+"""Printing to streams that cannot take it: characters are lost, the work is not."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+import pytest
+
+from scalewise import output
+
+
+def left() -> TextIO:
+    """A pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w", encoding="utf-8")
+
+
+def full() -> TextIO:
+    """A device without room."""
+    return open("/dev/full", "w", encoding="utf-8")
+
+
+def closed() -> TextIO:
+    """A stream that somebody has closed."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [left, full, closed, lambda: None])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_cannot_be_printed_is_dropped(
+    stream: Callable[[], TextIO | None], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = stream()
+    monkeypatch.setattr(sys, name, given)
+    with output.shielded(), output.shielded():
+        for _ in range(2):
+            print("a line", file=getattr(sys, name), flush=True)
+        print("not flushed", file=getattr(sys, name))
+    assert getattr(sys, name) is given
+    if given is not None:
+        given.close()
+
+
+def test_characters_that_an_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
+    with output.shielded():
+        print("a ━ b")
+    assert held.getvalue() == b"a ? b\n"
