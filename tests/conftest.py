@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from scalewise.data.cache import cache_folder
 from scalewise.run import Run
 
-pytest_plugins = ["fixtures.reports"]
+pytest_plugins = ["fixtures.refusals", "fixtures.reports"]
 
 ROOT = Path(__file__).parents[1]
 

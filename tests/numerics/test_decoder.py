@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from fixtures.decoders import (
+    GPT2,
+    HYBRIDS,
+    LLAMA,
+    each_peer,
+    each_spec,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,44 +24,11 @@ from torch.utils import flop_counter
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from scalewise.errors import CheckpointError, ConfigError
-from scalewise.models.base import Part
-from scalewise.models.decoder.module import DecoderModule
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.decoder.weights import export, from_hugging_face, load
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
-
-LLAMA = Decoder(vocabulary=96, context=64, width=32, layers=3, heads=4, feedforward=48)
-GPT2 = replace(
-    LLAMA,
-    feedforward=128,
-    norm=Norm.layernorm,
-    position=Position.learned,
-    activation=Activation.gelu,
-    bias=True,
-    tied=True,
-)
-STRETCHED = {"rope_scaling": True, "rope_theta": 500000.0, "rope_original_context": 16}
-PEERS = {
-    "llama": LLAMA,
-    "llama-gqa": replace(LLAMA, kv_heads=2),
-    "llama-mqa-wide-heads": replace(LLAMA, kv_heads=1, head_width=16, norm_epsilon=1e-6),
-    "llama-tied": replace(LLAMA, tied=True),
-    "llama-stretched": replace(LLAMA, head_width=32, **STRETCHED),
-    "gpt2": GPT2,
-    "gpt2-untied": replace(GPT2, tied=False, feedforward=64),
-}
-HYBRIDS = {
-    "layernorm-rope": replace(LLAMA, norm=Norm.layernorm, bias=True),
-    "learned-swiglu": replace(LLAMA, position=Position.learned, tied=True),
-    "gelu-gqa": replace(LLAMA, activation=Activation.gelu, kv_heads=2),
-    "rmsnorm-bias": replace(LLAMA, bias=True),
-    "layernorm-no-bias": replace(GPT2, bias=False, kv_heads=2),
-}
-EVERY = PEERS | HYBRIDS
-each_peer = pytest.mark.parametrize("spec", PEERS.values(), ids=PEERS.keys())
-each_spec = pytest.mark.parametrize("spec", EVERY.values(), ids=EVERY.keys())
 
 
 def peer_config(spec: Decoder) -> PreTrainedConfig:
@@ -101,12 +76,6 @@ def peer(spec: Decoder, seed: int = 1) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.2, 0.3)
     return model
-
-
-def tokens(spec: Decoder, rows: int = 2, length: int = 48) -> Tensor:
-    return torch.randint(
-        spec.vocabulary, (rows, length), generator=torch.Generator().manual_seed(2)
-    )
 
 
 @torch.no_grad()
@@ -297,92 +266,6 @@ def test_a_token_does_not_see_those_after_it(spec: Decoder) -> None:
     with torch.no_grad():
         torch.testing.assert_close(module(batch)[:, :20], module(other)[:, :20])
         assert not torch.equal(module(batch)[:, 20:], module(other)[:, 20:])
-
-
-@each_spec
-def test_meta_then_empty_then_init_is_a_fresh_build(spec: Decoder) -> None:
-    with torch.device("meta"):
-        late = spec.build(0)
-    assert {p.device.type for p in late.parameters()} == {"meta"}
-    late.to_empty(device="cpu")
-    late.init_weights(3)
-    fresh = spec.build(3)
-    torch.testing.assert_close(late.state_dict(), fresh.state_dict(), rtol=0, atol=0)
-    batch = tokens(spec)
-    torch.testing.assert_close(late(batch), fresh(batch), rtol=0, atol=0)
-
-
-@each_spec
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_parts_have_the_weights_of_the_whole(spec: Decoder, count: int) -> None:
-    whole, batch = spec.build(5).eval(), tokens(spec)
-    named, seen, x = dict(whole.named_parameters()), set(), batch
-    for part in spec.stages(count, batch.shape[1]):
-        module = spec.shape(part)
-        assert {p.device.type for p in module.parameters()} == {"meta"}
-        module.to_empty(device="cpu")
-        spec.fill(module.eval(), 5)
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
-            assert name not in seen or name in spec.tied_weights
-            seen.add(name)
-        assert len(module.layers()) == len(part.layers)
-        with torch.no_grad():
-            x = module(x)
-    assert seen == named.keys()
-    with torch.no_grad():
-        torch.testing.assert_close(x, whole(batch), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_parts_of_given_weights_are_those_of_the_whole(spec: Decoder, tmp_path: Path) -> None:
-    export(spec.build(1).state_dict(), spec, tmp_path)
-    given = replace(spec, weights=str(tmp_path))
-    named = given.build(0).state_dict()
-    for part in given.stages(3, 16):
-        module = given.shape(part).to_empty(device="cpu")
-        given.fill(module, 0)
-        for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
-
-
-def test_every_matrix_and_every_seed_draws_its_own_numbers() -> None:
-    one, again, other = LLAMA.build(3), LLAMA.build(3), LLAMA.build(4)
-    drawn = [name for name, parameter in one.named_parameters() if parameter.ndim == 2]
-    heads = {name: one.get_parameter(name).flatten()[:8] for name in drawn}
-    assert len({tuple(head.tolist()) for head in heads.values()}) == len(drawn)
-    for name in drawn:
-        assert torch.equal(one.get_parameter(name), again.get_parameter(name))
-        assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
-
-
-def test_building_leaves_the_global_generator_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    LLAMA.build(3)
-    assert torch.equal(torch.rand(1), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
-    held = LLAMA.shape(Part(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
-    LLAMA.fill(held, 3)
-    for name, parameter in LLAMA.build(3).named_parameters():
-        assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
-
-
-def test_fresh_weights_have_the_spread_asked_for() -> None:
-    module = replace(LLAMA, width=256, feedforward=512).build(0)
-    block = module.blocks["0"]
-    assert isinstance(module, DecoderModule)
-    for weight, std in [
-        (module.embedding.weight, 0.02),
-        (block.attention.query.weight, 0.02),
-        (block.attention.output.weight, 0.02 / 6**0.5),
-        (block.feedforward.down.weight, 0.02 / 6**0.5),
-    ]:
-        assert weight.std().item() == pytest.approx(std, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
 """Bad input: which key is named, why, and what mends it."""
 
 import re
-from collections.abc import Callable, Sequence
 
 import pytest
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 
 from scalewise.config.compose import compose
-from scalewise.config.door import Verb, open_door
 from scalewise.config.refuse import diagnose
-from scalewise.errors import Complaint, ConfigError
-from scalewise.hardware import Machine
-from scalewise.run import Run
+from scalewise.errors import ConfigError
 
-WORKSTATION = Machine((), "a processor", 2, 8 * 1024**3)
-Row = tuple[list[str], str, str, str]
+pytestmark = pytest.mark.usefixtures("workstation")
 
 TYPOS: list[Row] = [
     (["modle=x"], "modle", "no such key", "did you mean model?"),
@@ -181,197 +177,15 @@ RULES: list[Row] = [
     (["hardware.memory_gib=-1"], "hardware.memory_gib", "must be positive", ""),
     (["parallelism=ddp", "parallelism.replicas=0"], "parallelism.replicas", "1 or more", ""),
 ]
-LAYOUTS: list[Row] = [
-    (["parallelism=mesh", "parallelism.shard=0"], "parallelism.shard", "1 or more, or auto", ""),
-    (["parallelism=mesh", "parallelism.shard=x"], "parallelism.shard", "1 or more, or auto", ""),
-    (
-        ["parallelism=fsdp", "parallelism.tensor=auto"],
-        "parallelism.tensor",
-        "only one size may be auto, and shard is",
-        "parallelism.tensor=2",
-    ),
-    (
-        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
-         "parallelism.stages_per_rank=4", "trainer.micro_batch=8"],
-        "parallelism.stages_per_rank",
-        "zbv_zero_bubble wants 2 stages on a rank",
-        "set null",
-    ),
-    (
-        ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b",
-         "parallelism.stages_per_rank=1"],
-        "parallelism.stages_per_rank",
-        "interleaved_1f1b wants 2 or more stages on a rank",
-        "set null",
-    ),
-    (
-        ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
-        "parallelism.stages_per_rank",
-        "one_f_one_b wants 1 stages on a rank",
-        "set null",
-    ),
-    (
-        ["parallelism=tensor", "parallelism.tensor=2", "model.kv_heads=1"],
-        "parallelism.tensor",
-        "does not divide model.kv_heads=1",
-        "parallelism.tensor=1",
-    ),
-    (
-        ["parallelism=tensor", "parallelism.tensor=2", "model.feedforward=341"],
-        "parallelism.tensor",
-        "does not divide model.feedforward=341",
-        "parallelism.tensor=1",
-    ),
-    (
-        ["parallelism=tensor", "parallelism.tensor=4", "data.sequence=54"],
-        "parallelism.tensor",
-        "does not divide the 54 tokens of a row on a rank",
-        "parallelism.sequence_parallel=false",
-    ),
-    (
-        ["parallelism=tensor", "objective.label_smoothing=0.1"],
-        "parallelism.loss_parallel",
-        "knows no label smoothing",
-        "parallelism.loss_parallel=false",
-    ),
-    (
-        ["parallelism=context", "data.sequence=54"],
-        "data.sequence",
-        "not a multiple of 4, the pieces that 2 context ranks cut a row into",
-        "data.sequence=52",
-    ),
-    (
-        ["parallelism=context", "parallelism.balanced=false", "data.sequence=53"],
-        "data.sequence",
-        "not a multiple of 2",
-        "data.sequence=52",
-    ),
-    (
-        ["parallelism=context", "parallelism.context=8", "data.sequence=64"],
-        "parallelism.context",
-        "does not divide the 4 heads that Ulysses shares out",
-        "parallelism.attention=gather",
-    ),
-    (
-        ["parallelism=pipeline", "parallelism.pipeline=8"],
-        "parallelism.pipeline",
-        "makes 8 stages of 4 layers",
-        "parallelism.pipeline=4",
-    ),
-    (
-        ["parallelism=pipeline", "parallelism.pipeline=4", "parallelism.pipeline_micro_batches=2"],
-        "parallelism.pipeline_micro_batches",
-        "cannot fill 4 stages",
-        "parallelism.pipeline_micro_batches=4",
-    ),
-    (
-        ["parallelism=pipeline", "trainer.micro_batch=3"],
-        "trainer.micro_batch",
-        "does not fall into 2 pieces for the pipeline",
-        "trainer.micro_batch=2",
-    ),
-    (
-        ["parallelism=fsdp", "parallelism.shard=1", "parallelism.cpu_offload=true"],
-        "parallelism.cpu_offload",
-        "nothing is sharded",
-        "parallelism.shard=2",
-    ),
-    (
-        ["parallelism=tensor", "parallelism.async_tensor=true"],
-        "parallelism.async_tensor",
-        "symmetric memory",
-        "set false",
-    ),
-    (
-        ["parallelism=ddp", "parallelism.comm_hook=bf16"],
-        "parallelism.comm_hook",
-        "gloo cannot reduce bf16",
-        "parallelism.comm_hook=fp16",
-    ),
-    (
-        ["parallelism=ddp", "parallelism.comm_hook=powersgd", "parallelism.lossless_steps=1"],
-        "parallelism.lossless_steps",
-        "2 or more with comm_hook=powersgd",
-        "parallelism.lossless_steps=2",
-    ),
-    (
-        ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],
-        "parallelism.static_graph",
-        "fails on a static graph with 3 micro batches a step",
-        "trainer.global_batch=16",
-    ),
-]  # fmt: skip
-MACHINE: list[Row] = [
-    (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
-    (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
-    (["precision.compute=fp16"], "precision.compute", "would compute in bf16", "bf16_mixed"),
-    (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "fewer"),
-]
-
-
-@pytest.fixture(autouse=True)
-def workstation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of two cores and no CUDA device, whatever runs the tests."""
-    for module in ("hardware", "run"):
-        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda: WORKSTATION)
-
-
-def refused(overrides: Sequence[str]) -> tuple[Complaint, ...]:
-    with pytest.raises(ConfigError) as caught:
-        compose(overrides)
-    return caught.value.complaints
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "reason", "cure"),
-    [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *RULES, *LAYOUTS, *MACHINE],
-    ids=lambda value: (
-        " ".join(value).encode("ascii", "replace").decode() if isinstance(value, list) else ""
-    ),
+    REFUSAL, [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *RULES], ids=in_ascii
 )
 def test_one_complaint_names_key_reason_and_cure(
     overrides: list[str], key: str, reason: str, cure: str
 ) -> None:
-    (complaint,) = refused(overrides)
-    assert complaint.key == key
-    assert reason in complaint.reason
-    assert cure in complaint.cure
-
-
-def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
-    line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
-    with pytest.raises(ConfigError) as caught:
-        compose(line, here=False)
-    (complaint,) = caught.value.complaints
-    assert (complaint.key, complaint.value) == ("precision", "fp16_mixed")
-    assert "scales no fp16 gradients" in complaint.reason
-    assert "parallelism=ddp" in complaint.cure
-    compose(["parallelism=ddp", *line[1:]], here=False)
-
-
-UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        UNEVEN,
-        [*UNEVEN, "parallelism=ddp"],
-        ["parallelism=context", "data.sequence=53", "parallelism.context=1"],
-        ["parallelism=context", "data.sequence=54", "parallelism.balanced=false"],
-        ["parallelism=context", "parallelism.context=8", "parallelism.attention=gather"],
-        ["parallelism=tensor", "data.sequence=53", "parallelism.sequence_parallel=false"],
-        ["parallelism=tensor", "objective.label_smoothing=0.1", "parallelism.loss_parallel=false"],
-        ["parallelism=pipeline", "trainer.micro_batch=6", "parallelism.pipeline_micro_batches=3"],
-        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble"],
-        ["parallelism=context", "parallelism.cpu_offload=true"],
-        ["parallelism=ddp", "parallelism.static_graph=true"],
-        ["parallelism=ddp", "parallelism.comm_hook=fp16"],
-    ],
-    ids=" ".join,
-)
-def test_what_looks_alike_and_runs(overrides: list[str]) -> None:
-    assert isinstance(compose(overrides), Run)
+    assert_refused(overrides, key, reason, cure)
 
 
 def test_all_complaints_come_at_once() -> None:
@@ -410,55 +224,6 @@ def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch
         assert "hunter2" not in " ".join(str(complaint) for complaint in refused([line]))
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "lines", "reason"),
-    [
-        ("WANDB_MODE", "nonsense", [], "none of online, offline, disabled"),
-        ("WANDB_MODE", "nonsense", ["tracking=none"], ""),
-        ("WANDB_MODE", " Online ", [], ""),
-        ("WANDB_MODE", "", [], ""),
-        ("WANDB_BASE_URL", "localhost:8080", [], "is no address of a server"),
-        ("WANDB_BASE_URL", "http://host:port", [], "is no address of a server"),
-        ("WANDB_BASE_URL", "https://", [], "is no address of a server"),
-        ("WANDB_BASE_URL", "http://localhost:8080", [], ""),
-    ],
-)
-def test_variables_on_which_the_tracker_would_stumble(
-    variable: str, value: str, lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    if not reason:
-        compose(lines)
-        return
-    (complaint,) = refused(lines)
-    assert complaint.key == variable
-    assert reason in complaint.reason
-    assert "unset it" in complaint.cure
-
-
-def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
-    for overrides, *_ in MACHINE:
-        assert isinstance(compose(overrides, here=False), Run)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "reason"),
-    [
-        (("NVIDIA H100 80GB HBM3",), ["hardware=a100_80g"], "this machine has NVIDIA H100"),
-        (("NVIDIA H100",), ["parallelism=ddp", "parallelism.replicas=2"], "2 devices, this"),
-        (("Tesla V100-SXM2-32GB",), ["hardware=v100", "precision=bf16_mixed"], "no bf16"),
-    ],
-)
-def test_another_device_than_was_asked_for(
-    gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("hardware", "run"):
-        machine = Machine(gpus, "", 8, 1)
-        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
-    (complaint,) = refused(overrides)
-    assert reason in complaint.reason
-
-
 def test_a_package_that_the_user_trusts() -> None:
     line = "+callbacks.own._target_=mine.callbacks.Own"
     run = compose([line, "trusted_packages=[mine]"])
@@ -475,70 +240,3 @@ def test_overrides_are_a_list_of_texts() -> None:
 @pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])
 def test_nothing_is_found_where_nothing_is_wrong(line: str) -> None:
     assert diagnose([line]) == []
-
-
-class Never(Verb):
-    """Fails the test when a line that must be refused reaches it."""
-
-    def one(self, *args: object) -> int:
-        raise AssertionError(args)
-
-    many = one  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keys"),
-    [
-        (["modle=x"], ["modle"]),
-        (["optimizer.lr=-1", "seed=-1"], ["optimizer.lr", "seed"]),
-        (["-m", "optimizer.lr=1e-3,nan_lr,3e-3"], ["optimizer.lr"]),
-        (["-m", "optimizer.lr=1e-3,-1", "trainer.micro_batch=0,1"],
-         ["optimizer.lr", "trainer.micro_batch"]),
-        (["-m", "precision=fp32,fp8"], ["precision"]),
-        (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
-        (["optimizer.lr=1,2"], ["optimizer.lr"]),
-        (["-m", "callbacks.guard.factor=2,-1"], ["callbacks.guard.factor"]),
-        (["optimizer.lr=${nowhere}"], ["optimizer.lr"]),
-        (["question=${nowhere}"], ["question"]),
-        (["optimizer.lr=${optimizer.lr}"], ["optimizer.lr"]),
-        (["name=${nowhere}"], ["name"]),
-        (["-m", "optimizer.lr=${nowhere},1e-3"], ["optimizer.lr"]),
-        (["-m", "seed=1,2", "question=${nowhere}"], ["question"]),
-    ],
-)  # fmt: skip
-def test_a_command_is_refused_whole_and_leaves_nothing(
-    arguments: list[str], keys: list[str], compose: Callable[..., Run], tmp_path: object
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_door(Never(), arguments)
-    assert sorted({complaint.key for complaint in caught.value.complaints}) == keys
-    assert list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [(["--foo"], "unrecognized arguments: --foo"), (["--cfg"], "--cfg/-c: expected one argument")],
-)
-def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_door(Never(), arguments)
-    (complaint,) = caught.value.complaints
-    assert reason in complaint.reason
-    assert "--cfg job" in complaint.cure
-
-
-def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
-    (complaint,) = diagnose(["optimizer.lr=1e-3,fast"])
-    assert complaint.cure == "it is 0.0003 by default"
-
-
-def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:
-    class Broken(Verb):
-        def one(self, *args: object) -> int:
-            raise ZeroDivisionError("a bug")
-
-        many = one  # type: ignore[assignment]
-
-    for arguments in ([], ["-m", "seed=1,2"]):
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            open_door(Broken(), arguments)

@@ -1,0 +1,79 @@
+"""A command that is refused: whole, before the first job, and leaving nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from scalewise.config.door import Verb, open_door
+from scalewise.config.refuse import diagnose
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+
+class Never(Verb):
+    """Fails the test when a line that must be refused reaches it."""
+
+    def one(self, *args: object) -> int:
+        raise AssertionError(args)
+
+    many = one  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["modle=x"], ["modle"]),
+        (["optimizer.lr=-1", "seed=-1"], ["optimizer.lr", "seed"]),
+        (["-m", "optimizer.lr=1e-3,nan_lr,3e-3"], ["optimizer.lr"]),
+        (["-m", "optimizer.lr=1e-3,-1", "trainer.micro_batch=0,1"],
+         ["optimizer.lr", "trainer.micro_batch"]),
+        (["-m", "precision=fp32,fp8"], ["precision"]),
+        (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
+        (["optimizer.lr=1,2"], ["optimizer.lr"]),
+        (["-m", "callbacks.guard.factor=2,-1"], ["callbacks.guard.factor"]),
+        (["optimizer.lr=${nowhere}"], ["optimizer.lr"]),
+        (["question=${nowhere}"], ["question"]),
+        (["optimizer.lr=${optimizer.lr}"], ["optimizer.lr"]),
+        (["name=${nowhere}"], ["name"]),
+        (["-m", "optimizer.lr=${nowhere},1e-3"], ["optimizer.lr"]),
+        (["-m", "seed=1,2", "question=${nowhere}"], ["question"]),
+    ],
+)  # fmt: skip
+def test_a_command_is_refused_whole_and_leaves_nothing(
+    arguments: list[str], keys: list[str], compose: Callable[..., Run], tmp_path: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), arguments)
+    assert sorted({complaint.key for complaint in caught.value.complaints}) == keys
+    assert list(tmp_path.iterdir()) == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--foo"], "unrecognized arguments: --foo"), (["--cfg"], "--cfg/-c: expected one argument")],
+)
+def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), arguments)
+    (complaint,) = caught.value.complaints
+    assert reason in complaint.reason
+    assert "--cfg job" in complaint.cure
+
+
+def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
+    (complaint,) = diagnose(["optimizer.lr=1e-3,fast"])
+    assert complaint.cure == "it is 0.0003 by default"
+
+
+def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:
+    class Broken(Verb):
+        def one(self, *args: object) -> int:
+            raise ZeroDivisionError("a bug")
+
+        many = one  # type: ignore[assignment]
+
+    for arguments in ([], ["-m", "seed=1,2"]):
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            open_door(Broken(), arguments)

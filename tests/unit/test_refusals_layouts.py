@@ -1,0 +1,174 @@
+"""Layouts that cannot run: which key is named, why, and what mends it."""
+
+import pytest
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+
+from scalewise.config.compose import compose
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+LAYOUTS: list[Row] = [
+    (["parallelism=mesh", "parallelism.shard=0"], "parallelism.shard", "1 or more, or auto", ""),
+    (["parallelism=mesh", "parallelism.shard=x"], "parallelism.shard", "1 or more, or auto", ""),
+    (
+        ["parallelism=fsdp", "parallelism.tensor=auto"],
+        "parallelism.tensor",
+        "only one size may be auto, and shard is",
+        "parallelism.tensor=2",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
+         "parallelism.stages_per_rank=4", "trainer.micro_batch=8"],
+        "parallelism.stages_per_rank",
+        "zbv_zero_bubble wants 2 stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b",
+         "parallelism.stages_per_rank=1"],
+        "parallelism.stages_per_rank",
+        "interleaved_1f1b wants 2 or more stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
+        "parallelism.stages_per_rank",
+        "one_f_one_b wants 1 stages on a rank",
+        "set null",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=2", "model.kv_heads=1"],
+        "parallelism.tensor",
+        "does not divide model.kv_heads=1",
+        "parallelism.tensor=1",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=2", "model.feedforward=341"],
+        "parallelism.tensor",
+        "does not divide model.feedforward=341",
+        "parallelism.tensor=1",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.tensor=4", "data.sequence=54"],
+        "parallelism.tensor",
+        "does not divide the 54 tokens of a row on a rank",
+        "parallelism.sequence_parallel=false",
+    ),
+    (
+        ["parallelism=tensor", "objective.label_smoothing=0.1"],
+        "parallelism.loss_parallel",
+        "knows no label smoothing",
+        "parallelism.loss_parallel=false",
+    ),
+    (
+        ["parallelism=context", "data.sequence=54"],
+        "data.sequence",
+        "not a multiple of 4, the pieces that 2 context ranks cut a row into",
+        "data.sequence=52",
+    ),
+    (
+        ["parallelism=context", "parallelism.balanced=false", "data.sequence=53"],
+        "data.sequence",
+        "not a multiple of 2",
+        "data.sequence=52",
+    ),
+    (
+        ["parallelism=context", "parallelism.context=8", "data.sequence=64"],
+        "parallelism.context",
+        "does not divide the 4 heads that Ulysses shares out",
+        "parallelism.attention=gather",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline=8"],
+        "parallelism.pipeline",
+        "makes 8 stages of 4 layers",
+        "parallelism.pipeline=4",
+    ),
+    (
+        ["parallelism=pipeline", "parallelism.pipeline=4", "parallelism.pipeline_micro_batches=2"],
+        "parallelism.pipeline_micro_batches",
+        "cannot fill 4 stages",
+        "parallelism.pipeline_micro_batches=4",
+    ),
+    (
+        ["parallelism=pipeline", "trainer.micro_batch=3"],
+        "trainer.micro_batch",
+        "does not fall into 2 pieces for the pipeline",
+        "trainer.micro_batch=2",
+    ),
+    (
+        ["parallelism=fsdp", "parallelism.shard=1", "parallelism.cpu_offload=true"],
+        "parallelism.cpu_offload",
+        "nothing is sharded",
+        "parallelism.shard=2",
+    ),
+    (
+        ["parallelism=tensor", "parallelism.async_tensor=true"],
+        "parallelism.async_tensor",
+        "symmetric memory",
+        "set false",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.comm_hook=bf16"],
+        "parallelism.comm_hook",
+        "gloo cannot reduce bf16",
+        "parallelism.comm_hook=fp16",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.comm_hook=powersgd", "parallelism.lossless_steps=1"],
+        "parallelism.lossless_steps",
+        "2 or more with comm_hook=powersgd",
+        "parallelism.lossless_steps=2",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],
+        "parallelism.static_graph",
+        "fails on a static graph with 3 micro batches a step",
+        "trainer.global_batch=16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(REFUSAL, LAYOUTS, ids=in_ascii)
+def test_one_complaint_names_key_reason_and_cure(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    assert_refused(overrides, key, reason, cure)
+
+
+def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
+    line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
+    with pytest.raises(ConfigError) as caught:
+        compose(line, here=False)
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value) == ("precision", "fp16_mixed")
+    assert "scales no fp16 gradients" in complaint.reason
+    assert "parallelism=ddp" in complaint.cure
+    compose(["parallelism=ddp", *line[1:]], here=False)
+
+
+UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        UNEVEN,
+        [*UNEVEN, "parallelism=ddp"],
+        ["parallelism=context", "data.sequence=53", "parallelism.context=1"],
+        ["parallelism=context", "data.sequence=54", "parallelism.balanced=false"],
+        ["parallelism=context", "parallelism.context=8", "parallelism.attention=gather"],
+        ["parallelism=tensor", "data.sequence=53", "parallelism.sequence_parallel=false"],
+        ["parallelism=tensor", "objective.label_smoothing=0.1", "parallelism.loss_parallel=false"],
+        ["parallelism=pipeline", "trainer.micro_batch=6", "parallelism.pipeline_micro_batches=3"],
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble"],
+        ["parallelism=context", "parallelism.cpu_offload=true"],
+        ["parallelism=ddp", "parallelism.static_graph=true"],
+        ["parallelism=ddp", "parallelism.comm_hook=fp16"],
+    ],
+    ids=" ".join,
+)
+def test_what_looks_alike_and_runs(overrides: list[str]) -> None:
+    assert isinstance(compose(overrides), Run)

@@ -1,0 +1,73 @@
+"""What this machine or its environment lacks: which key is named, why, and what mends it."""
+
+import pytest
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
+
+from scalewise.config.compose import compose
+from scalewise.hardware import Machine
+from scalewise.run import Run
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+MACHINE: list[Row] = [
+    (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
+    (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
+    (["precision.compute=fp16"], "precision.compute", "would compute in bf16", "bf16_mixed"),
+    (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "fewer"),
+]
+
+
+@pytest.mark.parametrize(REFUSAL, MACHINE, ids=in_ascii)
+def test_one_complaint_names_key_reason_and_cure(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    assert_refused(overrides, key, reason, cure)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "lines", "reason"),
+    [
+        ("WANDB_MODE", "nonsense", [], "none of online, offline, disabled"),
+        ("WANDB_MODE", "nonsense", ["tracking=none"], ""),
+        ("WANDB_MODE", " Online ", [], ""),
+        ("WANDB_MODE", "", [], ""),
+        ("WANDB_BASE_URL", "localhost:8080", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "http://host:port", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "https://", [], "is no address of a server"),
+        ("WANDB_BASE_URL", "http://localhost:8080", [], ""),
+    ],
+)
+def test_variables_on_which_the_tracker_would_stumble(
+    variable: str, value: str, lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    if not reason:
+        compose(lines)
+        return
+    (complaint,) = refused(lines)
+    assert complaint.key == variable
+    assert reason in complaint.reason
+    assert "unset it" in complaint.cure
+
+
+def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
+    for overrides, *_ in MACHINE:
+        assert isinstance(compose(overrides, here=False), Run)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "reason"),
+    [
+        (("NVIDIA H100 80GB HBM3",), ["hardware=a100_80g"], "this machine has NVIDIA H100"),
+        (("NVIDIA H100",), ["parallelism=ddp", "parallelism.replicas=2"], "2 devices, this"),
+        (("Tesla V100-SXM2-32GB",), ["hardware=v100", "precision=bf16_mixed"], "no bf16"),
+    ],
+)
+def test_another_device_than_was_asked_for(
+    gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("hardware", "run"):
+        machine = Machine(gpus, "", 8, 1)
+        monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
+    (complaint,) = refused(overrides)
+    assert reason in complaint.reason
