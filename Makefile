@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: matrix bench help install demo check test exhaustive gpu browser lock clean
+.PHONY: matrix bench help install demo check test exhaustive gpu browser native lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,13 +36,13 @@ test: $(READY) browser ## everything CI runs, with coverage
 	rm -f .coverage .coverage.*
 	$(BIN)/pytest tests -n 2 --dist loadgroup --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
 
-exhaustive: $(READY) browser ## the long cases that CI leaves out
-	$(BIN)/pytest tests -m exhaustive
+exhaustive: $(READY) browser native ## the long cases that CI leaves out
+	$(BIN)/pytest tests -m exhaustive -n 2 --dist loadgroup
 
 gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/pytest tests -m gpu
 
-matrix: $(READY) ## run every layout with every option, and write experiments/records/cpu/compatibility
+matrix: $(READY) native ## run every layout with every option, and write experiments/records/cpu/compatibility
 	SCALEWISE_RECORD=1 $(BIN)/pytest tests/numerics/test_compatibility.py -m "exhaustive or not exhaustive"
 
 bench: $(READY) ## measure links and overhead, and write experiments/records (slow_link: Linux, root)
@@ -55,6 +55,12 @@ browser: # the report's tests open pages in Chromium; where it can be installed,
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	  else echo "no Chromium here: the browser tests are skipped"; fi
+
+native: # DeepSpeed compiles against libaio to swap to disk; where it can be installed, it is
+	@ldconfig -p | grep -q libaio || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends libaio-dev >/dev/null; \
+	  else echo "no libaio here: what swaps to disk is skipped"; fi
 
 lock: $(READY) ## write requirements.lock anew from what .venv holds
 	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from scalewise.data.cache import cache_folder
 from scalewise.run import Run
 
-pytest_plugins = ["fixtures.refusals", "fixtures.reports"]
+pytest_plugins = ["fixtures.refusals", "fixtures.reports", "fixtures.steps"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +25,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+
+
+SHARED = ("sweep", "told", "run", "finished", "trained", "kept", "exact", "written", "found")
+"""Fixtures that run jobs for a whole module: its tests go to one worker, which runs them once."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{shared[0]}"))
 
 
 @pytest.fixture(scope="session")

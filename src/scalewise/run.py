@@ -22,6 +22,7 @@ from scalewise.hardware import (
     this_machine,
 )
 from scalewise.launch.spec import Launch
+from scalewise.memory import Memory
 from scalewise.models.base import Model
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import Optimizer
@@ -52,6 +53,7 @@ class Run:
     precision: Precision
     optimizer: Optimizer
     schedule: Schedule
+    memory: Memory
     compile: Compile
     trainer: Trainer
     checkpoint: Checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures.doors import Folder, same_weights
 from fixtures.jobs import Job
-from fixtures.layouts import LLAMA, SHAPE, needs_deepspeed
+from fixtures.layouts import LLAMA, SHAPE, needs_deepspeed, needs_libaio
 
 from scalewise import compose
 from scalewise.checkpoints import store
@@ -36,6 +36,9 @@ SGD = (*ADAMW, "optimizer=sgd", "optimizer.lr=0.3")
 LARGER = ("model.width=128", "model.feedforward=512", "model.layers=6")
 """More than a MiB of masters on a rank: what is smaller DeepSpeed leaves in memory."""
 
+LONG = pytest.mark.exhaustive
+"""Compiles for a minute or three where it has not been done, and trains larger models."""
+
 OFFLOADED = {
     "deepspeed_zero1_offload": ("parallelism=deepspeed_zero1", "parallelism.offload_optimizer=cpu"),
     "deepspeed_zero2_offload": ("parallelism=deepspeed_zero2_offload",),
@@ -45,6 +48,9 @@ OFFLOADED = {
         "parallelism.keep_whole_below=100",
     ),
 }
+OFFLOADS = [
+    pytest.param(kind, marks=(needs_libaio, LONG) if "nvme" in kind else LONG) for kind in OFFLOADED
+]
 PLAIN = {
     "zero1": ("parallelism=deepspeed_zero1",),
     "zero2": ("parallelism=deepspeed_zero2",),
@@ -55,9 +61,6 @@ BF16 = {
     for stage, parts in PLAIN.items()
     for precision in ("bf16_mixed", "bf16_true")
 }
-LONG = pytest.mark.exhaustive
-"""Compiles for a minute or three where it has not been done, and trains larger models."""
-
 Of = Callable[..., Folder]
 
 
@@ -66,9 +69,8 @@ def job(tmp_path: Path, shared_cache: Path) -> Job:
     return Job(tmp_path, shared_cache)
 
 
-@LONG
 @pytest.mark.usefixtures("native_code")
-@pytest.mark.parametrize("layout", OFFLOADED)
+@pytest.mark.parametrize("layout", OFFLOADS)
 def test_offload_takes_the_steps_of_one_device(layout: str, job: Job) -> None:
     """With AdamW: DeepSpeed's optimizer for the host is no other, so SGD cannot judge here.
 
@@ -87,7 +89,8 @@ def test_offload_takes_the_steps_of_one_device(layout: str, job: Job) -> None:
     "kind",
     [
         *PLAIN,
-        *(pytest.param(kind, marks=LONG) for kind in (*BF16, *OFFLOADED)),
+        *(pytest.param(kind, marks=LONG) for kind in BF16),
+        *OFFLOADS,
     ],
 )
 def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(

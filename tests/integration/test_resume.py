@@ -29,12 +29,18 @@ KINDS = {
     "bf16_mixed": ("precision=bf16_mixed",),
     "bf16_true": ("precision=bf16_true",),
     "ema": ("callbacks=[guard,ema]", "callbacks.ema.decay=0.9"),
+    "dropout_uneven_ema": (
+        "model.dropout=0.2",
+        "trainer.micro_batch=3",
+        "callbacks=[guard,ema]",
+        "callbacks.ema.decay=0.9",
+    ),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.1"),
     "wsd": ("schedule=wsd",),
 }
 
 LONG = pytest.mark.exhaustive
-USUAL = ["single", "ddp", "fsdp", "uneven", "dropout", "bf16_mixed", "ema"]
+USUAL = ["single", "ddp", "fsdp", "dropout_uneven_ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
 Reference = Callable[[str], Folder]
@@ -82,7 +88,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        ("single", 0),
+        pytest.param("single", 0, marks=LONG),
         ("single", 2),
         ("ddp", 7),
         pytest.param("ddp", 1, marks=LONG),
@@ -202,7 +208,7 @@ def test_a_path_may_be_a_run_or_a_checkpoint(job: Job, undisturbed: Reference) -
     assert longer.steps == list(range(1, 10))
 
 
-@pytest.mark.parametrize("kind", ["single", "ddp"])
+@pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
 def test_a_whole_job_killed_from_outside_resumes(
     kind: str, scalewise: Doors, job: Job, undisturbed: Reference
 ) -> None:

@@ -41,7 +41,7 @@ def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
         pytest.param("single", SIGTERM, False, marks=LONG),
         pytest.param("ddp", SIGINT, True, marks=LONG),
         ("ddp", SIGTERM, False),
-        ("single", SIGHUP, True),
+        pytest.param("single", SIGHUP, True, marks=LONG),
         pytest.param("ddp", SIGHUP, True, marks=LONG),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_signal_saves_and_ends(layout: str, number: int, group: bool, scalewis
 
 
 @LONG
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
 def test_nohup_is_obeyed(layout: str, scalewise: Doors) -> None:
     line = [sys.executable, "-m", "scalewise", "train", *LONG_RUN, f"parallelism={layout}"]
     door = scalewise.command(["nohup", *line])
@@ -91,7 +91,7 @@ def test_a_signal_ends_a_sweep(number: int, group: bool, scalewise: Doors) -> No
     assert door.leftovers(within=2) == []
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
 def test_the_tracker_hears_of_it(layout: str, scalewise: Doors) -> None:
     tracked = [part for part in LONG_RUN if part != "tracking=none"]
     door = scalewise.start(*tracked, f"parallelism={layout}")
@@ -108,7 +108,7 @@ def test_the_tracker_hears_of_it(layout: str, scalewise: Doors) -> None:
     assert door.leftovers(within=3) == []
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
 def test_a_second_ctrl_c_does_not_wait(layout: str, scalewise: Doors) -> None:
     """The first one is never acted on here: the step does not end."""
     door = scalewise.start(*LONG_RUN, f"parallelism={layout}", *_stuck_at(3))

@@ -27,24 +27,34 @@ INEXACT = ("pipeline_shard", "pipeline_replicate", "pipeline_context")
 """A schedule decides how often the weights of a stage are gathered."""
 
 SHAPES = {"llama": LLAMA, "gpt2": GPT2}
-USUAL = ("llama",)
+AGAIN = {
+    "nothing": (),
+    "full": ("memory=checkpoint_full",),
+    "selective": ("memory=checkpoint_selective",),
+    "loss": ("objective.loss_chunk=24",),
+}
+"""What is computed, and perhaps sent, a second time."""
+USUAL = (("context_tensor", "full"), ("tensor", "loss"))
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape"),
+    ("layout", "shape", "again"),
     [
-        pytest.param(layout, shape, marks=() if shape in USUAL else pytest.mark.exhaustive)
+        pytest.param(layout, shape, again, marks=() if usual else pytest.mark.exhaustive)
         for layout in LAYOUTS
-        for shape in SHAPES
         if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
+        for shape in SHAPES
+        for again in AGAIN
+        if not ("zero_bubble" in layout and again == "selective")  # which is refused
+        for usual in [(shape, again) == ("llama", "nothing") or (layout, again) in USUAL]
     ],
 )
 def test_a_layout_sends_what_it_declares(
-    layout: str, shape: str, tmp_path: Path, shared_cache: Path
+    layout: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
 ) -> None:
-    parts = (*SHAPE, *THIRD_STEP, *SHAPES[shape], *LAYOUTS[layout])
+    parts = (*SHAPE, *THIRD_STEP, *SHAPES[shape], *LAYOUTS[layout], *AGAIN[again])
     ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
     parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
     run = compose(parts)

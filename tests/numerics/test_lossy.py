@@ -22,6 +22,7 @@ LEARN = (
 NEAR = 0.02
 """Largest relative distance of the held-out loss after 60 steps."""
 
+LONG = pytest.mark.exhaustive
 HOOKS = {
     "fp16": (),
     "powersgd": ("parallelism.lossless_steps=10",),
@@ -29,7 +30,7 @@ HOOKS = {
     "post_local_sgd": ("parallelism.lossless_steps=10",),
 }
 BF16 = ("ddp", "fsdp", "hsdp", "tensor", "context", "pipeline_one_f_one_b", "shard_tensor")
-USUAL = ("fsdp", "tensor")
+USUAL = ("fsdp",)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,9 @@ def assert_near(run: Folder, exact: Folder) -> None:
     assert run.column("val/loss")[-1] == pytest.approx(last, rel=NEAR)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "hook", [pytest.param(x, marks=LONG if x == "powersgd" else ()) for x in HOOKS]
+)
 def test_a_compressed_gradient_learns(
     hook: str, exact: Folder, tmp_path: Path, shared_cache: Path
 ) -> None:
@@ -56,7 +59,7 @@ def test_a_compressed_gradient_learns(
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_true"])
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, marks=() if x in USUAL else pytest.mark.exhaustive) for x in BF16],
+    [pytest.param(x, marks=() if x in USUAL else LONG) for x in BF16],
 )
 def test_bf16_learns_in_every_layout(
     layout: str, precision: str, exact: Folder, tmp_path: Path, shared_cache: Path

@@ -147,6 +147,7 @@ RULES: list[Row] = [
     (["launch.isolation=none", "launch.timeout=1"], "launch.isolation", "process", "auto"),
     (["checkpoint.every=0"], "checkpoint.every", "1 or more", ""),
     (["schedule.final=2"], "schedule.final", "fraction", ""),
+    (["objective.loss_chunk=0"], "objective.loss_chunk", "1 or more, or null", ""),
     (["objective.label_smoothing=1"], "objective.label_smoothing", "share", ""),
     (["tracking.project=a/b"], "tracking.project", "without /", ""),
     (["model.heads=3"], "model.width", "not divisible by model.heads=3", "model.width=129"),

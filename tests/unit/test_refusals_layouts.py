@@ -99,6 +99,13 @@ LAYOUTS: list[Row] = [
         "trainer.micro_batch=2",
     ),
     (
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble",
+         "memory=checkpoint_selective"],
+        "memory.recompute",
+        "one backward, and zbv_zero_bubble makes two",
+        "memory=checkpoint_full",
+    ),
+    (
         ["parallelism=fsdp", "parallelism.shard=1", "parallelism.cpu_offload=true"],
         "parallelism.cpu_offload",
         "nothing is sharded",

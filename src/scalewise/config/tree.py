@@ -12,6 +12,7 @@ GROUPS = (
     "precision",
     "optimizer",
     "schedule",
+    "memory",
     "compile",
     "trainer",
     "checkpoint",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,36 @@ from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import Writer
 from scalewise.layouts import optimizer_state
 from scalewise.measure.memory import Holdings
+from scalewise.objectives import CausalLM
 
 if TYPE_CHECKING:
     from scalewise.checkpoints.spec import Checkpoint
     from scalewise.run import Run
 
 Batch = dict[str, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Takes ``logits_BTV`` and ``labels_BT``."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The summed loss of a micro batch, times a factor."""
+
+    objective: CausalLM
+    factor: Tensor | float = 1.0
+
+    @property
+    def in_module(self) -> bool:
+        """Returns whether a module takes the loss itself."""
+        return self.objective.loss_chunk is not None
+
+    def of(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Returns the loss of a batch."""
+        labels = (batch["labels"],) if self.in_module else ()
+        return self(module(batch["inputs"], *labels), batch["labels"])
+
+    def __call__(self, output: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the loss from what a module returned: logits, or the sum that it took."""
+        summed = output if self.in_module else self.objective.loss(output, labels_BT)
+        return summed * self.factor
 
 
 class Layout(Strategy):
@@ -41,6 +64,8 @@ class Layout(Strategy):
     def build(self, run: Run) -> nn.Module:
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
         module = run.model.build(run.seed)
+        run.objective.apply(module)
+        run.memory.apply(module)
         run.compile.apply(module)
         return module
 
@@ -63,7 +88,7 @@ class Layout(Strategy):
         """
         batch = self.cut(batch)
         with self.loss_context():
-            return loss(module(batch["inputs"]), batch["labels"])
+            return loss.of(module, batch)
 
     def evaluate(self, module: nn.Module, batch: Batch, loss: Loss) -> Tensor:
         """Returns the loss of a micro batch on this rank, without gradients."""

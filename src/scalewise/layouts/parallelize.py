@@ -1,4 +1,4 @@
-"""The order in which a model is cut: context, tensor, compile, shard; then its weights are made."""
+"""The order of cutting: context, tensor, recompute, compile, shard; then weights are made."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     tensor_mesh = layout.axis("tensor")
     if tensor_mesh is not None:
         tensor.split(module, run.model, tensor_mesh, spec)
+    run.objective.apply(module)
+    run.memory.apply(module)
     run.compile.apply(module)
     if max(spec.sizes[axis] for axis in ("replicate", "shard", "context")) > 1:
         shard(module, run, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,9 +90,7 @@ class Pipeline:
         """Returns the loss of a micro batch, on every rank, with its gradients added up."""
         parts = self._accumulation  # Lightning divides the loss that it goes backward from
 
-        def divided(logits: Tensor, labels: Tensor) -> Tensor:
-            return loss(logits, labels) / parts
-
+        divided = replace(loss, factor=loss.factor / parts)
         total = self._run(batch, divided, backward=True).mul_(parts)
         if last:
             self._share_tied_gradients()
@@ -108,7 +107,10 @@ class Pipeline:
         schedule = self._schedules[backward]
         losses: list[Tensor] = []
         inputs = (batch["inputs"].contiguous(),) if self._first else ()
-        told = {"target": batch["labels"].contiguous(), "losses": losses} if self._last else {}
+        labels = batch["labels"].contiguous()
+        told: dict[str, Any] = {"target": labels, "losses": losses} if self._last else {}
+        if self._last and loss.in_module:
+            told["labels_BT"] = labels
         call = schedule.step if backward else schedule.eval
         call(*inputs, **told, return_outputs=False)
         total = torch.zeros((), dtype=torch.float32, device=batch["inputs"].device)

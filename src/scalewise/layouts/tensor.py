@@ -20,13 +20,14 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from scalewise.models.base import Model, Split
+from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
 
 TOKENS = Shard(1)
 """Where sequence parallelism cuts ``x_BTW``."""
 
 
-def split(module: nn.Module, model: Model, mesh: DeviceMesh, spec: Mesh) -> None:
+def split(module: ModelModule, model: Model, mesh: DeviceMesh, spec: Mesh) -> None:
     """Cuts a model, or the stage of one, in place; its parameters become DTensors."""
     between: Placement = TOKENS if spec.sequence_parallel else Replicate()
     places: Placement = Shard(0) if spec.sequence_parallel else Replicate()
@@ -46,6 +47,7 @@ def split(module: nn.Module, model: Model, mesh: DeviceMesh, spec: Mesh) -> None
             parallelize_module(part, mesh, kinds[table[pattern]])
         elif pattern in columns:
             parallelize_module(part, mesh, Gathered(between))
+    module.joined = lambda x_BTW: _joined(between, (x_BTW,), mesh)[0]
 
 
 def keep_gradients_cut(module: nn.Module) -> None:

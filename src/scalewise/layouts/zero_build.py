@@ -44,4 +44,6 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
         for name, tensor in known.items():
             holder, _, key = name.rpartition(".")
             setattr(whole.get_submodule(holder), key, tensor)
+    run.objective.apply(whole)
+    run.memory.apply(whole)
     return whole

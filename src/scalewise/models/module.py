@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 
 class ModelModule(nn.Module):
-    """A model or a part of it; made on the meta device and cut there."""
+    """A model or a part of it; made on the meta device and cut there.
+
+    ``forward(x, labels_BT=None)``: a last part that was given ``loss`` returns the summed loss of
+    the labels instead of logits. ``joined`` makes a rank's part of the tokens whole for it.
+    """
+
+    loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
+    """Takes what gives logits, ``x_BTW`` and ``labels_BT``."""
+    joined: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
 
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
+from scalewise.memory import Recompute
 from scalewise.models.base import Part, Split, Weight
 
 if TYPE_CHECKING:
@@ -135,24 +136,45 @@ def _of_shards(share: Share) -> Iterator[Collective]:
 
 def _of_tensor(share: Share) -> Iterator[Collective]:
     """Megatron: two joins a block; sequence parallelism makes each a gather and a scatter."""
-    mesh, model, passes = share.mesh, share.run.model, share.passes
-    axes = ("tensor",)
+    mesh, passes, axes = share.mesh, share.passes, ("tensor",)
     layers = sum(len(part.layers) for part in share.parts)
     first, last = _any_first(share.parts), _any_last(share.parts)
     # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
-    joins = passes * (4 * layers + first + last)
+    joins = 4 * layers + first + last
+    recompute, chunked = share.run.memory.recompute, share.run.objective.loss_chunk is not None
+    again = layers * (recompute is Recompute.full)  # attention's sums; the last are not needed
+    sums = passes * (joins + again - (last and chunked))
     if mesh.sequence_parallel:
-        yield Collective(Kind.all_gather, axes, share.residual, joins, "tokens joined")
-        yield Collective(Kind.reduce_scatter, axes, share.residual, joins, "sums cut by tokens")
+        gathers = passes * (joins + 2 * layers * (recompute is not Recompute.nothing))
+        yield Collective(Kind.all_gather, axes, share.residual, gathers, "tokens joined")
+        yield Collective(Kind.reduce_scatter, axes, share.residual, sums, "sums cut by tokens")
         yield from _of_whole_weights(share)
     else:
-        yield Collective(Kind.all_reduce, axes, share.residual, joins, "sums")
-    if last and mesh.loss_parallel:
-        size = share.rows * share.tokens * SCALAR
-        yield Collective(Kind.all_reduce, axes, size, 3 * passes, "the loss from cut logits")
-    elif last:
-        size = share.rows * share.tokens * model.vocabulary * share.activation
-        yield Collective(Kind.all_gather, axes, size, passes, "logits")
+        yield Collective(Kind.all_reduce, axes, share.residual, sums, "sums")
+    if last:
+        yield from _of_loss(share)
+
+
+def _of_loss(share: Share) -> Iterator[Collective]:
+    """The loss from logits of which each tensor rank has a part, all at once or in pieces."""
+    mesh, model, axes = share.mesh, share.run.model, ("tensor",)
+    chunk = share.run.objective.loss_chunk
+    pieces = {share.tokens: 1}
+    if chunk is not None:
+        each = max(1, chunk // share.rows)
+        pieces = {each: share.tokens // each, share.tokens % each: 1}
+    for tokens, number in pieces.items():
+        count = number * share.passes * bool(tokens)
+        labels, runs = share.rows * tokens, 1 if chunk is None else 2
+        if mesh.loss_parallel:
+            size, sums = labels * SCALAR, 3 * runs * count
+            yield Collective(Kind.all_reduce, axes, size, sums, "the loss from cut logits")
+        else:
+            size = labels * model.vocabulary * share.activation
+            yield Collective(Kind.all_gather, axes, size, runs * count, "logits")
+        if chunk is not None:
+            size = labels * model.width * share.activation
+            yield Collective(Kind.all_reduce, axes, size, count, "gradients of a piece")
 
 
 def _of_whole_weights(share: Share) -> Iterator[Collective]:
@@ -182,19 +204,21 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
 def _of_context(share: Share) -> Iterator[Collective]:
     """Ulysses sends queries, keys, values and results; gathering sends keys and values."""
     mesh, model, axes = share.mesh, share.run.model, ("context",)
+    recompute = share.run.memory.recompute
     layers = sum(len(part.layers) for part in share.parts) * share.passes
     token = share.rows * share.tokens * share.activation // mesh.sizes["tensor"]
     query, key = token * model.query_width, token * model.kv_width
     if mesh.attention == "gather":
         size = 2 * key * mesh.sizes["context"]
-        yield Collective(Kind.all_gather, axes, size, layers, "keys and values")
+        gathers = layers * (1 if recompute is Recompute.nothing else 2)
+        yield Collective(Kind.all_gather, axes, size, gathers, "keys and values")
         yield Collective(Kind.reduce_scatter, axes, size, layers, "their gradients")
         return
     if (model.key_heads // mesh.sizes["tensor"]) % mesh.sizes["context"]:
         key = query  # each query head brings its own
-    both = "and their gradients"
-    yield Collective(Kind.all_to_all, axes, query, 4 * layers, f"queries, results {both}")
-    yield Collective(Kind.all_to_all, axes, key, 4 * layers, f"keys, values {both}")
+    both, times = "and their gradients", 6 if recompute is Recompute.full else 4
+    yield Collective(Kind.all_to_all, axes, query, times * layers, f"queries, results {both}")
+    yield Collective(Kind.all_to_all, axes, key, times * layers, f"keys, values {both}")
 
 
 def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:

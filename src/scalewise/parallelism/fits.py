@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from scalewise.compilation import Scope
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind
+from scalewise.memory import Recompute
 from scalewise.precision import Number
 
 if TYPE_CHECKING:
@@ -119,6 +120,13 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             run.trainer.micro_batch,
             f"does not fall into {mesh.pieces} pieces for the pipeline",
             f"set trainer.micro_batch={mesh.pieces}",
+        )
+    if mesh.pipeline_schedule.splits_backward and run.memory.recompute is Recompute.selective:
+        yield Complaint(
+            "memory.recompute",
+            "selective",
+            f"keeps its results for one backward, and {mesh.pipeline_schedule.name} makes two",
+            "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
 
 

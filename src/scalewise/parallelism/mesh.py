@@ -50,6 +50,12 @@ class PipelineSchedule(StrEnum):
         return self not in (PipelineSchedule.gpipe, PipelineSchedule.one_f_one_b)
 
     @property
+    def splits_backward(self) -> bool:
+        """Returns whether gradients of inputs and of weights are made apart (Qi et al., 2023)."""
+        kinds = (PipelineSchedule.interleaved_zero_bubble, PipelineSchedule.zbv_zero_bubble)
+        return self in kinds
+
+    @property
     def folded(self) -> bool:
         """Returns whether stages run through the ranks and back: rank 0 has first and last."""
         return self is PipelineSchedule.zbv_zero_bubble

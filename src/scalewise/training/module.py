@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from scalewise.data.loader import Batch
-from scalewise.layouts.base import Layout
+from scalewise.layouts.base import Layout, Loss
 from scalewise.objectives import IGNORED
 from scalewise.run import Run
 
@@ -56,10 +56,7 @@ class TrainingModule(LightningModule):
         if batch_idx % self.run.accumulation == 0:
             self._labels = self._all_labels(batch)
         parts = self.run.accumulation * self.run.parallelism.averaged_over
-
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            return self.run.objective.loss(logits, labels) * (parts / self._labels)
-
+        loss = Loss(self.run.objective, parts / self._labels)
         last = (batch_idx + 1) % self.run.accumulation == 0
         output = self.layout.train(self.model, batch, loss, last=last)
         self.last_loss = output.detach()
@@ -71,7 +68,7 @@ class TrainingModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds the loss and the labels of one micro batch."""
-        loss = self.layout.evaluate(self.model, batch, self.run.objective.loss)
+        loss = self.layout.evaluate(self.model, batch, Loss(self.run.objective))
         labels = self.layout.cut({"labels": batch["labels"]})["labels"]
         self._held_out += torch.stack([loss.double(), (labels != IGNORED).sum().double()])
 

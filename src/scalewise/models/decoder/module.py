@@ -62,8 +62,8 @@ class DecoderModule(ModelModule):
         """Says which places of a row the tokens have."""
         self.places_T = places_T
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns ``logits_BTV`` of ``tokens_BT``; a part reads or gives ``x_BTW``."""
+    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
         places_T = self.places_T
         if places_T is None:
             places_T = torch.arange(x.shape[1], device=x.device)
@@ -72,7 +72,7 @@ class DecoderModule(ModelModule):
         rope_2TD = self.rotation(places_T)
         for block in self.blocks.values():
             x = block(x, rope_2TD)
-        return self.unembed(x) if self.part.last else x
+        return self.unembed(x, labels_BT) if self.part.last else x
 
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
         """Returns ``x_BTW``, what the first block reads."""
@@ -86,11 +86,17 @@ class DecoderModule(ModelModule):
         """Returns ``rope_2TD``, what ``rotate`` reads; None with learned positions."""
         return None if self.rope is None else self.rope[:, places_T]
 
-    def unembed(self, x_BTW: Tensor) -> Tensor:
-        """Returns ``logits_BTV`` from what the last block wrote."""
+    def unembed(self, x_BTW: Tensor, labels_BT: Tensor | None) -> Tensor:
+        """Returns ``logits_BTV`` from what the last block wrote, or the loss of the labels."""
         assert self.norm is not None
-        assert self.head is not None
         x_BTW = self.norm(x_BTW)
+        if self.loss is None or labels_BT is None:
+            return self.logits(x_BTW)
+        return self.loss(self.logits, self.joined(x_BTW), labels_BT)
+
+    def logits(self, x_BTW: Tensor) -> Tensor:
+        """Returns ``logits_BTV`` from normalized features."""
+        assert self.head is not None
         if self.spec.tied:
             assert self.embedding is not None
             return cast(Tensor, self.head(x_BTW, self.embedding.weight))

@@ -1,0 +1,53 @@
+"""What is computed again is what was forgotten: the steps stay those of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.steps import Reference, assert_equal, steps_of
+
+EVERY = {"single": ("parallelism=single",), **LAYOUTS}
+OPTIONS = {
+    "checkpoint_full": ("memory=checkpoint_full",),
+    "checkpoint_selective": ("memory=checkpoint_selective",),
+    "loss_chunk": ("objective.loss_chunk=24",),
+}
+USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "shard_tensor")
+CASES = [
+    pytest.param(
+        layout,
+        option,
+        marks=marks(layout) + (() if layout in USUAL else (pytest.mark.exhaustive,)),
+    )
+    for layout in EVERY
+    for option in OPTIONS
+    if not ("zero_bubble" in layout and option == "checkpoint_selective")  # which is refused
+]
+
+
+@pytest.mark.parametrize(("layout", "option"), CASES)
+def test_recomputing_changes_no_step(
+    layout: str, option: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    job = Job(tmp_path, shared_cache)
+    run = steps_of(EVERY[layout], "all_at_once", job, *OPTIONS[option])
+    assert_equal(run, alone("all_at_once"))
+
+
+def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -> None:
+    job = Job(tmp_path, shared_cache)
+    rows = (*SHAPE, *LLAMA, "trainer.max_steps=2", "trainer.micro_batch=8")
+    found = {
+        option: job.of(*rows, *parts).summary["metrics"]
+        for option, parts in {"nothing": (), **OPTIONS}.items()
+    }
+    kept = {option: metrics["memory/activations_bytes"] for option, metrics in found.items()}
+    assert kept["checkpoint_full"] < kept["checkpoint_selective"] < kept["nothing"]
+    # Nothing but its input is left of a block; logits are not forgotten here.
+    assert kept["checkpoint_full"] < 0.5 * kept["nothing"]
+    logits = 8 * 32 * 256 * 4
+    peaks = {option: metrics["memory/peak_bytes"] for option, metrics in found.items()}
+    assert peaks["loss_chunk"] < peaks["nothing"] - logits
