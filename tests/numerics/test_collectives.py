@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
+from scalewise.layouts.ddp import CONSTANT_BUFFERS
 from scalewise.run import Run
 
 THIRD_STEP = (
@@ -64,6 +70,31 @@ def test_a_layout_sends_what_it_declares(
         if layout.startswith("ddp"):  # buckets are cut where parameters end
             wanted, got = whole(wanted), whole(got)
         assert got == wanted, f"rank {rank}"
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_powersgd_sends_as_many_numbers_as_torch_says(rank: int) -> None:
+    """Its factors leave from a thread of the process group's, where no counter hears of them."""
+    hook = ("parallelism.comm_hook=powersgd", f"parallelism.powersgd_rank={rank}")
+    run = compose([*SHAPE, *LLAMA, *LAYOUTS["ddp"], *hook])
+    module = DistributedDataParallel(run.model.build(seed=1), **CONSTANT_BUFFERS)
+    state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    told = []
+    for _ in range(4):
+        module(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        told.append(state.compression_stats()[2])
+    numbers = sum(each.bytes for each in run.parallelism.collectives(run)) / 4
+    assert [told[2], told[3] - told[2]] == [numbers, numbers]
 
 
 def whole(messages: Messages) -> Messages:

@@ -14,6 +14,7 @@ FLOORS = {
     0: ("errors", "units", "output"),
     1: (
         "compilation",
+        "memory",
         "config.registry",
         "config.near",
         "hardware",

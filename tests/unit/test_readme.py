@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scalewise.bench import figures
 from scalewise.cli import EXAMPLES
 from scalewise.config import door, tree
 from scalewise.config.refuse import diagnose
@@ -47,3 +48,10 @@ def test_the_picture_is_there() -> None:
     picture = re.search(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert picture is not None
     assert (README.parent / picture[1]).is_file()
+
+
+def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    copy = tmp_path / "README.md"
+    copy.write_text(README.read_text("utf-8"), "utf-8")
+    figures.renew(copy, README.parent / "experiments" / "records")
+    assert copy.read_text("utf-8") == README.read_text("utf-8")

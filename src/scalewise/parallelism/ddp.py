@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind
+from scalewise.models.base import Weight
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
 
 if TYPE_CHECKING:
@@ -103,19 +104,39 @@ class DDP(Parallelism):
             )
 
     def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
-        """Returns one reduction of the whole gradient, in buckets; PowerSGD's depend on its rank.
+        """Returns one reduction of the whole gradient, in buckets; PowerSGD's is of factors.
 
-        Post-local SGD counts as before its lossless steps are over.
+        PowerSGD counts as once its lossless steps are over, post-local SGD as before.
         """
         from scalewise.parallelism.collectives import Collective, Kind
 
-        if self.comm_hook.is_powersgd:
+        if self.world_size == 1:
             return ()
-        half = self.comm_hook in (CommHook.fp16, CommHook.bf16)
+        half = self.comm_hook in (CommHook.fp16, CommHook.bf16, CommHook.fp16_powersgd)
         each = 2 if half else run.precision.parameters.bytes
-        size = run.model.parameters * each
-        reduced = Collective(Kind.all_reduce, ("replicate",), size, 1, "gradients")
-        return (reduced,) if self.world_size > 1 else ()
+        numbers = {"gradients": run.model.parameters}
+        if self.comm_hook.is_powersgd:
+            numbers = self._factors(run.model.census())
+        return tuple(
+            Collective(Kind.all_reduce, ("replicate",), count * each, 1, what)
+            for what, count in numbers.items()
+            if count
+        )
+
+    def _factors(self, census: Iterable[Weight]) -> dict[str, int]:
+        """Returns the numbers that PowerSGD sends: n x m becomes n x rank and rank x m.
+
+        What would shrink to no less than half is sent whole (Vogels et al., 2019, section 3).
+        """
+        whole = left = right = 0
+        for weight in census:
+            n, m = weight.shape[0], weight.count // weight.shape[0]
+            rank = min(n, m, self.powersgd_rank)
+            if 2 * (n + m) * rank < n * m:
+                left, right = left + n * rank, right + m * rank
+            else:
+                whole += weight.count
+        return {"gradients": whole, "left factors": left, "right factors": right}
 
     def strategy(self, device: DeviceKind) -> Layout:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""

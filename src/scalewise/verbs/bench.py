@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from scalewise.bench import record
+from scalewise.bench import figures, record
 from scalewise.bench.options import Benchmark, split
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
@@ -44,4 +44,6 @@ def main(arguments: Sequence[str]) -> int:
         for path in (folder / f"{name}.json", *([kept] if kept else [])):
             record.write(path, content)
             print(f"result {path}", flush=True)
+        if kept:
+            figures.renew(Path("README.md"), record.RECORDS)
     return 0
