@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from math import ceil, isfinite
 
+from scalewise.adapters.spec import Adapter
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.config.registry import target
@@ -23,7 +24,7 @@ from scalewise.hardware import (
 )
 from scalewise.launch.spec import Launch
 from scalewise.memory import Memory
-from scalewise.models.base import Model
+from scalewise.models.base import Model, Weight
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
@@ -53,6 +54,7 @@ class Run:
     precision: Precision
     optimizer: Optimizer
     schedule: Schedule
+    adapter: Adapter
     memory: Memory
     compile: Compile
     trainer: Trainer
@@ -107,6 +109,10 @@ class Run:
         """Returns the model's flops of one optimizer step over all ranks."""
         return self.model.flops(self.data.sequence) * self.tokens_per_step
 
+    def census(self) -> tuple[Weight, ...]:
+        """Returns every tensor of the model as it is trained, with what an adapter adds."""
+        return self.adapter.weights(self.model)
+
     def steps(self, rows: int) -> int:
         """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
         return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)
@@ -123,6 +129,7 @@ class Run:
         of_specs = list(self._of_specs())
         yield from of_specs
         if not of_specs:
+            yield from self.adapter.complaints_with(self.model)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
         yield from self._of_tokens()

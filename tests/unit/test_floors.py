@@ -13,6 +13,7 @@ HEAVY = {"torch", "lightning", "hydra", "omegaconf", "wandb", "peft"}
 FLOORS = {
     0: ("errors", "units", "output"),
     1: (
+        "adapters",
         "compilation",
         "memory",
         "config.registry",

@@ -52,6 +52,7 @@ def test_groups_and_their_options() -> None:
         "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32"],
         "optimizer": ["adamw", "sgd"],
         "schedule": ["constant", "cosine", "linear", "wsd"],
+        "adapter": ["lora", "none"],
         "memory": ["checkpoint_full", "checkpoint_selective", "none"],
         "compile": ["block", "none", "whole"],
         "trainer": ["default"],

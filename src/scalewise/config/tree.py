@@ -12,6 +12,7 @@ GROUPS = (
     "precision",
     "optimizer",
     "schedule",
+    "adapter",
     "memory",
     "compile",
     "trainer",

@@ -17,6 +17,7 @@ from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import Writer
 from scalewise.layouts import optimizer_state
 from scalewise.measure.memory import Holdings
+from scalewise.models.base import Part
 from scalewise.objectives import CausalLM
 
 if TYPE_CHECKING:
@@ -63,7 +64,11 @@ class Layout(Strategy):
 
     def build(self, run: Run) -> nn.Module:
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
-        module = run.model.build(run.seed)
+        module = run.model.shape(Part(range(run.model.layers)))
+        run.adapter.apply(module, run.model)
+        module.to_empty(device=torch.get_default_device())
+        run.model.fill(module, run.seed)
+        run.adapter.fill(module, run.seed)
         run.objective.apply(module)
         run.memory.apply(module)
         run.compile.apply(module)
@@ -115,8 +120,8 @@ class Layout(Strategy):
         }
 
     def canonical(self, name: str) -> str:
-        """Returns the name that a tensor of the module has in the whole model."""
-        return name
+        """Returns the name that a tensor of the module has in the whole model, adapted or not."""
+        return name.replace(".base_layer.", ".")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns nothing: tensors go into the checkpoint by name, settings are the run's."""

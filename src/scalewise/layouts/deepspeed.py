@@ -127,7 +127,8 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
             own = name.removeprefix("model.")
             while own not in drawn:
                 drawn.clear()
-                drawn.update(next(pieces).named_parameters())
+                named = next(pieces).named_parameters()
+                drawn.update((self.canonical(name), parameter) for name, parameter in named)
             whole.copy_(drawn[own].detach())
 
         zero_states.put_weights(self.optimizers[0], self._names(), read)

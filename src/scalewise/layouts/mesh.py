@@ -79,8 +79,8 @@ class MeshLayout(Layout, ModelParallelStrategy):
         """Returns a tensor's name in the whole model: no stage is part of it."""
         head, *rest = name.split(".")
         if rest and rest[0].startswith("stage") and self._pipeline is not None:
-            return ".".join([head, *rest[1:]])
-        return name
+            name = ".".join([head, *rest[1:]])
+        return super().canonical(name)
 
     def cut(self, batch: Batch) -> Batch:
         """Returns this context rank's tokens of every row."""

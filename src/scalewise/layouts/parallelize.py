@@ -1,4 +1,4 @@
-"""The order of cutting: context, tensor, recompute, compile, shard; then weights are made."""
+"""The order: context, adapter, tensor, recompute, compile, shard; then weights are made."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
         module = run.model.shape(part)
     if split is not None:
         module.replace_mixes(partial(context.mix, spec.attention, split))
+    run.adapter.apply(module, run.model)
     tensor_mesh = layout.axis("tensor")
     if tensor_mesh is not None:
-        tensor.split(module, run.model, tensor_mesh, spec)
+        tensor.split(module, run.adapter.tensor_split(run.model), tensor_mesh, spec)
     run.objective.apply(module)
     run.memory.apply(module)
     run.compile.apply(module)
@@ -41,6 +42,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
         shard(module, run, layout)
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
     run.model.fill(module, run.seed)
+    run.adapter.fill(module, run.seed)
     for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, buffer.to(layout.root_device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from scalewise.models.base import Model, Split
+from scalewise.models.base import Split
 from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
 
@@ -27,8 +27,8 @@ TOKENS = Shard(1)
 """Where sequence parallelism cuts ``x_BTW``."""
 
 
-def split(module: ModelModule, model: Model, mesh: DeviceMesh, spec: Mesh) -> None:
-    """Cuts a model, or the stage of one, in place; its parameters become DTensors."""
+def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spec: Mesh) -> None:
+    """Cuts a model, or the stage of one, by its table, in place; parameters become DTensors."""
     between: Placement = TOKENS if spec.sequence_parallel else Replicate()
     places: Placement = Shard(0) if spec.sequence_parallel else Replicate()
     kinds: dict[Split, ParallelStyle] = {
@@ -38,11 +38,13 @@ def split(module: ModelModule, model: Model, mesh: DeviceMesh, spec: Mesh) -> No
         Split.head: Head(between, loss_parallel=spec.loss_parallel),
         Split.tokens: SequenceParallel() if spec.sequence_parallel else Whole(Replicate()),
         Split.places: Whole(places),
+        Split.whole: Whole(Replicate()),
     }
-    table = model.tensor_split()
     columns = {name.rpartition(".")[0] for name, how in table.items() if how is Split.column}
     for name, part in list(module.named_modules()):
-        pattern = re.sub(r"\b\d+\b", "*", name)
+        if hasattr(part, "base_layer"):
+            continue  # an adapter's: what it holds is cut
+        pattern = re.sub(r"\b\d+\b", "*", name).removesuffix(".base_layer")
         if pattern in table:
             parallelize_module(part, mesh, kinds[table[pattern]])
         elif pattern in columns:

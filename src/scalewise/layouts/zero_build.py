@@ -19,8 +19,10 @@ def pieces(run: Run, device: torch.device) -> Iterator[nn.Module]:
     """Yields the model layer by layer, each with the weights that any layout gives it."""
     for part in run.model.stages(run.model.layers, run.data.sequence):
         piece = run.model.shape(part)
+        run.adapter.apply(piece, run.model)
         piece.to_empty(device=device)
         run.model.fill(piece, run.seed)
+        run.adapter.fill(piece, run.seed)
         yield piece
 
 
@@ -30,6 +32,7 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
     from deepspeed.utils import groups
 
     whole, swapper = run.model.shape(Part(range(run.model.layers))), None
+    run.adapter.apply(whole, run.model)
     for piece in pieces(run, device):
         if run.precision.compute is Number.bf16:
             for parameter in piece.parameters():

@@ -28,6 +28,7 @@ class Weight:
     shape: tuple[int, ...]
     role: str
     layer: int | None = None
+    trainable: bool = True
 
     @property
     def count(self) -> int:
@@ -50,6 +51,8 @@ class Split(StrEnum):
     """A norm, whole on every rank: sequence parallelism gives it some of the tokens."""
     places = "places"
     """A table of positions, whole on every rank."""
+    whole = "whole"
+    """A linear layer that every rank has and computes with all of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class Model(ABC):
     @abstractmethod
     def tensor_split(self) -> dict[str, Split]:
         """Returns how each module with weights is cut, by name; ``*`` stands for every layer."""
+
+    @property
+    @abstractmethod
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Returns the linear layers of a block that adapters change by default."""
 
     @abstractmethod
     def tensor_sizes(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -18,6 +18,12 @@ class ModelModule(nn.Module):
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
     """Takes what gives logits, ``x_BTW`` and ``labels_BT``."""
     joined: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
+
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the model's parameters by their names, whatever an adapter has put around them."""
+        for name, parameter in self.named_parameters():
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), parameter
 
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, prod
 from typing import TYPE_CHECKING
@@ -81,9 +81,14 @@ class Share:
 
     def weights(self) -> Iterator[Weight]:
         """Yields this rank's weights, as tensor parallelism has cut them."""
-        for weight in self.run.model.census():
+        for weight in self.run.census():
             if any(_holds(part, weight, self.run.model.tied_weights) for part in self.parts):
-                yield _cut(weight, self.run.model.tensor_split(), self.mesh.sizes["tensor"])
+                yield _cut(weight, self.table, self.mesh.sizes["tensor"])
+
+    @property
+    def table(self) -> dict[str, Split]:
+        """Returns how tensor parallelism cuts each module."""
+        return self.run.adapter.tensor_split(self.run.model)
 
 
 def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
@@ -119,19 +124,32 @@ def _of_shards(share: Share) -> Iterator[Collective]:
     reductions = share.run.accumulation if mesh.reduce_each_micro_batch else 1
     for layer, weights in blocks.items():
         name = "the rest" if layer is None else f"block {layer}"
-        count = sum(ceil(w.shape[0] / ranks) * ranks * prod(w.shape[1:]) for w in weights)
+        count, trained = (
+            _padded(weights, ranks),
+            _padded((w for w in weights if w.trainable), ranks),
+        )
         again = layer is not None and mesh.reshard_after_forward
         if ranks > 1:
             axes, gathers = ("shard", "context"), share.passes * (2 if again else 1)
             yield Collective(Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}")
+            size = trained * reduced
             yield Collective(
-                Kind.reduce_scatter, axes, count * reduced, reductions, f"gradients of {name}"
+                Kind.reduce_scatter, axes, size, reductions * bool(size), f"gradients of {name}"
             )
         if replicas > 1:
-            size = count * reduced // ranks
+            size = trained * reduced // ranks
             yield Collective(
-                Kind.all_reduce, ("replicate",), size, reductions, f"gradients of {name}"
+                Kind.all_reduce,
+                ("replicate",),
+                size,
+                reductions * bool(size),
+                f"gradients of {name}",
             )
+
+
+def _padded(weights: Iterable[Weight], ranks: int) -> int:
+    """Returns the numbers of weights, each cut by its rows into equal shards."""
+    return sum(ceil(w.shape[0] / ranks) * ranks * prod(w.shape[1:]) for w in weights)
 
 
 def _of_tensor(share: Share) -> Iterator[Collective]:
@@ -179,7 +197,7 @@ def _of_loss(share: Share) -> Iterator[Collective]:
 
 def _of_whole_weights(share: Share) -> Iterator[Collective]:
     """Gradients of weights that see some of the tokens on each rank: norms and positions."""
-    table = share.run.model.tensor_split()
+    table = share.table
     size = share.run.precision.parameters.bytes
     shards = share.mesh.sizes["shard"] * share.mesh.sizes["context"] * share.mesh.sizes["replicate"]
     reductions = share.passes
@@ -187,7 +205,7 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
         reductions = share.passes // share.run.accumulation
     sizes: dict[int, int] = {}
     for weight in share.weights():
-        how = _how(weight, table)
+        how = _how(weight, table) if weight.trainable else None
         if how is Split.tokens:
             sizes[weight.count * size] = sizes.get(weight.count * size, 0) + 1
         elif how is Split.places:
@@ -236,7 +254,7 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
     if tied and any(ends) and not all(ends):
         shards = mesh.sizes["shard"] * mesh.sizes["context"]
         for weight in share.weights():
-            if weight.name in tied:
+            if weight.name in tied and weight.trainable:
                 rows = ceil(weight.shape[0] / shards)
                 size = rows * prod(weight.shape[1:]) * share.run.precision.parameters.bytes
                 yield Collective(
@@ -273,4 +291,4 @@ def _cut(weight: Weight, table: dict[str, Split], ranks: int) -> Weight:
         shape = (shape[0] // ranks, *shape[1:])
     elif how is Split.row and len(shape) > 1:
         shape = (shape[0], shape[1] // ranks, *shape[2:])
-    return Weight(weight.name, shape, weight.role, weight.layer)
+    return replace(weight, shape=shape)

@@ -114,9 +114,10 @@ class DDP(Parallelism):
             return ()
         half = self.comm_hook in (CommHook.fp16, CommHook.bf16, CommHook.fp16_powersgd)
         each = 2 if half else run.precision.parameters.bytes
-        numbers = {"gradients": run.model.parameters}
+        trained = [weight for weight in run.census() if weight.trainable]
+        numbers = {"gradients": sum(weight.count for weight in trained)}
         if self.comm_hook.is_powersgd:
-            numbers = self._factors(run.model.census())
+            numbers = self._factors(trained)
         return tuple(
             Collective(Kind.all_reduce, ("replicate",), count * each, 1, what)
             for what, count in numbers.items()

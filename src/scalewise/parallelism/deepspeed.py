@@ -204,9 +204,7 @@ class DeepSpeed(Parallelism):
             if place is not Offload.none:
                 zero[key] = {"device": place.value, "nvme_path": nvme}
         if self.offload_parameters is Offload.nvme:  # DeepSpeed's default buffers take 2 GB
-            zero["offload_param"]["buffer_size"] = max(
-                weight.count for weight in run.model.census()
-            )
+            zero["offload_param"]["buffer_size"] = max(weight.count for weight in run.census())
         return {
             "train_micro_batch_size_per_gpu": run.trainer.micro_batch,
             "gradient_accumulation_steps": run.accumulation,

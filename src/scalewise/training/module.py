@@ -138,7 +138,7 @@ class TrainingModule(LightningModule):
     @property
     def draws_at_random(self) -> bool:
         """Returns whether the forward pass draws random numbers."""
-        return bool(getattr(self.run.model, "dropout", 0.0))
+        return bool(getattr(self.run.model, "dropout", 0.0) or self.run.adapter.dropout)
 
     def _all_labels(self, batch: Batch) -> Tensor:
         """Returns the labels of the global batch that a step begins with."""

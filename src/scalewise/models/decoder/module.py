@@ -112,7 +112,7 @@ class DecoderModule(ModelModule):
         """
         self.init_buffers()
         residual = self.spec.initial_std / sqrt(2 * self.spec.layers)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif "norm" in name:

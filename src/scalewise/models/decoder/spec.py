@@ -229,6 +229,11 @@ class Decoder(Model):
             "head": Split.head,
         }
 
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Returns queries and values, which serve best at a given size (Hu et al., 2021, 7.1)."""
+        return ("attention.query", "attention.value")
+
     def tensor_sizes(self) -> dict[str, int]:
         """Returns heads, feedforward and vocabulary."""
         return {

@@ -279,7 +279,7 @@ def start(module: DecoderModule, path: str | Path) -> None:
     """
     module.init_buffers()
     state = load(path, module.spec)
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.own_parameters():
         initial.put(parameter, state[name])
 
 
