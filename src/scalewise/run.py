@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from math import ceil, isfinite
+from pathlib import Path
 
 from scalewise.adapters.spec import Adapter
 from scalewise.checkpoints.spec import Checkpoint
@@ -144,6 +145,12 @@ class Run:
         """Yields what the present machine cannot run; a plan for another machine skips these."""
         yield from self._of_devices()
         yield from self._of_numbers()
+        if (
+            self.resume not in (None, "last", "auto")
+            and not Path(self.resume).expanduser().exists()
+        ):
+            reason = "there is no such checkpoint folder"
+            yield Complaint("resume", self.resume, reason, "give a path, or resume=null")
         yield from self.tracking.machine_complaints()
         yield from self.parallelism.machine_complaints(self)
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.bench import collectives, options, wire
+from scalewise.bench import collectives, options, picture, wire
+from scalewise.bench.fit import Sample
 from scalewise.cli import main
 from scalewise.errors import ConfigError
+from scalewise.parallelism.collectives import Kind
 
 
 def test_options_are_told_from_overrides() -> None:
@@ -17,6 +19,19 @@ def test_options_are_told_from_overrides() -> None:
     )
     assert chosen == collectives.Options(ranks=4, record=True, seconds=0.5)
     assert rest == ["hardware=cpu"]
+
+
+def test_an_option_is_meant() -> None:
+    with pytest.raises(ConfigError, match="rank=2: no such key; did you mean ranks"):
+        options.split(["rank=2", "seed=1"], collectives.Options)
+
+
+def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
+    samples = [Sample(Kind.send, 2, size, 1e-3) for size in (1024, 4096)]
+    drawn = picture.chart(samples, None).to_dict()
+    (rows,) = drawn["datasets"].values()
+    assert {row["what"] for row in rows} == {"measured"}
+    assert "lost in noise" in drawn["title"]["text"]
 
 
 def test_all_options_that_are_wrong_are_named() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,8 @@ def test_a_path_that_is_none_of_these(
     compose: Compose, tmp_path: Path, make: Callable[[Path], object], reason: str
 ) -> None:
     make(tmp_path / "x")
-    assert reason in refused(compose(f"resume={tmp_path}/x"), tmp_path / "now")
+    run = replace(compose(), resume=f"{tmp_path}/x")
+    assert reason in refused(run, tmp_path / "now")
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,13 @@ def test_a_path_that_is_none_of_these(
         (["optimizer.lr=1", "trainer.max_steps=5", "schedule=linear", "name=other"], []),
         (["precision=bf16_mixed", "checkpoint.every=1", "model.dropout=0.1"], []),
         (["model.layers=2"], ["model.layers"]),
-        (["optimizer=sgd"], ["optimizer._target_"]),
+        (["optimizer=sgd"], ["optimizer"]),
         (["trainer.micro_batch=4", "trainer.global_batch=8"], []),
         (["trainer.micro_batch=4"], ["trainer.global_batch"]),
         (["trainer.global_batch=16"], ["trainer.global_batch"]),
         (["optimizer.lr=1", "optimizer.weight_decay=0", "optimizer.beta2=0.5"], []),
         (["data.sequence=64", "seed=9"], ["data.sequence", "seed"]),
-        (["data=synthetic"],
-         ["data._target_", "data.masked", "data.megabytes", "data.rows", "data.vocabulary"]),
+        (["data=synthetic"], ["data"]),
         (["hardware=cpu", "parallelism=ddp", "trainer.micro_batch=4", "trainer.global_batch=8"],
          []),
         (["hardware=cpu", "parallelism=ddp"], ["trainer.global_batch"]),

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from scalewise.config import tree
+from scalewise.config import naming, tree
 from scalewise.config.compose import changed, choices, compose, flat
 from scalewise.run import Run
 
@@ -91,6 +92,20 @@ def test_a_line_wins_over_an_experiment_and_that_over_the_parts() -> None:
 )
 def test_names(overrides: list[str], name: str) -> None:
     assert compose(overrides).name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"name": "mine"}, "mine"),
+        ({"name": "${scalewise.run_name:}"}, "decoder_nano-sweep"),
+        ({"name": "${scalewise.run_name:}", "experiment": "a/b", "sweep": "c"}, "a-b-c"),
+    ],
+)
+def test_the_name_of_a_sweep(given: dict[str, str], name: str) -> None:
+    chosen = {"model": "decoder_nano", **{k: v for k, v in given.items() if k != "name"}}
+    config = {"name": given["name"], "hydra": {"runtime": {"choices": chosen}}}
+    assert naming.sweep_name(_root_=OmegaConf.create(config)) == name
 
 
 @pytest.mark.parametrize(

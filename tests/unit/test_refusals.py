@@ -81,6 +81,12 @@ TARGETS: list[Row] = [
         "no registered option of optimizer",
         "optimizer=adamw, sgd",
     ),
+    (
+        ["optimizer=sgd", "optimizer._target_=scalewise.optimizers.AdamW"],
+        "optimizer._target_",
+        "has other keys than the option chosen: beta1",
+        "optimizer=adamw, sgd",
+    ),
     (["+_target_=os.system"], "_target_", "no such key", ""),
     (["+data.x._target_=os.system"], "data.x", "no such key", "data.sequence"),
     (["+callbacks.x._target_=os.system"], "callbacks.x._target_", "'os' is not trusted", "[os]"),

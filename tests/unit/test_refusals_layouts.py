@@ -39,6 +39,12 @@ LAYOUTS: list[Row] = [
         "set null",
     ),
     (
+        ["parallelism=single", "parallelism.stage=2"],
+        "parallelism.stage",
+        "no such key",
+        "it is a key of parallelism=deepspeed_zero1, deepspeed_zero2, deepspeed_zero2_offload",
+    ),
+    (
         ["parallelism=tensor", "parallelism.tensor=2", "model.kv_heads=1"],
         "parallelism.tensor",
         "does not divide model.kv_heads=1",
@@ -128,6 +134,12 @@ LAYOUTS: list[Row] = [
         "parallelism.lossless_steps",
         "2 or more with comm_hook=powersgd",
         "parallelism.lossless_steps=2",
+    ),
+    (
+        ["parallelism=ddp", "parallelism.comm_hook=post_local_sgd", "optimizer.shard=true"],
+        "optimizer.shard",
+        "by its owner's rows alone",
+        "optimizer.shard=false",
     ),
     (
         ["parallelism=ddp", "parallelism.static_graph=true", "trainer.global_batch=40"],

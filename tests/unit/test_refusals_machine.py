@@ -13,6 +13,7 @@ MACHINE: list[Row] = [
     (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),
     (["precision=fp16_mixed"], "precision", "would compute in bf16", "precision=bf16_mixed"),
     (["precision.compute=fp16"], "precision.compute", "would compute in bf16", "bf16_mixed"),
+    (["resume=/no/where"], "resume", "there is no such checkpoint folder", "resume=null"),
     (["parallelism=ddp", "parallelism.replicas=64"], "parallelism", "at most 8", "fewer"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ def split(words: Sequence[str], kind: type[Options]) -> tuple[Options, list[str]
     for word in words:
         key, _, text = word.partition("=")
         if key not in types:
+            close = difflib.get_close_matches(key, types, n=1, cutoff=0.7)
+            if close and "." not in key:
+                wrong.append(Complaint(key, text, "no such key", f"did you mean {close[0]}?"))
             rest.append(word)
             continue
         try:

@@ -22,14 +22,14 @@ _TIME = (
 )
 
 
-def draw(samples: Sequence[Sample], link: Link, file: Path) -> None:
-    """Writes an SVG: what was measured as dots, what ``link`` says as lines."""
+def draw(samples: Sequence[Sample], link: Link | None, file: Path) -> None:
+    """Writes an SVG: what was measured as dots, what ``link`` says, if it is known, as lines."""
     spec: dict[str, Any] = chart(samples, link).to_dict()
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
     write_text(file, vl_convert.vegalite_to_svg(spec, vl_version=version))
 
 
-def chart(samples: Sequence[Sample], link: Link) -> alt.FacetChart:
+def chart(samples: Sequence[Sample], link: Link | None) -> alt.FacetChart:
     """Returns one panel a kind of collective: time over bytes."""
     rows: list[dict[str, Any]] = [
         {"kind": NAMES.get(s.kind, s.kind.replace("_", "-")), "bytes": s.bytes, "what": what,
@@ -37,7 +37,7 @@ def chart(samples: Sequence[Sample], link: Link) -> alt.FacetChart:
         for s in samples
         for what, seconds in (
             ("measured", s.seconds),
-            ("ring model", link.seconds(s.kind, s.ranks, s.bytes)),
+            *([("ring model", link.seconds(s.kind, s.ranks, s.bytes))] if link else []),
         )
     ]  # fmt: skip
     ends = sorted({s.bytes for s in samples})
@@ -69,8 +69,10 @@ def chart(samples: Sequence[Sample], link: Link) -> alt.FacetChart:
         ),
     ).properties(width=210, height=170)
     ranks = samples[0].ranks
-    latency, rate = f"{link.latency_s * 1e6:.3g} us", f"{link.bytes_per_s / 1e9:.3g} GB/s"
-    title = f"{ranks} ranks on a ring of links with {latency} and {rate}"
+    title = f"{ranks} ranks; the link is lost in noise"
+    if link is not None:
+        latency, rate = f"{link.latency_s * 1e6:.3g} us", f"{link.bytes_per_s / 1e9:.3g} GB/s"
+        title = f"{ranks} ranks on a ring of links with {latency} and {rate}"
     panels = list(dict.fromkeys(str(row["kind"]) for row in rows))
     drawn: alt.FacetChart = (
         layers.facet(

@@ -26,7 +26,10 @@ def run_name(*, _root_: Any) -> str:
 
 
 def sweep_name(*, _root_: Any) -> str:
-    """Returns the experiment and the sweep by name, or the model where neither is given."""
+    """Returns the name that all jobs share, or the experiment and the sweep, or the model."""
+    own = OmegaConf.to_container(_root_, resolve=False)["name"]  # type: ignore[index,call-overload]  # a mapping
+    if isinstance(own, str) and "${" not in own:
+        return own
     choices = _root_.hydra.runtime.choices
     given = [choices.get(key) for key in ("experiment", "sweep")]
     parts = [str(part).replace("/", "-") for part in dict.fromkeys(given) if part]

@@ -133,6 +133,11 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
         return None
     assert isinstance(values, Mapping)
     keys = [entry.name for entry in dataclasses.fields(cls)]
+    if lacking := [key for key in keys if key not in values]:
+        reason = f"has other keys than the option chosen: {', '.join(lacking[:3])}"
+        cure = f"choose one of {group}={', '.join(tree.names(group))}"
+        complaints.append(Complaint(f"{group}._target_", given, reason, cure))
+        return None
     unknown = [str(key) for key in values if key not in ("_target_", *keys)]
     complaints += [
         Complaint(f"{group}.{key}", values[key], "no such key", meant(key, keys, f"{group}."))

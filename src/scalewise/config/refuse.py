@@ -301,13 +301,14 @@ def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
         return _meant_key(".".join(parents), config, loader) if len(parents) else ""
     if leaf in node:
         return f"{key} holds no further keys"
-    others = [
+    group = ".".join(parents)
+    schemas = [
         name
-        for name, cls in registry.OPTIONS.get(".".join(parents), {}).items()
+        for name, cls in registry.OPTIONS.get(group, {}).items()
         if leaf in typing.get_type_hints(cls)
     ]
-    if others:
-        return f"it is a key of {parents[0]}={', '.join(others)}"
+    if others := [name for schema in schemas for name in tree.names(group, schema)]:
+        return f"it is a key of {group}={', '.join(others)}"
     names = [str(name) for name in node if name not in ("_target_", "hydra")]
     if not parents:
         names += ["experiment", "sweep"]

@@ -39,10 +39,15 @@ def root() -> Path:
     raise ConfigError.one("", "", f"no conf/config.yaml in {looked}", "install scalewise again")
 
 
-def names(group: str) -> list[str]:
-    """Returns the options of a group, of ``experiment`` or of ``sweep``, by file name."""
+def names(group: str, schema: str = "") -> list[str]:
+    """Returns the options of a group, of ``experiment`` or of ``sweep``, by file name.
+
+    ``schema``: of those alone that stand on that spec.
+    """
     folder = {"experiment": root() / "experiments", "sweep": root() / "sweeps"}.get(
         group, root() / "conf" / group
     )
     files = sorted(folder.rglob("*.yaml"))
+    if schema:
+        files = [f for f in files if f"/schema/{group}/{schema}@" in f.read_text("utf-8")]
     return [file.relative_to(folder).with_suffix("").as_posix() for file in files]

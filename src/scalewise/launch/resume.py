@@ -66,15 +66,19 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
         ("seed", None),
     ):
         before, after = _part(earlier, group), _part(now, group)
+        if before.get("_target_") != after.get("_target_"):  # people choose options by name
+            then = _part(earlier, "choices").get(group, before.get("_target_"))
+            yield _of_another(folder, group, run.choices.get(group), then)
+            continue
         for key in keys or sorted({*before, *after}):
             if key not in _FREE and before.get(key) != after.get(key):
                 name = f"{group}.{key}" if key else group
-                yield Complaint(
-                    name,
-                    after.get(key),
-                    f"the checkpoint under {folder} was trained with {before.get(key)}",
-                    f"set {name}={before.get(key)}, or resume=null",
-                )
+                yield _of_another(folder, name, after.get(key), before.get(key))
+
+
+def _of_another(folder: Path, key: str, now: object, then: object) -> Complaint:
+    reason = f"the checkpoint under {folder} was trained with {then}"
+    return Complaint(key, now, reason, f"set {key}={then}, or resume=null")
 
 
 def _global_batch(earlier: Mapping[str, Any]) -> int | None:

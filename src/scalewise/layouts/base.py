@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import Writer
-from scalewise.layouts import optimizer_state
+from scalewise.layouts import norms, optimizer_state
 from scalewise.measure.memory import Holdings
 from scalewise.models.base import Part
 from scalewise.objectives import CausalLM
@@ -102,7 +102,7 @@ class Layout(Strategy):
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient down to the norm ``limit``; returns the norm it had."""
         held = [p for p in module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        norm = norms.of([p.grad for p in held if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(held, limit, norm)
         return norm

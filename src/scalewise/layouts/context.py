@@ -5,6 +5,8 @@ Shape suffixes: B rows, T tokens of a rank, N context ranks, H query heads, K ke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -13,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from scalewise.parallelism.mesh import ContextAttention
+
+_NEW_NAME = "all_gather_single_autograd"  # since torch 2.13, which warns of the old one
+gather: Any = getattr(collectives, _NEW_NAME, None) or collectives.all_gather_tensor_autograd
 
 Batch = dict[str, Tensor]
 
@@ -94,7 +99,7 @@ class GatherMix(nn.Module):
         """Returns ``mixed_BTHD`` of this rank's tokens, a piece at a time against what it sees."""
         split = self.split
         both = torch.stack((key_BTKD, value_BTKD))
-        both = collectives.all_gather_tensor_autograd(both, 2, split.group)
+        both = gather(both, 2, split.group)
         both = both[:, :, split.inverse_T.to(both.device)]
         mixed = []
         for number, query in enumerate(torch.split(query_BTHD, split.piece, dim=1)):

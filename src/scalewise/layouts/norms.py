@@ -1,14 +1,37 @@
-"""The norm of a gradient whose pieces lie on several ranks."""
+"""The norm of a gradient, also where its pieces lie on several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+ROW = 1024
+"""Numbers whose squares are added up one after the other on the CPU."""
+
+
+def of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the 2-norm of all ``tensors`` together, a scalar.
+
+    On the CPU torch adds squares up in a row: 16 million of them lose 6e-4 of the norm in fp32,
+    and pieces of them less, so that layouts would clip differently. Rows of few lose nothing.
+    """
+    return nn.utils.get_total_norm([part for tensor in tensors for part in _rows(tensor)])
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.device.type != "cpu":
+        return (tensor,)
+    if tensor.numel() <= ROW:
+        return (tensor.float(),)
+    flat = tensor.reshape(-1)
+    rows = flat[: len(flat) // ROW * ROW].view(-1, ROW)
+    whole = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return (*_rows(whole), flat[rows.numel() :].float())
 
 
 def total(gradients: Iterable[Tensor], stages: int, device: torch.device) -> Tensor:
@@ -23,7 +46,7 @@ def total(gradients: Iterable[Tensor], stages: int, device: torch.device) -> Ten
         holders.setdefault(copies, []).append(local(gradient))
     square = torch.zeros((), dtype=torch.float32, device=device)
     for copies, held in holders.items():
-        square += nn.utils.get_total_norm(held).to(device).float() ** 2 / copies
+        square += of(held).to(device).float() ** 2 / copies
     dist.all_reduce(square)
     return square.sqrt()
 

@@ -95,6 +95,13 @@ class DDP(Parallelism):
                 "gloo cannot reduce bf16: torch offers this hook over NCCL alone",
                 "set parallelism.comm_hook=fp16",
             )
+        if hook is CommHook.post_local_sgd and run.optimizer.shard:
+            yield Complaint(
+                "optimizer.shard",
+                True,
+                "each weight would move by its owner's rows alone between averages",
+                "set optimizer.shard=false, or another parallelism.comm_hook",
+            )
         if self.static_graph and run.accumulation > 1:
             yield Complaint(
                 "parallelism.static_graph",

@@ -107,6 +107,7 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"makes {mesh.stages} stages of {layers} layers",
             f"set parallelism.pipeline={max(1, layers * mesh.sizes['pipeline'] // mesh.stages)}",
         )
+        return
     if mesh.pieces < mesh.stages:
         yield Complaint(
             "parallelism.pipeline_micro_batches",

@@ -17,9 +17,11 @@ def heading(order: Order) -> None:
     """Prints what is about to run, in two lines."""
     run = order.run
     print(f"{run.name}: {count_text(run.model.parameters)} parameters on {_place(order)}")
+    readers, micro_batch = run.parallelism.data_parallel_size, run.trainer.micro_batch
+    most = "" if readers * micro_batch * run.accumulation == run.global_batch else "at most "
     print(
-        f"{run.global_batch} rows of {run.data.sequence} tokens a step"
-        f" ({run.trainer.micro_batch} a pass x {run.world_size} ranks x {run.accumulation})",
+        f"{run.global_batch} rows of {run.data.sequence} tokens a step ({most}{micro_batch} a pass"
+        f" x {readers} of {run.world_size} ranks x {run.accumulation} passes)",
         flush=True,
     )
 
