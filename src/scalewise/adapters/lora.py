@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -27,7 +27,7 @@ def inject(module: ModelModule, names: Sequence[str], spec: Lora) -> None:
     ]
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,
+        lora_alpha=cast(int, spec.alpha),  # any number will do
         lora_dropout=spec.dropout,
         target_modules=targets,
         init_lora_weights=False,

@@ -40,22 +40,28 @@ def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spe
         Split.places: Whole(places),
         Split.whole: Whole(Replicate()),
     }
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     columns = {name.rpartition(".")[0] for name, how in table.items() if how is Split.column}
     for name, part in list(module.named_modules()):
         if hasattr(part, "base_layer"):
             continue  # an adapter's: what it holds is cut
         pattern = re.sub(r"\b\d+\b", "*", name).removesuffix(".base_layer")
         if pattern in table:
-            parallelize_module(part, mesh, kinds[table[pattern]])
+            style = kinds[table[pattern]]
+            if ".lora_B" in name and table[pattern] is Split.tokens and spec.sequence_parallel:
+                style = SequenceParallel(use_local_output=True)
+            parallelize_module(part, mesh, style)
         elif pattern in columns:
             parallelize_module(part, mesh, Gathered(between))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trained[name])  # which some of torch's styles forget
     module.joined = lambda x_BTW: _joined(between, (x_BTW,), mesh)[0]
 
 
 def keep_gradients_cut(module: nn.Module) -> None:
     """Cuts every gradient as its parameter is: DTensor leaves that of an embedding whole."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
             cut = partial(_redistributed, parameter.placements)
             parameter.register_hook(cut)  # type: ignore[no-untyped-call]  # torch lacks it
 
