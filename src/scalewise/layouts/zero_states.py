@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -39,8 +40,11 @@ def shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def weight(parameter: nn.Parameter) -> Tensor:
-    """Returns a parameter's whole master; every rank must ask."""
-    return cast(Tensor, safe_get_full_fp32_param(parameter))
+    """Returns a parameter's whole master, or itself if it is frozen; every rank must ask."""
+    if parameter.requires_grad:
+        return cast(Tensor, safe_get_full_fp32_param(parameter))
+    with GatheredParameters([parameter], enabled=_sharded(parameter)):
+        return parameter.detach().float().clone()
 
 
 def tensors(zero: Any, names: Names) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +52,7 @@ def tensors(zero: Any, names: Names) -> Iterator[tuple[str, Tensor]]:
     _link(zero)
     state: dict[str, Any] = next((state for state in zero.optimizer.state.values() if state), {})
     slots = [slot for slot, value in state.items() if slot != STEP and value is not None]
-    for parameter, name in names.items():
+    for parameter, name in _trained(names):
         for slot in slots:
             yield f"{slot}/{name}", safe_get_full_optimizer_state(parameter, slot)
         if STEP in state:
@@ -60,7 +64,10 @@ def put_weights(zero: Any, names: Names, read: Read) -> None:
     for parameter, name in names.items():
         whole = torch.empty(shape(parameter), dtype=torch.float32)
         read(name, whole)
-        if _sharded(parameter):
+        if not parameter.requires_grad:
+            held = getattr(parameter, "ds_tensor", parameter.data)
+            held.copy_(_share(parameter, whole) if _sharded(parameter) else whole)
+        elif _sharded(parameter):
             safe_set_local_fp32_param(parameter, _share(parameter, whole))
         else:
             safe_set_full_fp32_param(parameter, whole)
@@ -80,7 +87,7 @@ def put_states(zero: Any, names: Names, known: Mapping[str, torch.Size], read: R
         read(next(key for key in known if key.startswith(f"{STEP}/")), steps)
     slots = [slot for slot in slots if slot != STEP]
     _allocate(zero, slots, float(steps))
-    for parameter, name in names.items():
+    for parameter, name in _trained(names):
         for slot in slots:
             whole = torch.empty(shape(parameter), dtype=torch.float32)
             read(f"{slot}/{name}", whole)
@@ -163,6 +170,10 @@ class _in_memory:  # noqa: N801 (a context manager, read as a verb)
     def __exit__(self, *exception: object) -> None:
         if self._on_disk:
             self._zero._optimizer_states_and_gradient_swap_out(self._group)
+
+
+def _trained(names: Names) -> list[tuple[nn.Parameter, str]]:
+    return [(parameter, name) for parameter, name in names.items() if parameter.requires_grad]
 
 
 def _sharded(parameter: nn.Parameter) -> bool:
