@@ -72,6 +72,17 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
 
 
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp_4", 4), ("tensor", 2)])
+def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
+    small = (*SHAPE, "trainer.max_steps=2", "trainer.global_batch=8", "trainer.micro_batch=2")
+    whole = job.of(*small).summary["metrics"]
+    shard = job.of(*small, *LAYOUTS[layout]).summary["metrics"]
+    for name in ("parameters", "gradients", "optimizer"):
+        key = f"memory/{name}_bytes"
+        assert shard[key] == pytest.approx(whole[key] / ranks, rel=0.04), key  # norms, positions
+    assert shard["memory/peak_bytes"] < whole["memory/peak_bytes"]
+
+
 def test_activations_grow_with_the_micro_batch(job: Job) -> None:
     small, large = (
         job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]

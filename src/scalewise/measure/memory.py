@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -124,10 +124,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {_key(tensor) for tensor in _plain(tree_leaves((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known:
+        for tensor in _plain(tree_leaves(result)):
+            if _key(tensor) not in known:
                 self._add(tensor.untyped_storage())
         return result
 
@@ -138,7 +138,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
-        keys = {_key(tensor) for tensor in tensors}
+        keys = {_key(tensor) for tensor in _plain(tensors)}
         return sum(size for key, (_, size) in self._alive.items() if key in keys)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -157,8 +157,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that tensors hold, each storage once."""
-    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Returns the bytes that tensors hold on this rank, each storage once."""
+    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in _plain(tensors)}
     return sum(storages.values())
 
 
@@ -166,6 +166,16 @@ def host_peak_bytes() -> int:
     """Returns the largest resident set of this process so far, bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that hold the bytes: a DTensor's own storage has the whole's size."""
+    for leaf in leaves:
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _plain(getattr(leaf, name) for name in names)
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def _key(tensor: torch.Tensor) -> int:
