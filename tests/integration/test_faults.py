@@ -108,6 +108,16 @@ def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
+def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
+    job(*LAYOUTS["fsdp"])  # warm
+    frozen = "{_target_:fixtures.accidents.Frozen,rank:1,step:3}"
+    parts = (f"+callbacks.frozen={frozen}", "trusted_packages=[fixtures]", "launch.timeout=8")
+    said = job(*LAYOUTS["fsdp"], *parts, status="timeout").status
+    assert said["reason"] == "ran longer than launch.timeout=8 s; rank 1 did not answer"
+    assert said["rank"] == 1
+    assert {line.split(":")[0] for line in said["log_tail"]} == {"rank 0"}
+
+
 @pytest.mark.parametrize(
     ("layout", "accident"),
     [

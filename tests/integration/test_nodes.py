@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 
+import pytest
 from fixtures.doors import TINY, Doors, Opened, same_weights
 
 PARTS = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
@@ -74,12 +75,14 @@ def test_a_lost_rank_is_started_again_and_both_resume(scalewise: Doors) -> None:
     assert same_weights(last.weights(8), whole.weights(8))
 
 
-def test_tasks_of_srun_are_ranks(scalewise: Doors) -> None:
+def tasks(doors: Doors, *parts: str) -> list[Opened]:
+    """Two tasks of one step on one node."""
     port = str(free_port())
-    tasks = [
-        scalewise.start(
+    return [
+        doors.start(
             *TINY,
             *PARTS,
+            *parts,
             env={
                 "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -93,7 +96,30 @@ def test_tasks_of_srun_are_ranks(scalewise: Doors) -> None:
         )
         for task in range(2)
     ]
-    for ended in [task.wait() for task in tasks]:
+
+
+def test_tasks_of_srun_are_ranks(scalewise: Doors) -> None:
+    for ended in [task.wait() for task in tasks(scalewise)]:
         ended.ok()
     assert ended.folder.status["status"] == "ok"
     assert ended.folder.status["world_size"] == 2
+
+
+SWEEP_REFUSED = "a sweep starts the ranks of each job itself"
+
+
+@pytest.mark.parametrize("sweep", [("optimizer.lr=1e-3,2e-3", "-m"), ("sweep=learning_rate",)])
+def test_srun_is_told_that_sweeps_start_their_own_ranks(
+    sweep: tuple[str, ...], scalewise: Doors
+) -> None:
+    first, second = [task.wait(60) for task in tasks(scalewise, *sweep)]
+    first.refused(SWEEP_REFUSED, f"run: scalewise train {' '.join(TINY)}", sweep[-1])
+    assert (second.code, second.out, second.err) == (2, "", "")
+    assert list(scalewise.cwd.iterdir()) == []
+
+
+def test_torchrun_is_told_once_that_sweeps_start_their_own_ranks(scalewise: Doors) -> None:
+    first, second = [node.wait(60) for node in agents(scalewise, "optimizer.lr=1e-3,2e-3", "-m")]
+    assert 0 not in (first.code, second.code)
+    assert f"{first.said}{second.said}".count(SWEEP_REFUSED) == 1
+    assert list(scalewise.cwd.iterdir()) == []

@@ -8,6 +8,8 @@ import pytest
 import torch
 from fixtures.doors import UNTRACKED, Folder, largest_difference
 from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, SHAPE
+from fixtures.probes import DAWDLES
 
 from scalewise import compose
 from scalewise.tracking.names import TIMES
@@ -70,6 +72,17 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
 
 
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp_4", 4), ("tensor", 2)])
+def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
+    small = (*SHAPE, "trainer.max_steps=2", "trainer.global_batch=8", "trainer.micro_batch=2")
+    whole = job.of(*small).summary["metrics"]
+    shard = job.of(*small, *LAYOUTS[layout]).summary["metrics"]
+    for name in ("parameters", "gradients", "optimizer"):
+        key = f"memory/{name}_bytes"
+        assert shard[key] == pytest.approx(whole[key] / ranks, rel=0.04), key  # norms, positions
+    assert shard["memory/peak_bytes"] < whole["memory/peak_bytes"]
+
+
 def test_activations_grow_with_the_micro_batch(job: Job) -> None:
     small, large = (
         job(f"trainer.micro_batch={rows}").summary["metrics"]["memory/activations_bytes"]
@@ -81,11 +94,73 @@ def test_activations_grow_with_the_micro_batch(job: Job) -> None:
 def test_a_step_is_the_sum_of_its_parts_and_of_the_wall(job: Job) -> None:
     run = job("trainer.max_steps=30")
     for row in run.metrics:
-        parts = sum(float(row[f"time/{name}_s"]) for name in TIMES)
+        parts = sum(float(row[f"time/{name}_s"] or 0) for name in TIMES)
         assert float(row["time/step_s"]) == pytest.approx(parts)
         rate = float(row["throughput/tokens_per_s"]) * float(row["time/step_s"])
         assert rate == pytest.approx(8 * 32)
     assert sum(run.column("time/step_s")) < run.status["seconds"]
+
+
+TURNS = (
+    *SHAPE,
+    "callbacks=[none]",
+    "trusted_packages=[fixtures]",
+    "+callbacks.turns._target_=fixtures.probes.TakingTurns",
+    "trainer.max_steps=30",
+    "trainer.global_batch=8",
+    "trainer.log_every=10",
+    "trainer.validate_every=null",
+    "checkpoint=none",
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [("ddp", 4), ("fsdp_4", 2), ("pipeline_one_f_one_b", 8), ("pipeline_replicate", 4)],
+)
+def test_steps_of_several_ranks_add_up_to_the_wall(layout: str, rows: int, job: Job) -> None:
+    """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
+    run = job.of(*TURNS, *LAYOUTS[layout], f"trainer.micro_batch={rows}")
+    ended = run.json("turns-0.json")["ended"]
+    seconds = run.column("time/step_s")
+    wall = told = 0.0
+    for first in (0, 10, 20):  # logging, between the windows, is no part of a step
+        wall += ended[first + 9] - ended[first]
+        told += sum(seconds[first + 1 : first + 10])
+    print(f"{layout}: {told / wall - 1:+.1%} of the wall")
+    assert told == pytest.approx(wall, rel=0.05)
+    for row in run.metrics:
+        parts = sum(float(row[f"time/{name}_s"] or 0) for name in TIMES)
+        assert float(row["time/step_s"]) == pytest.approx(parts)
+
+
+def test_a_pipeline_tells_what_it_can_tell_apart(job: Job) -> None:
+    run = job.of(*TURNS, *LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=8")
+    for row in run.metrics:
+        assert (row["time/forward_s"], row["time/backward_s"]) == ("", "")
+        assert float(row["time/forward_backward_s"]) >= DAWDLES  # a rank's turn, or waiting for it
+        assert float(row["time/optimizer_s"]) >= DAWDLES
+    metrics = run.summary["metrics"]
+    assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
+
+
+def test_memory_is_that_of_the_fullest_rank(job: Job) -> None:
+    """The last stage holds the logits."""
+    run = job.of(*TURNS, *LAYOUTS["pipeline_gpipe"], "trainer.micro_batch=8")
+    first, last = (run.json(f"turns-{rank}.json")["memory"] for rank in range(2))
+    assert first["memory/peak_bytes"] < last["memory/peak_bytes"]
+    metrics = run.summary["metrics"]
+    assert {key: metrics[key] for key in last} == last
+
+
+def test_the_stages_of_a_pipeline_keep_what_one_rank_keeps(job: Job) -> None:
+    """GPipe takes every piece forward before it takes one backward, and keeps the logits too."""
+    run = job.of(*TURNS, *LAYOUTS["pipeline_gpipe"], "trainer.micro_batch=8")
+    alone = job.of(*TURNS, "trainer.micro_batch=8").summary["metrics"]
+    key = "memory/activations_bytes"
+    kept = sum(run.json(f"turns-{rank}.json")["memory"][key] for rank in range(2))
+    logits = 8 * 32 * 256 * FP32_BYTES
+    assert kept == pytest.approx(alone[key] + logits, rel=0.02)
 
 
 def test_tokens_and_rates_follow_the_schedule(job: Job) -> None:

@@ -6,11 +6,14 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fixtures.doors import Doors, environment
 from fixtures.layouts import needs_deepspeed
 
 from scalewise.errors import ConfigError
@@ -116,6 +119,39 @@ def test_a_killed_rank_leaves_no_swap_files_for_good(tmp_path: Path) -> None:
     one.close()
     other.close()
     assert not list(tmp_path.iterdir())
+
+
+BUILDER = """
+    #!{python}
+    import subprocess, sys
+    line = "sleep 300 & echo $! > $0.new; mv $0.new $0; wait"
+    subprocess.Popen(["sh", "-c", line, sys.argv[-1] + "/compiler"], process_group=0).wait()
+    """
+INTERRUPTED = """
+    import sys
+    from pathlib import Path
+    from scalewise.hardware import DeviceKind
+    from scalewise.launch import signals
+    from scalewise.layouts import extensions
+    folder = Path(sys.argv[1])
+    sys.executable = str(folder / "builder")
+    with signals.raised("while it compiles"):
+        extensions._build("cpu_adam", DeviceKind.cpu, folder)
+    """
+
+
+def test_a_signal_ends_the_compilers_in_groups_of_their_own(tmp_path: Path) -> None:
+    """Ninja puts each of its children into one, out of reach of a signal to the builder's."""
+    builder = tmp_path / "builder"
+    builder.write_text(textwrap.dedent(BUILDER).lstrip().format(python=sys.executable))
+    builder.chmod(0o755)
+    doors = Doors(tmp_path, environment(tmp_path, tmp_path))
+    with closing(doors):
+        door = doors.command([sys.executable, "-c", textwrap.dedent(INTERRUPTED), str(tmp_path)])
+        door.until_file("compiler")
+        door.signal(signal.SIGTERM)
+        assert "Interrupted: SIGTERM while it compiles" in door.wait(30).err
+        assert door.leftovers() == []
 
 
 BUILD = """

@@ -74,6 +74,19 @@ def test_half_precision_halves_it() -> None:
     assert bytes_of(network.parameters()) == PARAMETERS // 2
 
 
+def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() -> None:
+    network, pieces = Network(), [torch.randn(ROWS, IN) for _ in range(2)]
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    probe = MemoryProbe(network, optimizer, torch.device("cpu"))
+    probe.start()
+    losses = [network(x) for x in pieces]
+    while losses:
+        probe.before_backward()
+        losses.pop().backward()
+    probe.before_backward()
+    assert probe.finish()["memory/activations_bytes"] == 2 * ACTIVATIONS
+
+
 def test_live_bytes_follow_allocation_and_release() -> None:
     live = LiveBytes()
     with live:

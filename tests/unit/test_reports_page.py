@@ -71,6 +71,39 @@ class TestRun:
         assert "[hidden]" in source
 
 
+PIPELINE: dict[str, float | None] = {
+    "time/step_s": 1.0,
+    "time/data_s": 0.01,
+    "time/forward_s": None,
+    "time/backward_s": None,
+    "time/forward_backward_s": 0.9,
+    "time/optimizer_s": 0.09,
+}
+
+
+class TestPipeline:
+    def test_its_passes_are_one_part(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "r", step_s=1.0, metrics=PIPELINE, world_size=2)
+        source = text_of(page.write(folder))
+        said = words(part(source, "time"))
+        assert "Forward + backward takes 90% of the step" in said
+        assert "forward + backward 900" in said
+        assert "var(--t-both)" in part(source, "time")
+        assert "Peak of the fullest rank" in words(part(source, "memory"))
+
+    def test_beside_another_layout_its_passes_are_compared_with_the_sum(
+        self, tmp_path: Path
+    ) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+            fast = {"time/data_s": 0.01, "time/forward_s": 0.1, "time/backward_s": 0.2}
+            rest = {"time/step_s": 0.4, "time/optimizer_s": 0.09}
+            return {"metrics": PIPELINE if number else fast | rest}
+
+        folder = make_sweep(tmp_path / "s", {"parallelism": ["single", "pipeline"]}, job)
+        said = words(part(text_of(page.write(folder)), "time"))
+        assert "forward + backward differs most: 300 ms against 900 ms" in said
+
+
 class TestFailedRun:
     def test_says_why_and_what_to_paste(self, tmp_path: Path) -> None:
         source = text_of(page.write(make_run(tmp_path / "r", **out_of_memory())))

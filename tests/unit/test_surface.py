@@ -85,6 +85,7 @@ def test_metric_keys() -> None:
         "time/data_s",
         "time/forward_s",
         "time/backward_s",
+        "time/forward_backward_s",
         "time/optimizer_s",
         "memory/parameters_bytes",
         "memory/gradients_bytes",

@@ -96,6 +96,44 @@ def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
     assert words.said(tmp_path) == []
 
 
+WAITS = ("waits in", 'File "/lib/torch/distributed/c10d.py", line 9 in wait')
+WORKS = ("works in", 'File "/home/me/callback.py", line 3 in happen')
+STILL = "stood still while the others waited for it"
+
+
+@pytest.mark.parametrize(
+    ("answers", "suspects"),
+    [
+        ({0: WAITS, 1: WORKS}, ([1], STILL)),
+        ({0: WAITS, 1: WAITS}, ([], STILL)),
+        ({0: WORKS, 1: WORKS}, ([], STILL)),
+        ({0: WAITS, 1: ()}, ([1], "did not answer")),
+        ({0: WORKS, 1: ()}, ([1], "did not answer")),
+        ({0: WAITS, 2: (), 10: ()}, ([2, 10], "did not answer")),
+        ({0: WAITS, 1: WORKS, 3: ()}, ([1], STILL)),
+        ({}, ([], STILL)),
+    ],
+    ids=[
+        "one works",
+        "all wait",
+        "all work",
+        "silent",
+        "silence is worse",
+        "two",
+        "ended",
+        "early",
+    ],
+)
+def test_who_held_up_the_others(
+    answers: dict[int, tuple[str, ...]], suspects: tuple[list[int], str], tmp_path: Path
+) -> None:
+    words.clear(tmp_path)
+    for rank, lines in answers.items():
+        (tmp_path / ".ranks" / f"{rank}.stack").write_text("\n".join(lines))
+    words.leave(tmp_path, 3, Ending("ok"))
+    assert words.suspects(tmp_path) == suspects
+
+
 def test_a_word_that_cannot_be_written_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

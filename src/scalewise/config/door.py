@@ -54,6 +54,9 @@ class Verb:
         """Runs a single job into ``folder`` and returns the exit code."""
         raise NotImplementedError
 
+    def admit_many(self) -> None:
+        """Raises ``ConfigError`` where no multirun can run; called before it has a folder."""
+
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
         """Runs a batch of a multirun into ``folder`` and returns how each job ended."""
         raise NotImplementedError
@@ -160,8 +163,9 @@ def launch(
 
 
 def sweep_folder(config: DictConfig) -> Path:
-    """Returns the folder of the multirun under way, and keeps it in mind."""
+    """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
     setup_globals()
+    _passages[-1].verb.admit_many()
     _passages[-1].folder = folder = Path(config.hydra.sweep.dir).absolute()
     return folder
 

@@ -114,9 +114,11 @@ class Watchdog:
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
             reason += f"; {ending.reason}"
-        rank = words.standing_still(self._folder)
-        if rank is not None:
-            reason += f"; rank {rank} stood still while the others waited for it"
+        ranks, what = words.suspects(self._folder)
+        if ranks:
+            names = ", ".join(str(rank) for rank in ranks)
+            reason += f"; rank{'s' if len(ranks) > 1 else ''} {names} {what}"
+        rank = ranks[0] if len(ranks) == 1 else None
         return Ending("timeout", reason, rank, words.stacks(self._folder))
 
     def _fire(self) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import MutableMapping
+
+from scalewise.errors import EXIT_CODES
+from scalewise.launch import signals
 
 FIRST_PORT, PORTS = 15000, 20000
 """Where the ranks of a Slurm step meet: a port that its job id picks."""
+
+SPEECH = 3.0
+"""Seconds in which rank 0 says what all ranks are refused for."""
 
 
 def by_others() -> bool:
@@ -18,6 +26,17 @@ def by_others() -> bool:
 def leads() -> bool:
     """Returns whether this process speaks for the job: alone, or as rank 0."""
     return not by_others() or os.environ["RANK"] == "0"
+
+
+def let_rank_0_speak() -> None:
+    """Ends every rank but 0 without a word, by the exit code of a refusal that all share.
+
+    Not at once: torchrun ends the others when one has ended, be it before rank 0 could speak.
+    """
+    if not leads():
+        with signals.ignored():
+            time.sleep(SPEECH)
+        sys.exit(EXIT_CODES["refused"])
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:

@@ -72,24 +72,30 @@ def tell_where(folder: Path, rank: int) -> None:
 
 def stacks(folder: Path) -> tuple[str, ...]:
     """Returns the innermost frames of each rank that was asked where it is."""
-    lines: list[str] = []
-    for file in sorted((folder / _FOLDER).glob("*.stack")):
-        frames = [line.strip() for line in file.read_text("utf-8").splitlines() if "File" in line]
-        lines += [f"rank {file.stem}: {frame}" for frame in frames[:FRAMES]]
-    return tuple(lines)
+    return tuple(f"rank {rank}: {frame}" for rank, frames in _asked(folder) for frame in frames)
 
 
-def standing_still(folder: Path) -> int | None:
-    """Returns the one rank that did not wait for the others when it was asked; None: no such one.
+def suspects(folder: Path) -> tuple[list[int], str]:
+    """Returns the ranks that held up the others when all were asked, and what they did instead.
 
-    A rank that waits is somewhere inside torch; the one that holds it up is not.
+    Those are the ranks that neither answered nor had ended. If there is none, it is the one rank
+    that did not wait: a rank that waits is somewhere inside torch. May be empty.
     """
-    innermost = {}
-    for line in reversed(stacks(folder)):
-        rank, _, frame = line.removeprefix("rank ").partition(": ")
-        innermost[int(rank)] = frame
-    elsewhere = [rank for rank, frame in innermost.items() if "/torch/" not in frame]
-    return elsewhere[0] if len(elsewhere) == 1 else None
+    asked = _asked(folder)
+    ended = {ending.rank for ending in said(folder)}
+    if silent := [rank for rank, frames in asked if not frames and rank not in ended]:
+        return silent, "did not answer"
+    elsewhere = [rank for rank, frames in asked if frames and "/torch/" not in frames[0]]
+    return elsewhere if len(elsewhere) == 1 else [], "stood still while the others waited for it"
+
+
+def _asked(folder: Path) -> list[tuple[int, list[str]]]:
+    """Returns the innermost frames by rank; none of a rank that did not answer."""
+    found: list[tuple[int, list[str]]] = []
+    for file in (folder / _FOLDER).glob("*.stack"):
+        lines = file.read_text("utf-8").splitlines()
+        found.append((int(file.stem), [line.strip() for line in lines if "File" in line][:FRAMES]))
+    return sorted(found)
 
 
 def _lines(value: object) -> Sequence[object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +54,12 @@ class Layout(Strategy):
     """A Lightning strategy that also builds the model and knows who holds what of it.
 
     ``shared_out``: whether ranks hold different tensors, so that all of them write checkpoints.
+    ``joint_passes``: whether forward and backward are one call, so that none can time them.
     """
 
     writer: Writer
     shared_out = False
+    joint_passes = False
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
     _resumed: Path | None = None
@@ -106,6 +108,9 @@ class Layout(Strategy):
         if limit is not None:
             nn.utils.clip_grads_with_norm_(held, limit, norm)
         return norm
+
+    def watch_backward(self, call: Callable[[], None]) -> None:
+        """Has ``call`` called before each backward pass that Lightning does not see: none here."""
 
     def holdings(self) -> Holdings:
         """Returns what this rank holds of the model beside the module's own tensors."""

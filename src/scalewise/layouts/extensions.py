@@ -15,8 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 from scalewise.data.cache import cached, is_cached
 from scalewise.errors import ConfigError
@@ -92,7 +95,7 @@ def _build(name: str, device: DeviceKind, folder: Path) -> None:
     try:
         said, _ = process.communicate()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end_tree(psutil.Process(process.pid))
         process.wait()
         raise
     if process.returncode:
@@ -100,6 +103,15 @@ def _build(name: str, device: DeviceKind, folder: Path) -> None:
         raise ConfigError.one(
             "parallelism", name, f"DeepSpeed's code does not compile: {last}", CURES[name]
         )
+
+
+def _end_tree(process: psutil.Process) -> None:
+    """Ends a process and all below it; ninja's compilers are in process groups of their own."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()  # so that it starts nothing more while its children are listed
+        for child in process.children():
+            _end_tree(child)
+        process.kill()
 
 
 def _compile(name: str, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ class MeshLayout(Layout, ModelParallelStrategy):
         if self.axis("pipeline") is None:
             return stages[0]
         self._pipeline = Pipeline(self.spec, self.device_mesh["pipeline"], mine, stages, run)
+        self.joint_passes = True
         return nn.ModuleDict({f"stage{index}": s for index, s in zip(mine, stages, strict=True)})
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
@@ -110,11 +111,17 @@ class MeshLayout(Layout, ModelParallelStrategy):
             return self._pipeline.evaluate(self.cut(batch), loss)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Goes backward; in a pipeline the schedule has done so."""
+        """Goes backward; in a pipeline the schedule has done so, and callbacks hear of the end."""
         if self._pipeline is not None:
-            return closure_loss
+            assert self.lightning_module is not None
+            return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         with self.loss_context():
             return super().backward(closure_loss, *args, **kwargs)
+
+    def watch_backward(self, call: Callable[[], None]) -> None:
+        """Has ``call`` called before a stage of a pipeline takes a piece backward."""
+        if self._pipeline is not None:
+            self._pipeline.before_backward = call
 
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient, wherever its pieces are; returns the norm it had."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,17 @@ FORWARD = (
 """What a schedule does to evaluate."""
 
 
+class Stage(PipelineStage):
+    """A stage that says when it is about to take a piece backward."""
+
+    before_backward: Callable[[], None]
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """Takes a piece backward."""
+        self.before_backward()
+        super().backward_one_chunk(*args, **kwargs)
+
+
 class Pipeline:
     """This rank's stages, and the schedule that drives them with those of the other ranks.
 
@@ -48,6 +59,7 @@ class Pipeline:
         self._indices, self._modules = tuple(indices), list(modules)
         self._first, self._last = 0 in indices, spec.stages - 1 in indices
         self._loss: Loss | None = None
+        self.before_backward: Callable[[], None] = lambda: None
         self._schedules: dict[bool, Any] = {}
         self._accumulation = run.accumulation
         self._tied_names = run.model.tied_weights
@@ -121,9 +133,11 @@ class Pipeline:
 
     def _scheduled(self, device: torch.device, backward: bool) -> Any:
         stages = [
-            PipelineStage(module, index, self._spec.stages, device, group=self._group)
+            Stage(module, index, self._spec.stages, device, group=self._group)
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
+        for stage in stages:
+            stage.before_backward = lambda: self.before_backward()
         kind = schedules.get_schedule_class(self._spec.pipeline_schedule.value)
         held: Any = stages if self._spec.pipeline_schedule.interleaved else stages[0]
         made: Any = kind(held, self._spec.pieces, loss_fn=self._of_piece, scale_grads=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -49,17 +49,16 @@ class MemoryProbe:
         self._untracked = self._held()
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
         else:
             self._live.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self._before = self._without_gradients()
 
     def before_backward(self) -> None:
-        """Takes the activations: what forward left alive."""
-        if self._live is None:
-            self._found["activations"] = torch.cuda.memory_allocated(self._device) - self._before
-            return
-        self._found["activations"] = self._live.now
-        self._settle()
+        """Takes the activations: what forward left alive; of several calls the most counts."""
+        kept = self._without_gradients() - self._before
+        self._found["activations"] = max(kept, self._found.get("activations", 0))
+        if self._live is not None:
+            self._settle()
 
     def before_optimizer(self) -> None:
         """Takes the gradients, which are all there now."""
@@ -85,6 +84,12 @@ class MemoryProbe:
         """Stops counting in a step that will not end."""
         if self._live is not None:
             self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
+
+    def _without_gradients(self) -> int:
+        gradients = self._gradients()
+        if self._live is None:
+            return torch.cuda.memory_allocated(self._device) - bytes_of(gradients)
+        return self._live.now - self._live.bytes_among(gradients)
 
     def _held(self) -> int:
         return bytes_of([*self._parameters(), *self._gradients(), *_states(self._optimizer)])
@@ -119,10 +124,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {_key(tensor) for tensor in _plain(tree_leaves((args, kwargs)))}
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known:
+        for tensor in _plain(tree_leaves(result)):
+            if _key(tensor) not in known:
                 self._add(tensor.untyped_storage())
         return result
 
@@ -133,7 +138,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
-        keys = {_key(tensor) for tensor in tensors}
+        keys = {_key(tensor) for tensor in _plain(tensors)}
         return sum(size for key, (_, size) in self._alive.items() if key in keys)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -152,8 +157,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that tensors hold, each storage once."""
-    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    """Returns the bytes that tensors hold on this rank, each storage once."""
+    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in _plain(tensors)}
     return sum(storages.values())
 
 
@@ -161,6 +166,16 @@ def host_peak_bytes() -> int:
     """Returns the largest resident set of this process so far, bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that hold the bytes: a DTensor's own storage has the whole's size."""
+    for leaf in leaves:
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _plain(getattr(leaf, name) for name in names)
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -30,13 +30,13 @@ class StepClock:
         self._marks.append((phase, self._now()))
 
     def end_step(self) -> None:
-        """Says that an optimizer step ended; what follows is ``OTHER`` until the next mark."""
-        self.mark(OTHER)
+        """Says that an optimizer step ended and the next began, with callbacks first."""
+        self.mark("optimizer")
         self._ended.append(self._marks)
         self._marks = self._marks[-1:]
 
     def drain(self) -> list[dict[str, float]]:
-        """Returns the seconds of each phase for every step ended since the last call."""
+        """Returns the seconds of each phase marked in it, for every step ended since the last."""
         if self._cuda and self._ended:
             torch.cuda.synchronize()
         steps = [self._seconds(marks) for marks in self._ended]
@@ -54,7 +54,7 @@ class StepClock:
         spent: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(marks):
             spent[phase] += _between(start, end)
-        return {phase: spent[phase] for phase in TIMES}
+        return {phase: spent[phase] for phase in TIMES if phase in spent}
 
 
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -7,6 +7,7 @@ from markupsafe import Markup
 from scalewise.reports import charts, headings, numbers
 from scalewise.reports.charts import Bar, Segment
 from scalewise.reports.compare import (
+    BOTH_PASSES,
     MEMORY,
     MEMORY_REST,
     PEAK,
@@ -17,6 +18,7 @@ from scalewise.reports.compare import (
     Job,
     Part,
     breakdown,
+    joined,
 )
 from scalewise.reports.layout import twice
 from scalewise.reports.numbers import MemoryUnit
@@ -64,7 +66,7 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
     if short and len(drawn) > 1:
         notes.append(f"Did not finish, drawn as far as measured: {', '.join(short)}.")
     notes += left_out(comparison, drawn)
-    title = "Peak a rank" if any(job.run.world_size > 1 for job in drawn) else "Peak"
+    title = "Peak of the fullest rank" if any(job.run.world_size > 1 for job in drawn) else "Peak"
     sentence = f"Stacked bars: peak memory of {numbers.plural(len(drawn), 'job')} by what fills it."
     detail = f"{unit.name}{chosen(comparison, drawn)}"
     return Section(
@@ -93,9 +95,11 @@ def time(comparison: Comparison) -> Section | None:
     found = headings.shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
     if any(label.startswith(TIME_REST.label) for _, label in key):
-        notes.append("Pale grey is the rest of the step: what none of the four timers covers.")
+        notes.append("Pale grey is the rest of the step: what no timer covers.")
     if len(drawn) > 1:
         fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
+        if BOTH_PASSES in {*fast, *slow}:
+            fast, slow = joined(fast), joined(slow)
         both = [part for part in fast if part in slow]
         widest = max(both, key=lambda p: abs(slow[p] - fast[p]), default=None)
         if widest:

@@ -40,10 +40,15 @@ MEMORY = (
     Part("memory/activations_bytes", "activations", "--m-act"),
 )
 MEMORY_REST = Part("", "other", "--m-other")
-TIME = (
-    Part("time/data_s", "data", "--t-data"),
+PASSES = (
     Part("time/forward_s", "forward", "--t-fwd"),
     Part("time/backward_s", "backward", "--t-bwd"),
+)
+BOTH_PASSES = Part("time/forward_backward_s", "forward + backward", "--t-both")
+TIME = (
+    Part("time/data_s", "data", "--t-data"),
+    *PASSES,
+    BOTH_PASSES,
     Part("time/optimizer_s", "optimizer", "--t-opt"),
 )
 TIME_REST = Part("", "other, idle", "--t-idle")
@@ -199,6 +204,12 @@ def breakdown(job: Job, parts: Sequence[Part], total: str, rest: Part) -> dict[P
     if found and whole is not None and whole > sum(found.values()):
         found[rest] = whole - sum(found.values())
     return found
+
+
+def joined(found: Mapping[Part, float]) -> dict[Part, float]:
+    """Returns a step's parts with forward and backward as one, as a pipeline measures them."""
+    both = sum(size for part, size in found.items() if part in (*PASSES, BOTH_PASSES))
+    return {part: size for part, size in found.items() if part not in PASSES} | {BOTH_PASSES: both}
 
 
 def best(

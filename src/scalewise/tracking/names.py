@@ -30,21 +30,31 @@ _ROWS = (
         "Model flops of a step over its time, for one device; recomputation is not counted",
     ),
     Metric("throughput/mfu", "", "Model flops over the peak of the hardware profile"),
-    Metric("time/step_s", "s", "Data, forward, backward and optimizer of a step, slowest rank"),
-    Metric("time/data_s", "s", "Waiting for rows and moving them to the device"),
+    Metric("time/step_s", "s", "One whole step of the rank that was slowest over its window"),
+    Metric("time/data_s", "s", "Waiting for rows and moving them to the device, on that rank"),
     Metric("time/forward_s", "s", "Forward pass and loss"),
     Metric("time/backward_s", "s", "Backward pass with the gradient reduction it hides"),
-    Metric("time/optimizer_s", "s", "Clipping, optimizer and schedule"),
-    Metric("memory/parameters_bytes", "B", "Parameters and buffers held by a rank"),
-    Metric("memory/gradients_bytes", "B", "Gradients held by a rank after backward"),
-    Metric("memory/optimizer_bytes", "B", "Optimizer state held by a rank"),
-    Metric("memory/activations_bytes", "B", "What forward keeps for backward, at its largest"),
-    Metric("memory/peak_bytes", "B", "Most device memory that tensors held in a step"),
-    Metric("memory/host_peak_bytes", "B", "Largest resident set of a rank's process"),
+    Metric("time/forward_backward_s", "s", "The two together, of a pipeline: it runs them at once"),
+    Metric("time/optimizer_s", "s", "Clipping, optimizer, schedule and callbacks after a step"),
+    Metric("memory/parameters_bytes", "B", "Parameters and buffers, on the rank of the peak"),
+    Metric("memory/gradients_bytes", "B", "Gradients after backward, on that rank"),
+    Metric("memory/optimizer_bytes", "B", "Optimizer state held by that rank"),
+    Metric("memory/activations_bytes", "B", "What forward keeps there for backward, at most"),
+    Metric("memory/peak_bytes", "B", "Most device memory that tensors held, of all ranks"),
+    Metric("memory/host_peak_bytes", "B", "Largest resident set of that rank's process"),
 )
 
 METRICS: dict[str, Metric] = {metric.key: metric for metric in _ROWS}
 """The table by key, in the order of the columns of metrics.csv."""
 
-TIMES = ("data", "forward", "backward", "optimizer")
-"""The parts of a step that are timed; ``time/NAME_s`` each."""
+TIMES = {
+    "data": "d",
+    "forward": "f",
+    "backward": "b",
+    "forward_backward": "f+b",
+    "optimizer": "o",
+}
+"""The parts of a step that are timed, and their letters in a line; ``time/NAME_s`` each.
+
+A step has those that its layout can tell apart.
+"""

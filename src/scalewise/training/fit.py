@@ -127,7 +127,8 @@ def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
         if not known:
             metrics[key] = None
         elif key.startswith(("throughput/", "time/")):
-            metrics[key] = median([row[key] for row in window])
+            timed = [row[key] for row in window if row.get(key) is not None]
+            metrics[key] = median(timed) if timed else None
         else:
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]

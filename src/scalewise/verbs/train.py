@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.errors import ConfigError
 from scalewise.launch import signals, started
 from scalewise.launch.job import Order, execute
 from scalewise.launch.status import command_line
@@ -31,6 +32,22 @@ class Train(Verb):
             if started.leads():
                 show.ended(result)
             return result.exit_code
+
+    def admit_many(self) -> None:
+        """Refuses a sweep among ranks that somebody else started.
+
+        A process that has been a rank cannot be one of the next job: of a job that failed it keeps
+        the process group, the memory limit and the collectives under way, and the next may want
+        another number of ranks.
+        """
+        if started.by_others():
+            started.let_rank_0_speak()
+            raise ConfigError.one(
+                "",
+                "",
+                "a sweep starts the ranks of each job itself; here torchrun or srun started them",
+                f"without them run: {self._command}",
+            )
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""

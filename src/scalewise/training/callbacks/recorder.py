@@ -45,6 +45,9 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
+        assert isinstance(pl_module, TrainingModule)
+        self._passes = "forward_backward" if pl_module.layout.joint_passes else "forward"
+        pl_module.layout.watch_backward(self._probe_activations)
         self.clock = StepClock(pl_module.device)
         self.clock.mark("data")
 
@@ -59,15 +62,18 @@ class Recorder(Callback):
             holdings = pl_module.layout.holdings()
             self._probe = MemoryProbe(pl_module, optimizer, pl_module.device, holdings)
             self._probe.start()
-        self.clock.mark("forward")
+        self.clock.mark(self._passes)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
         """Ends the forward pass."""
+        self._probe_activations()
+        self.clock.mark("backward")
+
+    def _probe_activations(self) -> None:
         if self._probe:
             self._probe.before_backward()
-        self.clock.mark("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the backward pass."""
@@ -131,6 +137,7 @@ class Recorder(Callback):
 
         ``of_last`` are further measurements of the last of them.
         """
+        self.clock.mark(OTHER)
         steps = len(self._norms)
         if not steps:
             return
@@ -139,7 +146,7 @@ class Recorder(Callback):
         rows[-1] |= of_last or {}
         for row in rows:
             if row["step"] == self._start + PROBED_STEP:
-                row |= self._memory
+                row |= of_fullest(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:
             sink(rows)
@@ -149,22 +156,21 @@ class Recorder(Callback):
         kept = steps * accumulation
         loss_S = torch.stack(self._losses[:kept]).float().view(steps, accumulation).mean(1)
         norm_S = torch.stack([norm.to(loss_S.device) for norm in self._norms]).float()
+        spent = self.clock.drain()[-steps:]
+        phases = [phase for phase in TIMES if phase in spent[0]]
         seconds_SP = torch.tensor(
-            [[spent[phase] for phase in TIMES] for spent in self.clock.drain()[-steps:]],
+            [[step[phase] for phase in phases] for step in spent],
             dtype=torch.float64,
-            device="cpu",
+            device=loss_S.device,
         )
         means = torch.cat([loss_S, norm_S]).double()
         if dist.is_initialized() and dist.get_world_size() > 1:
             means[:steps] /= dist.get_world_size()
             dist.all_reduce(means[:steps], dist.ReduceOp.SUM)
-            slowest = seconds_SP.to(means.device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds_SP = slowest.cpu()
-        numbers, seconds = means.tolist(), seconds_SP.tolist()
+        numbers, seconds = means.tolist(), slowest(seconds_SP).tolist()
         first = trainer.global_step - steps + 1
         for place in range(steps):
-            times = dict(zip(TIMES, seconds[place], strict=True))
+            times = dict(zip(phases, seconds[place], strict=True))
             yield {
                 "step": first + place,
                 "train/loss": numbers[place],
@@ -184,12 +190,39 @@ class Recorder(Callback):
             "throughput/tflops_per_s_per_device": flops / 1e12,
             "throughput/mfu": flops / self._peak_share(peak) if peak else None,
             "time/step_s": total,
-            **{f"time/{phase}_s": spent for phase, spent in times.items()},
+            **{f"time/{phase}_s": times.get(phase) for phase in TIMES},
         }
 
     def _peak_share(self, peak: float) -> float:
         """Returns the peak of one device; ranks on the CPU share one processor."""
         return peak / (self._run.world_size if self._run.hardware.device == "cpu" else 1)
+
+
+def slowest(seconds_SP: torch.Tensor) -> torch.Tensor:
+    """Returns the seconds, a row a step, of the rank that took longest for all steps together.
+
+    Steps of one rank, end to end, are its wall time; the longest of each step or phase, from
+    whichever rank, would add up to more than any rank took.
+    """
+    everyone_RSP = _of_all_ranks(seconds_SP)
+    return everyone_RSP[everyone_RSP.sum((1, 2)).argmax()]
+
+
+def of_fullest(memory: Mapping[str, int], device: torch.device) -> dict[str, int]:
+    """Returns the memory, bytes by key, that the rank with the largest peak measured."""
+    own_K = torch.tensor(list(memory.values()), dtype=torch.int64, device=device)
+    everyone_RK = _of_all_ranks(own_K)
+    fullest = everyone_RK[:, list(memory).index("memory/peak_bytes")].argmax()
+    return dict(zip(memory, everyone_RK[fullest].tolist(), strict=True))
+
+
+def _of_all_ranks(own: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of each rank, by rank; all ranks must call it at once."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own[None]
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return torch.stack(everyone)
 
 
 def validates(trainer: Trainer, run: Run) -> bool:

@@ -53,10 +53,11 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
     """Returns one window in one line: progress, losses, speed, gradient, rate, time."""
     last = rows[-1]
     seconds = sum(row["time/step_s"] for row in rows)
-    shares = {
-        name: sum(row[f"time/{name}_s"] for row in rows) / seconds if seconds else 0.0
-        for name in TIMES
-    }
+    shares = [
+        f"{letter} {sum(row[f'time/{name}_s'] for row in rows) / seconds:.0%}"
+        for name, letter in TIMES.items()
+        if last[f"time/{name}_s"] is not None
+    ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
     tokens = run.tokens_per_step * len(rows) / seconds
     tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
@@ -67,9 +68,7 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
         f"{tflops:.3g} TFLOP/s/device",
         f"grad {last['train/grad_norm']:.3g}",
         f"lr {last['train/lr']:.2e}",
-        f"{seconds / len(rows) * 1e3:.0f} ms"
-        f" (d {shares['data']:.0%} f {shares['forward']:.0%}"
-        f" b {shares['backward']:.0%} o {shares['optimizer']:.0%})",
+        f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
     ]
     if last.get("throughput/mfu") is not None:
         share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))

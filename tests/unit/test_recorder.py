@@ -1,0 +1,87 @@
+"""What a window of steps says: whose time, whose memory, and what could not be told apart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from scalewise.measure.steptime import StepClock
+from scalewise.run import Run
+from scalewise.tracking.names import TIMES
+from scalewise.training.callbacks import recorder
+from scalewise.training.callbacks.recorder import of_fullest, slowest
+from scalewise.training.callbacks.terminal import status_line
+from scalewise.training.fit import summarize
+
+Composed = Callable[..., Run]
+CPU = torch.device("cpu")
+PIPELINE = {"data": 0.01, "forward_backward": 0.08, "optimizer": 0.01}
+OTHERS = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
+
+
+def row(step: int, times: dict[str, float]) -> dict[str, Any]:
+    return {
+        "step": step,
+        "train/loss": 1.0,
+        "train/grad_norm": 1.0,
+        "train/lr": 1e-3,
+        "time/step_s": sum(times.values()),
+        **{f"time/{name}_s": times.get(name) for name in TIMES},
+    }
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]:
+    """Lets this process hear of another rank."""
+
+    def add(other: torch.Tensor) -> None:
+        monkeypatch.setattr(recorder, "_of_all_ranks", lambda own: torch.stack([own, other]))
+
+    return add
+
+
+def test_the_steps_are_those_of_one_rank(two_ranks: Callable[[torch.Tensor], None]) -> None:
+    ours, theirs = torch.tensor([[1.0, 5.0], [4.0, 1.0]]), torch.tensor([[4.0, 3.0], [1.0, 4.0]])
+    two_ranks(theirs)
+    assert slowest(ours).tolist() == theirs.tolist()
+
+
+def test_alone_the_steps_are_its_own() -> None:
+    assert slowest(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
+
+
+def test_the_memory_is_of_the_rank_with_the_largest_peak(
+    two_ranks: Callable[[torch.Tensor], None],
+) -> None:
+    two_ranks(torch.tensor([1, 9]))
+    ours = {"memory/parameters_bytes": 3, "memory/peak_bytes": 8}
+    assert of_fullest(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
+
+
+def test_a_phase_that_was_not_marked_has_no_time() -> None:
+    clock = StepClock(CPU)
+    for phase in ("data", "forward_backward", "optimizer"):
+        clock.mark(phase)
+    clock.end_step()
+    assert [list(spent) for spent in clock.drain()] == [list(PIPELINE)]
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [(PIPELINE, "100 ms (d 10% f+b 80% o 10%)"), (OTHERS, "100 ms (d 10% f 30% b 50% o 10%)")],
+)
+def test_a_line_shows_the_phases_that_there_are(
+    times: dict[str, float], told: str, compose: Composed
+) -> None:
+    assert status_line([row(1, times), row(2, times)], compose(), 2).endswith(told)
+
+
+def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:
+    """A run may go on under a pipeline that began without."""
+    rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
+    metrics = summarize(compose(), rows)["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
+    assert metrics["time/forward_s"] == pytest.approx(0.03)
+    assert summarize(compose(), rows[1:])["metrics"]["time/forward_s"] is None  # type: ignore[index]
