@@ -38,9 +38,17 @@ AGAIN = {
     "full": ("memory=checkpoint_full",),
     "selective": ("memory=checkpoint_selective",),
     "loss": ("objective.loss_chunk=24",),
+    "lora": ("adapter=lora",),
+    "lora, full": (
+        "adapter=lora",
+        "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
+        "memory=checkpoint_full",
+    ),
+    "lora, up": ("adapter=lora", "adapter.targets=[feedforward.up]"),
+    "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
-"""What is computed, and perhaps sent, a second time."""
-USUAL = (("context_tensor", "full"), ("tensor", "loss"))
+"""What is computed, and perhaps sent, a second time, or not asked for."""
+USUAL = (("context_tensor", "full"), ("tensor", "loss"), ("shard_tensor", "lora, full"))
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]
 

@@ -139,6 +139,7 @@ def test_a_path_that_is_none_of_these(
         (["precision=bf16_mixed", "checkpoint.every=1", "model.dropout=0.1"], []),
         (["model.layers=2"], ["model.layers"]),
         (["optimizer=sgd"], ["optimizer"]),
+        (["adapter=lora"], ["adapter"]),
         (["trainer.micro_batch=4", "trainer.global_batch=8"], []),
         (["trainer.micro_batch=4"], ["trainer.global_batch"]),
         (["trainer.global_batch=16"], ["trainer.global_batch"]),

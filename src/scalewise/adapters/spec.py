@@ -21,6 +21,7 @@ AUTO = "auto"
 class Adapter(ABC):
     """What is trained of a model, as a spec."""
 
+    rank: int = 0
     dropout: float = 0.0
 
     @abstractmethod

@@ -60,6 +60,7 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     now["trainer"] = {"global_batch": run.global_batch}
     for group, keys in (
         ("model", None),
+        ("adapter", None),
         ("optimizer", ("_target_",)),
         ("trainer", ("global_batch",)),
         ("data", None),

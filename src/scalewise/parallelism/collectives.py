@@ -86,9 +86,37 @@ class Share:
                 yield _cut(weight, self.table, self.mesh.sizes["tensor"])
 
     @property
+    def halves(self) -> dict[str, Half]:
+        """Returns how many layers of each half of a block are adapted, in their order."""
+        own = self.run.model.tensor_split()
+        halves: dict[str, Half] = {}
+        for name, how in own.items():
+            block, _, layer = name.partition("blocks.*.")
+            if block or how not in (Split.column, Split.row):
+                continue
+            half = halves.setdefault(layer.split(".")[0], Half())
+            adapted = f"{name}.lora_A.default" in self.table
+            half.columns += adapted and how is Split.column
+            half.rows += adapted and how is Split.row
+        return halves
+
+    @property
+    def is_adapted(self) -> bool:
+        """Returns whether the model itself is frozen."""
+        return any(not weight.trainable for weight in self.run.census())
+
+    @property
     def table(self) -> dict[str, Split]:
         """Returns how tensor parallelism cuts each module."""
         return self.run.adapter.tensor_split(self.run.model)
+
+
+@dataclass
+class Half:
+    """The adapted layers of a block's attention, or of its feedforward."""
+
+    columns: int = 0
+    rows: int = 0
 
 
 def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
@@ -160,17 +188,57 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
     joins = 4 * layers + first + last
     recompute, chunked = share.run.memory.recompute, share.run.objective.loss_chunk is not None
-    again = layers * (recompute is Recompute.full)  # attention's sums; the last are not needed
-    sums = passes * (joins + again - (last and chunked))
+    halves = tuple(share.halves.values())
+    # Attention's sums are made again; those that end a block are not, unless an adapter follows.
+    again = layers * (recompute is Recompute.full) * (1 + halves[-1].rows)
+    without = _without_backward(share)
+    sums = passes * (joins + again - (last and chunked) - without.scatters)
     if mesh.sequence_parallel:
-        gathers = passes * (joins + 2 * layers * (recompute is not Recompute.nothing))
+        gathers = joins + 2 * layers * (recompute is not Recompute.nothing) - without.gathers
+        gathers *= passes
         yield Collective(Kind.all_gather, axes, share.residual, gathers, "tokens joined")
         yield Collective(Kind.reduce_scatter, axes, share.residual, sums, "sums cut by tokens")
         yield from _of_whole_weights(share)
     else:
         yield Collective(Kind.all_reduce, axes, share.residual, sums, "sums")
+    yield from _of_added(share, layers)
     if last:
         yield from _of_loss(share)
+
+
+@dataclass(frozen=True)
+class Without:
+    """Messages of a pass through the first block that no weight before them asks for."""
+
+    gathers: int = 0
+    scatters: int = 0
+
+
+def _without_backward(share: Share) -> Without:
+    """Returns what an adapter spares: gradients go back to the first weights that it added."""
+    if not (_any_first(share.parts) and share.is_adapted):
+        return Without()
+    gathers, scatters, asked = 1, 0, False  # the embedding is frozen
+    for half in share.halves.values():
+        gathers += not (asked or half.columns)
+        scatters += not asked
+        asked = asked or bool(half.columns or half.rows)
+    return Without(gathers, scatters)
+
+
+def _of_added(share: Share, layers: int) -> Iterator[Collective]:
+    """LoRA's narrow products: where the wide ones are joined, and where a column's rank is."""
+    axes, passes = ("tensor",), layers * share.passes
+    columns = sum(half.columns for half in share.halves.values()) * passes
+    rows = sum(half.rows for half in share.halves.values()) * passes
+    runs = 2 if share.run.memory.recompute is Recompute.full else 1
+    size = share.rows * share.tokens * share.run.adapter.rank * share.activation
+    if share.mesh.sequence_parallel:
+        yield Collective(Kind.reduce_scatter, axes, size, rows * runs, "an adapter's sums")
+        yield Collective(Kind.all_gather, axes, size, rows, "an adapter's gradients joined")
+        yield Collective(Kind.all_reduce, axes, size, columns, "an adapter's gradients")
+    else:
+        yield Collective(Kind.all_reduce, axes, size, rows * runs + columns, "an adapter's sums")
 
 
 def _of_loss(share: Share) -> Iterator[Collective]:
@@ -222,6 +290,7 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
 def _of_context(share: Share) -> Iterator[Collective]:
     """Ulysses sends queries, keys, values and results; gathering sends keys and values."""
     mesh, model, axes = share.mesh, share.run.model, ("context",)
+    without = _without_gradient(share)
     recompute = share.run.memory.recompute
     layers = sum(len(part.layers) for part in share.parts) * share.passes
     token = share.rows * share.tokens * share.activation // mesh.sizes["tensor"]
@@ -230,13 +299,25 @@ def _of_context(share: Share) -> Iterator[Collective]:
         size = 2 * key * mesh.sizes["context"]
         gathers = layers * (1 if recompute is Recompute.nothing else 2)
         yield Collective(Kind.all_gather, axes, size, gathers, "keys and values")
-        yield Collective(Kind.reduce_scatter, axes, size, layers, "their gradients")
+        scatters = layers - share.passes * ({"key", "value"} <= without)
+        yield Collective(Kind.reduce_scatter, axes, size, scatters, "their gradients")
         return
     if (model.key_heads // mesh.sizes["tensor"]) % mesh.sizes["context"]:
         key = query  # each query head brings its own
     both, times = "and their gradients", 6 if recompute is Recompute.full else 4
-    yield Collective(Kind.all_to_all, axes, query, times * layers, f"queries, results {both}")
-    yield Collective(Kind.all_to_all, axes, key, times * layers, f"keys, values {both}")
+    queries = times * layers - share.passes * (("query" in without) + ("mixed" in without))
+    keys = times * layers - share.passes * (("key" in without) + ("value" in without))
+    yield Collective(Kind.all_to_all, axes, query, queries, f"queries, results {both}")
+    yield Collective(Kind.all_to_all, axes, key, keys, f"keys, values {both}")
+
+
+def _without_gradient(share: Share) -> set[str]:
+    """Returns what attention of the first block takes no gradient of, before any adapter."""
+    if not (_any_first(share.parts) and share.is_adapted):
+        return set()
+    inputs = {"query", "key", "value"}
+    idle = {n for n in inputs if f"blocks.*.attention.{n}.lora_A.default" not in share.table}
+    return idle | ({"mixed"} if idle == inputs else set())
 
 
 def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
