@@ -66,6 +66,8 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
         ("data", None),
         ("seed", None),
     ):
+        if group not in earlier:  # written before there was such a group
+            continue
         before, after = _part(earlier, group), _part(now, group)
         if before.get("_target_") != after.get("_target_"):  # people choose options by name
             then = _part(earlier, "choices").get(group, before.get("_target_"))
