@@ -28,7 +28,7 @@ FLOORS = {
         "run",
         "tracking.names",
     ),
-    2: ("checkpoints", "measure", "tracking", "models", "data.loader"),
+    2: ("adapters.lora", "checkpoints", "measure", "tracking", "models", "data.loader"),
     3: ("layouts",),
     4: ("training",),
     5: ("launch",),

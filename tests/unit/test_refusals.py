@@ -21,7 +21,7 @@ TYPOS: list[Row] = [
     (["+inject=rais"], "inject", "no such option", "did you mean raise?"),
     (["model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
     (["+model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
-    (["+lr=3"], "lr", "no such key", "there is callbacks"),
+    (["+lr=3"], "lr", "no such key", "there is adapter, callbacks"),
     (["data.paths=[x]"], "data.paths", "no such key", "it is a key of data=text, tokens"),
     (["optimizer.lr.x=3"], "optimizer.lr.x", "no such key", "optimizer.lr holds no further"),
     (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),
