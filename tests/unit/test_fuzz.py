@@ -98,8 +98,8 @@ def a_run_or_a_refusal(line: list[str]) -> None:
         warnings.simplefilter("ignore")
         answer, seconds = answered(line)
         if seconds >= ENOUGH:  # a busy machine is slow once, a slow line always
-            (_, plain), (_, seconds) = answered([]), answered(line)
-            assert seconds < TIMES * plain
+            plain = min(answered([])[1] for _ in range(3))
+            assert min(answered(line)[1] for _ in range(3)) < TIMES * plain
     if isinstance(answer, ConfigError):
         assert answer.complaints
         for complaint in answer.complaints:
