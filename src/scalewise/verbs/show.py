@@ -16,7 +16,11 @@ _STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
 def heading(order: Order) -> None:
     """Prints what is about to run, in two lines."""
     run = order.run
-    print(f"{run.name}: {count_text(run.model.parameters)} parameters on {_place(order)}")
+    census = run.census()
+    trained = sum(weight.count for weight in census if weight.trainable)
+    held = sum(weight.count for weight in census)
+    few = f" ({count_text(trained)} of them trained)" if trained < held else ""
+    print(f"{run.name}: {count_text(held)} parameters{few} on {_place(order)}")
     readers, micro_batch = run.parallelism.data_parallel_size, run.trainer.micro_batch
     most = "" if readers * micro_batch * run.accumulation == run.global_batch else "at most "
     print(
