@@ -34,10 +34,10 @@ test: $(READY) browser ## everything CI runs, with coverage
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	rm -f .coverage .coverage.*
-	$(BIN)/pytest tests -n 2 --dist loadgroup --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
+	$(BIN)/pytest tests -n 2 --dist loadfile --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
 
 exhaustive: $(READY) browser native ## the long cases that CI leaves out
-	$(BIN)/pytest tests -m exhaustive -n 2 --dist loadgroup
+	$(BIN)/pytest tests -m exhaustive -n 2 --dist loadfile
 
 gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/pytest tests -m gpu

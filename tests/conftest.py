@@ -27,18 +27,6 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-SHARED = ("sweep", "told", "run", "finished", "trained", "kept", "exact", "written", "found")
-"""Fixtures that run jobs for a whole module: its tests go to one worker, which runs them once."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{shared[0]}"))
-
-
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all workers of a session, so that the corpus is built once."""

@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_not_whole(
     ("overrides", "reason"),
     [
         (["model.width=64"], "model.width=64: the checkpoint under"),
-        (["optimizer=sgd"], "optimizer._target_"),
+        (["optimizer=sgd"], "optimizer=sgd: the checkpoint under"),
         (["seed=3"], "seed=3"),
         (["trainer.micro_batch=3", "trainer.global_batch=null"], "trainer.global_batch=3: the"),
         ([], "has done 8 of 8 steps"),
