@@ -149,8 +149,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     line = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(folder)]
-    if subprocess.run(line, check=False, capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root alone")
+    mounted = subprocess.run(line, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.data.rows import PackedRows
+from scalewise.training.fit import lightning_quiet
 
 
 class Witness(lightning.LightningModule):
@@ -56,11 +57,11 @@ def fit(folder, callbacks=(), checkpoint=None):
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=False)
+    with lightning_quiet():
+        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=False)
     return module.seen
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_lightning_saves_and_resumes_it_exactly(tmp_path):
     path = tmp_path / "stopped.ckpt"
     whole = fit(tmp_path, [SaveAfter(path, 4)])

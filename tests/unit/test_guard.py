@@ -17,7 +17,7 @@ def feed(guard: LossGuard, losses: list[float], first: int = 1) -> None:
 
 
 def end(guard: LossGuard) -> None:
-    guard.on_train_end(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    guard.on_train_end(SimpleNamespace(), SimpleNamespace())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -73,4 +73,4 @@ def test_a_hump_is_no_leap(losses: list[float]) -> None:
 )
 def test_settings_that_cannot_guard(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        LossGuard(**arguments)  # type: ignore[arg-type]
+        LossGuard(**arguments)

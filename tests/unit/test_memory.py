@@ -129,9 +129,9 @@ def test_an_abandoned_probe_stops_counting() -> None:
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
     probe.start()
     probe.abandon()
-    before = probe._live.now  # type: ignore[union-attr]
+    before = probe._live.now
     kept = torch.zeros(1000)
-    assert probe._live.now == before  # type: ignore[union-attr]
+    assert probe._live.now == before
     assert kept.numel() == 1000
 
 

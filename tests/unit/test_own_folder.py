@@ -67,7 +67,7 @@ def test_a_sweep_runs_its_axes(folder: str) -> None:
 
 def test_a_package_of_its_own(folder: str) -> None:
     (run,) = runs(folder, "experiment=model_only")
-    assert run.as_dict()["model"]["width"] == 64  # type: ignore[index]
+    assert run.as_dict()["model"]["width"] == 64
 
 
 @pytest.mark.parametrize(

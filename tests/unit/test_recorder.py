@@ -84,4 +84,4 @@ def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> No
     assert isinstance(metrics, dict)
     assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
     assert metrics["time/forward_s"] == pytest.approx(0.03)
-    assert summarize(compose(), rows[1:])["metrics"]["time/forward_s"] is None  # type: ignore[index]
+    assert summarize(compose(), rows[1:])["metrics"]["time/forward_s"] is None

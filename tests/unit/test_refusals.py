@@ -250,7 +250,7 @@ def test_a_package_that_the_user_trusts() -> None:
 
 def test_overrides_are_a_list_of_texts() -> None:
     assert compose("seed=3").seed == 3
-    (complaint,) = refused([3])  # type: ignore[list-item]
+    (complaint,) = refused([3])
     assert "an override is a text" in complaint.reason
 
 

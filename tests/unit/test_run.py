@@ -99,7 +99,7 @@ def test_it_is_picklable_and_immutable(compose: Compose) -> None:
     run = compose("experiment=smoke", "callbacks=[guard,ema]")
     assert pickle.loads(pickle.dumps(run)) == run
     with pytest.raises(FrozenInstanceError):
-        run.seed = 2  # type: ignore[misc]
+        run.seed = 2
 
 
 def test_settling_twice_changes_nothing(compose: Compose) -> None:
@@ -114,5 +114,5 @@ def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
     run = compose()
     for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
         spec: Any = getattr(run, group)
-        changed = replace(run, **{group: replace(spec, **{key: float("inf")})})  # type: ignore[arg-type]
+        changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
         assert f"{group}.{key}" in [complaint.key for complaint in changed.complaints()]

@@ -26,10 +26,10 @@ class TestHardware:
         spec = compose(f"hardware={name}", here=False).hardware
         rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
         assert all(rate is not None for rate in rates)
-        assert spec.fp16_tflops >= max(rate for rate in rates if rate is not None)  # type: ignore[operator]
-        assert 10 < spec.fp32_tflops < 100  # type: ignore[operator]
-        assert 16 < spec.memory_gib < 300  # type: ignore[operator]
-        assert spec.link_gb_per_s < spec.memory_gb_per_s  # type: ignore[operator]
+        assert spec.fp16_tflops >= max(rate for rate in rates if rate is not None)
+        assert 10 < spec.fp32_tflops < 100
+        assert 16 < spec.memory_gib < 300
+        assert spec.link_gb_per_s < spec.memory_gb_per_s
         assert spec.match
         head = (tree.root() / "conf/hardware" / f"{name}.yaml").read_text().splitlines()[0]
         assert "Figures: NVIDIA" in head
@@ -238,7 +238,7 @@ class TestSchedules:
         for _ in range(steps):
             found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            schedule.step()  # type: ignore[attr-defined]
+            schedule.step()
         return [*found, optimizer.param_groups[0]["lr"]]
 
     def test_a_warm_up_as_long_as_the_run(self) -> None:

@@ -41,6 +41,7 @@ def await_nursery() -> None:
 
 def adopt_orphans() -> None:
     """Makes this process the parent of grandchildren whose parent dies (Linux), to find them."""
+    # Python's fork server reports every child that it did not fork, and the adopted are such.
     warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
     try:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -183,6 +183,8 @@ def lightning_quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
+        # Rows are gathered from a memory map in this process; validation may be off; torch's
+        # pytree renamed what Lightning still calls by its old name.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")

@@ -20,7 +20,7 @@ def instantiated(run: Run) -> list[Callback]:
     for name, cls, arguments in checked(run):
         try:
             callbacks.append(cls(**arguments))
-        except Exception as error:
+        except Exception as error:  # whatever a foreign class says to its arguments
             complaints.append(_refused(name, cls, arguments, error))
     if complaints:
         raise ConfigError(complaints)
