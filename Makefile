@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
 .PHONY: matrix bench help install demo check test exhaustive gpu browser native lock clean
@@ -27,17 +28,17 @@ check: $(READY) ## ruff, mypy on src, unit tests: under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest tests/unit -q -n 2
+	$(BIN)/pytest tests/unit -q -n $(WORKERS)
 
 test: $(READY) browser ## everything CI runs, with coverage
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	rm -f .coverage .coverage.*
-	$(BIN)/pytest tests -n 2 --dist loadfile --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
+	$(BIN)/pytest tests -n $(WORKERS) --dist loadfile --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
 
 exhaustive: $(READY) browser native ## the long cases that CI leaves out
-	$(BIN)/pytest tests -m exhaustive -n 2 --dist loadfile
+	$(BIN)/pytest tests -m exhaustive -n $(WORKERS) --dist loadfile
 
 gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/pytest tests -m gpu

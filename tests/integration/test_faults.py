@@ -136,7 +136,8 @@ def test_a_restart_mends_what_happens_once(layout: str, accident: str, job: Job)
     parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
     undisturbed = job(*parts)
     once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
-    mended = job(*parts, *once, "launch.max_restarts=1", "launch.timeout=8")
+    patience = "launch.timeout=15" if accident == "hang" else "launch.timeout=60"
+    mended = job(*parts, *once, "launch.max_restarts=1", patience)
     assert mended.status["attempts"] == 2
     assert mended.steps == list(range(1, 9))
     assert mended.column("val/loss") == undisturbed.column("val/loss")
