@@ -74,7 +74,7 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp_4", 4), ("tensor", 2)])
 def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
-    small = (*SHAPE, "trainer.max_steps=2", "trainer.global_batch=8", "trainer.micro_batch=2")
+    small = (*SHAPE, "trainer.max_steps=3", "trainer.global_batch=8", "trainer.micro_batch=2")
     whole = job.of(*small).summary["metrics"]
     shard = job.of(*small, *LAYOUTS[layout]).summary["metrics"]
     for name in ("parameters", "gradients", "optimizer"):

@@ -28,6 +28,10 @@ class Adapter(ABC):
     def weights(self, model: Model) -> tuple[Weight, ...]:
         """Returns every tensor once, frozen or not, in the order of the module's parameters."""
 
+    def adapted(self, model: Model) -> tuple[str, ...]:
+        """Returns the layers that get matrices of ``rank`` beside them, by name within a block."""
+        return ()
+
     def tensor_split(self, model: Model) -> dict[str, Split]:
         """Returns how tensor parallelism cuts each module with weights, added ones as well."""
         return model.tensor_split()
@@ -79,8 +83,8 @@ class Lora(Adapter):
     targets: tuple[str, ...] = (AUTO,)
     """Linear layers, by their name within a block: ``attention.query``; auto: the model's own."""
 
-    def names(self, model: Model) -> tuple[str, ...]:
-        """Returns the layers that are adapted, by name within a block."""
+    def adapted(self, model: Model) -> tuple[str, ...]:
+        """Returns the targets."""
         return model.adapter_targets if self.targets == (AUTO,) else self.targets
 
     def weights(self, model: Model) -> tuple[Weight, ...]:
@@ -105,14 +109,14 @@ class Lora(Adapter):
 
     def _is_target(self, weight: Weight, model: Model) -> bool:
         inside = weight.name.removeprefix(f"blocks.{weight.layer}.").rpartition(".")[0]
-        return weight.layer is not None and inside in self.names(model)
+        return weight.layer is not None and inside in self.adapted(model)
 
     def tensor_split(self, model: Model) -> dict[str, Split]:
         """Returns the model's table, and A and B cut on the side on which their layer is."""
         table = model.tensor_split()
         added = {}
         for name, how in table.items():
-            if name.removeprefix("blocks.*.") in self.names(model):
+            if name.removeprefix("blocks.*.") in self.adapted(model):
                 cut = how is Split.column
                 added[f"{name}.lora_A.default"] = Split.whole if cut else Split.row
                 added[f"{name}.lora_B.default"] = Split.column if cut else Split.tokens
@@ -137,7 +141,7 @@ class Lora(Adapter):
             for name, how in table.items()
             if name.startswith("blocks.*.") and how in (Split.column, Split.row)
         ]
-        for name in self.names(model):
+        for name in self.adapted(model):
             if name not in linear:
                 reason = "is no linear layer of the model's blocks"
                 yield Complaint("adapter.targets", name, reason, meant(name, linear))
@@ -146,7 +150,7 @@ class Lora(Adapter):
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
         from scalewise.adapters.lora import inject
 
-        inject(module, self.names(model), self)
+        inject(module, self.adapted(model), self)
 
     def fill(self, module: ModelModule, seed: int) -> None:
         """Draws A as PEFT does, each from ``seed`` and its name; B is zero."""

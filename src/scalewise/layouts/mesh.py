@@ -17,10 +17,38 @@ from scalewise.layouts import norms, parallelize, tensor
 from scalewise.layouts.base import Batch, Layout, Loss
 from scalewise.layouts.context import Split
 from scalewise.layouts.pipeline import Pipeline
+from scalewise.measure.memory import Holdings
 from scalewise.parallelism.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
     from scalewise.run import Run
+
+
+class Gathered(Holdings):
+    """The whole weights that FSDP gathers into storage that it resizes, and whole gradients."""
+
+    def __init__(self, module: nn.Module, received: Callable[[], list[Tensor]]) -> None:
+        self._module, self._received = module, received
+
+    def resized(self) -> list[Tensor]:
+        """Returns them, in whatever size they have now, and a pipeline's buffers."""
+        held = self._parameters()
+        gathered = [tensor for parameter in held for tensor in parameter.all_gather_outputs]
+        return [*gathered, *self._received()]
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the whole gradients of micro batches whose reduction is put off."""
+        found: list[Tensor | None] = []
+        for parameter in self._parameters():
+            found.append(parameter.unsharded_accumulated_grad)
+            if hasattr(parameter, "_unsharded_param"):
+                found.append(parameter._unsharded_param.grad)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _parameters(self) -> list[Any]:
+        parts = [part for part in self._module.modules() if isinstance(part, FSDPModule)]
+        groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
+        return [parameter for group in groups if group for parameter in group.fsdp_params]
 
 
 class MeshLayout(Layout, ModelParallelStrategy):
@@ -122,6 +150,12 @@ class MeshLayout(Layout, ModelParallelStrategy):
         """Has ``call`` called before a stage of a pipeline takes a piece backward."""
         if self._pipeline is not None:
             self._pipeline.before_backward = call
+
+    def holdings(self) -> Holdings:
+        """Returns the tensors into which FSDP gathers weights."""
+        assert self.model is not None
+        received = self._pipeline.received if self._pipeline is not None else list
+        return Gathered(self.model, received)
 
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient, wherever its pieces are; returns the norm it had."""

@@ -112,6 +112,21 @@ class Pipeline:
         """Returns the loss of a micro batch on every rank, without gradients."""
         return self._run(batch, loss, backward=False)
 
+    def received(self) -> list[Tensor]:
+        """Returns the buffers into which stages receive activations and their gradients."""
+        if True not in self._schedules:
+            return []
+        schedule = self._schedules[True]
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        found = [
+            info.buffer
+            for stage in stages
+            for held in (stage.args_recv_info, stage.grad_recv_info)
+            for infos in held.values()
+            for info in infos
+        ]
+        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+
     def _run(self, batch: Batch, loss: Loss, *, backward: bool) -> Tensor:
         self._loss = loss
         if backward not in self._schedules:

@@ -26,6 +26,10 @@ class Holdings:
         """Returns further tensors of gradients."""
         return []
 
+    def resized(self) -> list[torch.Tensor]:
+        """Returns tensors whose storage grows and shrinks with no operator to tell of it."""
+        return []
+
 
 class MemoryProbe:
     """Measures one optimizer step, from the start of its last micro batch to its end."""
@@ -40,16 +44,18 @@ class MemoryProbe:
         """``holdings`` knows of tensors that are not where torch keeps them."""
         self._module, self._optimizer, self._device = module, optimizer, device
         self._holdings = holdings or Holdings()
-        self._live = None if device.type == "cuda" else LiveBytes()
+        self._live = None if device.type == "cuda" else LiveBytes(self._holdings.resized())
         self._found: dict[str, int] = {}
         self._peak = 0
 
     def start(self) -> None:
         """Begins, before forward."""
-        self._untracked = self._held()
+        self._lasting = bytes_of([*self._parameters(), *_states(self._optimizer)])
+        self._buckets = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
+            self._live.follow(self._gradients())
             self._live.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self._before = self._without_gradients()
 
@@ -57,19 +63,20 @@ class MemoryProbe:
         """Takes the activations: what forward left alive; of several calls the most counts."""
         kept = self._without_gradients() - self._before
         self._found["activations"] = max(kept, self._found.get("activations", 0))
-        if self._live is not None:
-            self._settle()
 
     def before_optimizer(self) -> None:
         """Takes the gradients, which are all there now."""
-        self._found["gradients"] = bytes_of(self._gradients())
+        gradients = self._gradients()
+        self._found["gradients"] = bytes_of(gradients)
+        if self._live is not None:  # what no operator made since lies where it always does
+            self._buckets = self._found["gradients"] - self._live.bytes_among(gradients)
 
     def finish(self) -> dict[str, int]:
         """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
         if self._live is None:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            self._settle()
+            self._peak = self._lasting + self._buckets + self._live.take_peak()
             self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         found = {
             "parameters": bytes_of(self._parameters()),
@@ -89,10 +96,7 @@ class MemoryProbe:
         gradients = self._gradients()
         if self._live is None:
             return torch.cuda.memory_allocated(self._device) - bytes_of(gradients)
-        return self._live.now - self._live.bytes_among(gradients)
-
-    def _held(self) -> int:
-        return bytes_of([*self._parameters(), *self._gradients(), *_states(self._optimizer)])
+        return self._live.now - self._live.watched - self._live.bytes_among(gradients)
 
     def _parameters(self) -> list[torch.Tensor]:
         own = [*self._module.parameters(), *self._module.buffers()]
@@ -102,25 +106,18 @@ class MemoryProbe:
         own = [p.grad for p in self._module.parameters() if p.grad is not None]
         return [*own, *self._holdings.gradients()]
 
-    def _settle(self) -> None:
-        """Ends a phase: gradients of the step before may be gone by now."""
-        assert self._live is not None
-        self._peak = max(self._peak, self._untracked + self._live.take_peak())
-        self._untracked = self._held() - self._live.bytes_among(
-            [*self._gradients(), *_states(self._optimizer)]
-        )
-
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
     """Counts the bytes of storages that operators allocate while it is active.
 
-    Scratch space inside one operator is not seen.
+    ``resized`` are tensors from before that change their size in between. Scratch space inside
+    one operator is not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self.now = 0
-        self._peak = 0
+        self._resized = [tensor.untyped_storage() for tensor in resized]
+        self._counted = self._peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,7 +126,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
         for tensor in _plain(tree_leaves(result)):
             if _key(tensor) not in known:
                 self._add(tensor.untyped_storage())
+        self._peak = max(self._peak, self.now)
         return result
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors from before as long as they live."""
+        for tensor in _plain(tensors):
+            self._add(tensor.untyped_storage())
+        self._peak = max(self._peak, self.now)
+
+    @property
+    def watched(self) -> int:
+        """Returns the bytes that tensors from before have now."""
+        return sum(storage.nbytes() for storage in self._resized)
+
+    @property
+    def now(self) -> int:
+        """Returns the bytes that are alive."""
+        return self._counted + self.watched
 
     def take_peak(self) -> int:
         """Returns the largest count since the last call."""
@@ -149,11 +163,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
 
         def forget(_: object) -> None:
             del self._alive[key]
-            self.now -= size
+            self._counted -= size
 
         self._alive[key] = (weakref.ref(storage, forget), size)
-        self.now += size
-        self._peak = max(self._peak, self.now)
+        self._counted += size
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

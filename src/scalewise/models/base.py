@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from scalewise.errors import Complaint
+from scalewise.models.tape import Pass, Tapes
 
 if TYPE_CHECKING:
     from scalewise.models.module import ModelModule
@@ -98,6 +99,10 @@ class Model(ABC):
 
         A multiply and an add are two flops. ``sequence`` is the tokens of one row.
         """
+
+    @abstractmethod
+    def tapes(self, run: Pass) -> Tapes:
+        """Returns the operators that a pass runs, part by part."""
 
     @abstractmethod
     def tensor_split(self) -> dict[str, Split]:

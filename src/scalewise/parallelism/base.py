@@ -12,6 +12,7 @@ from scalewise.hardware import DeviceKind
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
     from scalewise.parallelism.collectives import Collective
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 DEFAULT_CPU_RANKS = 2
@@ -64,6 +65,15 @@ class Parallelism(ABC):
     def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step of ``run``."""
         return ()
+
+    @property
+    def unlike_ranks(self) -> tuple[int, ...]:
+        """Returns one rank of each kind that holds another share than the rest."""
+        return (0,)
+
+    @abstractmethod
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns what a rank holds of ``run`` and works on."""
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""

@@ -119,14 +119,18 @@ class Half:
     rows: int = 0
 
 
+def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
+    """Returns what a rank of a mesh works on."""
+    stages = run.model.stages(mesh.stages, run.data.sequence)
+    return Share(mesh, run, tuple(stages[index] for index in mesh.stages_of(rank)))
+
+
 def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
     """Returns what a rank of a mesh sends in one step.
 
     Exact but for shards inside a pipeline, whose weights are gathered once at the least.
     """
-    stages = run.model.stages(mesh.stages, run.data.sequence)
-    held = mesh.stages_of(rank)
-    share = Share(mesh, run, tuple(stages[index] for index in held))
+    share, held = share_of(mesh, run, rank), mesh.stages_of(rank)
     found = [
         *_of_shards(share),
         *(_of_tensor(share) if mesh.sizes["tensor"] > 1 else ()),

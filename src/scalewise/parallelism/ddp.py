@@ -16,6 +16,7 @@ from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
     from scalewise.parallelism.collectives import Collective
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 
@@ -145,6 +146,16 @@ class DDP(Parallelism):
             else:
                 whole += weight.count
         return {"gradients": whole, "left factors": left, "right factors": right}
+
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns everything, gradients in buckets, and the state shared out if asked."""
+        from scalewise.parallelism.holds import of_replicas
+
+        states = self.world_size if run.optimizer.shard else 1
+        copied = self.world_size > 1 and not self.gradient_as_bucket_view
+        trained = sum(weight.count for weight in run.census() if weight.trainable)
+        copies = copied * trained * run.precision.parameters.bytes
+        return of_replicas(run, buckets=self.gradient_as_bucket_view, states=states, copies=copies)
 
     def strategy(self, device: DeviceKind) -> Layout:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""

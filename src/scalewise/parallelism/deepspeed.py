@@ -20,6 +20,7 @@ from scalewise.units import MIB
 
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 
@@ -174,6 +175,20 @@ class DeepSpeed(Parallelism):
                 key = "offload_parameters"
             cure = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
             yield Complaint(f"parallelism.{key}", "nvme", "needs libaio", cure)
+
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns everything that the stage does not share out."""
+        from scalewise.parallelism.holds import of_replicas
+
+        ranks, stage = self.world_size, self.stage
+        return of_replicas(
+            run,
+            states=ranks,
+            gradients=ranks if stage >= 2 else 1,
+            parameters=ranks if stage == 3 else 1,
+            states_on_host=self.offload_optimizer is not Offload.none,
+            parameters_on_host=self.offload_parameters is not Offload.none,
+        )
 
     def config(self, run: Run, nvme: str) -> dict[str, Any]:
         """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.

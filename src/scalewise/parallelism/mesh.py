@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Self
 
 from scalewise.config.registry import option
@@ -16,6 +16,7 @@ from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
     from scalewise.parallelism.collectives import Collective
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -193,6 +194,72 @@ class Mesh(Parallelism):
         from scalewise.parallelism.collectives import of_mesh
 
         return of_mesh(self, run, rank)
+
+    @property
+    def unlike_ranks(self) -> tuple[int, ...]:
+        """Returns a rank of each place in the pipeline."""
+        ranks = self.sizes["pipeline"]
+        return tuple(place * self.world_size // ranks for place in range(ranks))
+
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
+        from scalewise.parallelism.collectives import share_of
+        from scalewise.parallelism.holds import Gathering, Holds, divided, shape
+
+        share, sizes = share_of(self, run, rank), self.sizes
+        shards = sizes["shard"] * sizes["context"]
+        sharded = shards * sizes["replicate"] > 1
+        parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
+        mixed = compute < parameters
+        gathering = Gathering(
+            shards,
+            whole=compute if mixed else parameters,
+            reduced=4 if mixed else parameters,
+            keeps=not self.reshard_after_forward,
+            ahead=self.prefetch,
+            whole_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
+            replicas=sizes["replicate"] > 1,
+        )
+        block, rest = divided(share.weights())
+        return Holds(
+            share.parts,
+            replace(
+                shape(run, share.rows, share.tokens, cast=sharded and mixed),
+                tensor=sizes["tensor"],
+                cut_tokens=self.sequence_parallel and sizes["tensor"] > 1,
+                cut_loss=self.loss_parallel and sizes["tensor"] > 1,
+                context=sizes["context"],
+                gathers=self.attention is ContextAttention.gather,
+            ),
+            block,
+            rest,
+            parameters=shards,
+            gradients=shards,
+            states=shards,
+            in_flight=self._in_flight(rank),
+            pieces=self.pieces if sizes["pipeline"] > 1 else 1,
+            gathering=gathering if sharded else None,
+            states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
+            parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
+        )
+
+    def _in_flight(self, rank: int) -> int:
+        """Returns the passes of a rank's stages that await their backward, at the most.
+
+        GPipe: all. 1F1B: one for each stage from here to the last (Narayanan et al., 2019). With
+        v stages on a rank, passes of one stage each are counted, and divided by v: 2 (p - 1 - r)
+        + (v - 1) p + 1 of them (Narayanan et al., 2021, Megatron-LM, as torch schedules it).
+        """
+        ranks = self.sizes["pipeline"]
+        if ranks == 1:
+            return 1
+        if self.pipeline_schedule is PipelineSchedule.gpipe:
+            return self.pieces
+        after = ranks - 1 - rank // (self.world_size // ranks)
+        each = self.stages_on_a_rank
+        if each == 1:
+            return min(after + 1, self.pieces)
+        return min(ceil((2 * after + (each - 1) * ranks + 1) / each), self.pieces)
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""

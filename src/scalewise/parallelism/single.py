@@ -11,6 +11,8 @@ from scalewise.parallelism.base import Parallelism
 
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
+    from scalewise.parallelism.holds import Holds
+    from scalewise.run import Run
 
 
 @option("parallelism", "single")
@@ -22,6 +24,12 @@ class Single(Parallelism):
     def world_size(self) -> int:
         """Returns 1."""
         return 1
+
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns everything."""
+        from scalewise.parallelism.holds import of_replicas
+
+        return of_replicas(run)
 
     def strategy(self, device: DeviceKind) -> Layout:
         """Returns Lightning's single-device strategy."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Part, Split, Weight
+from scalewise.models.tape import Pass, Tapes
 
 if TYPE_CHECKING:
     from scalewise.models.decoder.module import DecoderModule
@@ -174,6 +175,12 @@ class Decoder(Model):
         block = 6.0 * sum(out * into for _, out, into, _ in self.linears)
         attention = 14.0 * sequence * self.query_width
         return self.layers * (block + attention) + 6.0 * self.vocabulary * self.width
+
+    def tapes(self, run: Pass) -> Tapes:
+        """Returns the operators of its embedding, of a block, and of its head with the loss."""
+        from scalewise.models.decoder import tape
+
+        return tape.tapes(self, run)
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is contradictory inside this spec, and weights that are not there."""

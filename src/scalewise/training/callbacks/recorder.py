@@ -16,8 +16,8 @@ from scalewise.run import Run
 from scalewise.tracking.names import TIMES
 from scalewise.training.module import TrainingModule
 
-PROBED_STEP = 2
-"""The step whose memory is measured: the first that begins with optimizer state."""
+PROBED_STEP = 3
+"""The step whose memory is measured: by then there is optimizer state, and DDP has its buckets."""
 
 Row = dict[str, Any]
 

@@ -1,0 +1,330 @@
+"""The decoder's operators as it runs them, for the planner: sizes, no tensors."""
+
+from __future__ import annotations
+
+from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.models.tape import Pass, Tape, Tapes, Work
+
+FP32 = 4
+
+
+def tapes(spec: Decoder, run: Pass) -> Tapes:
+    """Returns the operators of a decoder, part by part."""
+    first, block, last, loss = (Writer(spec, run) for _ in range(4))
+    first.embedding()
+    block.block()
+    last.head()
+    loss.loss()
+    rope = spec.position is Position.rope
+    rotations = 2 * run.tokens * spec.head_size * run.table * rope
+    whole = None if 0 < run.loss_chunk < run.places else loss.tape
+    return Tapes(first.tape, block.tape, last.tape, whole, rotations)
+
+
+class Writer:
+    """Writes the tape of one part."""
+
+    def __init__(self, spec: Decoder, run: Pass) -> None:
+        self.spec, self.run, self.tape = spec, run, Tape()
+
+    def embedding(self) -> None:
+        """Writes the look-up of tokens, and of their places."""
+        spec, run, tape = self.spec, self.run, self.tape
+        size = run.places * spec.width * run.stream
+        count = spec.vocabulary * spec.width * run.held
+        # Its gradient is made whole, and cut as the weight is.
+        weight = (0, 0) if run.frozen else (count, count // run.tensor)
+        x = self._summed(tape.add(Work.pointwise, (), size, weight=weight))
+        if spec.position is Position.learned:
+            place = spec.context * spec.width * run.held
+            table = (0, 0) if run.frozen else (place, place)
+            row = tape.add(Work.pointwise, (), tape.sizes[x] // run.rows, weight=table)
+            x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
+        self._dropout(x)
+
+    def block(self) -> None:
+        """Writes one layer."""
+        x = self.tape.tensor(self._stream)
+        x2 = self._residual(x, self._attention(self._norm(x)))
+        self._residual(x2, self._feedforward(self._norm(x2)))
+
+    def head(self) -> None:
+        """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
+        spec, run = self.spec, self.run
+        read = self._joined(self._norm(self.tape.tensor(self._stream)))
+        if 0 < run.loss_chunk < run.places:
+            self._pieces(read)
+        else:
+            self._linear("head", read, spec.width, spec.vocabulary // run.tensor)
+
+    def loss(self) -> None:
+        """Writes the cross-entropy of logits, in fp32."""
+        spec, run, tape = self.spec, self.run, self.tape
+        count = run.places * spec.vocabulary // (run.tensor if run.cut_loss else 1)
+        logits, size = tape.tensor(count * run.compute), count * FP32
+        whole = logits if run.compute == FP32 else self._cast(logits, size)
+        # Two backward steps hold a whole gradient: of the likelihoods, then of the logits.
+        scratch = 0 if run.cut_loss else size
+        reads = (whole, logits)
+        tape.add(Work.pointwise, reads, 0, gradients=(whole,), extra=(size,), scratch=scratch)
+
+    @property
+    def _stream(self) -> int:
+        """Returns the bytes of what goes from layer to layer."""
+        return self.run.between * self.spec.width * self.run.stream
+
+    def _joined(self, x: int) -> int:
+        """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
+        run, tape = self.run, self.tape
+        if run.tensor == 1 or not run.cut_tokens:
+            return x
+        whole = tape.sizes[x] * run.tensor
+        return tape.add(Work.message, (x,), whole, forward_scratch=whole, scratch=whole)
+
+    def _summed(self, x: int) -> int:
+        """Writes how parts of a sum on all tensor ranks are added up, and cut by tokens."""
+        run, tape = self.run, self.tape
+        if run.tensor == 1:
+            return x
+        size = tape.sizes[x]
+        if not run.cut_tokens:
+            return tape.add(Work.message, (x,), size, shares=True, kept_by_selective=True)
+        return tape.add(
+            Work.message,
+            (x,),
+            size // run.tensor,
+            forward_scratch=size,
+            scratch=size,
+            kept_by_selective=True,
+        )
+
+    def _pieces(self, normed: int) -> None:
+        """Writes head and loss of a piece of the tokens at a time, made once more for backward.
+
+        Gradients of the head's weight are summed out of place: the sum so far, one more, and both.
+        """
+        spec, run, tape = self.spec, self.run, self.tape
+        piece = max(1, run.loss_chunk // run.rows) * run.rows
+        count = spec.width * spec.vocabulary // run.tensor
+        logits, read = piece * count // spec.width * FP32, piece * spec.width * run.compute
+        made = piece * count // spec.width * run.compute * (run.compute < FP32)
+        flops = 2.0 * count * run.places
+        copy = count * run.compute * run.casts
+        tape.add(
+            Work.product,
+            (normed,),
+            0,
+            saved=(normed,),
+            weight=(0 if run.frozen else count * run.held,) * 2,
+            forward_scratch=read + made + 2 * logits + copy,
+            scratch=read
+            + copy
+            + max(3 * logits, logits + read + count * run.held, 2 * count * run.held + read),
+            flops=flops,
+            backward_flops=3 * flops,
+        )
+
+    def _residual(self, x: int, branch: int) -> int:
+        branch = self._dropout(branch)
+        return self.tape.add(Work.pointwise, (x, branch), self.tape.sizes[x], shares=True)
+
+    def _dropout(self, x: int) -> int:
+        if not self.spec.dropout:
+            return x
+        size = self.tape.sizes[x]
+        mask = size if self.run.on_cpu else size // self.run.stream
+        return self.tape.add(Work.pointwise, (x,), size, extra=(mask,))
+
+    def _norm(self, x: int) -> int:
+        spec, run, tape = self.spec, self.run, self.tape
+        size, small = tape.sizes[x], run.between * FP32
+        biased = spec.bias and spec.norm is Norm.layernorm
+        count = 0 if run.frozen else spec.width * (1 + biased)
+        weight = (count * run.held,) * 2
+        if spec.norm is Norm.layernorm or not run.on_cpu:
+            extra = (small, small) if spec.norm is Norm.layernorm else (small,)
+            return tape.add(Work.pointwise, (x,), size, saved=(x,), extra=extra, weight=weight)
+        whole = run.between * spec.width * FP32
+        wide = self._cast(x, whole) if size != whole else x
+        square = tape.add(Work.pointwise, (wide,), whole, saved=(wide,), scratch=2 * whole)
+        mean = tape.add(Work.pointwise, (square,), small)
+        root = tape.add(Work.pointwise, (mean,), small, saves_output=True)
+        scaled = tape.add(
+            Work.pointwise, (wide, root), whole, saved=(wide, root), scratch=whole - small
+        )
+        out = tape.add(
+            Work.pointwise,
+            (scaled,),
+            whole,
+            saved=() if run.frozen else (scaled,),
+            weight=weight,
+            scratch=0 if run.frozen else whole,
+        )
+        return out if size == whole else self._cast(out, size)
+
+    def _cast(self, x: int, size: int) -> int:
+        return self.tape.add(Work.pointwise, (x,), size)
+
+    def _linear(
+        self,
+        name: str,
+        x: int,
+        into: int,
+        out: int,
+        *,
+        bias: bool = False,
+        holds: tuple[int, ...] = (),
+    ) -> int:
+        """Writes a linear layer and, where it is adapted, the two narrow ones beside it."""
+        trains = not self.run.frozen
+        written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
+        if name not in self.run.adapted:
+            return written
+        size = self.tape.sizes[written]
+        narrow = self._product(x, into, self.run.rank)
+        wide = self._product(narrow, self.run.rank, out)
+        scaled = self.tape.add(Work.pointwise, (wide,), size)
+        return self.tape.add(Work.pointwise, (written, scaled), size, shares=True)
+
+    def _product(
+        self,
+        x: int,
+        into: int,
+        out: int,
+        *,
+        bias: bool = False,
+        trains: bool = True,
+        holds: tuple[int, ...] = (),
+    ) -> int:
+        run, tape = self.run, self.tape
+        count, more = into * out, out * bias
+        saved, read = [], x
+        if run.casts:
+            if bias:
+                tape.add(Work.pointwise, (), out * run.compute)
+            if tape.trained[x]:
+                saved.append(tape.add(Work.pointwise, (), count * run.compute))
+            else:
+                tape.add(Work.pointwise, (), count * run.compute)
+            if tape.sizes[x] != run.places * into * run.compute:
+                read = self._cast(x, run.places * into * run.compute)
+        weights = (count + more) * trains
+        flops = 2.0 * count * run.places
+        return tape.add(
+            Work.product,
+            (read, *holds),
+            run.places * out * run.compute,
+            saved=(*((read,) if trains else ()), *saved),
+            gradients=(read,),
+            weight=(weights * run.compute, weights * run.held),
+            weight_first=not bias,
+            kept_by_selective=True,
+            flops=flops,
+            backward_flops=flops * (tape.trained[x] + trains),
+        )
+
+    def _rotate(self, x: int) -> int:
+        run, tape = self.run, self.tape
+        size = tape.sizes[x]
+        # The table is fp32: in a mixed pass what it multiplies becomes so.
+        wide = size // run.compute * max(run.compute, run.table)
+        rolled = tape.add(Work.pointwise, (x,), size)
+        second = tape.add(Work.pointwise, (rolled,), wide)
+        first = tape.add(Work.pointwise, (x,), wide)
+        total = tape.add(
+            Work.pointwise, (second, first, rolled), wide, gradients=(second, first), shares=True
+        )
+        return total if wide == size else self._cast(total, size)
+
+    def _attention(self, normed: int) -> int:
+        spec, run = self.spec, self.run
+        read, cut = self._joined(normed), run.tensor
+        query = self._linear(
+            "attention.query", read, spec.width, spec.query_width // cut, bias=spec.bias
+        )
+        key = self._linear("attention.key", read, spec.width, spec.kv_width // cut, bias=spec.bias)
+        value = self._linear(
+            "attention.value", read, spec.width, spec.kv_width // cut, bias=spec.bias
+        )
+        if spec.position is Position.rope:
+            query, key = self._rotate(query), self._rotate(key)
+        mixed = self._mixed(query, key, value)
+        holds = (read, normed)
+        out = self._linear(
+            "attention.output",
+            mixed,
+            spec.query_width // cut,
+            spec.width,
+            bias=spec.bias,
+            holds=holds,
+        )
+        return self._summed(out)
+
+    def _mixed(self, query: int, key: int, value: int) -> int:
+        """Writes attention, and what brings it the tokens of other context ranks."""
+        spec, run, tape = self.spec, self.run, self.tape
+        whole, mask = run.tokens * run.context, 0
+        if run.context > 1 and run.gathers:
+            both = tape.sizes[key] * run.context * 2
+            gathered = tape.add(
+                Work.message, (key, value), both, forward_scratch=2 * both, scratch=both
+            )
+            read: tuple[int, ...] = (query, gathered)
+            piece = run.tokens // 2  # of either end; the mask says which of the keys each sees
+            mask = piece * piece * (2 * run.context + 1) * run.compute
+        elif run.context > 1:
+            heads = spec.key_heads // run.tensor
+            wide = tape.sizes[key] if heads % run.context == 0 else tape.sizes[query]
+            read = (
+                self._exchanged(query, tape.sizes[query]),
+                self._exchanged(key, wide),
+                self._exchanged(value, wide),
+            )
+        else:
+            read = (query, key, value)
+        flops = 4.0 * run.places * whole * spec.query_width / run.tensor
+        mixed = tape.add(
+            Work.attention,
+            read,
+            tape.sizes[query],
+            saved=read,
+            saves_output=True,
+            extra=(run.places * spec.heads // run.tensor * FP32, mask),
+            kept_by_selective=True,
+            flops=flops,
+            backward_flops=2.5 * flops,
+        )
+        if run.context == 1:
+            return mixed
+        if run.gathers:  # the halves of the tokens are put together
+            return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
+        return self._exchanged(mixed, tape.sizes[mixed])
+
+    def _exchanged(self, x: int, size: int) -> int:
+        """Writes an all-to-all: packed, sent, unpacked and put in order."""
+        return self.tape.add(
+            Work.message,
+            (x,),
+            size,
+            forward_scratch=2 * size,
+            scratch=2 * size,
+            kept_by_selective=True,
+        )
+
+    def _feedforward(self, normed: int) -> int:
+        spec, tape, bias = self.spec, self.tape, self.spec.bias
+        read, hidden_width = self._joined(normed), self.spec.feedforward // self.run.tensor
+        if spec.activation is Activation.swiglu:
+            gate = self._linear("feedforward.gate", read, spec.width, hidden_width, bias=bias)
+            size = tape.sizes[gate]
+            opened = tape.add(Work.pointwise, (gate,), size, saved=(gate,))
+            up = self._linear("feedforward.up", read, spec.width, hidden_width, bias=bias)
+            hidden = tape.add(Work.pointwise, (opened, up), size, saved=(opened, up))
+        else:
+            up = self._linear("feedforward.up", read, spec.width, hidden_width, bias=bias)
+            hidden = tape.add(Work.pointwise, (up,), tape.sizes[up], saved=(up,))
+        holds = (read, normed)
+        out = self._linear(
+            "feedforward.down", hidden, hidden_width, spec.width, bias=bias, holds=holds
+        )
+        return self._summed(out)

@@ -1,0 +1,175 @@
+"""A forward pass as a list of operators, with what each keeps for backward: shapes, no tensors.
+
+One list serves memory and time: what is alive when (``replay``), what is computed and what moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Work(StrEnum):
+    """What an operator is bound by."""
+
+    product = "product"
+    """Matrix products: the tensor cores."""
+    attention = "attention"
+    """Products inside a fused attention kernel."""
+    pointwise = "pointwise"
+    """Reads and writes: the memory's bandwidth."""
+    message = "message"
+    """What other ranks send: the links."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one rank through a model: shapes and formats.
+
+    ``stream``: bytes of a number between layers; ``compute``: in matrix products; ``held``: of a
+    weight's gradient. ``casts``: whether products cast what they read (autocast). ``on_cpu``:
+    whether norms are taken apart into their arithmetic, as torch does without a kernel of its own.
+    ``loss_chunk``: tokens whose logits exist at a time; 0: all. ``table``: bytes of a number of
+    the rotations. ``tensor``: ranks that share every matrix out; ``cut_tokens``: whether they share
+    the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
+    share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
+    ``frozen``: whether the model's own weights are not trained; ``adapted``: layers that have
+    matrices of ``rank`` beside them.
+    """
+
+    rows: int
+    tokens: int
+    stream: int
+    compute: int
+    held: int
+    casts: bool
+    on_cpu: bool
+    loss_chunk: int = 0
+    table: int = 4
+    tensor: int = 1
+    cut_tokens: bool = False
+    cut_loss: bool = False
+    context: int = 1
+    gathers: bool = False
+    frozen: bool = False
+    adapted: tuple[str, ...] = ()
+    rank: int = 0
+
+    @property
+    def places(self) -> int:
+        """Returns the tokens of all rows."""
+        return self.rows * self.tokens
+
+    @property
+    def between(self) -> int:
+        """Returns the tokens of all rows that this rank has between sublayers."""
+        return self.places // (self.tensor if self.cut_tokens else 1)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator. Tensors are places in ``Tape.sizes``.
+
+    ``saved``: what backward reads. ``gradients``: the inputs that get a gradient, in the order in
+    which it is made; ``shares``: whether those of the output's format are given its own.
+    ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
+    that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
+    needs besides. ``kept_by_selective``: whether selective recomputation keeps the results.
+    ``flops`` of forward; backward makes ``backward_flops``.
+    """
+
+    work: Work
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    saved: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    shares: bool = False
+    weight: tuple[int, int] = (0, 0)
+    weight_first: bool = True
+    forward_scratch: int = 0
+    scratch: int = 0
+    kept_by_selective: bool = False
+    flops: float = 0.0
+    backward_flops: float = 0.0
+
+
+@dataclass
+class Tape:
+    """The operators of a part of a model, in order, and the bytes of every tensor."""
+
+    sizes: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+    def tensor(self, size: int, *, trained: bool = True) -> int:
+        """Returns the place of a new tensor of ``size`` bytes.
+
+        ``trained``: whether backward has to give it a gradient.
+        """
+        self.sizes.append(size)
+        self.trained.append(trained)
+        return len(self.sizes) - 1
+
+    def add(
+        self,
+        work: Work,
+        reads: Sequence[int],
+        size: int,
+        *,
+        saved: Iterable[int] = (),
+        gradients: Sequence[int] | None = None,
+        weight: tuple[int, int] = (0, 0),
+        weight_first: bool = True,
+        extra: Sequence[int] = (),
+        saves_output: bool = False,
+        shares: bool = False,
+        forward_scratch: int = 0,
+        scratch: int = 0,
+        kept_by_selective: bool = False,
+        flops: float = 0.0,
+        backward_flops: float = 0.0,
+    ) -> int:
+        """Appends an operator and returns the place of what it writes, of ``size`` bytes.
+
+        ``extra``: bytes of further outputs that backward alone reads. The rest is ``Operator``'s.
+        """
+        wanted = reads if gradients is None else gradients
+        asked = tuple(place for place in wanted if self.trained[place])
+        trained = bool(asked or weight[0])
+        written = self.tensor(size, trained=trained)
+        others = tuple(self.tensor(each, trained=False) for each in extra)
+        kept = (*saved, *others, *((written,) if saves_output else ())) if trained else ()
+        self.operators.append(
+            Operator(
+                work,
+                tuple(reads),
+                (written, *others),
+                saved=kept,
+                gradients=asked,
+                shares=shares,
+                weight=weight,
+                weight_first=weight_first,
+                forward_scratch=forward_scratch,
+                scratch=scratch,
+                kept_by_selective=kept_by_selective,
+                flops=flops,
+                backward_flops=backward_flops,
+            )
+        )
+        return written
+
+
+@dataclass(frozen=True)
+class Tapes:
+    """The parts of a model: what comes before its layers, one of these, the head, and the loss.
+
+    The first tensor of a part but ``first`` is what it reads. ``loss`` is None where ``last`` takes
+    the loss of pieces. ``shared``: bytes that all layers read and none makes again.
+    """
+
+    first: Tape
+    block: Tape
+    last: Tape
+    loss: Tape | None
+    shared: int

@@ -1,0 +1,116 @@
+"""What one rank holds of a run and works on, in the facts that the memory ledger asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from scalewise.models.base import Part, Weight
+from scalewise.models.tape import Pass
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Weights that are made whole block by block, and gradients cut again (FSDP2).
+
+    ``shards``: ranks that share each out. ``whole``, ``reduced``: bytes of a gathered number and of
+    one in a reduction. ``keeps``: whether blocks stay whole between forward and backward.
+    ``ahead``: blocks gathered before they are at work. ``whole_gradients``: whether gradients stay
+    whole until the last micro batch. ``replicas``: whether shards are summed over replicas too.
+    """
+
+    shards: int
+    whole: int
+    reduced: int
+    keeps: bool
+    ahead: int
+    whole_gradients: bool
+    replicas: bool
+
+
+@dataclass(frozen=True)
+class Holds:
+    """One rank's share.
+
+    ``block``: the weights of one block as it works with them, and ``rest`` those outside of blocks,
+    cut by tensor parallelism, not by shards. ``parameters``, ``gradients``, ``states``: ranks that
+    share each out. ``buckets``: whether gradients lie in buffers that outlive a step; ``copies``:
+    bytes of such buffers beside them. ``in_flight``: passes whose activations exist at once, of
+    ``pieces`` of a micro batch.
+    """
+
+    parts: tuple[Part, ...]
+    shape: Pass
+    block: tuple[Weight, ...]
+    rest: tuple[Weight, ...]
+    parameters: int = 1
+    gradients: int = 1
+    states: int = 1
+    buckets: bool = False
+    copies: int = 0
+    in_flight: int = 1
+    pieces: int = 1
+    gathering: Gathering | None = None
+    states_on_host: bool = False
+    parameters_on_host: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Returns the blocks of this rank."""
+        return sum(len(part.layers) for part in self.parts)
+
+
+def of_replicas(run: Run, **facts: object) -> Holds:
+    """Returns the share of a rank that works with every weight on whole rows."""
+    layers = run.model.layers
+    block, rest = divided(run.census())
+    return Holds(
+        (Part(range(layers)),),
+        shape(run, run.trainer.micro_batch, run.data.sequence),
+        block,
+        rest,
+        **facts,  # type: ignore[arg-type]  # fields of Holds, by name
+    )
+
+
+def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
+    """Returns the formats and sizes of a pass; ``cast``: whether weights come in its format."""
+    precision = run.precision
+    held = precision.compute.bytes if cast else precision.parameters.bytes
+    return Pass(
+        rows=rows,
+        tokens=tokens,
+        stream=held,
+        compute=precision.compute.bytes,
+        held=held,
+        casts=precision.compute.bytes < held,
+        on_cpu=run.hardware.device == "cpu",
+        loss_chunk=run.objective.loss_chunk or 0,
+        table=precision.parameters.bytes,
+        frozen=any(not weight.trainable for weight in run.census()),
+        adapted=run.adapter.adapted(run.model),
+        rank=run.adapter.rank,
+    )
+
+
+def divided(weights: Iterable[Weight]) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Returns the weights of one block, all being alike, and those outside of blocks."""
+    listed = tuple(weights)
+    layers = [weight.layer for weight in listed if weight.layer is not None]
+    first = min(layers, default=None)
+    block = tuple(weight for weight in listed if weight.layer is not None and weight.layer == first)
+    return block, tuple(weight for weight in listed if weight.layer is None)
+
+
+def numbers(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:
+    """Returns the numbers that one of ``ranks`` holds of weights cut by their rows."""
+    return sum(
+        ceil(weight.shape[0] / ranks) * prod(weight.shape[1:])
+        for weight in weights
+        if weight.trainable or not trained
+    )

@@ -1,0 +1,351 @@
+"""The ledger of one device: what each rank holds, joined with what its passes keep and make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scalewise.memory import Recompute
+from scalewise.parallelism.holds import Gathering, numbers
+from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
+from scalewise.plan.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+BACKWARD = (
+    Phase.backward_loss,
+    Phase.backward_head,
+    Phase.backward_last,
+    Phase.reduce_last,
+    Phase.backward_next,
+    Phase.backward_second,
+    Phase.backward_first,
+    Phase.reduce_block,
+    Phase.backward_embedding,
+    Phase.reduce_rest,
+)
+PASSES = (Phase.forward, Phase.loss, *BACKWARD)
+
+
+def of_device(run: Run, rank: int = 0) -> Ledger:
+    """Returns the ledger of one rank's device at the last micro batch of a step."""
+    moments = (_Device(run, rank, later=later) for later in (False, True))
+    ledgers = [
+        Ledger(tuple(line for line in device.lines() if line.most))
+        for device in moments
+        if device.happens
+    ]
+    return max(ledgers, key=lambda ledger: ledger.peak)
+
+
+def worst(run: Run) -> Ledger:
+    """Returns the ledger of the rank whose device is fullest."""
+    ranks = run.parallelism.unlike_ranks
+    return max((of_device(run, rank) for rank in ranks), key=lambda ledger: ledger.peak)
+
+
+class _Device:
+    """Works a ledger out, purpose by purpose.
+
+    ``later``: when a pipeline has taken a piece backward, so that there are gradients.
+    """
+
+    def __init__(self, run: Run, rank: int, *, later: bool) -> None:
+        self.run, self.holds = run, run.parallelism.holds(run, rank)
+        holds, recompute = self.holds, run.memory.recompute
+        several = run.accumulation > 1 or later
+        self.happens = holds.pieces > 1 or not later
+        self.others = min(holds.in_flight, holds.pieces - later) - 1
+        gathering = holds.gathering
+        if gathering is not None and later:  # torch reduces and drops nothing before the last piece
+            gathering = replace(gathering, keeps=True, whole_gradients=True)
+        self.gathering = gathering
+        whole = gathering is not None and gathering.whole_gradients
+        self.stays = (several and not whole) or holds.buckets
+        adds = whole and gathering is not None and gathering.reduced == holds.shape.held
+        fresh = not adds if gathering is not None else not self.stays
+        tapes = run.model.tapes(holds.shape)
+        self.tapes = tapes
+        self.first, self.last = (
+            any(part.first for part in holds.parts),
+            any(part.last for part in holds.parts),
+        )
+        self.tied = self.first and self.last and bool(run.model.tied_weights)
+        self.block = replay(tapes.block, recompute, fresh=fresh)
+        self.head = replay(tapes.last, fresh=fresh) if self.last else _NOTHING
+        self.loss = replay(tapes.loss, fresh=fresh) if self.last and tapes.loss else _NOTHING
+        self.start = replay(tapes.first, given=(), fresh=fresh) if self.first else _NOTHING
+
+    @property
+    def head_weights(self) -> int:
+        """Returns the numbers of what comes after the blocks."""
+        ends = [w for w in self.holds.rest if w.role not in ("embedding", "position")]
+        return numbers(ends, trained=True)
+
+    def lines(self) -> Iterator[Line]:
+        """Yields what lasts, what passes keep, and what is at work."""
+        yield from self._lasting()
+        yield from self._gradients()
+        if self.tied:
+            yield self._of_tied()
+        if self.gathering is not None:
+            yield from self._gathered(self.gathering)
+        yield from self._kept()
+        yield from self._at_work()
+        if self.holds.pieces > 1:
+            yield from self._pipeline()
+
+    def _lasting(self) -> Iterator[Line]:
+        run, holds = self.run, self.holds
+        each, layers = run.precision.parameters.bytes, holds.layers
+        shards = holds.parameters
+        count = layers * numbers(holds.block, shards) + numbers(holds.rest, shards)
+        shared = f" / {shards} shards" if shards > 1 else ""
+        if not holds.parameters_on_host:
+            yield _line(
+                "parameters",
+                count * each,
+                EVERY,
+                f"{count:,} x {each} B{shared}",
+                f"held in {run.precision.parameters}",
+            )
+        yield _line(
+            "buffers",
+            getattr(run.model, "buffer_bytes", 0) * len(holds.parts) * holds.shape.table // 4,
+            EVERY,
+            "2 x context x head width",
+            "rotations of every place, whole on every rank",
+        )
+        slots = run.optimizer.slots
+        trained = layers * numbers(holds.block, holds.states, trained=True)
+        trained += numbers(holds.rest, holds.states, trained=True)
+        if not holds.states_on_host:
+            yield _line(
+                "optimizer state",
+                trained * slots * each,
+                EVERY,
+                f"{trained:,} x {slots} x {each} B",
+                f"{slots} numbers for each that is trained",
+            )
+
+    def _gradients(self) -> Iterator[Line]:
+        holds, each = self.holds, self.run.precision.parameters.bytes
+        count = holds.layers * numbers(holds.block, holds.gradients, trained=True)
+        count += numbers(holds.rest, holds.gradients, trained=True)
+        whole = count * each
+        if holds.copies:
+            yield _line("buckets", holds.copies, EVERY, f"{count:,} x {each} B", "as they are sent")
+        reason = "made as backward comes to them"
+        if self.stays:
+            reason = "summed up over micro batches"
+            if holds.buckets:
+                reason = "in buckets that outlive the step"
+            yield _line("gradients", whole, EVERY, f"{count:,} x {each} B", reason)
+            if holds.buckets and self.run.accumulation > 1:
+                yield self._of_earlier(each, "each moves into its bucket when it is complete")
+            return
+        block, rest = self.block.gradients, self.head.gradients
+        if holds.gathering is not None:
+            block = numbers(holds.block, holds.gradients, trained=True) * each
+            rest = 0
+        layers = holds.layers
+        grown = {
+            Phase.backward_last: rest,
+            Phase.reduce_last: rest,
+            Phase.backward_next: min(1, layers - 1) * block + rest,
+            Phase.backward_second: max(0, layers - 2) * block + rest,
+            Phase.backward_first: (layers - 1) * block + rest,
+            Phase.reduce_block: (layers - 1) * block + rest,
+            Phase.backward_embedding: layers * block + rest,
+            Phase.reduce_rest: layers * block + rest,
+            Phase.optimizer: whole,
+        }
+        yield Line("gradients", grown, f"{count:,} x {each} B", reason)
+
+    def _of_tied(self) -> Line:
+        """A weight with two uses: autograd adds the gradients of both up before it holds either."""
+        (name,) = self.run.model.tied_weights
+        (weight,) = (weight for weight in self.holds.rest if weight.name == name)
+        size = weight.count * self.holds.shape.held * weight.trainable
+        waiting = size * (self.head.gradients == 0)
+        phases = dict.fromkeys(BACKWARD[2:8], waiting)
+        phases |= {Phase.backward_embedding: waiting + size}
+        return Line("gradient of the tied head", phases, f"{weight.count:,}", "waits for the other")
+
+    def _gathered(self, gathering: Gathering) -> Iterator[Line]:
+        """FSDP: whole weights around the block at work, and gradients on their way to shards."""
+        holds, shards = self.holds, gathering.shards
+        block = numbers(holds.block, shards) * shards
+        rest = numbers(holds.rest, shards) * shards
+        layers, keeps = holds.layers, gathering.keeps
+        if shards > 1 or gathering.replicas:
+            yield _line(
+                "gathered weights outside of blocks",
+                rest * gathering.whole,
+                PASSES[:-1],
+                f"{rest:,} x {gathering.whole} B",
+                "gathered for the whole pass",
+            )
+            # The buffer of a gather is as large as what it fills; torch keeps it for one block.
+            each, whole = block * gathering.whole, layers * keeps
+            ahead = min(gathering.ahead, layers - 1)
+            held = {
+                Phase.forward: max(whole, 1) * each + each,
+                Phase.loss: whole * each,
+                Phase.backward_loss: whole * each,
+                Phase.backward_head: (whole or ahead) * each,
+                Phase.backward_last: (whole or 1 + ahead) * each,
+                Phase.reduce_last: (max(whole - 1, 0) or ahead) * each,
+                Phase.backward_next: (max(whole - 1, 0) or 1 + min(ahead, layers - 2)) * each,
+                Phase.backward_second: (2 * keeps or 1 + min(ahead, 1)) * each,
+                Phase.backward_first: each,
+                Phase.reduce_block: 0,
+            }
+            yield Line(
+                "gathered weights of blocks",
+                held,
+                f"{block:,} x {gathering.whole} B a block",
+                "kept after forward" if keeps else "the block at work, and one on its way",
+            )
+        if gathering.whole_gradients:
+            yield self._of_earlier(gathering.reduced, "kept until the last micro batch reduces")
+        if gathering.replicas and self.stays:
+            yield self._of_replicas(gathering)
+        trained = numbers(holds.block, shards, trained=True) * shards
+        ends = numbers(holds.rest, shards, trained=True) * shards
+        reduced = trained * gathering.reduced
+        own, root = self.block.gradients, self.head.gradients + self.start.gradients
+        tied = self.head.gradients if self.run.model.tied_weights else 0
+        several = self.head.gradients + (layers > 1) * reduced
+        yield Line(
+            "gradients on their way to shards",
+            {
+                Phase.backward_last: self.head.gradients,
+                Phase.reduce_last: self.head.gradients + own + reduced,
+                Phase.backward_next: several,
+                Phase.backward_second: several,
+                Phase.backward_first: several,
+                Phase.reduce_block: self.head.gradients + own + reduced,
+                Phase.backward_embedding: self.head.gradients + reduced,
+                Phase.reduce_rest: root - tied + ends * gathering.reduced + reduced,
+            },
+            f"{trained:,} x {gathering.reduced} B a block",
+            "whole gradients, and the buffer of a reduction until the next",
+        )
+
+    def _of_earlier(self, each: int, reason: str) -> Line:
+        """What earlier micro batches have left whole and not yet in its place."""
+        block = numbers(self.holds.block, trained=True) * each
+        rest = numbers(self.holds.rest, trained=True) * each
+        layers = self.holds.layers
+        done = self.holds.gathering is None and not self.tied
+        last = rest - self.head_weights * each * done
+        phases = dict.fromkeys(PASSES, layers * block + rest)
+        phases |= {
+            Phase.backward_last: layers * block + last,
+            Phase.reduce_last: layers * block + last,
+            Phase.backward_next: max(0, layers - 1) * block + last,
+            Phase.backward_second: min(layers, 2) * block + last,
+            Phase.backward_first: block + last,
+            Phase.reduce_block: block + last,
+            Phase.backward_embedding: last,
+            Phase.reduce_rest: last,
+        }
+        formula = f"{layers} blocks x {block:,} B + {rest:,} B"
+        return Line("gradients of earlier micro batches", phases, formula, reason)
+
+    def _of_replicas(self, gathering: Gathering) -> Line:
+        """Shards of gradients that replicas have summed up; torch holds them until the end."""
+        block = numbers(self.holds.block, gathering.shards, trained=True) * gathering.reduced
+        layers = self.holds.layers
+        phases = {
+            Phase.backward_next: min(1, layers - 1) * block,
+            Phase.backward_second: max(0, layers - 2) * block,
+            Phase.backward_first: (layers - 1) * block,
+            Phase.reduce_block: (layers - 1) * block,
+            Phase.backward_embedding: layers * block,
+            Phase.reduce_rest: layers * block,
+        }
+        return Line(
+            "sums over replicas", phases, f"{block:,} B a block", "held until backward ends"
+        )
+
+    def _kept(self) -> Iterator[Line]:
+        run, holds = self.run, self.holds
+        block, layers = self.block.kept, holds.layers
+        reason = {
+            Recompute.nothing: "all that backward reads",
+            Recompute.selective: "products and attention; the rest is made again",
+            Recompute.full: "the input of each block; the rest is made again",
+        }[run.memory.recompute]
+        kept = {
+            Phase.forward: (layers - 1) * block,
+            Phase.loss: layers * block,
+            Phase.backward_loss: layers * block,
+            Phase.backward_head: layers * block,
+            Phase.backward_last: (layers - 1) * block,
+            Phase.reduce_last: (layers - 1) * block,
+            Phase.backward_next: max(0, layers - 2) * block,
+            Phase.backward_second: min(1, layers - 1) * block,
+        }
+        yield Line("activations of blocks", kept, f"{layers} x {block:,} B", reason)
+        yield _line(
+            "rotations",
+            self.tapes.shared,
+            (Phase.forward, Phase.loss, *BACKWARD[:7]),
+            "2 x tokens x head width",
+            "of this row's places",
+        )
+        before = {
+            Phase.loss: self.head.kept,
+            Phase.backward_loss: self.head.kept,
+        }
+        yield Line("activations of the head", before, "", "what the norm and the head keep")
+
+    def _at_work(self) -> Iterator[Line]:
+        block, head, loss, start = self.block, self.head, self.loss, self.start
+        work = {
+            Phase.forward: block.forward_peak,
+            Phase.loss: max(head.forward_peak - head.kept, loss.forward_peak),
+            Phase.backward_loss: loss.backward_peak,
+            Phase.backward_head: head.backward_peak,
+            Phase.backward_last: block.backward_peak,
+            Phase.backward_next: block.backward_peak * (self.holds.layers > 2),
+            Phase.backward_second: block.backward_peak * (self.holds.layers > 2),
+            Phase.backward_first: block.backward_peak,
+            Phase.backward_embedding: start.backward_peak,
+        }
+        yield Line("at work", work, "", "what one part makes while it runs")
+
+    def _pipeline(self) -> Iterator[Line]:
+        """Stages: other pieces that await their backward, and what is sent on and back."""
+        holds, tapes = self.holds, self.tapes
+        stream = tapes.block.sizes[0]
+        received, returned = stream * (not self.first), stream * (not self.last)
+        given = tapes.loss.sizes[0] if self.last and tapes.loss else stream
+        piece = holds.layers * self.block.kept + self.head.kept + self.loss.kept
+        piece += tapes.shared + given - received
+        yield _line(
+            "activations of other pieces",
+            self.others * piece,
+            PASSES,
+            f"{self.others} x {piece:,} B",
+            f"{self.others + 1} of {holds.pieces} pieces await their backward",
+        )
+        yield _line("output of the stage", given, BACKWARD, "", "held until its backward has ended")
+        # Of the piece at work one is counted already: what its first block reads, the gradient
+        # that its last is given.
+        buffers = dict.fromkeys(EVERY, holds.pieces * (received + returned) - received)
+        buffers[Phase.backward_last] -= returned
+        formula = f"{holds.pieces} x {received + returned:,} B"
+        reason = "one a piece for activations, and one for their gradients"
+        yield Line("buffers between stages", buffers, formula, reason)
+
+
+_NOTHING = Replay(0, 0, 0, 0)
+
+
+def _line(what: str, size: int, phases: tuple[Phase, ...], formula: str, reason: str) -> Line:
+    return Line(what, dict.fromkeys(phases, size), formula, reason)

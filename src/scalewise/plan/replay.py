@@ -1,0 +1,180 @@
+"""Walks a tape forward and backward and counts what is alive, as autograd would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scalewise.memory import Recompute
+from scalewise.models.tape import Operator, Tape
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Bytes of one part of a model through a pass.
+
+    ``kept``: between its forward and its backward. ``forward_peak``: the most that is alive in
+    its forward, what it reads among it. ``backward_peak``: the most in its backward, what it keeps
+    and its weights' gradients among it. ``gradients``: those of its weights, at the end.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    gradients: int
+
+
+def replay(
+    tape: Tape,
+    recompute: Recompute = Recompute.nothing,
+    *,
+    given: Sequence[int] = (0,),
+    fresh: bool,
+) -> Replay:
+    """Returns what is alive when a part runs whose inputs are ``given`` and whose last is output.
+
+    ``fresh``: whether weights have no gradient yet, so that the one made here stays.
+    """
+    forward = _Forward(tape, given)
+    forward.run(tape.operators)
+    kept, first, again, leftover = forward.kept, forward, 0, 0
+    if recompute is not Recompute.nothing:
+        cached = _products(tape) if recompute is Recompute.selective else frozenset()
+        kept = sum(tape.sizes[place] for place in {*given, *cached})
+        first = _Forward(tape, given, kept=cached)
+        first.run(tape.operators)
+        # It stops at the last whose inputs backward reads; a product kept of that stays unused.
+        last = max(at for at, operator in enumerate(tape.operators) if operator.saved)
+        second = _Forward(tape, given, cached=cached)
+        second.run(tape.operators[:last])
+        unused = {place for op in tape.operators[last:] for place in op.writes}
+        # What the block reads is held for the second forward until its backward has ended.
+        held = {*given} - {*forward.saves}
+        leftover = sum(tape.sizes[place] for place in (unused & cached) | held)
+        again = second.peak + tape.sizes[tape.operators[-1].writes[0]]
+    backward = _Backward(tape, forward, leftover, fresh=fresh)
+    backward.run()
+    peak = max(backward.peak, again)
+    return Replay(kept, first.peak, peak, backward.held)
+
+
+def _products(tape: Tape) -> frozenset[int]:
+    kept = (operator.writes for operator in tape.operators if operator.kept_by_selective)
+    return frozenset(place for writes in kept for place in writes)
+
+
+class _Forward:
+    """Counts bytes through the operators, in order.
+
+    ``kept``: what is kept, where it is not what backward reads. ``cached``: what exists already.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        given: Sequence[int],
+        kept: frozenset[int] | None = None,
+        cached: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tape, self._cached = tape, cached
+        self._last_read = {
+            place: at for at, operator in enumerate(tape.operators) for place in operator.reads
+        }
+        self.saves: dict[int, int] = {}
+        for operator in tape.operators:
+            for place in operator.saved:
+                self.saves[place] = self.saves.get(place, 0) + 1
+        self._stays = {*given, *(self.saves if kept is None else kept)}
+        self._now = self.peak = sum(tape.sizes[place] for place in {*given, *cached})
+
+    def run(self, operators: Sequence[Operator]) -> None:
+        sizes, stays, now, peak = self._tape.sizes, self._stays, self._now, self.peak
+        for at, operator in enumerate(operators):
+            for place in operator.writes:
+                if place not in self._cached:
+                    now += sizes[place]
+            if now + operator.forward_scratch > peak:
+                peak = now + operator.forward_scratch
+            for place in operator.reads:
+                if self._last_read[place] == at and place not in stays:
+                    now -= sizes[place]
+            for place in operator.writes[1:]:
+                if place not in stays:
+                    now -= sizes[place]
+        self._now, self.peak = now, peak
+
+    @property
+    def kept(self) -> int:
+        """Returns the bytes that backward will read."""
+        return sum(self._tape.sizes[place] for place in self.saves)
+
+
+class _Backward:
+    """Counts bytes through the operators, in reverse."""
+
+    def __init__(self, tape: Tape, forward: _Forward, leftover: int, *, fresh: bool) -> None:
+        self._tape, self._fresh = tape, fresh
+        self._saves = dict(forward.saves)
+        self._now = forward.kept + leftover
+        self.peak = self.held = 0
+        self._gradient: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._owners: list[int] = []
+
+    def run(self) -> None:
+        tape = self._tape
+        output = tape.operators[-1].writes[0]
+        self._gradient[output] = self._make(tape.sizes[output])
+        for operator in reversed(tape.operators):
+            if operator.writes[0] in self._gradient:
+                self._through(operator)
+
+    def _through(self, operator: Operator) -> None:
+        sizes = self._tape.sizes
+        arrived = self._gradient.pop(operator.writes[0])
+        computed, held = operator.weight
+        if computed and operator.weight_first:
+            self._grow(computed)
+        made = []
+        for place in operator.gradients:
+            if operator.shares and sizes[place] == self._sizes[arrived]:
+                self._owners[arrived] += 1
+                made.append((place, arrived))
+            else:
+                made.append((place, self._make(sizes[place])))
+        if computed and not operator.weight_first:
+            self._grow(computed)
+        self.peak = max(self.peak, self._now + operator.scratch)
+        self._drop(arrived)
+        for place in operator.saved:
+            self._saves[place] -= 1
+            if not self._saves[place]:
+                self._now -= sizes[place]
+        for place, buffer in made:
+            if (before := self._gradient.get(place)) is not None:
+                total = self._make(sizes[place])
+                self._drop(before)
+                self._drop(buffer)
+                buffer = total
+            self._gradient[place] = buffer
+        if computed:
+            if held != computed:
+                self._grow(held)
+                self._now -= computed
+            self.held += held * self._fresh
+            self._now -= held * (not self._fresh)
+
+    def _make(self, size: int) -> int:
+        self._sizes.append(size)
+        self._owners.append(1)
+        self._grow(size)
+        return len(self._sizes) - 1
+
+    def _drop(self, buffer: int) -> None:
+        self._owners[buffer] -= 1
+        if not self._owners[buffer]:
+            self._now -= self._sizes[buffer]
+
+    def _grow(self, size: int) -> None:
+        self._now += size
+        self.peak = max(self.peak, self._now)
