@@ -13,6 +13,7 @@ from scalewise.launch import started
 
 VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
+    "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "report": "write report.html again for a run's or a sweep's folder",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "doctor": "say what this machine has, and what that means for a run",
@@ -25,6 +26,7 @@ EXAMPLES = (
         "two layouts by two precisions, one report",
         "scalewise train -m experiment=demo parallelism=single,ddp precision=fp32,bf16_mixed",
     ),
+    ("does it fit, and how fast", "scalewise plan model=llama3_8b parallelism=fsdp hardware=h100"),
     ("your own text", "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m"),
 )
 

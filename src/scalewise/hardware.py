@@ -53,6 +53,33 @@ class Hardware:
     """Bandwidth between two devices of a node, one direction, GB/s."""
     link_latency_us: float | None = None
     """Time of an empty message between two devices of a node, microseconds."""
+    devices_per_node: int | None = None
+    """Devices of one node; None: what the present machine has."""
+    nodes: int = 1
+    """Nodes."""
+    node_link_gb_per_s: float | None = None
+    """Bandwidth of one device to another node, one direction, GB/s; None: as within a node."""
+    node_link_latency_us: float | None = None
+    """Time of an empty message between two nodes, microseconds; None: as within a node."""
+    host_memory_gib: float | None = None
+    """Main memory of one node, GiB; None: the present machine's."""
+    context_gib: float = 0.0
+    """Memory of a device that its driver and its communication library keep for themselves, GiB."""
+    product_share: float = 0.8
+    """Share of the peak rate that large matrix products reach."""
+    attention_share: float = 0.45
+    """Share of the peak rate that fused attention reaches."""
+    bandwidth_share: float = 0.85
+    """Share of the memory's bandwidth that pointwise operators reach."""
+    dollars_per_hour: float | None = None
+    """Price of one device, US dollars an hour."""
+    watts: float | None = None
+    """Power of one device at work, with its share of the node, W."""
+
+    @property
+    def devices(self) -> int | None:
+        """Returns the devices of all nodes; None: what the present machine has."""
+        return None if self.devices_per_node is None else self.nodes * self.devices_per_node
 
     def peak_flops(self, kind: str) -> float | None:
         """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
@@ -67,7 +94,23 @@ class Hardware:
                 yield Complaint(f"hardware.{key}", value, "must be positive")
 
 
-_POSITIVE = ("memory_gib", "fp32_tflops", "memory_gb_per_s", "link_gb_per_s", "link_latency_us")
+_POSITIVE = (
+    "memory_gib",
+    "fp32_tflops",
+    "memory_gb_per_s",
+    "link_gb_per_s",
+    "link_latency_us",
+    "devices_per_node",
+    "nodes",
+    "node_link_gb_per_s",
+    "node_link_latency_us",
+    "host_memory_gib",
+    "product_share",
+    "attention_share",
+    "bandwidth_share",
+    "dollars_per_hour",
+    "watts",
+)
 
 
 @dataclass(frozen=True)

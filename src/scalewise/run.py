@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from math import ceil, isfinite
 from pathlib import Path
 
@@ -112,7 +113,11 @@ class Run:
 
     def census(self) -> tuple[Weight, ...]:
         """Returns every tensor of the model as it is trained, with what an adapter adds."""
-        return self.adapter.weights(self.model)
+        return _census(self.adapter, self.model)
+
+    def census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+        """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
+        return _by_kind(self.adapter, self.model)
 
     def steps(self, rows: int) -> int:
         """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
@@ -122,7 +127,8 @@ class Run:
         """Returns the run with every ``auto`` of hardware and layout decided for this machine."""
         hardware = on_this_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
-        devices = started_ranks() or (max(1, len(this_machine().gpus)) if on_cuda else None)
+        present = max(1, len(this_machine().gpus)) if on_cuda else None
+        devices = started_ranks() or hardware.devices or present
         return replace(self, hardware=hardware, parallelism=self.parallelism.settle(devices))
 
     def complaints(self) -> Iterator[Complaint]:
@@ -302,6 +308,18 @@ class Run:
                 "this device has no bf16 tensor cores",
                 "set precision=fp16_mixed",
             )
+
+
+@lru_cache(maxsize=64)
+def _census(adapter: Adapter, model: Model) -> tuple[Weight, ...]:
+    return adapter.weights(model)
+
+
+@lru_cache(maxsize=64)
+def _by_kind(adapter: Adapter, model: Model) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    census = _census(adapter, model)
+    block = tuple(weight for weight in census if weight.layer == 0)
+    return block, tuple(weight for weight in census if weight.layer is None)
 
 
 def _beyond(group: str, spec: object) -> Iterator[Complaint]:

@@ -92,6 +92,12 @@ def test_a_refusal_is_quick_and_leaves_nothing(
     assert ours < torchs
 
 
+def test_a_plan_costs_less_than_importing_torch(scalewise: Doors) -> None:
+    line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
+    ours, torchs = beside_torch(scalewise, "-m", "scalewise", "plan", *line)
+    assert ours < torchs
+
+
 def test_data_is_refused_before_there_is_a_folder(scalewise: Doors) -> None:
     (scalewise.cwd / "empty.txt").write_text("")
     parts = [part for part in TINY if "megabytes" not in part]

@@ -23,10 +23,11 @@ def table() -> dict[str, list[str]]:
 
 
 def commands() -> list[str]:
-    """Returns every ``scalewise train`` line of the README's code blocks and of ``--help``."""
+    """Returns every ``train`` and ``plan`` line of the README's code blocks and of ``--help``."""
     blocks = re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    shown = [line for line in lines if line.startswith("scalewise train") and "..." not in line]
+    verbs = ("scalewise train", "scalewise plan")
+    shown = [line for line in lines if line.startswith(verbs) and "..." not in line]
     return shown + [line for _, line in EXAMPLES]
 
 
@@ -40,8 +41,9 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "books" / "one.txt").write_text("A book.\n")
     monkeypatch.chdir(tmp_path)
     door.prepare()
-    words = shlex.split(line, comments=True)[2:]
-    assert diagnose([word for word in words if word not in ("-m", "--cfg", "job")]) == []
+    _, verb, *words = shlex.split(line, comments=True)
+    overrides = [word for word in words if word not in ("-m", "--cfg", "job")]
+    assert diagnose(overrides, here=verb != "plan") == []
 
 
 def test_the_picture_is_there() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_verbs() -> None:
-    assert list(cli.VERBS) == ["train", "report", "bench", "doctor"]
+    assert list(cli.VERBS) == ["train", "plan", "report", "bench", "doctor"]
 
 
 def test_groups_and_their_options() -> None:
@@ -59,7 +59,7 @@ def test_groups_and_their_options() -> None:
         "checkpoint": ["default", "none"],
         "tracking": ["none", "wandb"],
         "launch": ["local"],
-        "hardware": ["a100_80g", "auto", "cpu", "h100", "h200", "rtx4090", "v100"],
+        "hardware": ["a100_80g", "auto", "cpu", "h100", "h100_8x4", "h200", "rtx4090", "v100"],
         "callbacks": ["early_stopping", "ema", "guard", "none", "profiler"],
     }
 

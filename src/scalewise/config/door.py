@@ -48,7 +48,10 @@ class End:
 class Verb:
     """What a verb does with a Run, and with the jobs of a multirun."""
 
-    name: str
+    here = True
+    """Whether runs must be able to run on the present machine."""
+    keeps_folder = True
+    """Whether a run's folder is its result."""
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
@@ -96,10 +99,13 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
         try:
-            passage.codes.append(verb.one(read(config, _lines(config.hydra)), folder))
+            run = read(config, _lines(config.hydra), here=verb.here)
+            passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
             _remove_empty(folder)
             passage.raised.append(error)
+        if not verb.keeps_folder:
+            _remove_empty(folder)
 
     _passages.append(passage)
     program = hydra.main(
@@ -118,7 +124,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
             _remove_empty(passage.folder)
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        raise refuse.translated(error, flags.overrides) from error
+        raise refuse.translated(error, flags.overrides, here=verb.here) from error
     finally:
         _passages.remove(passage)
         sys.argv = argv
@@ -158,6 +164,8 @@ def launch(
     except Exception as error:  # Hydra would hide which error it was
         passage.raised.append(error)
         raise
+    if not passage.verb.keeps_folder:
+        _remove_empty(folder)
     passage.codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
 
@@ -192,7 +200,7 @@ def _validated(
         try:
             # Alone, a job is its own overrides: the axes would make it a sweep again.
             lines = [line for line in _lines(composed.hydra) if not line.startswith("sweep=")]
-            run = read(composed, lines)
+            run = read(composed, lines, here=_passages[-1].verb.here)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue

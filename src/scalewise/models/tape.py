@@ -143,7 +143,7 @@ class Tape:
         self.operators.append(
             Operator(
                 work,
-                tuple(reads),
+                tuple(dict.fromkeys(reads)),
                 (written, *others),
                 saved=kept,
                 gradients=asked,

@@ -66,6 +66,11 @@ class Parallelism(ABC):
         """Returns what a rank sends in one optimizer step of ``run``."""
         return ()
 
+    def group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
+        """Returns how many ranks a message along ``axes`` joins, and whether it leaves a node."""
+        ranks = self.world_size
+        return ranks, devices_per_node is not None and ranks > devices_per_node
+
     @property
     def unlike_ranks(self) -> tuple[int, ...]:
         """Returns one rank of each kind that holds another share than the rest."""

@@ -36,6 +36,7 @@ class Collective:
 
     ``axes``: the ranks that take part differ along these. ``bytes``: the larger of the tensors
     that go in and come out, on one rank: what is reduced, what is gathered, what is scattered.
+    ``hides``: whether blocks are at work meanwhile, so that only its excess takes time.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class Collective:
     bytes: int
     count: int
     what: str
+    hides: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,22 @@ class Share:
 
     def weights(self) -> Iterator[Weight]:
         """Yields this rank's weights, as tensor parallelism has cut them."""
-        for weight in self.run.census():
-            if any(_holds(part, weight, self.run.model.tied_weights) for part in self.parts):
-                yield _cut(weight, self.table, self.mesh.sizes["tensor"])
+        return self._own(self.run.census())
+
+    def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+        """Returns those of one block, and those outside of blocks."""
+        block, rest = self.run.census_by_kind()
+        first = self.parts[0].layers[0]
+        return (
+            tuple(self._own(replace(weight, layer=first) for weight in block)),
+            tuple(self._own(rest)),
+        )
+
+    def _own(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        tied, table, ranks = self.run.model.tied_weights, self.table, self.mesh.sizes["tensor"]
+        for weight in weights:
+            if any(_holds(part, weight, tied) for part in self.parts):
+                yield weight if ranks == 1 else _cut(weight, table, ranks)
 
     @property
     def halves(self) -> dict[str, Half]:
@@ -163,10 +178,17 @@ def _of_shards(share: Share) -> Iterator[Collective]:
         again = layer is not None and mesh.reshard_after_forward
         if ranks > 1:
             axes, gathers = ("shard", "context"), share.passes * (2 if again else 1)
-            yield Collective(Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}")
+            yield Collective(
+                Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}", hides=True
+            )
             size = trained * reduced
             yield Collective(
-                Kind.reduce_scatter, axes, size, reductions * bool(size), f"gradients of {name}"
+                Kind.reduce_scatter,
+                axes,
+                size,
+                reductions * bool(size),
+                f"gradients of {name}",
+                hides=True,
             )
         if replicas > 1:
             size = trained * reduced // ranks
@@ -176,6 +198,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 size,
                 reductions * bool(size),
                 f"gradients of {name}",
+                hides=True,
             )
 
 

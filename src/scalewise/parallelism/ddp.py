@@ -127,7 +127,7 @@ class DDP(Parallelism):
         if self.comm_hook.is_powersgd:
             numbers = self._factors(trained)
         return tuple(
-            Collective(Kind.all_reduce, ("replicate",), count * each, 1, what)
+            Collective(Kind.all_reduce, ("replicate",), count * each, 1, what, hides=True)
             for what, count in numbers.items()
             if count
         )

@@ -68,7 +68,7 @@ class Holds:
 def of_replicas(run: Run, **facts: object) -> Holds:
     """Returns the share of a rank that works with every weight on whole rows."""
     layers = run.model.layers
-    block, rest = divided(run.census())
+    block, rest = run.census_by_kind()
     return Holds(
         (Part(range(layers)),),
         shape(run, run.trainer.micro_batch, run.data.sequence),
@@ -92,19 +92,10 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         on_cpu=run.hardware.device == "cpu",
         loss_chunk=run.objective.loss_chunk or 0,
         table=precision.parameters.bytes,
-        frozen=any(not weight.trainable for weight in run.census()),
+        frozen=any(not weight.trainable for weight in run.census_by_kind()[1]),
         adapted=run.adapter.adapted(run.model),
         rank=run.adapter.rank,
     )
-
-
-def divided(weights: Iterable[Weight]) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Returns the weights of one block, all being alike, and those outside of blocks."""
-    listed = tuple(weights)
-    layers = [weight.layer for weight in listed if weight.layer is not None]
-    first = min(layers, default=None)
-    block = tuple(weight for weight in listed if weight.layer is not None and weight.layer == first)
-    return block, tuple(weight for weight in listed if weight.layer is None)
 
 
 def numbers(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:

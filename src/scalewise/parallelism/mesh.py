@@ -195,6 +195,22 @@ class Mesh(Parallelism):
 
         return of_mesh(self, run, rank)
 
+    def group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
+        """Returns how many ranks a message along ``axes`` joins, and whether it leaves a node.
+
+        Ranks lie in a node one after the other, those that differ along the last axis first.
+        """
+        joined, inner = 1, 1
+        for axis in reversed(AXES):
+            size = self.sizes[axis]
+            inner *= size
+            if axis in axes and size > 1:
+                joined *= size
+                reach = inner
+        if joined == 1:
+            return 1, False
+        return joined, devices_per_node is not None and reach > devices_per_node
+
     @property
     def unlike_ranks(self) -> tuple[int, ...]:
         """Returns a rank of each place in the pipeline."""
@@ -204,7 +220,7 @@ class Mesh(Parallelism):
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
         from scalewise.parallelism.collectives import share_of
-        from scalewise.parallelism.holds import Gathering, Holds, divided, shape
+        from scalewise.parallelism.holds import Gathering, Holds, shape
 
         share, sizes = share_of(self, run, rank), self.sizes
         shards = sizes["shard"] * sizes["context"]
@@ -220,7 +236,7 @@ class Mesh(Parallelism):
             whole_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
             replicas=sizes["replicate"] > 1,
         )
-        block, rest = divided(share.weights())
+        block, rest = share.weights_by_kind()
         return Holds(
             share.parts,
             replace(

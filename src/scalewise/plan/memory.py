@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
-from scalewise.parallelism.holds import Gathering, numbers
+from scalewise.models.base import Model
+from scalewise.models.tape import Pass, Tapes
+from scalewise.parallelism.holds import Gathering, Holds, numbers
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
 from scalewise.plan.replay import Replay, replay
 
 if TYPE_CHECKING:
     from scalewise.run import Run
 
+_NOTHING = Replay(0, 0, 0, 0)
 BACKWARD = (
     Phase.backward_loss,
     Phase.backward_head,
@@ -31,12 +35,10 @@ PASSES = (Phase.forward, Phase.loss, *BACKWARD)
 
 def of_device(run: Run, rank: int = 0) -> Ledger:
     """Returns the ledger of one rank's device at the last micro batch of a step."""
-    moments = (_Device(run, rank, later=later) for later in (False, True))
-    ledgers = [
-        Ledger(tuple(line for line in device.lines() if line.most))
-        for device in moments
-        if device.happens
-    ]
+    holds = run.parallelism.holds(run, rank)
+    moments = (False, True) if holds.pieces > 1 else (False,)
+    devices = [_Device(run, holds, later=later) for later in moments]
+    ledgers = [Ledger(tuple(line for line in device.lines() if line.most)) for device in devices]
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
@@ -46,17 +48,35 @@ def worst(run: Run) -> Ledger:
     return max((of_device(run, rank) for rank in ranks), key=lambda ledger: ledger.peak)
 
 
+@lru_cache(maxsize=1024)
+def tapes_of(model: Model, shape: Pass) -> Tapes:
+    """Returns the tapes of a model; the many layouts of a search share few shapes."""
+    return model.tapes(shape)
+
+
+@lru_cache(maxsize=1024)
+def _replays(
+    model: Model, shape: Pass, recompute: Recompute, fresh: bool
+) -> tuple[Replay, Replay, Replay, Replay]:
+    """Returns embedding, block, head and loss; a loss that is taken in pieces is in the head."""
+    tapes = tapes_of(model, shape)
+    return (
+        replay(tapes.first, given=(), fresh=fresh),
+        replay(tapes.block, recompute, fresh=fresh),
+        replay(tapes.last, fresh=fresh),
+        replay(tapes.loss, fresh=fresh) if tapes.loss else _NOTHING,
+    )
+
+
 class _Device:
     """Works a ledger out, purpose by purpose.
 
     ``later``: when a pipeline has taken a piece backward, so that there are gradients.
     """
 
-    def __init__(self, run: Run, rank: int, *, later: bool) -> None:
-        self.run, self.holds = run, run.parallelism.holds(run, rank)
-        holds, recompute = self.holds, run.memory.recompute
+    def __init__(self, run: Run, holds: Holds, *, later: bool) -> None:
+        self.run, self.holds, recompute = run, holds, run.memory.recompute
         several = run.accumulation > 1 or later
-        self.happens = holds.pieces > 1 or not later
         self.others = min(holds.in_flight, holds.pieces - later) - 1
         gathering = holds.gathering
         if gathering is not None and later:  # torch reduces and drops nothing before the last piece
@@ -66,17 +86,13 @@ class _Device:
         self.stays = (several and not whole) or holds.buckets
         adds = whole and gathering is not None and gathering.reduced == holds.shape.held
         fresh = not adds if gathering is not None else not self.stays
-        tapes = run.model.tapes(holds.shape)
-        self.tapes = tapes
-        self.first, self.last = (
-            any(part.first for part in holds.parts),
-            any(part.last for part in holds.parts),
-        )
+        self.first = any(part.first for part in holds.parts)
+        self.last = any(part.last for part in holds.parts)
         self.tied = self.first and self.last and bool(run.model.tied_weights)
-        self.block = replay(tapes.block, recompute, fresh=fresh)
-        self.head = replay(tapes.last, fresh=fresh) if self.last else _NOTHING
-        self.loss = replay(tapes.loss, fresh=fresh) if self.last and tapes.loss else _NOTHING
-        self.start = replay(tapes.first, given=(), fresh=fresh) if self.first else _NOTHING
+        self.tapes = tapes_of(run.model, holds.shape)
+        start, self.block, head, loss = _replays(run.model, holds.shape, recompute, fresh)
+        self.start = start if self.first else _NOTHING
+        self.head, self.loss = (head, loss) if self.last else (_NOTHING, _NOTHING)
 
     @property
     def head_weights(self) -> int:
@@ -342,9 +358,6 @@ class _Device:
         formula = f"{holds.pieces} x {received + returned:,} B"
         reason = "one a piece for activations, and one for their gradients"
         yield Line("buffers between stages", buffers, formula, reason)
-
-
-_NOTHING = Replay(0, 0, 0, 0)
 
 
 def _line(what: str, size: int, phases: tuple[Phase, ...], formula: str, reason: str) -> Line:

@@ -39,7 +39,7 @@ def replay(
     forward.run(tape.operators)
     kept, first, again, leftover = forward.kept, forward, 0, 0
     if recompute is not Recompute.nothing:
-        cached = _products(tape) if recompute is Recompute.selective else frozenset()
+        cached = products(tape) if recompute is Recompute.selective else frozenset()
         kept = sum(tape.sizes[place] for place in {*given, *cached})
         first = _Forward(tape, given, kept=cached)
         first.run(tape.operators)
@@ -58,7 +58,8 @@ def replay(
     return Replay(kept, first.peak, peak, backward.held)
 
 
-def _products(tape: Tape) -> frozenset[int]:
+def products(tape: Tape) -> frozenset[int]:
+    """Returns what selective recomputation keeps."""
     kept = (operator.writes for operator in tape.operators if operator.kept_by_selective)
     return frozenset(place for writes in kept for place in writes)
 

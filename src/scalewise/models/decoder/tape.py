@@ -142,7 +142,8 @@ class Writer:
         count = 0 if run.frozen else spec.width * (1 + biased)
         weight = (count * run.held,) * 2
         if spec.norm is Norm.layernorm or not run.on_cpu:
-            extra = (small, small) if spec.norm is Norm.layernorm else (small,)
+            mean = run.between * (run.stream if run.on_cpu else FP32)
+            extra = (mean, mean) if spec.norm is Norm.layernorm else (small,)
             return tape.add(Work.pointwise, (x,), size, saved=(x,), extra=extra, weight=weight)
         whole = run.between * spec.width * FP32
         wide = self._cast(x, whole) if size != whole else x
@@ -282,7 +283,7 @@ class Writer:
             )
         else:
             read = (query, key, value)
-        flops = 4.0 * run.places * whole * spec.query_width / run.tensor
+        flops = 2.0 * run.places * whole * spec.query_width / run.tensor  # half is masked
         mixed = tape.add(
             Work.attention,
             read,

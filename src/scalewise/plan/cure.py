@@ -1,0 +1,160 @@
+"""The smallest change that makes a run fit, found by trying changes and pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from scalewise.memory import Memory, Recompute
+from scalewise.parallelism.base import Parallelism
+from scalewise.parallelism.ddp import DDP
+from scalewise.parallelism.mesh import Mesh
+from scalewise.parallelism.single import Single
+from scalewise.plan.verdict import Fit, Verdict, judged
+from scalewise.precision import Number, Precision
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+SHARDS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Numbers of ranks that are tried where the profile does not say how many there are."""
+CHUNK = 1024
+"""Tokens of a piece of the loss."""
+TOGETHER = 3
+"""Changes that are tried at once, at the most."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a run: what a user would type, what it costs, and what it does.
+
+    ``cost``: how much a user gives up, to compare changes by: time a little, another layout more,
+    another training most. ``kinds``: of two changes of one kind only one can be made.
+    """
+
+    line: str
+    cost: float
+    kinds: frozenset[str]
+    make: Callable[[Run], Run]
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Changes under which a run fits."""
+
+    changes: tuple[Change, ...]
+    run: Run
+    fit: Fit
+
+    @property
+    def line(self) -> str:
+        """Returns what changes on the command line."""
+        return " ".join(change.line for change in self.changes)
+
+    def overrides(self, given: Iterable[str]) -> list[str]:
+        """Returns overrides under which the run fits: those ``given``, and what changes of them."""
+        told = self.line.split()
+        keys = {line.split("=")[0] for line in told}
+        groups = tuple(f"{key}." for key in keys if "." not in key)
+        kept = [
+            line
+            for line in given
+            if (key := line.lstrip("+").split("=")[0]) not in keys and not key.startswith(groups)
+        ]
+        return [*kept, *told]
+
+
+def cure(run: Run) -> Cure | None:
+    """Returns the cheapest changes under which ``run`` fits its hardware; None: none were found."""
+    tried = list(changes(run))
+    bundles = [
+        bundle
+        for count in range(1, TOGETHER + 1)
+        for bundle in combinations(tried, count)
+        if len(frozenset().union(*(change.kinds for change in bundle)))
+        == sum(len(change.kinds) for change in bundle)
+    ]
+    for bundle in sorted(bundles, key=lambda bundle: sum(change.cost for change in bundle)):
+        changed = run
+        for change in bundle:
+            changed = change.make(changed)
+        if any(changed.complaints()):
+            continue
+        fit = judged(changed)
+        if fit.verdict is Verdict.fits:
+            return Cure(bundle, changed, fit)
+    return None
+
+
+def changes(run: Run) -> Iterator[Change]:
+    """Yields the changes that may save memory, whatever they cost."""
+    yield from _of_passes(run)
+    yield from _of_memory(run)
+    yield from _of_layout(run)
+    if run.precision.parameters is Number.fp32 and run.precision.compute is Number.fp32:
+        mixed = Precision(compute=Number.bf16)
+        if not (run.hardware.device == "cuda" and run.hardware.bf16_tflops == 0):
+            yield Change(
+                "precision=bf16_mixed", 6, frozenset({"precision"}), _with(precision=mixed)
+            )
+
+
+def _of_passes(run: Run) -> Iterator[Change]:
+    size, cost = run.trainer.micro_batch // 2, 1.0
+    rows = run.global_batch
+    while size >= 1:
+        trainer = replace(run.trainer, micro_batch=size, global_batch=rows)
+        line = f"trainer.micro_batch={size}"
+        if run.trainer.global_batch is None:
+            line += f" trainer.global_batch={rows}"
+        yield Change(line, cost, frozenset({"passes"}), _with(trainer=trainer))
+        size, cost = size // 2, cost + 0.5
+
+
+def _of_memory(run: Run) -> Iterator[Change]:
+    costs = {Recompute.selective: 2.0, Recompute.full: 3.0}
+    order = list(Recompute)
+    for recompute, cost in costs.items():
+        if order.index(recompute) > order.index(run.memory.recompute):
+            memory = Memory(recompute)
+            line = f"memory=checkpoint_{recompute}"
+            yield Change(line, cost, frozenset({"memory"}), _with(memory=memory))
+    if run.objective.loss_chunk is None:
+        objective = replace(run.objective, loss_chunk=CHUNK)
+        line = f"objective.loss_chunk={CHUNK}"
+        yield Change(line, 1.5, frozenset({"loss"}), _with(objective=objective))
+
+
+def _of_layout(run: Run) -> Iterator[Change]:
+    held, most, rows = run.parallelism, run.hardware.devices, run.global_batch
+    if isinstance(held, Single | DDP | Mesh):
+        shards = held.sizes["shard"] if isinstance(held, Mesh) else 1
+        others = held.world_size // shards if isinstance(held, Mesh) else 1
+        for step, size in enumerate(size for size in SHARDS if size > shards):
+            layout: Parallelism = Mesh(shard=size)
+            line, kinds = f"parallelism=fsdp parallelism.shard={size}", frozenset({"layout"})
+            if isinstance(held, Mesh):
+                layout, line = replace(held, shard=size), f"parallelism.shard={size}"
+            least, trainer = rows // layout.data_parallel_size, run.trainer
+            if least < 1 or (most is not None and size * others > most):
+                break
+            parts: dict[str, Any] = {"parallelism": layout}
+            if least < trainer.micro_batch:  # more ranks than rows for them
+                parts["trainer"] = replace(trainer, micro_batch=least, global_batch=rows)
+                line += f" trainer.micro_batch={least} trainer.global_batch={rows}"
+                kinds |= {"passes"}
+            elif trainer.global_batch is None:
+                parts["trainer"] = replace(trainer, global_batch=rows)
+                line += f" trainer.global_batch={rows}"
+                kinds |= {"passes"}
+            yield Change(line, 4 + step, kinds, _with(**parts))
+    if isinstance(held, Mesh) and not held.cpu_offload and held.sizes["shard"] > 1:
+        layout = replace(held, cpu_offload=True)
+        kinds = frozenset({"layout"})
+        yield Change("parallelism.cpu_offload=true", 8, kinds, _with(parallelism=layout))
+
+
+def _with(**parts: Any) -> Callable[[Run], Run]:
+    return lambda run: replace(run, **parts)

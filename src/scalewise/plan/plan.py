@@ -1,0 +1,69 @@
+"""Everything that can be said of a run before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from scalewise.plan.cure import Cure, cure
+from scalewise.plan.steptime import StepTime, of_step
+from scalewise.plan.verdict import Fit, Verdict, judged
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+TIME_SPREAD = (0.8, 1.4)
+"""Shortest and longest step, times what is foreseen, before any calibration."""
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need and take on its hardware."""
+
+    run: Run
+    fit: Fit
+    step: StepTime | None
+
+    @cached_property
+    def cure(self) -> Cure | None:
+        """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
+        bad = self.fit.verdict in (Verdict.out_of_memory, Verdict.borderline)
+        return cure(self.run) if bad else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Returns tokens/s of all devices."""
+        return None if self.step is None else self.run.tokens_per_step / self.step.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Returns the model's flops over the devices' peak."""
+        run = self.run
+        peak = run.hardware.peak_flops(run.precision.peak_kind)
+        if self.step is None or not peak:
+            return None
+        return run.flops_per_step / run.world_size / self.step.seconds / peak
+
+    def seconds_for(self, tokens: float) -> float | None:
+        """Returns the time to train on so many tokens."""
+        return None if self.tokens_per_s is None else tokens / self.tokens_per_s
+
+    def dollars_for(self, tokens: float) -> float | None:
+        """Returns the price of training on so many tokens, US dollars."""
+        seconds, price = self.seconds_for(tokens), self.run.hardware.dollars_per_hour
+        return None if seconds is None or not price else self._device_hours(seconds) * price
+
+    def kwh_for(self, tokens: float) -> float | None:
+        """Returns the energy of training on so many tokens, kWh."""
+        seconds, watts = self.seconds_for(tokens), self.run.hardware.watts
+        return None if seconds is None or not watts else self._device_hours(seconds) * watts / 1e3
+
+    def _device_hours(self, seconds: float) -> float:
+        return seconds / HOUR * self.run.world_size
+
+
+def planned(run: Run) -> Plan:
+    """Returns the plan of a run, from its specs alone."""
+    return Plan(run, judged(run), of_step(run))

@@ -1,0 +1,197 @@
+"""How long a step takes: operators over the device's rates, messages over its links.
+
+A roofline (Williams et al., 2009): a product takes its flops over the rate that products reach, a
+pointwise operator its bytes over the memory's bandwidth. Launches of kernels are not counted, so
+that models of few features run slower than said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.memory import Recompute
+from scalewise.models.tape import Operator, Tape, Work
+from scalewise.parallelism.collectives import Collective, Kind
+from scalewise.parallelism.holds import numbers
+from scalewise.parallelism.ring import Link
+from scalewise.plan.memory import tapes_of
+from scalewise.plan.replay import products
+
+if TYPE_CHECKING:
+    from scalewise.hardware import Hardware
+    from scalewise.run import Run
+
+GIGA = 1e9
+MICRO = 1e-6
+HIDDEN_SHARE = 0.8
+"""Part of a block's arithmetic under which its messages can hide: the rest waits for the first."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches: flop/s in products and in attention, bytes/s of its memory."""
+
+    products: float
+    attention: float
+    memory: float
+
+    def seconds(self, work: Work, flops: float, moved: float) -> float:
+        """Returns the time of an operator."""
+        if work is Work.message:
+            return 0.0
+        rate = self.attention if work is Work.attention else self.products
+        return max(flops / rate, moved / self.memory)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step on the slowest rank, by what they go into."""
+
+    products: float
+    attention: float
+    pointwise: float
+    recompute: float
+    optimizer: float
+    messages: dict[str, float]
+    """Seconds of messages that nothing hides, by the axes that they cross."""
+    hidden: float
+    """Seconds of messages under the arithmetic."""
+    bubble: float
+    """Seconds for which a pipeline's ranks wait for the first and the last piece."""
+
+    @property
+    def seconds(self) -> float:
+        """Returns their sum; what is hidden takes none."""
+        busy = self.products + self.attention + self.pointwise + self.recompute
+        return busy + self.optimizer + sum(self.messages.values()) + self.bubble
+
+    def parts(self) -> dict[str, float]:
+        """Returns seconds by what they go into, the largest first."""
+        named = {
+            "products": self.products,
+            "attention": self.attention,
+            "pointwise": self.pointwise,
+            "recompute": self.recompute,
+            "optimizer": self.optimizer,
+            "bubble": self.bubble,
+            **{f"messages along {axes}": seconds for axes, seconds in self.messages.items()},
+        }
+        return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+def rates(run: Run) -> Rates | None:
+    """Returns what the run's device reaches in its precision; None where a figure is missing."""
+    hardware = run.hardware
+    peak = hardware.peak_flops(run.precision.peak_kind)
+    if not peak or not hardware.memory_gb_per_s:
+        return None
+    return Rates(
+        peak * hardware.product_share,
+        peak * hardware.attention_share,
+        hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share,
+    )
+
+
+def of_step(run: Run) -> StepTime | None:
+    """Returns the time of a step on the slowest rank; None where the profile lacks a figure."""
+    reached = rates(run)
+    if reached is None:
+        return None
+    ranks = run.parallelism.unlike_ranks
+    return max((_of_rank(run, rank, reached) for rank in ranks), key=lambda step: step.seconds)
+
+
+def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
+    holds = run.parallelism.holds(run, rank)
+    tapes = tapes_of(run.model, holds.shape)
+    last = any(part.last for part in holds.parts)
+    passes = run.accumulation * holds.pieces
+    spent = dict.fromkeys(Work, 0.0)
+    ends = [tape for tape in (tapes.last, tapes.loss) if tape is not None and last]
+    for tape, count in [(tapes.block, holds.layers), *((end, 1) for end in ends)]:
+        for operator in tape.operators:
+            spent[operator.work] += passes * count * _both_ways(tape, operator, reached)
+    again = sum(
+        reached.seconds(operator.work, operator.flops, _moved(tapes.block, operator))
+        for operator in _made_again(tapes.block, run.memory.recompute)
+    )
+    recompute = again * passes * holds.layers
+    trained = holds.layers * numbers(holds.block, holds.states, trained=True)
+    trained += numbers(holds.rest, holds.states, trained=True)
+    held = run.precision.parameters.bytes
+    # Weights and state are read and written, gradients are read, and once before for their norm.
+    optimizer = trained * held * (2 + 2 * run.optimizer.slots + 2) / reached.memory
+    arithmetic = sum(spent.values()) + recompute
+    messages, hidden = _messages(run, rank, arithmetic)
+    stages = len(run.parallelism.unlike_ranks) if holds.pieces > 1 else 1
+    rounds = holds.pieces * len(holds.parts)
+    bubble = (arithmetic + sum(messages.values())) * (stages - 1) / rounds
+    return StepTime(
+        spent[Work.product],
+        spent[Work.attention],
+        spent[Work.pointwise],
+        recompute,
+        optimizer,
+        messages,
+        hidden,
+        bubble,
+    )
+
+
+def _both_ways(tape: Tape, operator: Operator, reached: Rates) -> float:
+    moved = _moved(tape, operator)
+    there = reached.seconds(operator.work, operator.flops, moved)
+    written = sum(tape.sizes[place] for place in operator.gradients) + sum(operator.weight)
+    back = moved + written if operator.gradients or operator.weight[0] else 0
+    return there + reached.seconds(operator.work, operator.backward_flops, back)
+
+
+def _moved(tape: Tape, operator: Operator) -> int:
+    return sum(tape.sizes[place] for place in (*operator.reads, *operator.writes))
+
+
+def _made_again(tape: Tape, recompute: Recompute) -> Iterator[Operator]:
+    if recompute is Recompute.nothing:
+        return
+    kept = products(tape) if recompute is Recompute.selective else frozenset()
+    yield from (op for op in tape.operators if op.writes[0] not in kept)
+
+
+def _messages(run: Run, rank: int, arithmetic: float) -> tuple[dict[str, float], float]:
+    """Returns the seconds of messages that nothing hides, by axes, and of those hidden.
+
+    Weights and gradients travel while blocks are at work; activations are waited for.
+    """
+    exposed: dict[str, float] = {}
+    hideable: dict[str, float] = {}
+    for message in run.parallelism.collectives(run, rank):
+        seconds = message.count * _one(run, message)
+        name = " and ".join(message.axes)
+        kind = hideable if message.hides else exposed
+        kind[name] = kind.get(name, 0.0) + seconds
+    room = HIDDEN_SHARE * arithmetic
+    hidden = 0.0
+    for name, seconds in hideable.items():
+        under = min(seconds, room)
+        room, hidden = room - under, hidden + under
+        exposed[name] = exposed.get(name, 0.0) + seconds - under
+    return {name: seconds for name, seconds in exposed.items() if seconds}, hidden
+
+
+def _one(run: Run, message: Collective) -> float:
+    """Returns the seconds of one message over the slowest link that it crosses."""
+    size, crosses = run.parallelism.group(message.axes, run.hardware.devices_per_node)
+    if size == 1 and message.kind is not Kind.send:
+        return 0.0
+    return link(run.hardware, crosses=crosses).seconds(message.kind, size, message.bytes)
+
+
+def link(hardware: Hardware, *, crosses: bool) -> Link:
+    """Returns the link within a node, or between nodes; endless where the profile has none."""
+    bandwidth, latency = hardware.link_gb_per_s, hardware.link_latency_us
+    if crosses:
+        bandwidth = hardware.node_link_gb_per_s or bandwidth
+        latency = hardware.node_link_latency_us or latency
+    return Link((latency or 0.0) * MICRO, (bandwidth or float("inf")) * GIGA)

@@ -1,0 +1,42 @@
+"""``scalewise plan``: what a run will need and take, before it starts and without its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.plan.plan import planned
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+from scalewise.verbs import show_plan
+
+FAILS = (Verdict.out_of_memory,)
+"""Verdicts for which the verb exits with 3, as the run itself would."""
+
+
+class Planner(Verb):
+    """Prints a run's plan, or one table for the grid of a sweep."""
+
+    here = False
+    keeps_folder = False
+
+    def one(self, run: Run, folder: Path) -> int:
+        """Prints the ledger, the verdict and its cure, and the time."""
+        plan = planned(run)
+        show_plan.one(plan)
+        return 3 if plan.fit.verdict in FAILS else 0
+
+    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+        """Prints a row a job."""
+        plans = [planned(job.run) for job in jobs]
+        show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
+        return [
+            End(0, plan.step.seconds if plan.step else float(plan.fit.ledger.peak))
+            for plan in plans
+        ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of ``scalewise plan ARGUMENTS``."""
+    return open_door(Planner(), arguments)

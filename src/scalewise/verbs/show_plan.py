@@ -1,0 +1,143 @@
+"""What ``plan`` prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from scalewise.plan.plan import TIME_SPREAD, Plan
+from scalewise.plan.verdict import Verdict
+from scalewise.units import bytes_text, count_text, seconds_text
+
+STYLES = {
+    Verdict.fits: "green",
+    Verdict.borderline: "yellow",
+    Verdict.out_of_memory: "red",
+    Verdict.unknown: "dim",
+}
+ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
+SMALL_SHARE = 0.001
+"""Lines of less than this share of the peak are told together."""
+
+
+def one(plan: Plan) -> None:
+    """Prints the plan of one run."""
+    console = _console()
+    run, fit = plan.run, plan.fit
+    device = run.hardware.match or run.hardware.device.value.upper()
+    console.print(
+        f"{run.name}: {count_text(sum(w.count for w in run.census()))} parameters on "
+        f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
+        f"{run.tokens_per_step:,} tokens a step"
+    )
+    console.print()
+    console.print(_ledger(plan))
+    console.print()
+    least, usual, most = fit.reserved
+    told = f"{bytes_text(fit.ledger.peak)} allocated at the {fit.ledger.fullest}"
+    if most > least:
+        told += (
+            f", {bytes_text(usual)} reserved with the driver's own "
+            f"({bytes_text(least)} to {bytes_text(most)})"
+        )
+    console.print(told)
+    _verdict(console, plan)
+    _time(console, plan)
+
+
+def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
+    """Prints one row a job of a sweep."""
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    keys = list(dict.fromkeys(key for varied, _ in rows for key in varied))
+    for key in keys:
+        shown.add_column(key)
+    shown.add_column("verdict")
+    for name in ("allocated", "margin", "step", "tok/s", "MFU"):
+        shown.add_column(name, justify="right")
+    shown.add_column("to make it fit")
+    for varied, plan in rows:
+        verdict, margin = plan.fit.verdict, plan.fit.margin
+        shown.add_row(
+            *(varied.get(key, "") for key in keys),
+            f"[{STYLES[verdict]}]{verdict}[/]",
+            bytes_text(plan.fit.ledger.peak),
+            ABSENT if margin is None else bytes_text(margin),
+            ABSENT if plan.step is None else seconds_text(plan.step.seconds),
+            ABSENT if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
+            ABSENT if plan.mfu is None else f"{plan.mfu:.1%}",
+            plan.cure.line if plan.cure else "",
+        )
+    _console().print(shown)
+
+
+def _ledger(plan: Plan) -> Table:
+    ledger = plan.fit.ledger
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    shown.add_column("where the bytes go")
+    shown.add_column("at the peak", justify="right")
+    shown.add_column("at most", justify="right")
+    shown.add_column("formula", style="dim")
+    shown.add_column("why", style="dim")
+    lines = sorted(ledger.lines, key=lambda line: -line.bytes.get(ledger.fullest, 0))
+    rest = 0
+    for line in lines:
+        now = line.bytes.get(ledger.fullest, 0)
+        if line.most < SMALL_SHARE * ledger.peak:
+            rest += now
+            continue
+        told = bytes_text(now) if now else ABSENT
+        shown.add_row(line.what, told, bytes_text(line.most), line.formula, line.reason)
+    if rest:
+        shown.add_row("the rest", bytes_text(rest), "", "", "lines of less than 0.1 %")
+    return shown
+
+
+def _verdict(console: Console, plan: Plan) -> None:
+    fit = plan.fit
+    if fit.capacity is None or fit.margin is None:
+        console.print("[dim]the hardware profile tells of no memory: set hardware.memory_gib[/]")
+        return
+    side = "to spare" if fit.margin >= 0 else "missing"
+    of = f"{bytes_text(abs(fit.margin))} {side} of {bytes_text(fit.capacity)}"
+    console.print(f"[{STYLES[fit.verdict]}]{fit.verdict}[/], {of}")
+    if fit.verdict is Verdict.fits:
+        return
+    cure = plan.cure
+    if cure is None:
+        console.print("no change that was tried makes it fit")
+    else:
+        console.print(f"to make it fit: {cure.line}", soft_wrap=True)
+        line = " ".join(shlex.quote(part) for part in cure.overrides(plan.run.overrides))
+        console.print(f"[dim]scalewise train {line}[/]", soft_wrap=True)
+
+
+def _time(console: Console, plan: Plan) -> None:
+    step = plan.step
+    if step is None:
+        console.print("[dim]no time: the hardware profile lacks a rate or a bandwidth[/]")
+        return
+    low, high = (seconds_text(step.seconds * factor) for factor in TIME_SPREAD)
+    rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"
+    console.print(f"\nstep {seconds_text(step.seconds)} ({low} to {high}), {rates}")
+    shares = [
+        f"{what} {seconds / step.seconds:.0%}"
+        for what, seconds in step.parts().items()
+        if seconds >= 0.005 * step.seconds
+    ]
+    console.print(f"[dim]{', '.join(shares)}[/]")
+    tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
+    told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]
+    dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)
+    if dollars is not None:
+        told.append(f"a billion for ${dollars:,.0f}")
+    if kwh is not None:
+        told.append(f"{kwh:,.0f} kWh")
+    console.print(", ".join(told))
+
+
+def _console() -> Console:
+    return Console(width=None if os.isatty(1) else 160, highlight=False)

@@ -1,0 +1,87 @@
+"""What the tape says is alive in a block, beside what is alive in one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+from scalewise.measure.memory import LiveBytes
+from scalewise.memory import Memory, Recompute
+from scalewise.models.base import Part
+from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.models.tape import Pass
+from scalewise.plan.replay import replay
+
+ROWS, TOKENS = 8, 64
+SPECS = {
+    "llama": Decoder(
+        vocabulary=256, context=TOKENS, width=64, layers=1, heads=4, feedforward=160, kv_heads=2
+    ),
+    "gpt2": Decoder(
+        vocabulary=256,
+        context=TOKENS,
+        width=64,
+        layers=1,
+        heads=4,
+        feedforward=160,
+        norm=Norm.layernorm,
+        position=Position.learned,
+        activation=Activation.gelu,
+        bias=True,
+    ),
+}
+FORMATS = {"fp32": (4, 4, 4), "bf16_mixed": (4, 2, 4), "bf16_true": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("family", SPECS)
+def test_a_block_keeps_and_peaks_as_the_tape_says(
+    family: str, precision: str, recompute: Recompute, fresh: bool
+) -> None:
+    spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
+    mixed = precision == "bf16_mixed"
+    shape = Pass(ROWS, TOKENS, stream, compute, held, casts=mixed, on_cpu=True, table=held)
+    tape = spec.tapes(shape).block
+    foreseen = replay(tape, recompute, fresh=fresh)
+    found = _measured(spec, precision, recompute, fresh=fresh)
+    # What the block reads stays for as long as the test has it.
+    kept = recompute is not Recompute.nothing or any(0 in op.saved for op in tape.operators)
+    given = 0 if kept else tape.sizes[0]
+    assert found["kept"] == pytest.approx(foreseen.kept + given, rel=1e-3)
+    assert found["forward"] == pytest.approx(foreseen.forward_peak, rel=1e-3)
+    assert found["backward"] == pytest.approx(foreseen.backward_peak + given, rel=1e-3)
+
+
+def _measured(
+    spec: Decoder, precision: str, recompute: Recompute, *, fresh: bool
+) -> dict[str, int]:
+    module = spec.shape(Part(range(1)))
+    module.to_empty(device="cpu")
+    module.init_weights(1)
+    number = torch.bfloat16 if precision == "bf16_true" else torch.float32
+    module.to(number)
+    Memory(recompute).apply(module)
+    (block,) = module.layers()
+    if not fresh:
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    mixed = precision == "bf16_mixed"
+    context: AbstractContextManager[object] = (
+        torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
+    )
+    rope = None if module.rope is None else module.rope[:, :TOKENS].clone()
+    gradient = torch.ones(ROWS, TOKENS, spec.width, dtype=number)
+    size = gradient.untyped_storage().nbytes()
+    with LiveBytes() as live:
+        x = torch.randn(ROWS, TOKENS, spec.width, dtype=number).requires_grad_()
+        with context:
+            y = block(x, rope)
+        forward, kept = live.take_peak(), live.now - size
+        y.backward(gradient)
+        backward = live.take_peak()
+    # The block's output lives on here, and the gradient was there before: they cancel out.
+    return {"forward": forward, "kept": kept, "backward": backward}
