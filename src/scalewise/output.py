@@ -6,7 +6,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 150
+"""Columns of a table that is written to a file."""
+
+
+def console() -> Console:
+    """Returns where tables are printed: as wide as the terminal, if there is one."""
+    from rich.console import Console
+
+    return Console(width=None if os.isatty(1) else WIDTH, highlight=False)
 
 
 @contextmanager

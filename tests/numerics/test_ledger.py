@@ -87,6 +87,7 @@ CASES = [
     ("pipeline_one_f_one_b",),
     ("pipeline_one_f_one_b", FULL),
     ("pipeline_shard",),
+    ("pipeline_tensor",),
 ]
 
 

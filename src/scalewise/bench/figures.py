@@ -9,18 +9,37 @@ from typing import Any
 
 from scalewise.units import MEGA
 
-BEGIN, END = "<!-- measured -->\n", "\n<!-- /measured -->"
 WIDTH = 100
 
 
 def renew(readme: Path, records: Path) -> None:
     """Puts the figures of the CPU's records between their marks in the README."""
-    head, rest = readme.read_text("utf-8").split(BEGIN)
-    tail = rest.split(END)[1]
-    readme.write_text(head + BEGIN + paragraph(records) + END + tail, "utf-8")
+    text = readme.read_text("utf-8")
+    for name, paragraph in PARAGRAPHS.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        head, rest = text.split(begin)
+        text = head + begin + paragraph(records) + end + rest.split(end)[1]
+    readme.write_text(text, "utf-8")
 
 
-def paragraph(records: Path) -> str:
+def planned(records: Path) -> str:
+    """Returns what the README says of the planner beside published measurements."""
+    record = _read(records / "cpu" / "planner.json")
+    memory, rates = record["memory"]["all"], record["tokens_per_s_scaled"]["all"]
+    verdicts = record["verdicts"]
+    return _filled(
+        f"Beside {record['rows']} published measurements of four other frameworks "
+        f"(`scalewise bench planner`, {record['date'][:10]}), whose facts are stated once each and "
+        f"with nothing fitted, memory is {memory['median']:.1%} off at the median and "
+        f"{memory['p90']:.0%} at the 90th percentile of {memory['rows']} rows; "
+        f"{verdicts['called_fitting']} of {verdicts['fitted']} rows that ran are called fitting, "
+        f"{verdicts['called_out_of_memory']} of {verdicts['out_of_memory']} that did not are called "
+        f"out of memory. Tokens/s are {rates['median']:.1%} and {rates['p90']:.0%} off with one "
+        f"scale for each framework, device and format ({rates['rows']} rows)."
+    )
+
+
+def measured(records: Path) -> str:
     """Returns what the README says of two ranks on a CPU."""
     parallel, slow = (_read(records / "cpu" / f"{name}.json") for name in ("parallel", "slow_link"))
     machine, layouts = parallel["machine"], slow["layouts"]
@@ -30,16 +49,20 @@ def paragraph(records: Path) -> str:
     )
     start = parallel["launch_s"]["median"]
     links = "; ".join(_link(name, layout) for name, layout in layouts.items())
-    return fill(
+    return _filled(
         f"On {machine['cores']} cores ({machine['processor']}, {parallel['date'][:10]}, torch "
         f"{parallel['versions']['torch']}) a step takes this many times a hand-written one: "
         f"{steps}. Two warm ranks start in {start:.2f} s. From loopback to a link of "
         f"{slow['mbit']:g} Mbit/s a step goes: {links}. Over gloo a reduce-scatter sends what an "
-        "all-reduce does, so fsdp sends more than declared.",
-        WIDTH,
-        break_long_words=False,
-        break_on_hyphens=False,
+        "all-reduce does, so fsdp sends more than declared."
     )
+
+
+PARAGRAPHS = {"measured": measured, "planned": planned}
+
+
+def _filled(text: str) -> str:
+    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _link(name: str, layout: dict[str, Any]) -> str:

@@ -35,7 +35,8 @@ class Pass:
     the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
     share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
     ``frozen``: whether the model's own weights are not trained; ``adapted``: layers that have
-    matrices of ``rank`` beside them.
+    matrices of ``rank`` beside them. ``loss``: bytes of a number in the loss. ``every_second``:
+    whether selective recomputation keeps every second product alone, as torchtitan's does.
     """
 
     rows: int
@@ -55,6 +56,8 @@ class Pass:
     frozen: bool = False
     adapted: tuple[str, ...] = ()
     rank: int = 0
+    loss: int = 4
+    every_second: bool = False
 
     @property
     def places(self) -> int:

@@ -83,22 +83,21 @@ class Share:
 
     def weights(self) -> Iterator[Weight]:
         """Yields this rank's weights, as tensor parallelism has cut them."""
-        return self._own(self.run.census())
+        return self._cut(weight for weight in self.run.census() if self._has(weight))
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns those of one block, and those outside of blocks."""
         block, rest = self.run.census_by_kind()
-        first = self.parts[0].layers[0]
-        return (
-            tuple(self._own(replace(weight, layer=first) for weight in block)),
-            tuple(self._own(rest)),
-        )
+        return tuple(self._cut(block)), tuple(self._cut(filter(self._has, rest)))
 
-    def _own(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        tied, table, ranks = self.run.model.tied_weights, self.table, self.mesh.sizes["tensor"]
+    def _has(self, weight: Weight) -> bool:
+        tied = self.run.model.tied_weights
+        return any(_holds(part, weight, tied) for part in self.parts)
+
+    def _cut(self, weights: Iterable[Weight]) -> Iterator[Weight]:
+        table, ranks = self.table, self.mesh.sizes["tensor"]
         for weight in weights:
-            if any(_holds(part, weight, tied) for part in self.parts):
-                yield weight if ranks == 1 else _cut(weight, table, ranks)
+            yield weight if ranks == 1 else _cut(weight, table, ranks)
 
     @property
     def halves(self) -> dict[str, Half]:

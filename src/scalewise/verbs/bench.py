@@ -17,7 +17,7 @@ from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
 
-BENCHMARKS = ("collectives", "parallel", "slow_link")
+BENCHMARKS = ("collectives", "parallel", "planner", "slow_link")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if name not in BENCHMARKS:
         cure = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
         raise ConfigError.one("", "", f"no benchmark {name!r}" if name else "no benchmark", cure)
+    words = _as_overrides(words)
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError.one("", "", f"bench takes overrides, not {flags[0]}")
     with signals.raised("while measuring"):
@@ -47,3 +48,14 @@ def main(arguments: Sequence[str]) -> int:
         if kept:
             figures.renew(Path("README.md"), record.RECORDS)
     return 0
+
+
+def _as_overrides(words: Sequence[str]) -> list[str]:
+    """Returns ``--data FILE``, as many type it, as ``data=FILE``."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--data":
+            joined[-1] = f"data={word}"
+        else:
+            joined.append(word.removeprefix("--") if word.startswith("--data=") else word)
+    return joined

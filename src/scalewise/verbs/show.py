@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalewise import output
 from scalewise.launch.job import Order, Result
 from scalewise.units import bytes_text, count_text, seconds_text
 
@@ -62,7 +62,6 @@ def sweep_ended(results: Sequence[Result], folder: Path) -> None:
 
 def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) -> None:
     """Prints one row a job: how it ended, and what it measured."""
-    from rich.console import Console
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, header_style="dim")
@@ -89,7 +88,7 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
         varied = [order.varied.get(key, "") for key in keys]
         shown.add_row(str(number), *varied, status, *numbers)
     print()
-    Console(width=None if os.isatty(1) else 140, highlight=False).print(shown)
+    output.console().print(shown)
 
 
 def _number(value: float | None, form: str) -> str:

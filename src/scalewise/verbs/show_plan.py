@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from scalewise import output
 from scalewise.plan.plan import TIME_SPREAD, Plan
 from scalewise.plan.verdict import Verdict
 from scalewise.units import bytes_text, count_text, seconds_text
@@ -26,7 +26,7 @@ SMALL_SHARE = 0.001
 
 def one(plan: Plan) -> None:
     """Prints the plan of one run."""
-    console = _console()
+    console = output.console()
     run, fit = plan.run, plan.fit
     device = run.hardware.match or run.hardware.device.value.upper()
     console.print(
@@ -71,7 +71,7 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             ABSENT if plan.mfu is None else f"{plan.mfu:.1%}",
             plan.cure.line if plan.cure else "",
         )
-    _console().print(shown)
+    output.console().print(shown)
 
 
 def _ledger(plan: Plan) -> Table:
@@ -137,7 +137,3 @@ def _time(console: Console, plan: Plan) -> None:
     if kwh is not None:
         told.append(f"{kwh:,.0f} kWh")
     console.print(", ".join(told))
-
-
-def _console() -> Console:
-    return Console(width=None if os.isatty(1) else 160, highlight=False)

@@ -26,6 +26,7 @@ class Writer:
 
     def __init__(self, spec: Decoder, run: Pass) -> None:
         self.spec, self.run, self.tape = spec, run, Tape()
+        self._products = 0
 
     def embedding(self) -> None:
         """Writes the look-up of tokens, and of their places."""
@@ -61,8 +62,8 @@ class Writer:
         """Writes the cross-entropy of logits, in fp32."""
         spec, run, tape = self.spec, self.run, self.tape
         count = run.places * spec.vocabulary // (run.tensor if run.cut_loss else 1)
-        logits, size = tape.tensor(count * run.compute), count * FP32
-        whole = logits if run.compute == FP32 else self._cast(logits, size)
+        logits, size = tape.tensor(count * run.compute), count * run.loss
+        whole = logits if run.compute == run.loss else self._cast(logits, size)
         # Two backward steps hold a whole gradient: of the likelihoods, then of the logits.
         scratch = 0 if run.cut_loss else size
         reads = (whole, logits)
@@ -210,6 +211,8 @@ class Writer:
             if tape.sizes[x] != run.places * into * run.compute:
                 read = self._cast(x, run.places * into * run.compute)
         weights = (count + more) * trains
+        self._products += 1
+        kept = self._products % 2 == 1 or not run.every_second
         flops = 2.0 * count * run.places
         return tape.add(
             Work.product,
@@ -219,7 +222,7 @@ class Writer:
             gradients=(read,),
             weight=(weights * run.compute, weights * run.held),
             weight_first=not bias,
-            kept_by_selective=True,
+            kept_by_selective=kept,
             flops=flops,
             backward_flops=flops * (tape.trained[x] + trains),
         )

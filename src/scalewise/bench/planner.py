@@ -1,0 +1,163 @@
+"""The planner beside published measurements: memory, verdicts and tokens/s, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from scalewise import output
+from scalewise.bench import published
+from scalewise.bench.options import Options as BaseOptions
+from scalewise.bench.published import Row
+from scalewise.errors import Complaint, ConfigError
+from scalewise.plan.steptime import of_step
+from scalewise.plan.verdict import RESERVED, Verdict, judged
+from scalewise.run import Run
+from scalewise.units import GIB
+
+RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
+
+
+@dataclass(frozen=True)
+class Options(BaseOptions):
+    """What can be chosen."""
+
+    data: str = ""
+    """A CSV file of measured rows."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a file that is not there."""
+        if not Path(self.data).is_file():
+            yield Complaint("data", self.data, "there is no such file", "give data=ROWS.csv")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of one row, beside what was measured."""
+
+    source: str
+    stack: str
+    """Source, device and format: what one scale of time is learnt for."""
+    memory: tuple[float, float] | None
+    """Predicted and measured, GiB."""
+    rate: tuple[float, float] | None
+    """Predicted and measured, tokens/s of a device."""
+    verdict: Verdict
+    fitted: bool
+
+
+def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+    """Predicts every row of the file, prints the tables and returns them."""
+    predictions = [predicted(row) for row in published.rows(Path(options.data))]
+    if not predictions:
+        raise ConfigError.one("data", options.data, "holds no rows")
+    result: dict[str, object] = {
+        "rows": len(predictions),
+        "memory": _errors(predictions, lambda p: p.source, lambda p: p.memory, scaled=False),
+        "memory_scaled": _errors(predictions, lambda p: p.stack, lambda p: p.memory, scaled=True),
+        "tokens_per_s": _errors(predictions, lambda p: p.stack, lambda p: p.rate, scaled=False),
+        "tokens_per_s_scaled": _errors(
+            predictions, lambda p: p.stack, lambda p: p.rate, scaled=True
+        ),
+        "verdicts": _verdicts(predictions),
+    }
+    for name, title in (
+        ("memory", "memory, as predicted"),
+        ("memory_scaled", "memory, one scale a stack"),
+        ("tokens_per_s", "tokens/s, as predicted"),
+        ("tokens_per_s_scaled", "tokens/s, one scale a stack"),
+    ):
+        _print(title, result[name])
+    print(_told(result["verdicts"]))
+    return result
+
+
+def predicted(row: Row) -> Prediction:
+    """Returns what the planner says of a row."""
+    run, facts = published.run_of(row), published.framework(row)
+    fit = judged(run)
+    source = row["source"].split()[0]
+    bytes_there = published.peak(row, run, fit.ledger.peak)
+    capacity = run.hardware.memory_gib
+    assert capacity is not None
+    # A row that ran fitted, whatever an allocator could have taken: the least is what must.
+    verdict = Verdict.fits if bytes_there + fit.context <= capacity * GIB else Verdict.out_of_memory
+    gib = bytes_there * (RESERVED[1] if facts.reserved else 1.0) / GIB
+    step = of_step(run)
+    assert step is not None
+    rate = run.tokens_per_step / step.seconds / run.world_size
+    measured, ran = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
+    return Prediction(
+        source,
+        " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
+        (gib, float(measured)) if measured else None,
+        (rate, float(ran)) if ran else None,
+        verdict,
+        fitted=bool(measured or ran),
+    )
+
+
+def _errors(
+    predictions: Sequence[Prediction], of: Any, value: Any, *, scaled: bool
+) -> dict[str, dict[str, float]]:
+    """Returns the relative errors by group and of all: rows, scale, median, p90, worst."""
+    groups: dict[str, list[float]] = {}
+    for prediction in predictions:
+        pair = value(prediction)
+        if pair is not None:
+            groups.setdefault(of(prediction), []).append(pair[0] / pair[1])
+    found: dict[str, dict[str, float]] = {}
+    everything: list[float] = []
+    for name, ratios in groups.items():
+        scale = median(ratios) if scaled else 1.0
+        errors = [abs(ratio / scale - 1) for ratio in ratios]
+        everything += errors
+        found[name] = _summary(errors) | {"scale": scale}
+    found["all"] = _summary(everything) | {"scale": 1.0}
+    return found
+
+
+def _summary(errors: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(errors)
+    return {
+        "rows": len(ordered),
+        "median": median(ordered),
+        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
+        "worst": ordered[-1],
+    }
+
+
+def _verdicts(predictions: Sequence[Prediction]) -> dict[str, int]:
+    """Returns how many rows that fitted and that did not were called so."""
+    fits = [p for p in predictions if p.fitted]
+    failed = [p for p in predictions if not p.fitted]
+    return {
+        "fitted": len(fits),
+        "called_fitting": sum(p.verdict is Verdict.fits for p in fits),
+        "out_of_memory": len(failed),
+        "called_out_of_memory": sum(p.verdict is Verdict.out_of_memory for p in failed),
+    }
+
+
+def _print(title: str, rows: Any) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(title)
+    for name in ("rows", "scale", "median", "p90", "worst"):
+        table.add_column(name, justify="right")
+    for name, row in rows.items():
+        shares = (f"{row[key]:.1%}" for key in ("median", "p90", "worst"))
+        table.add_row(name, str(int(row["rows"])), f"{row['scale']:.2f}", *shares)
+    output.console().print(table)
+
+
+def _told(verdicts: Any) -> str:
+    return (
+        f"{verdicts['called_fitting']} of {verdicts['fitted']} rows that ran are called fitting, "
+        f"{verdicts['called_out_of_memory']} of {verdicts['out_of_memory']} that ran out of memory "
+        "are called so"
+    )

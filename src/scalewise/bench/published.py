@@ -1,0 +1,297 @@
+"""Published measurements as runs of this suite, with the facts of the framework that made them.
+
+A row says which model, layout and batch; how its framework holds and computes them is stated here
+once a source, with where it was read. No number is fitted to a row.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scalewise.adapters.spec import Adapter, Lora, NoAdapter
+from scalewise.checkpoints.spec import Checkpoint
+from scalewise.compilation import Compile
+from scalewise.data.synthetic import Synthetic
+from scalewise.errors import ConfigError
+from scalewise.hardware import DeviceKind, Hardware
+from scalewise.launch.spec import Launch
+from scalewise.memory import Memory, Recompute
+from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.objectives import CausalLM
+from scalewise.optimizers import AdamW
+from scalewise.parallelism.holds import Holds
+from scalewise.parallelism.mesh import Mesh
+from scalewise.precision import Number, Precision
+from scalewise.run import Run
+from scalewise.schedules import Constant
+from scalewise.tracking.spec import Wandb
+from scalewise.trainer import Trainer
+
+Row = Mapping[str, str]
+
+BF16 = Precision(Number.bf16, Number.bf16)
+MIXED = Precision(Number.fp32, Number.bf16)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by the name that rows use: memory GiB, TFLOP/s, GB/s of memory and link."""
+
+    memory: float
+    tflops: float
+    bandwidth: float
+    link: float
+    product_share: float = 0.8
+    attention_share: float = 0.35
+
+
+DEVICES = {
+    "A100-40GB": Device(40, 312, 1555, 300, 0.87, 0.6),
+    "A100-80GB": Device(80, 312, 2039, 300, 0.87, 0.6),
+    "H100-80GB": Device(80, 989.5, 3350, 450),
+    "H100-96GB": Device(95, 989.5, 2400, 450),
+    "H200": Device(139, 989.5, 4800, 450),
+}
+"""Vendors' datasheets; torchtitan's H100 are of 96 GB with HBM2e (its report says so). Shares are
+those of ``conf/hardware``."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How a framework holds and computes what its rows name.
+
+    ``precision``: of a row. ``reserved``: whether it reports what the allocator reserves.
+    ``source``: where this was read. ``keeps_whole_gradients``: whether gradients stay whole while
+    micro batches are summed. ``reduced``: bytes of a gradient in its reduction. ``cuts_tokens``:
+    whether tensor ranks share tokens and logits out as well. ``loss``: bytes of a number in the
+    loss. ``every_second``: whether selective recomputation keeps every second product alone.
+    ``loads_whole``: whether every rank makes the whole model before it is sharded. ``llama``:
+    whether blocks are Llama's; else GPT's.
+    """
+
+    precision: Callable[[Row], Precision]
+    reserved: bool
+    source: str
+    keeps_whole_gradients: bool = False
+    reduced: int | None = None
+    cuts_tokens: bool = True
+    loss: int = 4
+    every_second: bool = False
+    loads_whole: bool = False
+    devices_per_node: int = 8
+    llama: bool = True
+
+
+def _said(row: Row) -> Precision:
+    """Returns the formats of a row that says them: true or pure formats throughout, else mixed."""
+    name = row["precision"].lower()
+    if "true" in name or "pure" in name:
+        return BF16
+    return MIXED if "mixed" in name or "amp" in name or "fp32" in name else BF16
+
+
+FRAMEWORKS = {
+    "torchtitan": Framework(
+        _said,
+        True,
+        "train.py logs max_reserved; FSDP2 with fp32 masters; selective-op: every second matmul",
+        every_second=True,
+    ),
+    "KempnerForge": Framework(
+        lambda row: BF16,
+        False,
+        "parallel.py: model.to(bf16) whatever the name, gradients unsharded while accumulating; "
+        "loss.py: cross-entropy of bf16 logits",
+        keeps_whole_gradients=True,
+        loss=2,
+        reduced=4,
+        cuts_tokens=False,
+        devices_per_node=4,
+    ),
+    "litgpt": Framework(
+        _said,
+        False,
+        "resource-tables.md: torch.cuda.max_memory_allocated; FSDP1 over a module that is loaded",
+        loads_whole=True,
+    ),
+    "llm-foundry": Framework(
+        lambda row: MIXED if row["precision"].startswith("amp") else BF16,
+        True,
+        "benchmarking/README.md: MosaicML DEFAULT and PURE are FSDP1's; GPT-shaped models; "
+        "hf_causal_lm and mpt: loss_fn=fused_crossentropy, gradients in the place of the logits",
+        loss=0,
+        llama=False,
+    ),
+}
+"""By what a row's source contains. Another source is taken at its columns' word."""
+
+OTHER = Framework(_said, True, "the row's own columns")
+
+
+def framework(row: Row) -> Framework:
+    """Returns the facts of the framework that a row comes from."""
+    return next((facts for name, facts in FRAMEWORKS.items() if name in row["source"]), OTHER)
+
+
+QUANTIZED = {"bnb.nf4": 0.5 + 4 / 64, "bnb.nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of a weight: four bits, a scale for 64 of them, and of those in turn (Dettmers, 2023)."""
+
+
+def peak(row: Row, run: Run, foreseen: int) -> int:
+    """Returns the bytes that a row should have measured, of those that the ledger foresees.
+
+    Beside the step there is the loading: every rank of a framework that ``loads_whole`` holds the
+    model and its own shard of it. Quantized weights are those of the blocks' linear layers.
+    """
+    each = run.precision.parameters.bytes
+    shards = run.parallelism.world_size
+    if each_quantized := QUANTIZED.get(row["quant"]):
+        linear = sum(
+            w.count for w in run.model.census() if w.layer is not None and len(w.shape) > 1
+        )
+        foreseen -= int(linear * (each - each_quantized)) // shards
+    if framework(row).loads_whole and shards > 1:
+        whole = run.model.parameters * each
+        foreseen = max(foreseen, whole + whole // shards)
+    return foreseen
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file of measurements."""
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def run_of(row: Row) -> Run:
+    """Returns the run that a row measured, as near as this suite comes to it."""
+    facts = framework(row)
+    accumulation = _int(row, "grad_accum", 1)
+    parallelism = _parallelism(row, facts, accumulation)
+    micro_batch = _int(row, "micro_bs", 1)
+    rows_of_step = micro_batch * parallelism.data_parallel_size * accumulation
+    full = row["act_ckpt"].startswith("full")
+    recompute = Recompute.selective if "selective" in row["act_ckpt"] else Recompute.nothing
+    return Run(
+        model=_model(row, facts),
+        data=Synthetic(sequence=_int(row, "seq", 2048)),
+        objective=CausalLM(),
+        parallelism=parallelism,
+        precision=facts.precision(row),
+        optimizer=AdamW(),
+        schedule=Constant(),
+        adapter=_adapter(row),
+        memory=Memory(Recompute.full if full else recompute),
+        compile=Compile(),
+        trainer=Trainer(micro_batch=micro_batch, global_batch=rows_of_step, max_steps=1),
+        checkpoint=Checkpoint(),
+        tracking=Wandb(),
+        launch=Launch(),
+        hardware=hardware(row["gpu"], facts.devices_per_node),
+    )
+
+
+def hardware(name: str, devices_per_node: int) -> Hardware:
+    """Returns the profile of a device by the name that rows use.
+
+    Raises ``ConfigError`` for a device that is not known.
+    """
+    known = next((device for key, device in DEVICES.items() if name.startswith(key)), None)
+    if known is None:
+        raise ConfigError.one(
+            "gpu", name, "is no device known here", f"one of {', '.join(DEVICES)}"
+        )
+    return Hardware(
+        device=DeviceKind.cuda,
+        memory_gib=known.memory,
+        bf16_tflops=known.tflops,
+        fp16_tflops=known.tflops,
+        memory_gb_per_s=known.bandwidth,
+        link_gb_per_s=known.link,
+        link_latency_us=4.0,
+        devices_per_node=devices_per_node,
+        node_link_gb_per_s=known.link / 9,
+        node_link_latency_us=8.0,
+        context_gib=1.0,
+        product_share=known.product_share,
+        attention_share=known.attention_share,
+    )
+
+
+def _model(row: Row, facts: Framework) -> Decoder:
+    llama = facts.llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
+    shape = Decoder(
+        vocabulary=_int(row, "vocab", 32000),
+        context=_int(row, "seq", 2048),
+        width=_int(row, "hidden", 4096),
+        layers=_int(row, "layers", 32),
+        heads=_int(row, "heads", 32),
+        feedforward=_int(row, "ffn", 11008),
+        kv_heads=_int(row, "kv_heads", 0) or None,
+    )
+    if llama:
+        return shape
+    return replace(
+        shape,
+        norm=Norm.layernorm,
+        activation=Activation.gelu,
+        position=Position.rope if facts.llama else Position.learned,
+        bias=facts.llama,
+        tied=not facts.llama,
+    )
+
+
+@dataclass(frozen=True)
+class ForeignMesh(Mesh):
+    """A mesh of another framework: gradients reduced, and losses taken, in its own formats."""
+
+    reduced: int | None = None
+    loss: int = 4
+    every_second: bool = False
+
+    def holds(self, run: Run, rank: int = 0) -> Holds:
+        """Returns what a mesh of ours holds, in those formats."""
+        held = super().holds(run, rank)
+        shape = replace(held.shape, loss=self.loss, every_second=self.every_second)
+        held = replace(held, shape=shape)
+        if self.reduced is None or held.gathering is None:
+            return held
+        return replace(held, gathering=replace(held.gathering, reduced=self.reduced))
+
+
+def _parallelism(row: Row, facts: Framework, accumulation: int) -> Mesh:
+    sizes = {
+        "replicate": _int(row, "dp", 1),
+        "shard": _int(row, "fsdp", 1),
+        "context": _int(row, "cp", 1),
+        "tensor": _int(row, "tp", 1),
+        "pipeline": _int(row, "pp", 1),
+    }
+    waits = facts.keeps_whole_gradients and accumulation > 1
+    zero2 = row["zero_stage"] == "2" or sizes["pipeline"] > 1
+    mesh = ForeignMesh(
+        reduced=facts.reduced,
+        loss=facts.loss,
+        every_second=facts.every_second,
+        sequence_parallel=facts.cuts_tokens,
+        loss_parallel=facts.cuts_tokens,
+        reshard_after_forward=not zero2,
+        reduce_each_micro_batch=not waits,
+        **sizes,  # type: ignore[arg-type]  # axes, by name
+    )
+    if sizes["pipeline"] > 1:
+        return replace(mesh, pipeline_micro_batches=sizes["pipeline"])
+    return mesh
+
+
+def _adapter(row: Row) -> Adapter:
+    """Returns the adapter of a row; those of few weights count as one of rank 1."""
+    if not row["peft"]:
+        return NoAdapter()
+    return Lora() if row["peft"] == "lora" else Lora(rank=1)
+
+
+def _int(row: Row, key: str, default: int) -> int:
+    return int(float(row[key])) if row.get(key) else default

@@ -1,0 +1,118 @@
+"""Published measurements as runs, and the tables that the planner's benchmark makes of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from scalewise.bench import planner, published
+from scalewise.bench.planner import Prediction
+from scalewise.cli import main
+from scalewise.errors import ConfigError
+from scalewise.memory import Recompute
+from scalewise.models.decoder.spec import Norm
+from scalewise.plan.verdict import Verdict
+from scalewise.precision import Number
+
+ROW = {
+    "source": "pytorch/torchtitan some.md",
+    "model": "Llama-3.1-8B",
+    "hidden": "4096",
+    "layers": "32",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336",
+    "vocab": "128256",
+    "seq": "8192",
+    "micro_bs": "2",
+    "grad_accum": "1",
+    "dp": "1",
+    "fsdp": "8",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "zero_stage": "3",
+    "precision": "bf16-mixed(fp32 master)",
+    "quant": "",
+    "peft": "",
+    "act_ckpt": "full",
+    "gpu": "H100-96GB-500W",
+    "peak_mem_GiB": "60",
+    "tokens_per_s_per_gpu": "5000",
+}
+
+
+def test_a_row_is_a_run_of_ours() -> None:
+    run = published.run_of(ROW)
+    assert run.model.parameters == 8_030_261_248
+    assert (run.world_size, run.global_batch, run.accumulation) == (8, 16, 1)
+    assert run.memory.recompute is Recompute.full
+    assert (run.precision.parameters, run.precision.compute) == (Number.fp32, Number.bf16)
+    assert list(run.complaints()) == []
+
+
+def test_a_framework_is_known_by_its_source() -> None:
+    kempner = published.run_of(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
+    assert kempner.precision.parameters is Number.bf16  # whatever its rows call it
+    assert kempner.parallelism.holds(kempner).shape.loss == 2
+    mpt = published.run_of(ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"})
+    assert mpt.model.norm is Norm.layernorm  # type: ignore[attr-defined]
+    other = published.framework(ROW | {"source": "somebody/else"})
+    assert other.precision(ROW | {"precision": "bf16-true"}) == published.BF16
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gpu=TPU"):
+        published.run_of(ROW | {"gpu": "TPU"})
+
+
+def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
+    row = ROW | {"source": "Lightning-AI/litgpt", "precision": "bf16-true", "quant": "bnb.nf4"}
+    run = published.run_of(row | {"fsdp": "1"})
+    linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    saved = 100 * 2**30 - published.peak(row | {"fsdp": "1"}, run, 100 * 2**30)
+    assert saved == pytest.approx(linear * (2 - 0.5625))
+    whole = published.peak(
+        row | {"quant": "", "fsdp": "2"}, published.run_of(row | {"fsdp": "2"}), 0
+    )
+    assert whole == 8_030_261_248 * 2 * 3 // 2
+
+
+def predictions(ratios: list[float], stack: str) -> list[Prediction]:
+    return [
+        Prediction("lab/tool", stack, (10 * r, 10), (100 * r, 100), Verdict.fits, fitted=True)
+        for r in ratios
+    ]
+
+
+def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
+    rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
+    plain = planner._errors(rows, lambda p: p.stack, lambda p: p.rate, scaled=False)
+    scaled = planner._errors(rows, lambda p: p.stack, lambda p: p.rate, scaled=True)
+    assert plain["a"]["median"] == pytest.approx(1.0)
+    assert (scaled["a"]["scale"], scaled["a"]["median"]) == (2.0, 0.0)
+    assert scaled["a"]["worst"] == pytest.approx(0.1)
+    assert (scaled["b"]["scale"], scaled["all"]["rows"]) == (0.5, 5)
+
+
+def test_the_benchmark_reads_a_file_and_writes_its_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = {"peak_mem_GiB": "", "tokens_per_s_per_gpu": "", "micro_bs": "64", "act_ckpt": "none"}
+    with Path("rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(ROW))
+        writer.writeheader()
+        writer.writerows([ROW, ROW | failed])
+    assert main(["bench", "planner", "--data", "rows.csv"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 rows that ran are called fitting, 1 of 1 that ran out of memory" in said
+    (file,) = Path("runs").glob("bench_planner/*/planner.json")
+    record = json.loads(file.read_text("utf-8"))
+    assert record["rows"] == 2
+    assert record["memory"]["pytorch/torchtitan"]["rows"] == 1
+    assert main(["bench", "planner", "data=nope.csv"]) == 2
+    assert main(["bench", "planner"]) == 2
