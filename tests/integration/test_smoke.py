@@ -52,6 +52,7 @@ def test_files_are_laid_out_as_promised(folder: Folder) -> None:
         "resolved.yaml",
         "overrides.txt",
         "status.json",
+        "plan.json",
         "metrics.csv",
         "summary.json",
         "checkpoints",

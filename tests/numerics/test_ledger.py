@@ -101,7 +101,8 @@ def test_the_peak_is_the_one_foreseen(case: tuple[str, ...], job: Job) -> None:
     layout, *parts = case
     line = (*SMALL, *LAYOUTS.get(layout, ("parallelism=single",)), *parts)
     foreseen = memory.worst(compose(line))
-    measured = job.of(*line).summary["metrics"]["memory/peak_bytes"]
-    error = foreseen.peak / measured - 1
+    metrics = job.of(*line).summary["metrics"]
+    assert metrics["plan/peak_bytes"] == foreseen.peak
+    error = foreseen.peak / metrics["memory/peak_bytes"] - 1
     print(f"{' '.join(case)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02

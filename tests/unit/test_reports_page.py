@@ -335,3 +335,14 @@ def test_two_hundred_jobs(tmp_path: Path) -> None:
     assert path.stat().st_size < 1_500_000
     assert part(source, "compare").count("<tr") == 201
     assert "24 of 200 jobs" in words(part(source, "memory"))
+
+
+def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    peak = summary["metrics"]["memory/peak_bytes"]
+    summary["metrics"]["plan/peak_bytes"] = 1.04 * peak
+    (folder / "summary.json").write_text(json.dumps(summary), "utf-8")
+    source = text_of(page.write(folder))
+    assert "The planner foresaw a peak of" in source
+    assert "4% off" in source

@@ -67,3 +67,15 @@ class Plan:
 def planned(run: Run) -> Plan:
     """Returns the plan of a run, from its specs alone."""
     return Plan(run, judged(run), of_step(run))
+
+
+def foreseen(run: Run) -> dict[str, float | None]:
+    """Returns what ``memory/peak_bytes`` and ``time/step_s`` will be, under ``plan/``.
+
+    A time that cannot be told is None.
+    """
+    step = of_step(run)
+    return {
+        "plan/peak_bytes": judged(run).ledger.peak,
+        "plan/step_s": None if step is None else step.seconds,
+    }

@@ -8,6 +8,7 @@ from scalewise.reports import charts, headings, numbers
 from scalewise.reports.charts import Bar, Segment
 from scalewise.reports.compare import (
     BOTH_PASSES,
+    FORESEEN_PEAK,
     MEMORY,
     MEMORY_REST,
     PEAK,
@@ -23,6 +24,21 @@ from scalewise.reports.compare import (
 from scalewise.reports.layout import twice
 from scalewise.reports.numbers import MemoryUnit
 from scalewise.reports.sections import Numbers, Panel, Section, chosen, left_out, window
+
+
+def _foreseen(jobs: Sequence[Job], unit: MemoryUnit) -> str | None:
+    """Returns how near the planner came to the peaks of the jobs; None where it said nothing."""
+    pairs = [
+        (said, measured)
+        for job in jobs
+        if job.run.ok and (said := job.measured(FORESEEN_PEAK)) and (measured := job.measured(PEAK))
+    ]
+    if not pairs:
+        return None
+    worst = numbers.percent(max(abs(said / measured - 1) for said, measured in pairs))
+    if len(pairs) == 1:
+        return f"The planner foresaw a peak of {unit.full(pairs[0][0])}, {worst} off."
+    return f"The planner foresaw these peaks within {worst}."
 
 
 def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
@@ -62,6 +78,8 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
                 unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name
             )
         )
+    if told := _foreseen(comparison.jobs, unit):
+        notes.append(told)
     short = [job.name for job in drawn if not job.run.ok]
     if short and len(drawn) > 1:
         notes.append(f"Did not finish, drawn as far as measured: {', '.join(short)}.")

@@ -14,6 +14,7 @@ from scalewise.reports.records import RunRecord, Series, SweepRecord
 SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
 PEAK = "memory/peak_bytes"
+FORESEEN_PEAK = "plan/peak_bytes"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
 

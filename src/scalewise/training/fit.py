@@ -20,6 +20,7 @@ from scalewise.checkpoints import store
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
+from scalewise.plan.plan import foreseen
 from scalewise.run import Run
 from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.session import Session
@@ -57,6 +58,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
+        write_json(folder / "plan.json", foreseen(run))
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,
@@ -132,6 +134,7 @@ def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
         else:
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
+    metrics |= foreseen(run)
     return {
         "parameters": run.model.parameters,
         "steps": steps,
