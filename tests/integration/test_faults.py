@@ -122,9 +122,9 @@ def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
     ("layout", "accident"),
     [
         ("single", "raise"),
-        ("ddp", "kill"),
         ("fsdp", "kill"),
-        ("pipeline", "kill"),
+        pytest.param("ddp", "kill", marks=LONG),
+        pytest.param("pipeline", "kill", marks=LONG),
         pytest.param("single", "hang", marks=LONG),
         pytest.param("fsdp", "hang", marks=LONG),
         pytest.param("fsdp", "raise", marks=LONG),

@@ -39,7 +39,7 @@ def test_recomputing_changes_no_step(
 
 def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -> None:
     job = Job(tmp_path, shared_cache)
-    rows = (*SHAPE, *LLAMA, "trainer.max_steps=2", "trainer.micro_batch=8")
+    rows = (*SHAPE, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")
     found = {
         option: job.of(*rows, *parts).summary["metrics"]
         for option, parts in {"nothing": (), **OPTIONS}.items()
