@@ -80,10 +80,16 @@ def test_a_layout_sends_what_it_declares(
         assert got == wanted, f"rank {rank}"
 
 
+KEPT: list[dist.ProcessGroup | None] = []
+"""Groups of this process. A reducer's future may hold the last reference to one in gloo's own
+thread, which would wait for itself to end, and the process would abort."""
+
+
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
     """A process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    KEPT.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 
