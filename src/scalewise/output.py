@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
+"""What stands in a table for a number that is not known."""
 WIDTH = 150
 """Columns of a table that is written to a file."""
 

@@ -119,6 +119,11 @@ class Run:
         """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
         return _by_kind(self.adapter, self.model)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Returns whether an adapter is trained in place of the model's own weights."""
+        return not all(weight.trainable for weight in self.census_by_kind()[1])
+
     def steps(self, rows: int) -> int:
         """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
         return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)

@@ -3,7 +3,9 @@
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+MICRO = 1e-6
 MEGA = 1e6
+GIGA = 1e9
 TERA = 1e12
 LARGEST = 2**63 - 1
 """The largest integer that torch and the files of a run can hold."""

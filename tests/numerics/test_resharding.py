@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -100,6 +100,16 @@ def test_a_thread_writes_what_training_would(
     assert resumed.column("train/loss")[:4] == reference.column("train/loss")
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Holds a thread against a thread: a copy by several waits for the one that has no core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_core")
 def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
     """Training stands still for at most 15 % of the time that it would take to write."""
     model = {f"w{number}": torch.randn(1 << 21) for number in range(8)}

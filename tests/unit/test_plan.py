@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from fixtures.layouts import LLAMA_8B
 
 from scalewise.config import tree
 from scalewise.models.tape import Work
@@ -24,13 +25,7 @@ from scalewise.units import GIB
 Compose = Callable[..., Run]
 
 LLAMA = (
-    "model=llama3_8b",
-    "parallelism=fsdp",
-    "parallelism.shard=8",
-    "precision=bf16_mixed",
-    "hardware=h100",
-    "data=synthetic",
-    "data.sequence=8192",
+    *LLAMA_8B,
     "trainer.micro_batch=1",
     "trainer.global_batch=8",
 )

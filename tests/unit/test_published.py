@@ -59,7 +59,7 @@ def test_a_framework_is_known_by_its_source() -> None:
     assert kempner.precision.parameters is Number.bf16  # whatever its rows call it
     assert kempner.parallelism.holds(kempner).shape.loss == 2
     mpt = published.run_of(ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"})
-    assert mpt.model.norm is Norm.layernorm  # type: ignore[attr-defined]
+    assert mpt.model.norm is Norm.layernorm
     other = published.framework(ROW | {"source": "somebody/else"})
     assert other.precision(ROW | {"precision": "bf16-true"}) == published.BF16
 

@@ -262,28 +262,21 @@ class ForeignMesh(Mesh):
 
 
 def _parallelism(row: Row, facts: Framework, accumulation: int) -> Mesh:
-    sizes = {
-        "replicate": _int(row, "dp", 1),
-        "shard": _int(row, "fsdp", 1),
-        "context": _int(row, "cp", 1),
-        "tensor": _int(row, "tp", 1),
-        "pipeline": _int(row, "pp", 1),
-    }
-    waits = facts.keeps_whole_gradients and accumulation > 1
-    zero2 = row["zero_stage"] == "2" or sizes["pipeline"] > 1
-    mesh = ForeignMesh(
+    pipeline = _int(row, "pp", 1)
+    return ForeignMesh(
+        pipeline=pipeline,
+        replicate=_int(row, "dp", 1),
+        shard=_int(row, "fsdp", 1),
+        context=_int(row, "cp", 1),
+        tensor=_int(row, "tp", 1),
         reduced=facts.reduced,
         loss=facts.loss,
         every_second=facts.every_second,
         sequence_parallel=facts.cuts_tokens,
         loss_parallel=facts.cuts_tokens,
-        reshard_after_forward=not zero2,
-        reduce_each_micro_batch=not waits,
-        **sizes,  # type: ignore[arg-type]  # axes, by name
+        reshard_after_forward=row["zero_stage"] != "2" and pipeline == 1,
+        reduce_each_micro_batch=not (facts.keeps_whole_gradients and accumulation > 1),
     )
-    if sizes["pipeline"] > 1:
-        return replace(mesh, pipeline_micro_batches=sizes["pipeline"])
-    return mesh
 
 
 def _adapter(row: Row) -> Adapter:

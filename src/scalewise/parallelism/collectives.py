@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
-from scalewise.models.base import Part, Split, Weight
+from scalewise.models.base import Split, Weight
+from scalewise.parallelism.share import Share, how, share_of
 
 if TYPE_CHECKING:
     from scalewise.parallelism.mesh import Mesh
@@ -45,98 +46,6 @@ class Collective:
     count: int
     what: str
     hides: bool = False
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank of a mesh works on, in sizes."""
-
-    mesh: Mesh
-    run: Run
-    parts: tuple[Part, ...]
-
-    @property
-    def passes(self) -> int:
-        """Returns how often a step goes through each layer."""
-        pieces = self.mesh.pieces if self.mesh.sizes["pipeline"] > 1 else 1
-        return self.run.accumulation * pieces
-
-    @property
-    def rows(self) -> int:
-        """Returns the rows of one pass."""
-        return self.run.trainer.micro_batch * self.run.accumulation // self.passes
-
-    @property
-    def tokens(self) -> int:
-        """Returns the tokens of a row, before sequence parallelism."""
-        return self.run.data.sequence // self.mesh.sizes["context"]
-
-    @property
-    def activation(self) -> int:
-        """Returns the bytes of one number between layers."""
-        return self.run.precision.compute.bytes
-
-    @property
-    def residual(self) -> int:
-        """Returns the bytes of ``x_BTW`` between two layers."""
-        return self.rows * self.tokens * self.run.model.width * self.activation
-
-    def weights(self) -> Iterator[Weight]:
-        """Yields this rank's weights, as tensor parallelism has cut them."""
-        return self._cut(weight for weight in self.run.census() if self._has(weight))
-
-    def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-        """Returns those of one block, and those outside of blocks."""
-        block, rest = self.run.census_by_kind()
-        return tuple(self._cut(block)), tuple(self._cut(filter(self._has, rest)))
-
-    def _has(self, weight: Weight) -> bool:
-        tied = self.run.model.tied_weights
-        return any(_holds(part, weight, tied) for part in self.parts)
-
-    def _cut(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        table, ranks = self.table, self.mesh.sizes["tensor"]
-        for weight in weights:
-            yield weight if ranks == 1 else _cut(weight, table, ranks)
-
-    @property
-    def halves(self) -> dict[str, Half]:
-        """Returns how many layers of each half of a block are adapted, in their order."""
-        own = self.run.model.tensor_split()
-        halves: dict[str, Half] = {}
-        for name, how in own.items():
-            block, _, layer = name.partition("blocks.*.")
-            if block or how not in (Split.column, Split.row):
-                continue
-            half = halves.setdefault(layer.split(".")[0], Half())
-            adapted = f"{name}.lora_A.default" in self.table
-            half.columns += adapted and how is Split.column
-            half.rows += adapted and how is Split.row
-        return halves
-
-    @property
-    def is_adapted(self) -> bool:
-        """Returns whether the model itself is frozen."""
-        return any(not weight.trainable for weight in self.run.census())
-
-    @property
-    def table(self) -> dict[str, Split]:
-        """Returns how tensor parallelism cuts each module."""
-        return self.run.adapter.tensor_split(self.run.model)
-
-
-@dataclass
-class Half:
-    """The adapted layers of a block's attention, or of its feedforward."""
-
-    columns: int = 0
-    rows: int = 0
-
-
-def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
-    """Returns what a rank of a mesh works on."""
-    stages = run.model.stages(mesh.stages, run.data.sequence)
-    return Share(mesh, run, tuple(stages[index] for index in mesh.stages_of(rank)))
 
 
 def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
@@ -210,7 +119,7 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     """Megatron: two joins a block; sequence parallelism makes each a gather and a scatter."""
     mesh, passes, axes = share.mesh, share.passes, ("tensor",)
     layers = sum(len(part.layers) for part in share.parts)
-    first, last = _any_first(share.parts), _any_last(share.parts)
+    first, last = share.first, share.last
     # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
     joins = 4 * layers + first + last
     recompute, chunked = share.run.memory.recompute, share.run.objective.loss_chunk is not None
@@ -242,7 +151,7 @@ class Without:
 
 def _without_backward(share: Share) -> Without:
     """Returns what an adapter spares: gradients go back to the first weights that it added."""
-    if not (_any_first(share.parts) and share.is_adapted):
+    if not (share.first and share.run.is_frozen):
         return Without()
     gathers, scatters, asked = 1, 0, False  # the embedding is frozen
     for half in share.halves.values():
@@ -299,10 +208,10 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
         reductions = share.passes // share.run.accumulation
     sizes: dict[int, int] = {}
     for weight in share.weights():
-        how = _how(weight, table) if weight.trainable else None
-        if how is Split.tokens:
+        cut = how(weight, table) if weight.trainable else None
+        if cut is Split.tokens:
             sizes[weight.count * size] = sizes.get(weight.count * size, 0) + 1
-        elif how is Split.places:
+        elif cut is Split.places:
             whole = share.tokens * share.run.model.width * share.activation
             yield Collective(
                 Kind.all_gather, ("tensor",), whole, share.passes, "gradients of positions"
@@ -339,7 +248,7 @@ def _of_context(share: Share) -> Iterator[Collective]:
 
 def _without_gradient(share: Share) -> set[str]:
     """Returns what attention of the first block takes no gradient of, before any adapter."""
-    if not (_any_first(share.parts) and share.is_adapted):
+    if not (share.first and share.run.is_frozen):
         return set()
     inputs = {"query", "key", "value"}
     idle = {n for n in inputs if f"blocks.*.attention.{n}.lora_A.default" not in share.table}
@@ -357,7 +266,7 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
     yield Collective(Kind.send, axes, size, back * share.passes, "gradients of activations")
     yield Collective(Kind.all_reduce, axes, SCALAR, share.run.accumulation, "the loss")
     tied = share.run.model.tied_weights
-    ends = (_any_first(share.parts), _any_last(share.parts))
+    ends = (share.first, share.last)
     if tied and any(ends) and not all(ends):
         shards = mesh.sizes["shard"] * mesh.sizes["context"]
         for weight in share.weights():
@@ -367,35 +276,3 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
                 yield Collective(
                     Kind.all_reduce, ("pipeline",), size, 1, f"gradient of {weight.name}"
                 )
-
-
-def _any_first(parts: Iterable[Part]) -> bool:
-    return any(part.first for part in parts)
-
-
-def _any_last(parts: Iterable[Part]) -> bool:
-    return any(part.last for part in parts)
-
-
-def _holds(part: Part, weight: Weight, tied: frozenset[str]) -> bool:
-    if weight.layer is not None:
-        return weight.layer in part.layers
-    if weight.role in ("embedding", "position"):
-        return part.first or (part.last and weight.name in tied)
-    return part.last
-
-
-def _how(weight: Weight, table: dict[str, Split]) -> Split | None:
-    module = weight.name.rpartition(".")[0]
-    pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
-    return table.get(pattern)
-
-
-def _cut(weight: Weight, table: dict[str, Split], ranks: int) -> Weight:
-    """Returns the part of a weight that one tensor-parallel rank holds."""
-    how, shape = _how(weight, table), weight.shape
-    if how in (Split.column, Split.vocabulary, Split.head):
-        shape = (shape[0] // ranks, *shape[1:])
-    elif how is Split.row and len(shape) > 1:
-        shape = (shape[0], shape[1] // ranks, *shape[2:])
-    return replace(weight, shape=shape)

@@ -155,7 +155,8 @@ class DDP(Parallelism):
         copied = self.world_size > 1 and not self.gradient_as_bucket_view
         trained = sum(weight.count for weight in run.census() if weight.trainable)
         copies = copied * trained * run.precision.parameters.bytes
-        return of_replicas(run, buckets=self.gradient_as_bucket_view, states=states, copies=copies)
+        buckets = self.gradient_as_bucket_view
+        return replace(of_replicas(run), buckets=buckets, states=states, copies=copies)
 
     def strategy(self, device: DeviceKind) -> Layout:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""

@@ -181,8 +181,8 @@ class DeepSpeed(Parallelism):
         from scalewise.parallelism.holds import of_replicas
 
         ranks, stage = self.world_size, self.stage
-        return of_replicas(
-            run,
+        return replace(
+            of_replicas(run),
             states=ranks,
             gradients=ranks if stage >= 2 else 1,
             parameters=ranks if stage == 3 else 1,

@@ -60,12 +60,22 @@ class Holds:
     parameters_on_host: bool = False
 
     @property
+    def first(self) -> bool:
+        """Returns whether the embedding is here."""
+        return any(part.first for part in self.parts)
+
+    @property
+    def last(self) -> bool:
+        """Returns whether the head is here."""
+        return any(part.last for part in self.parts)
+
+    @property
     def layers(self) -> int:
         """Returns the blocks of this rank."""
         return sum(len(part.layers) for part in self.parts)
 
 
-def of_replicas(run: Run, **facts: object) -> Holds:
+def of_replicas(run: Run) -> Holds:
     """Returns the share of a rank that works with every weight on whole rows."""
     layers = run.model.layers
     block, rest = run.census_by_kind()
@@ -74,7 +84,6 @@ def of_replicas(run: Run, **facts: object) -> Holds:
         shape(run, run.trainer.micro_batch, run.data.sequence),
         block,
         rest,
-        **facts,  # type: ignore[arg-type]  # fields of Holds, by name
     )
 
 
@@ -92,7 +101,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         on_cpu=run.hardware.device == "cpu",
         loss_chunk=run.objective.loss_chunk or 0,
         table=precision.parameters.bytes,
-        frozen=any(not weight.trainable for weight in run.census_by_kind()[1]),
+        frozen=run.is_frozen,
         adapted=run.adapter.adapted(run.model),
         rank=run.adapter.rank,
     )

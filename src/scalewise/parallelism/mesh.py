@@ -219,8 +219,8 @@ class Mesh(Parallelism):
 
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
-        from scalewise.parallelism.collectives import share_of
         from scalewise.parallelism.holds import Gathering, Holds, shape
+        from scalewise.parallelism.share import share_of
 
         share, sizes = share_of(self, run, rank), self.sizes
         shards = sizes["shard"] * sizes["context"]

@@ -31,6 +31,9 @@ BACKWARD = (
     Phase.reduce_rest,
 )
 PASSES = (Phase.forward, Phase.loss, *BACKWARD)
+WITH_ROTATIONS = PASSES[: PASSES.index(Phase.reduce_block)]
+"""Until the first block has taken its last look at them."""
+AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
 
 
 def of_device(run: Run, rank: int = 0) -> Ledger:
@@ -68,6 +71,24 @@ def _replays(
     )
 
 
+def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
+    """Returns for each phase how many blocks await backward, and how many have been through it."""
+    return {
+        Phase.forward: (layers - 1, 0),
+        Phase.loss: (layers, 0),
+        Phase.backward_loss: (layers, 0),
+        Phase.backward_head: (layers, 0),
+        Phase.backward_last: (layers - 1, 0),
+        Phase.reduce_last: (layers - 1, 0),
+        Phase.backward_next: (max(0, layers - 2), min(1, layers - 1)),
+        Phase.backward_second: (min(1, layers - 1), max(0, layers - 2)),
+        Phase.backward_first: (0, layers - 1),
+        Phase.reduce_block: (0, layers - 1),
+        Phase.backward_embedding: (0, layers),
+        Phase.reduce_rest: (0, layers),
+    }
+
+
 class _Device:
     """Works a ledger out, purpose by purpose.
 
@@ -86,13 +107,12 @@ class _Device:
         self.stays = (several and not whole) or holds.buckets
         adds = whole and gathering is not None and gathering.reduced == holds.shape.held
         fresh = not adds if gathering is not None else not self.stays
-        self.first = any(part.first for part in holds.parts)
-        self.last = any(part.last for part in holds.parts)
-        self.tied = self.first and self.last and bool(run.model.tied_weights)
+        self.tied = holds.first and holds.last and bool(run.model.tied_weights)
+        self.blocks = _blocks(holds.layers)
         self.tapes = tapes_of(run.model, holds.shape)
         start, self.block, head, loss = _replays(run.model, holds.shape, recompute, fresh)
-        self.start = start if self.first else _NOTHING
-        self.head, self.loss = (head, loss) if self.last else (_NOTHING, _NOTHING)
+        self.start = start if holds.first else _NOTHING
+        self.head, self.loss = (head, loss) if holds.last else (_NOTHING, _NOTHING)
 
     @property
     def head_weights(self) -> int:
@@ -166,18 +186,12 @@ class _Device:
         if holds.gathering is not None:
             block = numbers(holds.block, holds.gradients, trained=True) * each
             rest = 0
-        layers = holds.layers
         grown = {
-            Phase.backward_last: rest,
-            Phase.reduce_last: rest,
-            Phase.backward_next: min(1, layers - 1) * block + rest,
-            Phase.backward_second: max(0, layers - 2) * block + rest,
-            Phase.backward_first: (layers - 1) * block + rest,
-            Phase.reduce_block: (layers - 1) * block + rest,
-            Phase.backward_embedding: layers * block + rest,
-            Phase.reduce_rest: layers * block + rest,
-            Phase.optimizer: whole,
+            phase: done * block + rest
+            for phase, (_, done) in self.blocks.items()
+            if phase in AFTER_HEAD
         }
+        grown |= {Phase.optimizer: whole}
         yield Line("gradients", grown, f"{count:,} x {each} B", reason)
 
     def _of_tied(self) -> Line:
@@ -186,7 +200,7 @@ class _Device:
         (weight,) = (weight for weight in self.holds.rest if weight.name == name)
         size = weight.count * self.holds.shape.held * weight.trainable
         waiting = size * (self.head.gradients == 0)
-        phases = dict.fromkeys(BACKWARD[2:8], waiting)
+        phases = dict.fromkeys(AFTER_HEAD[:-2], waiting)
         phases |= {Phase.backward_embedding: waiting + size}
         return Line("gradient of the tied head", phases, f"{weight.count:,}", "waits for the other")
 
@@ -255,19 +269,12 @@ class _Device:
         """What earlier micro batches have left whole and not yet in its place."""
         block = numbers(self.holds.block, trained=True) * each
         rest = numbers(self.holds.rest, trained=True) * each
+        moves = self.holds.gathering is None and not self.tied
+        last = rest - self.head_weights * each * moves
         layers = self.holds.layers
-        done = self.holds.gathering is None and not self.tied
-        last = rest - self.head_weights * each * done
-        phases = dict.fromkeys(PASSES, layers * block + rest)
-        phases |= {
-            Phase.backward_last: layers * block + last,
-            Phase.reduce_last: layers * block + last,
-            Phase.backward_next: max(0, layers - 1) * block + last,
-            Phase.backward_second: min(layers, 2) * block + last,
-            Phase.backward_first: block + last,
-            Phase.reduce_block: block + last,
-            Phase.backward_embedding: last,
-            Phase.reduce_rest: last,
+        phases = {
+            phase: (layers - done) * block + (last if phase in AFTER_HEAD else rest)
+            for phase, (_, done) in self.blocks.items()
         }
         formula = f"{layers} blocks x {block:,} B + {rest:,} B"
         return Line("gradients of earlier micro batches", phases, formula, reason)
@@ -275,15 +282,7 @@ class _Device:
     def _of_replicas(self, gathering: Gathering) -> Line:
         """Shards of gradients that replicas have summed up; torch holds them until the end."""
         block = numbers(self.holds.block, gathering.shards, trained=True) * gathering.reduced
-        layers = self.holds.layers
-        phases = {
-            Phase.backward_next: min(1, layers - 1) * block,
-            Phase.backward_second: max(0, layers - 2) * block,
-            Phase.backward_first: (layers - 1) * block,
-            Phase.reduce_block: (layers - 1) * block,
-            Phase.backward_embedding: layers * block,
-            Phase.reduce_rest: layers * block,
-        }
+        phases = {phase: done * block for phase, (_, done) in self.blocks.items()}
         return Line(
             "sums over replicas", phases, f"{block:,} B a block", "held until backward ends"
         )
@@ -296,21 +295,12 @@ class _Device:
             Recompute.selective: "products and attention; the rest is made again",
             Recompute.full: "the input of each block; the rest is made again",
         }[run.memory.recompute]
-        kept = {
-            Phase.forward: (layers - 1) * block,
-            Phase.loss: layers * block,
-            Phase.backward_loss: layers * block,
-            Phase.backward_head: layers * block,
-            Phase.backward_last: (layers - 1) * block,
-            Phase.reduce_last: (layers - 1) * block,
-            Phase.backward_next: max(0, layers - 2) * block,
-            Phase.backward_second: min(1, layers - 1) * block,
-        }
+        kept = {phase: waiting * block for phase, (waiting, _) in self.blocks.items()}
         yield Line("activations of blocks", kept, f"{layers} x {block:,} B", reason)
         yield _line(
             "rotations",
             self.tapes.shared,
-            (Phase.forward, Phase.loss, *BACKWARD[:7]),
+            WITH_ROTATIONS,
             "2 x tokens x head width",
             "of this row's places",
         )
@@ -339,8 +329,8 @@ class _Device:
         """Stages: other pieces that await their backward, and what is sent on and back."""
         holds, tapes = self.holds, self.tapes
         stream = tapes.block.sizes[0]
-        received, returned = stream * (not self.first), stream * (not self.last)
-        given = tapes.loss.sizes[0] if self.last and tapes.loss else stream
+        received, returned = stream * (not holds.first), stream * (not holds.last)
+        given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
         piece = holds.layers * self.block.kept + self.head.kept + self.loss.kept
         piece += tapes.shared + given - received
         yield _line(

@@ -18,13 +18,12 @@ from scalewise.parallelism.holds import numbers
 from scalewise.parallelism.ring import Link
 from scalewise.plan.memory import tapes_of
 from scalewise.plan.replay import products
+from scalewise.units import GIGA, MICRO
 
 if TYPE_CHECKING:
     from scalewise.hardware import Hardware
     from scalewise.run import Run
 
-GIGA = 1e9
-MICRO = 1e-6
 HIDDEN_SHARE = 0.8
 """Part of a block's arithmetic under which its messages can hide: the rest waits for the first."""
 
@@ -106,10 +105,9 @@ def of_step(run: Run) -> StepTime | None:
 def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     holds = run.parallelism.holds(run, rank)
     tapes = tapes_of(run.model, holds.shape)
-    last = any(part.last for part in holds.parts)
     passes = run.accumulation * holds.pieces
     spent = dict.fromkeys(Work, 0.0)
-    ends = [tape for tape in (tapes.last, tapes.loss) if tape is not None and last]
+    ends = [tape for tape in (tapes.last, tapes.loss) if tape is not None and holds.last]
     for tape, count in [(tapes.block, holds.layers), *((end, 1) for end in ends)]:
         for operator in tape.operators:
             spent[operator.work] += passes * count * _both_ways(tape, operator, reached)

@@ -9,7 +9,6 @@ from scalewise import output
 from scalewise.launch.job import Order, Result
 from scalewise.units import bytes_text, count_text, seconds_text
 
-_ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
 _STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
 
 
@@ -80,10 +79,10 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
             _number(metrics.get("train/loss"), "{:.4f}"),
             _number(metrics.get("val/loss"), "{:.4f}"),
             _number(metrics.get("throughput/tokens_per_s"), "{:,.0f}"),
-            seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else _ABSENT,
+            seconds_text(metrics["time/step_s"]) if metrics.get("time/step_s") else output.ABSENT,
             bytes_text(metrics["memory/peak_bytes"])
             if metrics.get("memory/peak_bytes")
-            else _ABSENT,
+            else output.ABSENT,
         )
         varied = [order.varied.get(key, "") for key in keys]
         shown.add_row(str(number), *varied, status, *numbers)
@@ -92,7 +91,7 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
 
 
 def _number(value: float | None, form: str) -> str:
-    return _ABSENT if value is None else form.format(value)
+    return output.ABSENT if value is None else form.format(value)
 
 
 def _place(order: Order) -> str:

@@ -19,7 +19,6 @@ STYLES = {
     Verdict.out_of_memory: "red",
     Verdict.unknown: "dim",
 }
-ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
 SMALL_SHARE = 0.001
 """Lines of less than this share of the peak are told together."""
 
@@ -65,10 +64,10 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             *(varied.get(key, "") for key in keys),
             f"[{STYLES[verdict]}]{verdict}[/]",
             bytes_text(plan.fit.ledger.peak),
-            ABSENT if margin is None else bytes_text(margin),
-            ABSENT if plan.step is None else seconds_text(plan.step.seconds),
-            ABSENT if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
-            ABSENT if plan.mfu is None else f"{plan.mfu:.1%}",
+            output.ABSENT if margin is None else bytes_text(margin),
+            output.ABSENT if plan.step is None else seconds_text(plan.step.seconds),
+            output.ABSENT if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
+            output.ABSENT if plan.mfu is None else f"{plan.mfu:.1%}",
             plan.cure.line if plan.cure else "",
         )
     output.console().print(shown)
@@ -89,7 +88,7 @@ def _ledger(plan: Plan) -> Table:
         if line.most < SMALL_SHARE * ledger.peak:
             rest += now
             continue
-        told = bytes_text(now) if now else ABSENT
+        told = bytes_text(now) if now else output.ABSENT
         shown.add_row(line.what, told, bytes_text(line.most), line.formula, line.reason)
     if rest:
         shown.add_row("the rest", bytes_text(rest), "", "", "lines of less than 0.1 %")
