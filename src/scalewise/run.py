@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from math import ceil, isfinite
 from pathlib import Path
 
-from scalewise.adapters.spec import Adapter
+from scalewise.adapters.spec import Adapter, census, census_by_kind
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.config.registry import target
@@ -30,6 +29,7 @@ from scalewise.models.base import Model, Weight
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
+from scalewise.plan.spec import Planning
 from scalewise.precision import Number, Precision
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
@@ -64,6 +64,7 @@ class Run:
     tracking: Wandb
     launch: Launch
     hardware: Hardware
+    plan: Planning = field(default_factory=Planning)
     name: str = "run"
     """Folder and W&B name: its parts and its learning rate."""
     seed: int = 1
@@ -113,11 +114,11 @@ class Run:
 
     def census(self) -> tuple[Weight, ...]:
         """Returns every tensor of the model as it is trained, with what an adapter adds."""
-        return _census(self.adapter, self.model)
+        return census(self.adapter, self.model)
 
     def census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
-        return _by_kind(self.adapter, self.model)
+        return census_by_kind(self.adapter, self.model)
 
     @property
     def is_frozen(self) -> bool:
@@ -313,18 +314,6 @@ class Run:
                 "this device has no bf16 tensor cores",
                 "set precision=fp16_mixed",
             )
-
-
-@lru_cache(maxsize=64)
-def _census(adapter: Adapter, model: Model) -> tuple[Weight, ...]:
-    return adapter.weights(model)
-
-
-@lru_cache(maxsize=64)
-def _by_kind(adapter: Adapter, model: Model) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    census = _census(adapter, model)
-    block = tuple(weight for weight in census if weight.layer == 0)
-    return block, tuple(weight for weight in census if weight.layer is None)
 
 
 def _beyond(group: str, spec: object) -> Iterator[Complaint]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from fixtures.doors import Doors
+import pytest
+from fixtures.doors import UNTRACKED, Doors
 from fixtures.layouts import LLAMA_8B
+
+from scalewise.units import GIB
 
 
 def test_what_does_not_fit_is_told_with_its_cure(scalewise: Doors) -> None:
@@ -28,6 +31,50 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
         for precision in ("fp32", "bf16_mixed")
         for memory in ("none", "checkpoint_full")
     ]
+    assert not (scalewise.cwd / "runs").exists()
+
+
+def test_a_search_ends_in_a_line_that_trains(scalewise: Doors) -> None:
+    line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
+    ended = scalewise(*line, "plan.search=memory", verb="plan").ok()
+    assert "one choice away" in ended.out
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("scalewise train")]
+    assert "fits" in scalewise(*line.split()[2:], verb="plan").ok().out
+    assert not (scalewise.cwd / "runs").exists()
+
+
+def test_a_search_that_finds_nothing_says_what_comes_nearest(scalewise: Doors) -> None:
+    line = ("model=llama3_70b", "hardware=rtx4090", "data=synthetic", "plan.search=memory")
+    ended = scalewise(*line, verb="plan")
+    assert ended.code == 3, ended.said
+    assert "nothing fits" in ended.out
+    assert "it needs" in ended.out
+
+
+def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
+    models = "model=llama_160m,tinyllama_1b"
+    line = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
+    head, *rows = scalewise(*line, verb="plan").ok().out.splitlines()
+    assert "better with" in head
+    assert len(rows) == 2
+    assert all("trainer.micro_batch=" in row for row in rows)
+
+
+@pytest.mark.parametrize("line", [(), ("-m", "seed=1,2")])
+def test_train_makes_a_run_fit(line: tuple[str, ...], scalewise: Doors) -> None:
+    small = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
+    ended = scalewise(*line, *UNTRACKED, *small).ok()
+    assert "plan.fit=auto: trainer.micro_batch=" in ended.out
+    (folder,) = ended.folders
+    for job in folder.jobs if line else [folder]:
+        assert job.resolved["trainer"]["micro_batch"] < 16
+        assert job.json("plan.json")["plan/peak_bytes"] < 0.0025 * GIB
+
+
+def test_train_does_not_start_what_nothing_makes_fit(scalewise: Doors) -> None:
+    line = (*UNTRACKED, "hardware.memory_gib=0.0001", "plan.fit=auto")
+    scalewise(*line).refused("plan.fit=auto", "of 104.86 KiB")
+    scalewise("-m", "seed=1,2", *line).refused("plan.fit=auto")
     assert not (scalewise.cwd / "runs").exists()
 
 

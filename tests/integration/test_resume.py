@@ -110,7 +110,7 @@ def test_auto_goes_on_from_what_there_is(
     ("kind", "function"),
     [
         ("single", "_write"),
-        ("single", "_sync"),
+        pytest.param("single", "_sync", marks=LONG),
         ("ddp", "_fingerprint"),
         ("fsdp", "_complete"),
         pytest.param("fsdp", "_begin", marks=LONG),
@@ -133,7 +133,7 @@ def test_a_save_that_dies_midway_costs_that_checkpoint_only(
     ("wrote", "resumes"),
     [
         ((), ("parallelism=ddp",)),
-        (("parallelism=ddp",), ("trainer.micro_batch=3",)),
+        pytest.param(("parallelism=ddp",), ("trainer.micro_batch=3",), marks=LONG),
         (("trainer.micro_batch=2",), ("parallelism=fsdp",)),
         pytest.param(("parallelism=fsdp",), ("trainer.micro_batch=8",), marks=LONG),
         pytest.param(("parallelism=ddp",), ("parallelism=fsdp",), marks=LONG),

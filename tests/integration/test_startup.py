@@ -59,7 +59,7 @@ def beside_torch(doors: Doors, *line: str) -> tuple[float, float]:
     """Returns the least seconds of several turns: of a command, and of importing torch."""
     turns = [
         (processor_seconds(doors, *line), processor_seconds(doors, "-c", "import torch"))
-        for _ in range(4)
+        for _ in range(6)
     ]
     ours, torchs = (min(column) for column in zip(*turns, strict=True))
     print(f"{' '.join(line)}: {ours:.2f} s, import torch {torchs:.2f} s, {ours / torchs:.2f}")

@@ -48,7 +48,11 @@ AGAIN = {
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
 """What is computed, and perhaps sent, a second time, or not asked for."""
-USUAL = (("context_tensor", "full"), ("tensor", "loss"), ("shard_tensor", "lora, full"))
+USUAL = (("llama", "context_tensor", "full"), ("llama", "tensor", "loss"))
+USUAL += (("llama", "shard_tensor", "lora, full"), ("gpt2", "context_tensor", "full"))
+SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
+SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard")
+"""Layouts that send what one of the others does, otherwise arranged."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]
 
@@ -62,7 +66,8 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         for shape in SHAPES
         for again in AGAIN
         if not ("zero_bubble" in layout and again == "selective")  # which is refused
-        for usual in [(shape, again) == ("llama", "nothing") or (layout, again) in USUAL]
+        for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
+        for usual in [plain or (shape, layout, again) in USUAL]
     ],
 )
 def test_a_layout_sends_what_it_declares(

@@ -39,7 +39,7 @@ KINDS = {
 }
 USUAL = {("single", "fsdp"), ("fsdp_4", "tensor"), ("tensor", "pipeline")}
 USUAL |= {("pipeline", "shard_tensor"), ("shard_tensor", "single"), ("ddp", "fsdp_4")}
-USUAL |= {(kind, kind) for kind in ("fsdp", "pipeline", "shard_tensor")}
+USUAL |= {("fsdp", "fsdp")}
 
 Written = Callable[[str], Folder]
 

@@ -52,8 +52,10 @@ def test_sgd_sees_the_scale_of_the_gradient(job: Job) -> None:
     assert largest_difference(one.weights(), two.weights()) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
-@pytest.mark.parametrize(("optimizer", "slots"), [("adamw", 2), ("sgd", 1)])
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "slots"),
+    [("single", "sgd", 1), ("single", "adamw", 2), ("ddp", "adamw", 2)],
+)
 def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, job: Job) -> None:
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
     metrics = job(*parts).summary["metrics"]
@@ -72,7 +74,7 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("fsdp", 2), ("fsdp_4", 4), ("tensor", 2)])
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp_4", 4), ("tensor", 2)])
 def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
     small = (*SHAPE, "trainer.max_steps=3", "trainer.global_batch=8", "trainer.micro_batch=2")
     whole = job.of(*small).summary["metrics"]

@@ -1,6 +1,7 @@
 """A command that is refused: whole, before the first job, and leaving nothing."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,21 @@ def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> 
     for arguments in ([], ["-m", "seed=1,2"]):
         with pytest.raises(ZeroDivisionError, match="a bug"):
             open_door(Broken(), arguments)
+
+
+@pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
+def test_a_signal_leaves_nothing(
+    line: list[str], compose: Callable[..., Run], tmp_path: Path
+) -> None:
+    class Signalled(BaseException):
+        pass
+
+    class Stops(Verb):
+        def one(self, *args: object) -> int:
+            raise Signalled
+
+        many = one
+
+    with pytest.raises(Signalled):
+        open_door(Stops(), line)
+    assert list(tmp_path.iterdir()) == []

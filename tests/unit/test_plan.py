@@ -16,6 +16,7 @@ from scalewise.config import tree
 from scalewise.models.tape import Work
 from scalewise.parallelism.holds import shape
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
+from scalewise.plan.line import replaced
 from scalewise.plan.plan import planned
 from scalewise.plan.steptime import of_step
 from scalewise.plan.verdict import Fit, Verdict, judged
@@ -96,7 +97,7 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     plan = plan_of(*whole)
     assert plan.fit.verdict is Verdict.out_of_memory
     assert plan.cure is not None
-    typed = compose(*plan.cure.overrides(whole), here=False)
+    typed = compose(*replaced(whole, plan.cure.told), here=False)
     again = judged(typed)
     assert again.verdict is Verdict.fits
     assert again.ledger.peak == plan.cure.fit.ledger.peak

@@ -60,6 +60,7 @@ def test_groups_and_their_options() -> None:
         "tracking": ["none", "wandb"],
         "launch": ["local"],
         "hardware": ["a100_80g", "auto", "cpu", "h100", "h100_8x4", "h200", "rtx4090", "v100"],
+        "plan": ["default"],
         "callbacks": ["early_stopping", "ema", "guard", "none", "profiler"],
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scalewise.config.near import meant
@@ -51,6 +52,20 @@ class Adapter(ABC):
     @abstractmethod
     def fill(self, module: ModelModule, seed: int) -> None:
         """Gives the added weights of a materialized module, sharded or not, their first values."""
+
+
+@lru_cache(maxsize=64)
+def census(adapter: Adapter, model: Model) -> tuple[Weight, ...]:
+    """Returns every weight of an adapted model once; a search asks a thousand times."""
+    return adapter.weights(model)
+
+
+@lru_cache(maxsize=64)
+def census_by_kind(adapter: Adapter, model: Model) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
+    whole = census(adapter, model)
+    block = tuple(weight for weight in whole if weight.layer == 0)
+    return block, tuple(weight for weight in whole if weight.layer is None)
 
 
 @option("adapter", "none")

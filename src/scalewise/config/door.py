@@ -50,8 +50,6 @@ class Verb:
 
     here = True
     """Whether runs must be able to run on the present machine."""
-    keeps_folder = True
-    """Whether a run's folder is its result."""
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
@@ -102,9 +100,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
             run = read(config, _lines(config.hydra), here=verb.here)
             passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
-            _remove_empty(folder)
             passage.raised.append(error)
-        if not verb.keeps_folder:
+        finally:  # a signal is no Exception
             _remove_empty(folder)
 
     _passages.append(passage)
@@ -120,12 +117,12 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if passage.raised:
             raise passage.raised[0]
     except Exception as error:  # whatever Hydra made of it is translated below
-        if passage.folder is not None and not passage.codes:
-            _remove_empty(passage.folder)
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
         raise refuse.translated(error, flags.overrides, here=verb.here) from error
     finally:
+        if passage.folder is not None:
+            _remove_empty(passage.folder)
         _passages.remove(passage)
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
@@ -164,8 +161,6 @@ def launch(
     except Exception as error:  # Hydra would hide which error it was
         passage.raised.append(error)
         raise
-    if not passage.verb.keeps_folder:
-        _remove_empty(folder)
     passage.codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
 
@@ -242,7 +237,9 @@ def _exit_code(codes: Sequence[int]) -> int:
 
 def _remove_empty(folder: Path) -> None:
     """Removes the folders that Hydra made for a job that never was."""
-    (folder / "multirun.yaml").unlink(missing_ok=True)
+    own = folder / "multirun.yaml"
+    if folder.is_dir() and list(folder.iterdir()) == [own]:
+        own.unlink()
     for candidate in (folder, *folder.parents[:2]):
         try:
             candidate.rmdir()

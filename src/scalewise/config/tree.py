@@ -20,6 +20,7 @@ GROUPS = (
     "tracking",
     "launch",
     "hardware",
+    "plan",
     "callbacks",
 )
 """Config groups in the order of the defaults list; a part of the frozen surface."""

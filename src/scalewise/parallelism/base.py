@@ -71,8 +71,7 @@ class Parallelism(ABC):
         ranks = self.world_size
         return ranks, devices_per_node is not None and ranks > devices_per_node
 
-    @property
-    def unlike_ranks(self) -> tuple[int, ...]:
+    def unlike_ranks(self, run: Run) -> tuple[int, ...]:
         """Returns one rank of each kind that holds another share than the rest."""
         return (0,)
 

@@ -73,19 +73,18 @@ def _of_shards(share: Share) -> Iterator[Collective]:
     mixed = precision.compute.bytes < precision.parameters.bytes
     gathered = precision.compute.bytes if mixed else precision.parameters.bytes
     reduced = SCALAR if mixed else precision.parameters.bytes
-    blocks: dict[int | None, list[Weight]] = {}
-    for weight in share.weights():
-        blocks.setdefault(weight.layer, []).append(weight)
+    block, rest = share.weights_by_kind()
     reductions = share.run.accumulation if mesh.reduce_each_micro_batch else 1
-    for layer, weights in blocks.items():
-        name = "the rest" if layer is None else f"block {layer}"
+    for name, weights, layers in (("a block", block, share.layers), ("the rest", rest, 1)):
+        if not weights:
+            continue
         count, trained = (
             _padded(weights, ranks),
             _padded((w for w in weights if w.trainable), ranks),
         )
-        again = layer is not None and mesh.reshard_after_forward
+        again = weights is block and mesh.reshard_after_forward
         if ranks > 1:
-            axes, gathers = ("shard", "context"), share.passes * (2 if again else 1)
+            axes, gathers = ("shard", "context"), layers * share.passes * (2 if again else 1)
             yield Collective(
                 Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}", hides=True
             )
@@ -94,7 +93,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 Kind.reduce_scatter,
                 axes,
                 size,
-                reductions * bool(size),
+                layers * reductions * bool(size),
                 f"gradients of {name}",
                 hides=True,
             )
@@ -104,7 +103,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 Kind.all_reduce,
                 ("replicate",),
                 size,
-                reductions * bool(size),
+                layers * reductions * bool(size),
                 f"gradients of {name}",
                 hides=True,
             )
@@ -118,8 +117,7 @@ def _padded(weights: Iterable[Weight], ranks: int) -> int:
 def _of_tensor(share: Share) -> Iterator[Collective]:
     """Megatron: two joins a block; sequence parallelism makes each a gather and a scatter."""
     mesh, passes, axes = share.mesh, share.passes, ("tensor",)
-    layers = sum(len(part.layers) for part in share.parts)
-    first, last = share.first, share.last
+    layers, first, last = share.layers, share.first, share.last
     # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
     joins = 4 * layers + first + last
     recompute, chunked = share.run.memory.recompute, share.run.objective.loss_chunk is not None
@@ -207,10 +205,11 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
     if shards > 1 and not share.mesh.reduce_each_micro_batch:
         reductions = share.passes // share.run.accumulation
     sizes: dict[int, int] = {}
-    for weight in share.weights():
+    block, rest = share.weights_by_kind()
+    for weight, layers in [*((it, share.layers) for it in block), *((it, 1) for it in rest)]:
         cut = how(weight, table) if weight.trainable else None
         if cut is Split.tokens:
-            sizes[weight.count * size] = sizes.get(weight.count * size, 0) + 1
+            sizes[weight.count * size] = sizes.get(weight.count * size, 0) + layers
         elif cut is Split.places:
             whole = share.tokens * share.run.model.width * share.activation
             yield Collective(
@@ -227,7 +226,7 @@ def _of_context(share: Share) -> Iterator[Collective]:
     mesh, model, axes = share.mesh, share.run.model, ("context",)
     without = _without_gradient(share)
     recompute = share.run.memory.recompute
-    layers = sum(len(part.layers) for part in share.parts) * share.passes
+    layers = share.layers * share.passes
     token = share.rows * share.tokens * share.activation // mesh.sizes["tensor"]
     query, key = token * model.query_width, token * model.kv_width
     if mesh.attention == "gather":
@@ -269,7 +268,7 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
     ends = (share.first, share.last)
     if tied and any(ends) and not all(ends):
         shards = mesh.sizes["shard"] * mesh.sizes["context"]
-        for weight in share.weights():
+        for weight in share.weights_by_kind()[1]:
             if weight.name in tied and weight.trainable:
                 rows = ceil(weight.shape[0] / shards)
                 size = rows * prod(weight.shape[1:]) * share.run.precision.parameters.bytes

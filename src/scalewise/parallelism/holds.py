@@ -41,7 +41,7 @@ class Holds:
     cut by tensor parallelism, not by shards. ``parameters``, ``gradients``, ``states``: ranks that
     share each out. ``buckets``: whether gradients lie in buffers that outlive a step; ``copies``:
     bytes of such buffers beside them. ``in_flight``: passes whose activations exist at once, of
-    ``pieces`` of a micro batch.
+    ``pieces`` of a micro batch, that go through a pipeline of ``places`` ranks.
     """
 
     parts: tuple[Part, ...]
@@ -55,6 +55,7 @@ class Holds:
     copies: int = 0
     in_flight: int = 1
     pieces: int = 1
+    places: int = 1
     gathering: Gathering | None = None
     states_on_host: bool = False
     parameters_on_host: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -102,7 +103,7 @@ class Mesh(Parallelism):
     pipeline_micro_batches: int | None = None
     """Pieces that a micro batch passes the pipeline in; None: one per stage."""
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Returns the settled size of each axis, outermost first."""
         return {axis: size for axis in AXES if isinstance(size := getattr(self, axis), int)}
@@ -211,11 +212,21 @@ class Mesh(Parallelism):
             return 1, False
         return joined, devices_per_node is not None and reach > devices_per_node
 
-    @property
-    def unlike_ranks(self) -> tuple[int, ...]:
-        """Returns a rank of each place in the pipeline."""
-        ranks = self.sizes["pipeline"]
-        return tuple(place * self.world_size // ranks for place in range(ranks))
+    def unlike_ranks(self, run: Run) -> tuple[int, ...]:
+        """Returns a rank of each kind of place in the pipeline; of like ones the earliest.
+
+        Ends and numbers of layers make the kind. The earlier has more passes that await backward.
+        """
+        from scalewise.parallelism.share import stages_of
+
+        stages = stages_of(run.model, self.stages, run.data.sequence)
+        kinds: dict[object, int] = {}
+        for place in range(self.sizes["pipeline"]):
+            rank = place * self.world_size // self.sizes["pipeline"]
+            held = [stages[index] for index in self.stages_of(rank)]
+            kind = tuple((len(part.layers), part.first, part.last) for part in held)
+            kinds.setdefault(kind, rank)
+        return tuple(kinds.values())
 
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
@@ -254,6 +265,7 @@ class Mesh(Parallelism):
             states=shards,
             in_flight=self._in_flight(rank),
             pieces=self.pieces if sizes["pipeline"] > 1 else 1,
+            places=sizes["pipeline"],
             gathering=gathering if sharded else None,
             states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
             parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from scalewise.models.base import Part, Split, Weight
+from scalewise.adapters.spec import Adapter, census_by_kind
+from scalewise.models.base import Model, Part, Split, Weight
 
 if TYPE_CHECKING:
     from scalewise.parallelism.mesh import Mesh
@@ -57,43 +59,30 @@ class Share:
         """Returns the bytes of ``x_BTW`` between two layers."""
         return self.rows * self.tokens * self.run.model.width * self.activation
 
-    def weights(self) -> Iterator[Weight]:
-        """Yields this rank's weights, as tensor parallelism has cut them."""
-        return self._cut(weight for weight in self.run.census() if self._has(weight))
+    @property
+    def layers(self) -> int:
+        """Returns the blocks of this rank."""
+        return sum(len(part.layers) for part in self.parts)
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-        """Returns those of one block, and those outside of blocks."""
-        block, rest = self.run.census_by_kind()
-        return tuple(self._cut(block)), tuple(self._cut(filter(self._has, rest)))
+        """Returns the weights of one block and those outside of blocks, cut as on this rank."""
+        run = self.run
+        block, rest = _cut_by_kind(run.adapter, run.model, self.mesh.sizes["tensor"])
+        return block, tuple(filter(self._has, rest))
 
     def _has(self, weight: Weight) -> bool:
         tied = self.run.model.tied_weights
         return any(_holds(part, weight, tied) for part in self.parts)
 
-    def _cut(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        table, ranks = self.table, self.mesh.sizes["tensor"]
-        for weight in weights:
-            yield weight if ranks == 1 else _cut(weight, table, ranks)
-
     @property
     def halves(self) -> dict[str, Half]:
         """Returns how many layers of each half of a block are adapted, in their order."""
-        own = self.run.model.tensor_split()
-        halves: dict[str, Half] = {}
-        for name, how in own.items():
-            block, _, layer = name.partition("blocks.*.")
-            if block or how not in (Split.column, Split.row):
-                continue
-            half = halves.setdefault(layer.split(".")[0], Half())
-            adapted = f"{name}.lora_A.default" in self.table
-            half.columns += adapted and how is Split.column
-            half.rows += adapted and how is Split.row
-        return halves
+        return _halves(self.run.adapter, self.run.model)
 
     @property
     def table(self) -> dict[str, Split]:
         """Returns how tensor parallelism cuts each module."""
-        return self.run.adapter.tensor_split(self.run.model)
+        return _table(self.run.adapter, self.run.model)
 
 
 @dataclass
@@ -106,8 +95,45 @@ class Half:
 
 def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
     """Returns what a rank of a mesh works on."""
-    stages = run.model.stages(mesh.stages, run.data.sequence)
+    stages = stages_of(run.model, mesh.stages, run.data.sequence)
     return Share(mesh, run, tuple(stages[index] for index in mesh.stages_of(rank)))
+
+
+# A search asks for the shares of thousands of runs that differ in little.
+@lru_cache(maxsize=64)
+def _table(adapter: Adapter, model: Model) -> dict[str, Split]:
+    return adapter.tensor_split(model)
+
+
+@lru_cache(maxsize=256)
+def stages_of(model: Model, count: int, sequence: int) -> Sequence[Part]:
+    """Returns the parts of a model that is cut into ``count`` stages."""
+    return model.stages(count, sequence)
+
+
+@lru_cache(maxsize=256)
+def _cut_by_kind(
+    adapter: Adapter, model: Model, ranks: int
+) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    table = _table(adapter, model)
+    block, rest = census_by_kind(adapter, model)
+    if ranks == 1:
+        return block, rest
+    return tuple(_cut(w, table, ranks) for w in block), tuple(_cut(w, table, ranks) for w in rest)
+
+
+@lru_cache(maxsize=64)
+def _halves(adapter: Adapter, model: Model) -> dict[str, Half]:
+    halves: dict[str, Half] = {}
+    for name, how in model.tensor_split().items():
+        block, _, layer = name.partition("blocks.*.")
+        if block or how not in (Split.column, Split.row):
+            continue
+        half = halves.setdefault(layer.split(".")[0], Half())
+        adapted = f"{name}.lora_A.default" in _table(adapter, model)
+        half.columns += adapted and how is Split.column
+        half.rows += adapted and how is Split.row
+    return halves
 
 
 def _holds(part: Part, weight: Weight, tied: frozenset[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -53,17 +53,10 @@ class Cure:
         """Returns what changes on the command line."""
         return " ".join(change.line for change in self.changes)
 
-    def overrides(self, given: Iterable[str]) -> list[str]:
-        """Returns overrides under which the run fits: those ``given``, and what changes of them."""
-        told = self.line.split()
-        keys = {line.split("=")[0] for line in told}
-        groups = tuple(f"{key}." for key in keys if "." not in key)
-        kept = [
-            line
-            for line in given
-            if (key := line.lstrip("+").split("=")[0]) not in keys and not key.startswith(groups)
-        ]
-        return [*kept, *told]
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Returns the same, override by override."""
+        return tuple(self.line.split())
 
 
 def cure(run: Run) -> Cure | None:

@@ -47,7 +47,7 @@ def of_device(run: Run, rank: int = 0) -> Ledger:
 
 def worst(run: Run) -> Ledger:
     """Returns the ledger of the rank whose device is fullest."""
-    ranks = run.parallelism.unlike_ranks
+    ranks = run.parallelism.unlike_ranks(run)
     return max((of_device(run, rank) for rank in ranks), key=lambda ledger: ledger.peak)
 
 

@@ -25,6 +25,8 @@ class Plan:
     run: Run
     fit: Fit
     step: StepTime | None
+    told: tuple[str, ...] = ()
+    """What is typed to get it, where it is not the run that was asked about."""
 
     @cached_property
     def cure(self) -> Cure | None:

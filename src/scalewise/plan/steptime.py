@@ -15,6 +15,7 @@ from scalewise.memory import Recompute
 from scalewise.models.tape import Operator, Tape, Work
 from scalewise.parallelism.collectives import Collective, Kind
 from scalewise.parallelism.holds import numbers
+from scalewise.parallelism.mesh import AXES
 from scalewise.parallelism.ring import Link
 from scalewise.plan.memory import tapes_of
 from scalewise.plan.replay import products
@@ -98,7 +99,7 @@ def of_step(run: Run) -> StepTime | None:
     reached = rates(run)
     if reached is None:
         return None
-    ranks = run.parallelism.unlike_ranks
+    ranks = run.parallelism.unlike_ranks(run)
     return max((_of_rank(run, rank, reached) for rank in ranks), key=lambda step: step.seconds)
 
 
@@ -123,9 +124,8 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     optimizer = trained * held * (2 + 2 * run.optimizer.slots + 2) / reached.memory
     arithmetic = sum(spent.values()) + recompute
     messages, hidden = _messages(run, rank, arithmetic)
-    stages = len(run.parallelism.unlike_ranks) if holds.pieces > 1 else 1
     rounds = holds.pieces * len(holds.parts)
-    bubble = (arithmetic + sum(messages.values())) * (stages - 1) / rounds
+    bubble = (arithmetic + sum(messages.values())) * (holds.places - 1) / rounds
     return StepTime(
         spent[Work.product],
         spent[Work.attention],
@@ -166,7 +166,8 @@ def _messages(run: Run, rank: int, arithmetic: float) -> tuple[dict[str, float],
     hideable: dict[str, float] = {}
     for message in run.parallelism.collectives(run, rank):
         seconds = message.count * _one(run, message)
-        name = " and ".join(message.axes)
+        every = set(message.axes) == set(AXES)
+        name = "the whole mesh" if every else " and ".join(message.axes)
         kind = hideable if message.hides else exposed
         kind[name] = kind.get(name, 0.0) + seconds
     room = HIDDEN_SHARE * arithmetic

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
-from scalewise.plan.plan import planned
+from scalewise.plan.plan import Plan, planned
+from scalewise.plan.search import searched
+from scalewise.plan.spec import Search
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
-from scalewise.verbs import show_plan
+from scalewise.verbs import show_plan, show_search
 
 FAILS = (Verdict.out_of_memory,)
 """Verdicts for which the verb exits with 3, as the run itself would."""
@@ -19,22 +22,31 @@ class Planner(Verb):
     """Prints a run's plan, or one table for the grid of a sweep."""
 
     here = False
-    keeps_folder = False
 
     def one(self, run: Run, folder: Path) -> int:
-        """Prints the ledger, the verdict and its cure, and the time."""
+        """Prints the ledger, the verdict and its cure, and the time; or what a search found."""
+        if run.plan.search is not Search.none:
+            with output.console().status("searching"):
+                found = searched(run)
+            show_search.one(found)
+            return 0 if found.best is not None else 3
         plan = planned(run)
         show_plan.one(plan)
         return 3 if plan.fit.verdict in FAILS else 0
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
-        """Prints a row a job."""
-        plans = [planned(job.run) for job in jobs]
+        """Prints a row a job; of a job with a search the best that it finds."""
+        plans = [_of_job(job.run) for job in jobs]
         show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
         return [
             End(0, plan.step.seconds if plan.step else float(plan.fit.ledger.peak))
             for plan in plans
         ]
+
+
+def _of_job(run: Run) -> Plan:
+    best = None if run.plan.search is Search.none else searched(run).best
+    return best or planned(run)
 
 
 def main(arguments: Sequence[str]) -> int:

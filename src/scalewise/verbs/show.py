@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scalewise import output
 from scalewise.launch.job import Order, Result
+from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
 
 _STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
@@ -27,6 +28,12 @@ def heading(order: Order) -> None:
         f" x {readers} of {run.world_size} ranks x {run.accumulation} passes)",
         flush=True,
     )
+
+
+def refitted(asked: Run, run: Run) -> None:
+    """Prints what ``plan.fit=auto`` has changed."""
+    if told := [line for line in run.overrides if line not in asked.overrides]:
+        print(f"plan.fit=auto: {' '.join(told)}", flush=True)
 
 
 def announce(number: int, order: Order, count: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from scalewise import output
+from scalewise.launch.status import command_line
+from scalewise.plan.line import replaced
 from scalewise.plan.plan import TIME_SPREAD, Plan
 from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
 
 STYLES = {
@@ -57,7 +59,7 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     shown.add_column("verdict")
     for name in ("allocated", "margin", "step", "tok/s", "MFU"):
         shown.add_column(name, justify="right")
-    shown.add_column("to make it fit")
+    shown.add_column("better with" if any(plan.told for _, plan in rows) else "to make it fit")
     for varied, plan in rows:
         verdict, margin = plan.fit.verdict, plan.fit.margin
         shown.add_row(
@@ -68,9 +70,14 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             output.ABSENT if plan.step is None else seconds_text(plan.step.seconds),
             output.ABSENT if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
             output.ABSENT if plan.mfu is None else f"{plan.mfu:.1%}",
-            plan.cure.line if plan.cure else "",
+            " ".join(plan.told) or (plan.cure.line if plan.cure else ""),
         )
     output.console().print(shown)
+
+
+def train_line(run: Run, told: Sequence[str]) -> str:
+    """Returns the command that trains ``run`` with what is ``told``."""
+    return command_line("train", replaced(run.overrides, told))
 
 
 def _ledger(plan: Plan) -> Table:
@@ -110,8 +117,7 @@ def _verdict(console: Console, plan: Plan) -> None:
         console.print("no change that was tried makes it fit")
     else:
         console.print(f"to make it fit: {cure.line}", soft_wrap=True)
-        line = " ".join(shlex.quote(part) for part in cure.overrides(plan.run.overrides))
-        console.print(f"[dim]scalewise train {line}[/]", soft_wrap=True)
+        console.print(f"[dim]{train_line(plan.run, cure.told)}[/]", soft_wrap=True)
 
 
 def _time(console: Console, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
 from scalewise.run import Run
 from scalewise.verbs import show
+from scalewise.verbs.fit import all_fitted, fitted
 
 
 class Train(Verb):
@@ -25,7 +26,10 @@ class Train(Verb):
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
         with signals.raised("outside of training"):
-            order = Order(run, command=self._command, changed=tuple(changed(run)))
+            fit = fitted(run)
+            if started.leads():
+                show.refitted(run, fit)
+            order = Order(fit, command=self._command, changed=tuple(changed(fit)))
             if started.leads():
                 show.heading(order)
             result = execute(order, folder)
@@ -51,19 +55,22 @@ class Train(Verb):
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
+        runs = all_fitted([job.run for job in jobs])
+        for job, run in zip(jobs, runs, strict=True):
+            show.refitted(job.run, run)
         orders = [
             (
                 job.number,
                 Order(
-                    job.run,
-                    command=command_line("train", job.run.overrides),
+                    run,
+                    command=command_line("train", run.overrides),
                     varied=job.varied,
-                    changed=tuple(changed(job.run)),
+                    changed=tuple(changed(run)),
                     sweep=f"{folder.parent.name}/{folder.name}",
                 ),
                 job.folder,
             )
-            for job in jobs
+            for job, run in zip(jobs, runs, strict=True)
         ]
 
         results = execute_all(

@@ -1,0 +1,55 @@
+"""What ``scalewise plan`` looks for, and whether ``train`` follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+
+
+class Search(StrEnum):
+    """What a search varies. What was typed on the command line is held."""
+
+    none = "none"
+    layout = "layout"
+    """Sizes of the mesh, micro batch and recomputation: what leaves training as it is."""
+    memory = "memory"
+    """Micro batch, recomputation, pieces of the loss, precision, optimizer and adapter."""
+    all = "all"
+
+
+class Rank(StrEnum):
+    """What a search wants least of."""
+
+    time = "time"
+    price = "price"
+    memory = "memory"
+
+
+class Fitting(StrEnum):
+    """What becomes of a run that does not fit its hardware."""
+
+    none = "none"
+    """It starts all the same."""
+    auto = "auto"
+    """``train`` changes it as ``plan`` would: by its search, or as little as makes it fit."""
+
+
+@option("plan", "planning")
+@dataclass(frozen=True)
+class Planning:
+    """How a run is planned."""
+
+    search: Search = Search.none
+    """What is varied to find a better run."""
+    rank_by: Rank = Rank.time
+    """What the best run of a search has least of."""
+    fit: Fitting = Fitting.none
+    """What ``train`` does with a run that does not fit."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields nothing: every option can be had."""
+        yield from ()

@@ -1,0 +1,68 @@
+"""``plan.fit=auto``: a run is changed as ``plan`` would have it, before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scalewise.config.compose import compose
+from scalewise.errors import Complaint, ConfigError
+from scalewise.hardware import DeviceKind, this_machine
+from scalewise.plan.spec import Fitting, Search
+from scalewise.run import Run
+from scalewise.units import bytes_text
+
+
+def fitted(run: Run) -> Run:
+    """Returns the run that starts in place of ``run``.
+
+    Raises ``ConfigError`` where that does not fit and nothing helps.
+    """
+    if run.plan.fit is Fitting.none:
+        return run
+    from scalewise.plan.line import replaced
+
+    told = _told(_on_devices(run))
+    return compose(replaced(run.overrides, told)) if told else run
+
+
+def all_fitted(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that start in place of ``runs``; raises with every complaint."""
+    fit: list[Run] = []
+    complaints: list[Complaint] = []
+    for run in runs:
+        try:
+            fit.append(fitted(run))
+        except ConfigError as error:
+            complaints += error.complaints
+    if complaints:
+        raise ConfigError(complaints)
+    return fit
+
+
+def _told(run: Run) -> tuple[str, ...]:
+    # Most runs ask for none of this, and it takes its time to import.
+    from scalewise.plan.plan import planned
+    from scalewise.plan.search import GOOD, searched
+
+    plan = planned(run)
+    if run.plan.search is not Search.none:
+        if (best := searched(run).best) is not None:
+            return best.told
+    elif plan.fit.verdict in GOOD:
+        return ()
+    elif plan.cure is not None:
+        return plan.cure.told
+    needed, there = bytes_text(plan.fit.reserved[1]), bytes_text(plan.fit.capacity or 0)
+    reason = f"needs {needed} of {there}, and no change that was tried makes it fit"
+    cure = "see `scalewise plan` with the same line, or set plan.fit=none"
+    raise ConfigError.one("plan.fit", run.plan.fit.value, reason, cure)
+
+
+def _on_devices(run: Run) -> Run:
+    """Returns the run with as many devices as may be used: those of the profile, or those here."""
+    hardware = run.hardware
+    if hardware.devices is not None:
+        return run
+    here = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else 1
+    return replace(run, hardware=replace(hardware, devices_per_node=max(run.world_size, here)))

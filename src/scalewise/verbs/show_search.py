@@ -1,0 +1,91 @@
+"""What ``plan plan.search=...`` prints: the front, the best, and why its neighbours lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from scalewise import output
+from scalewise.plan import layouts
+from scalewise.plan.lost import neighbours, rows_at_once
+from scalewise.plan.search import Candidate, Found
+from scalewise.plan.verdict import Verdict
+from scalewise.units import bytes_text, seconds_text
+from scalewise.verbs.show_plan import STYLES, train_line
+
+SHOWN = 12
+"""Rows of a table, at the most."""
+PRICED_TOKENS = 1e9
+
+
+def one(found: Found) -> None:
+    """Prints what a search came to."""
+    console, asked, best = output.console(), found.asked, found.best
+    fitting = sum(candidate.good for candidate in found.candidates)
+    console.print(
+        f"{asked.name}: {len(found.candidates):,} runs on up to {layouts.devices(asked)} devices, "
+        f"{fitting:,} fit"
+    )
+    if best is None:
+        _nothing(console, found)
+        return
+    if found.front:
+        console.print("\n[bold]none is better in time, memory and price at once[/]")
+        console.print(_table(found.front[:SHOWN], best))
+    if len(found.front) > SHOWN:
+        console.print(f"[dim]and {len(found.front) - SHOWN} more[/]")
+    rank, style = asked.plan.rank_by, STYLES[best.fit.verdict]
+    console.print(f"\nleast {rank}: [bold]{_layout(best)}[/], [{style}]{best.fit.verdict}[/]")
+    console.print(train_line(asked, best.told), soft_wrap=True, style="cyan")
+    console.print("\n[bold]one choice away[/]")
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    for lost in neighbours(found):
+        shown.add_row(f"[dim]{lost.choice}[/]", lost.what, lost.why)
+    console.print(shown)
+
+
+def _nothing(console: Console, found: Found) -> None:
+    if not found.candidates:
+        console.print("no layout divides the batch, the model and the devices at once")
+        return
+    nearest = min(found.candidates, key=lambda candidate: candidate.fit.ledger.peak)
+    least, _, _ = nearest.fit.reserved
+    capacity = bytes_text(nearest.fit.capacity or 0)
+    style = STYLES[Verdict.out_of_memory]
+    console.print(
+        f"[{style}]nothing fits[/]; {_layout(nearest)} comes nearest: "
+        f"it needs {bytes_text(least)} of {capacity}"
+    )
+
+
+def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("layout", "recompute", "otherwise"):
+        shown.add_column(name)
+    for name in ("devices", "rows at once", "allocated", "step", "tok/s", "MFU", "a billion"):
+        shown.add_column(name, justify="right")
+    for candidate in candidates:
+        run, dollars = candidate.run, candidate.dollars_for(PRICED_TOKENS)
+        chunk = run.objective.loss_chunk
+        chunked = () if chunk is None else (f"loss_chunk={chunk}",)
+        shown.add_row(
+            layouts.described(run.parallelism),
+            run.memory.recompute.value,
+            " ".join((*candidate.training, *chunked)),
+            str(run.world_size),
+            str(rows_at_once(run)),
+            bytes_text(candidate.fit.ledger.peak),
+            seconds_text(candidate.seconds) if candidate.step else output.ABSENT,
+            f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else output.ABSENT,
+            f"{candidate.mfu:.1%}" if candidate.mfu else output.ABSENT,
+            f"${dollars:,.0f}" if dollars else output.ABSENT,
+            style="bold" if candidate is best else "",
+        )
+    return shown
+
+
+def _layout(candidate: Candidate) -> str:
+    run = candidate.run
+    return f"{layouts.described(run.parallelism)}, {rows_at_once(run)} rows at once"

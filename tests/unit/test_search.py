@@ -1,0 +1,186 @@
+"""Searches: nothing better is left out, lines hold what they say, and losers are told why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from fixtures.layouts import LLAMA_8B
+
+from scalewise.plan.line import replaced
+from scalewise.plan.lost import neighbours
+from scalewise.plan.plan import Plan, planned
+from scalewise.plan.search import Found, searched
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+Find = Callable[..., Found]
+
+BIG = (
+    "model=llama3_70b",
+    "hardware=h100_8x4",
+    "precision=bf16_mixed",
+    "data=synthetic",
+    "data.sequence=4096",
+    "trainer.global_batch=64",
+)
+NODE = (
+    *(part for part in LLAMA_8B if not part.startswith("parallelism")),
+    "hardware.devices_per_node=8",
+    "trainer.global_batch=16",
+)
+
+
+@pytest.fixture
+def found(compose: Compose) -> Find:
+    return lambda search, *line: searched(compose(f"plan.search={search}", *line, here=False))
+
+
+@pytest.fixture
+def plan_of(compose: Compose) -> Callable[..., Plan]:
+    return lambda *line: planned(compose(*line, here=False))
+
+
+@pytest.mark.parametrize("search", ["layout", "memory", "all"])
+def test_a_line_gives_the_run_that_was_judged(
+    search: str, found: Find, plan_of: Callable[..., Plan]
+) -> None:
+    kinds = {}
+    for candidate in found(search, *NODE).candidates:
+        run = candidate.run
+        axes = tuple(line.split("=")[0] for line in candidate.told)
+        kinds[type(run.parallelism), axes, candidate.training] = candidate
+    assert len(kinds) > 4
+    for candidate in list(kinds.values())[:: max(1, len(kinds) // 12)]:
+        typed = plan_of(*replaced((f"plan.search={search}", *NODE), candidate.told))
+        assert typed.fit.ledger.peak == candidate.fit.ledger.peak, candidate.told
+        if candidate.step is not None:
+            assert typed.step == candidate.step, candidate.told
+
+
+def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[..., Plan]) -> None:
+    best = found("layout", *NODE).best
+    assert best is not None
+    layouts = (
+        ("parallelism=fsdp", "parallelism.shard=8"),
+        ("parallelism=tensor", "parallelism.tensor=8"),
+        ("parallelism=mesh", "parallelism.shard=4", "parallelism.context=2"),
+        ("parallelism=hsdp", "parallelism.shard=4"),
+        ("parallelism=mesh", "parallelism.shard=4", "parallelism.tensor=2"),
+        ("parallelism=ddp", "parallelism.replicas=8"),
+    )
+    memories = ("none", "checkpoint_selective", "checkpoint_full")
+    for layout, memory, rows in product(layouts, memories, (1, 2)):
+        plan = plan_of(*NODE, *layout, f"memory={memory}", f"trainer.micro_batch={rows}")
+        if plan.fit.verdict is Verdict.fits:
+            assert plan.step is not None
+            assert plan.step.seconds >= best.seconds * 0.999, (layout, memory, rows)
+
+
+@pytest.mark.parametrize("rank", ["time", "memory"])
+def test_what_is_pruned_could_not_have_won(
+    rank: str, found: Find, plan_of: Callable[..., Plan]
+) -> None:
+    line = ("model=tinyllama_1b", "hardware=rtx4090", "precision=bf16_mixed", "data=synthetic")
+    line += ("data.sequence=2048", "trainer.global_batch=8", "adapter=none", "optimizer=adamw")
+    best = found("memory", *line, f"plan.rank_by={rank}").best
+    assert best is not None
+    fitting = []
+    for memory, chunk, rows in product(
+        ("none", "checkpoint_selective", "checkpoint_full"), ("null", "1024"), (1, 2, 4, 8)
+    ):
+        ways = (f"memory={memory}", f"objective.loss_chunk={chunk}", f"trainer.micro_batch={rows}")
+        plan = plan_of(*line, *ways)
+        if plan.fit.verdict is Verdict.fits and plan.step is not None:
+            figures = {"time": plan.step.seconds, "memory": plan.fit.ledger.peak}
+            fitting.append(figures[rank])
+    assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
+
+
+def test_the_front_is_what_nothing_beats(found: Find) -> None:
+    all_of = found("layout", *BIG)
+
+    def figures(candidate: object) -> tuple[float, float, float]:
+        seconds, peak = candidate.seconds, candidate.fit.ledger.peak  # type: ignore[attr-defined]
+        return seconds, peak, seconds * candidate.run.world_size  # type: ignore[attr-defined]
+
+    good = [figures(candidate) for candidate in all_of.candidates if candidate.good]
+    front = {figures(candidate) for candidate in all_of.front}
+    for mine in good:
+        beaten = [
+            other
+            for other in good
+            if other != mine and all(a <= b for a, b in zip(other, mine, strict=True))
+        ]
+        assert (mine in front) == (not beaten), mine
+
+
+def test_every_candidate_takes_the_same_batch(found: Find) -> None:
+    for candidate in found("layout", *BIG).candidates:
+        run = candidate.run
+        assert run.global_batch == 64
+        assert run.rows_per_pass * run.accumulation == 64
+        assert 32 % run.world_size == 0
+
+
+def test_what_is_typed_is_held(found: Find) -> None:
+    typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
+    for candidate in found("all", *BIG, *typed, "adapter=none", "optimizer=adamw").candidates:
+        run = candidate.run
+        assert run.parallelism.sizes["tensor"] == 8  # type: ignore[attr-defined]
+        assert run.memory.recompute == "full"
+        assert run.precision.compute == "bf16"
+        assert candidate.training == ()
+
+
+def test_losers_are_told_why(found: Find) -> None:
+    lost = {it.what: it.why for it in neighbours(found("layout", *BIG))}
+    assert "time: messages along" in lost["shard 32"]
+    assert "GiB of 80.00 GiB" in lost["replicate 2 x shard 16"]
+    assert "activations of blocks" in lost["nothing"]
+
+
+def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
+    line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shard=4")
+    lost = neighbours(found("layout", *BIG, *line))
+    assert any("does not divide model.kv_heads" in it.why for it in lost)
+
+
+def test_a_slow_link_between_nodes_is_crossed_by_the_pipeline(found: Find) -> None:
+    best = found("layout", *BIG, "hardware.node_link_gb_per_s=1").best
+    assert best is not None
+    assert best.run.parallelism.sizes["pipeline"] >= 4  # type: ignore[attr-defined]
+
+
+def test_price_is_least_on_few_devices(found: Find) -> None:
+    small = ("model=llama_160m", *BIG[1:], "data.sequence=2048")
+    price = found("layout", *small, "plan.rank_by=price").best
+    fastest = found("layout", *small).best
+    assert price is not None
+    assert fastest is not None
+    assert price.run.world_size < fastest.run.world_size == 32
+    assert (price.dollars_for(1e9) or 0) < (fastest.dollars_for(1e9) or 0)
+
+
+def test_a_training_that_is_asked_for_is_not_given_up_where_it_fits(found: Find) -> None:
+    line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
+    best = found("memory", *line).best
+    assert best is not None
+    assert best.training == ()
+
+
+def test_an_adapter_is_proposed_where_nothing_else_fits(found: Find) -> None:
+    line = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
+    all_of = found("memory", *line)
+    assert all_of.best is not None
+    assert "adapter=lora" in all_of.best.told
+    assert all(candidate.training for candidate in all_of.candidates if candidate.good)
+
+
+def test_nothing_may_fit(found: Find) -> None:
+    all_of = found("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
+    assert all_of.best is None
+    assert all_of.front == ()
+    assert neighbours(all_of) == ()
