@@ -14,6 +14,10 @@ from scalewise.config.refuse import diagnose
 README = Path(__file__).parents[2] / "README.md"
 
 
+NO_RUN = {"...", "explain"}
+"""Words of a line that composes no run."""
+
+
 def table() -> dict[str, list[str]]:
     """Returns the README's table of groups: group to options."""
     text = README.read_text(encoding="utf-8")
@@ -27,7 +31,7 @@ def commands() -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     verbs = ("scalewise train", "scalewise plan")
-    shown = [line for line in lines if line.startswith(verbs) and "..." not in line]
+    shown = [line for line in lines if line.startswith(verbs) and not NO_RUN & {*line.split()}]
     return shown + [line for _, line in EXAMPLES]
 
 

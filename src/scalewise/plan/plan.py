@@ -71,6 +71,18 @@ def planned(run: Run) -> Plan:
     return Plan(run, judged(run), of_step(run))
 
 
+def record(run: Run) -> dict[str, object]:
+    """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of."""
+    ledger, step = judged(run).ledger, of_step(run)
+    at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
+    return {
+        **foreseen(run),
+        "fullest": ledger.fullest.value,
+        "ledger": {what: size for what, size in at_peak.items() if size},
+        "step_parts": {} if step is None else step.parts(),
+    }
+
+
 def foreseen(run: Run) -> dict[str, float | None]:
     """Returns what ``memory/peak_bytes`` and ``time/step_s`` will be, under ``plan/``.
 

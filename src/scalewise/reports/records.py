@@ -94,6 +94,10 @@ class RunRecord:
     cures: tuple[Cure, ...] = ()
     summary: Summary | None = None
     series: Mapping[str, Series] = field(default_factory=dict)
+    ledger: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that were foreseen at the peak, by line."""
+    step_parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step that were foreseen, by what they go into."""
 
     @property
     def ok(self) -> bool:
@@ -141,7 +145,7 @@ def read_run(folder: Path) -> RunRecord | None:
     commit = found.pop("git_commit", None)  # forty hex digits, not a key
     status = _mapping(redact.tree(found))
     machine, world, attempts = (status.get(key) for key in ("machine", "world_size", "attempts"))
-    dirty = status.get("git_dirty")
+    dirty, plan = status.get("git_dirty"), _json(folder / "plan.json") or {}
     return RunRecord(
         folder=folder.name,
         status=_text(status.get("status")) or "failed",
@@ -175,6 +179,8 @@ def read_run(folder: Path) -> RunRecord | None:
         ),
         summary=_summary(folder / "summary.json"),
         series=_series(folder / "metrics.csv"),
+        ledger=_numbers(plan.get("ledger")),
+        step_parts=_numbers(plan.get("step_parts")),
     )
 
 
@@ -224,7 +230,6 @@ def _summary(path: Path) -> Summary | None:
     found = _json(path)
     if found is None:
         return None
-    metrics = {key: _number(value) for key, value in _mapping(found.get("metrics")).items()}
     return Summary(
         parameters=_count(found.get("parameters")),
         steps=_count(found.get("steps")),
@@ -232,7 +237,7 @@ def _summary(path: Path) -> Summary | None:
         global_batch=_count(found.get("global_batch")),
         sequence=_count(found.get("sequence")),
         window=_text(found.get("window")),
-        metrics={key: value for key, value in metrics.items() if value is not None},
+        metrics=_numbers(found.get("metrics")),
     )
 
 
@@ -286,6 +291,12 @@ def _text(value: object) -> str:
 
 def _mapping(value: object) -> dict[str, object]:
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _numbers(value: object) -> dict[str, float]:
+    """Returns the entries of a mapping that are numbers."""
+    found = {key: _number(item) for key, item in _mapping(value).items()}
+    return {key: number for key, number in found.items() if number is not None}
 
 
 def _rows(value: object) -> list[dict[str, object]]:

@@ -20,7 +20,7 @@ from scalewise.checkpoints import store
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
-from scalewise.plan.plan import foreseen
+from scalewise.plan.plan import foreseen, record
 from scalewise.run import Run
 from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.session import Session
@@ -58,7 +58,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
-        write_json(folder / "plan.json", foreseen(run))
+        write_json(folder / "plan.json", record(run))
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,

@@ -50,5 +50,9 @@ def _of_job(run: Run) -> Plan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of ``scalewise plan ARGUMENTS``."""
+    """Returns the exit code of ``scalewise plan ARGUMENTS``, or of ``plan explain ONE OTHER``."""
+    if arguments[:1] == ["explain"]:
+        from scalewise.verbs import explain
+
+        return explain.main(arguments[1:])
     return open_door(Planner(), arguments)

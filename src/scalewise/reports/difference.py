@@ -1,0 +1,109 @@
+"""What two runs were set otherwise, and what that did to what was foreseen and to what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from scalewise.reports.records import RunRecord
+
+FORESEEN = {
+    "memory/peak_bytes": "plan/peak_bytes",
+    "time/step_s": "plan/step_s",
+}
+"""What was measured: under which key it was foreseen."""
+MEASURED = (
+    "memory/peak_bytes",
+    "memory/parameters_bytes",
+    "memory/gradients_bytes",
+    "memory/optimizer_bytes",
+    "memory/activations_bytes",
+    "memory/host_peak_bytes",
+    "time/step_s",
+    "time/data_s",
+    "time/forward_s",
+    "time/backward_s",
+    "time/forward_backward_s",
+    "time/optimizer_s",
+    "throughput/tokens_per_s",
+    "train/loss",
+    "val/loss",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One thing of two runs; None: of one of them it is not known."""
+
+    what: str
+    one: object
+    other: object
+
+    @property
+    def ratio(self) -> float | None:
+        """Returns the other's number over the one's."""
+        if isinstance(self.one, int | float) and isinstance(self.other, int | float) and self.one:
+            return self.other / self.one
+        return None
+
+
+def settings(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
+    """Returns the settings that differ, options before fields."""
+    ours = {change.key: change for change in one.changed}
+    theirs = {change.key: change for change in other.changed}
+    pairs = []
+    for key in dict.fromkeys((*ours, *theirs)):
+        mine, yours = ours.get(key), theirs.get(key)
+        usual = (mine or yours).default  # type: ignore[union-attr]  # one of them has it
+        pair = Pair(key, mine.value if mine else usual, yours.value if yours else usual)
+        if pair.one != pair.other:
+            pairs.append(pair)
+    return tuple(sorted(pairs, key=lambda pair: "." in pair.what))
+
+
+def foreseen(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
+    """Returns the lines of the two ledgers at their peaks, what differs most first."""
+    return _of_tables(one.ledger, other.ledger)
+
+
+def timed(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
+    """Returns the parts of the two steps, in seconds, what differs most first."""
+    return _of_tables(one.step_parts, other.step_parts)
+
+
+def _of_tables(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[Pair, ...]:
+    def apart(what: str) -> float:
+        return abs(other.get(what, 0.0) - one.get(what, 0.0))
+
+    names = sorted(dict.fromkeys((*one, *other)), key=apart, reverse=True)
+    return tuple(Pair(name, one.get(name, 0.0), other.get(name, 0.0)) for name in names)
+
+
+def measured(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
+    """Returns what was measured of either."""
+    pairs = (Pair(key, _metric(one, key), _metric(other, key)) for key in MEASURED)
+    return tuple(pair for pair in pairs if pair.one is not None or pair.other is not None)
+
+
+def sentences(one: RunRecord, other: RunRecord) -> Iterator[str]:
+    """Yields what became of peak and step, beside what was foreseen of them."""
+    words = {"memory/peak_bytes": ("The peak is", "less", "more")}
+    words["time/step_s"] = ("A step takes", "less time", "more time")
+    for key, (head, less, more) in words.items():
+        came = Pair(key, _metric(one, key), _metric(other, key)).ratio
+        said = Pair(key, _metric(one, FORESEEN[key]), _metric(other, FORESEEN[key])).ratio
+        if came is None:
+            continue
+        text = f"{head} {_share(came, less, more)}"
+        yield f"{text}; foreseen: {_share(said, less, more)}" if said is not None else text
+
+
+def _share(ratio: float, less: str, more: str) -> str:
+    change = ratio - 1
+    return (
+        "the same" if abs(change) < 0.005 else f"{abs(change):.0%} {less if change < 0 else more}"
+    )
+
+
+def _metric(run: RunRecord, key: str) -> float | None:
+    return None if run.summary is None else run.summary.metrics.get(key)

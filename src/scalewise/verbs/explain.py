@@ -1,0 +1,92 @@
+"""``scalewise plan explain ONE OTHER``: two runs' settings, beside what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from scalewise import output
+from scalewise.errors import Complaint, ConfigError
+from scalewise.reports import difference, records
+from scalewise.reports.difference import Pair
+from scalewise.reports.records import RunRecord
+from scalewise.units import bytes_text, seconds_text
+
+SMALL_SHARE = 0.005
+"""Lines that differ by less than this share of the largest are left out."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the difference of two runs' folders; exit code 0."""
+    if len(arguments) != 2:
+        cure = "scalewise plan explain runs/NAME/TIME runs/NAME/TIME"
+        raise ConfigError.one("", "", f"two runs are compared, not {len(arguments)}", cure)
+    one, other = _read(arguments)
+    console = output.console()
+    for run in (one, other):
+        console.print(f"{run.folder}  [dim]{run.command}[/]", soft_wrap=True)
+    for title, pairs in (
+        ("set", difference.settings(one, other)),
+        ("foreseen at the peak", _large(difference.foreseen(one, other))),
+        ("foreseen of a step", _large(difference.timed(one, other))),
+        ("measured", difference.measured(one, other)),
+    ):
+        if pairs:
+            console.print()
+            console.print(_table(title, pairs, one, other))
+    console.print()
+    for sentence in difference.sentences(one, other):
+        console.print(sentence)
+    return 0
+
+
+def _read(arguments: Sequence[str]) -> list[RunRecord]:
+    found, complaints = [], []
+    for argument in arguments:
+        run = records.read_run(Path(argument).expanduser())
+        if run is None:
+            reason = f"{argument} is no folder of a run: it has no readable status.json"
+            complaints.append(Complaint("", "", reason))
+        else:
+            found.append(run)
+    if complaints:
+        raise ConfigError(complaints)
+    return found
+
+
+def _large(pairs: Sequence[Pair]) -> list[Pair]:
+    """Returns the pairs that differ by enough to be seen."""
+    apart = [abs(_number(pair.other) - _number(pair.one)) for pair in pairs]
+    most = max((max(_number(pair.one), _number(pair.other)) for pair in pairs), default=0.0)
+    return [pair for pair, size in zip(pairs, apart, strict=True) if size > SMALL_SHARE * most]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _table(title: str, pairs: Iterable[Pair], one: RunRecord, other: RunRecord) -> Table:
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    shown.add_column(title)
+    for name in (one.folder, other.folder, ""):
+        shown.add_column(name, justify="right")
+    for pair in pairs:
+        ratio = "" if title == "set" or pair.ratio is None else f"{pair.ratio - 1:+.0%}"
+        shown.add_row(
+            pair.what, _text(title, pair.what, pair.one), _text(title, pair.what, pair.other), ratio
+        )
+    return shown
+
+
+def _text(title: str, what: str, value: object) -> str:
+    if value is None:
+        return output.ABSENT
+    if not isinstance(value, int | float) or title == "set":
+        return str(value)
+    if what.endswith("_bytes") or title == "foreseen at the peak":
+        return bytes_text(value)
+    if (what.endswith("_s") and "_per_s" not in what) or title == "foreseen of a step":
+        return seconds_text(value)
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
