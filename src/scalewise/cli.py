@@ -16,6 +16,7 @@ VERBS = {
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "report": "write report.html again for a run's or a sweep's folder",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
+    "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
     "doctor": "say what this machine has, and what that means for a run",
 }
 """Every verb and what it does; a part of the frozen surface."""

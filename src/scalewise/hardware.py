@@ -67,10 +67,24 @@ class Hardware:
     """Memory of a device that its driver and its communication library keep for themselves, GiB."""
     product_share: float = 0.8
     """Share of the peak rate that large matrix products reach."""
+    fp32_reached_tflops: float | None = None
+    """Rate that large fp32 products were measured to reach, TFLOP/s; None: by ``product_share``."""
+    tf32_reached_tflops: float | None = None
+    """The same in TF32, TFLOP/s."""
+    bf16_reached_tflops: float | None = None
+    """The same in bf16, TFLOP/s."""
+    fp16_reached_tflops: float | None = None
+    """The same in fp16, TFLOP/s."""
     attention_share: float = 0.45
     """Share of the peak rate that fused attention reaches."""
     bandwidth_share: float = 0.85
     """Share of the memory's bandwidth that pointwise operators reach."""
+    launch_us: float = 0.0
+    """Time that the host takes to start one operator, microseconds: no operator takes less."""
+    loader_tokens_per_s: float | None = None
+    """Tokens that one rank's loader yields, tokens/s; None: they take no time."""
+    disk_gb_per_s: float | None = None
+    """Rate at which checkpoints are written, GB/s."""
     dollars_per_hour: float | None = None
     """Price of one device, US dollars an hour."""
     watts: float | None = None
@@ -85,6 +99,13 @@ class Hardware:
         """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
         tflops = getattr(self, f"{kind}_tflops")
         return tflops * TERA if tflops else None
+
+    def product_flops(self, kind: str) -> float | None:
+        """Returns the rate that large products reach, flop/s; None: unknown."""
+        measured, peak = getattr(self, f"{kind}_reached_tflops"), self.peak_flops(kind)
+        if measured:
+            return float(measured) * TERA
+        return peak * self.product_share if peak else None
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures that no device has."""
@@ -106,6 +127,12 @@ _POSITIVE = (
     "node_link_latency_us",
     "host_memory_gib",
     "product_share",
+    "fp32_reached_tflops",
+    "tf32_reached_tflops",
+    "bf16_reached_tflops",
+    "fp16_reached_tflops",
+    "loader_tokens_per_s",
+    "disk_gb_per_s",
     "attention_share",
     "bandwidth_share",
     "dollars_per_hour",

@@ -52,7 +52,10 @@ def test_help_lists_verbs_groups_and_examples(
 
 @pytest.mark.parametrize(
     ("verb", "hint"),
-    [("tarin", "did you mean train?"), ("zzz", "verbs: train, plan, report, bench, doctor")],
+    [
+        ("tarin", "did you mean train?"),
+        ("zzz", "verbs: train, plan, report, bench, calibrate, doctor"),
+    ],
 )
 def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "model=x"]) == 2

@@ -18,7 +18,7 @@ from scalewise.parallelism.holds import shape
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import planned
-from scalewise.plan.steptime import of_step
+from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, Verdict, judged
 from scalewise.run import Run
 from scalewise.units import GIB
@@ -216,3 +216,48 @@ def test_planning_imports_no_torch() -> None:
     )
     assert ended.returncode == 3, ended.stderr
     assert "to make it fit:" in ended.stdout
+
+
+CPU = (
+    "experiment=smoke",
+    "hardware=cpu",
+    "hardware.memory_gb_per_s=10",
+    "hardware.fp32_tflops=0.1",
+    "trainer.micro_batch=4",
+    "trainer.global_batch=8",
+)
+
+
+def step(plan_of: Compose, *line: str) -> StepTime:
+    found = plan_of(*CPU, *line).step
+    assert isinstance(found, StepTime)
+    return found
+
+
+def test_a_measured_rate_goes_before_a_share_of_the_peak(plan_of: Compose) -> None:
+    plain = step(plan_of, "hardware.product_share=0.5")
+    reached = step(plan_of, "hardware.fp32_reached_tflops=0.05")
+    assert reached.products == pytest.approx(plain.products)
+    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").products > 5 * reached.products
+
+
+def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
+    run = plan_of(*CPU).run
+    operators = len(run.model.tapes(shape(run, 4, 128)).block.operators) * run.model.layers
+    found = step(plan_of, "hardware.launch_us=100000")
+    busy = found.products + found.attention + found.pointwise
+    assert busy >= operators * run.accumulation * 0.1
+    assert found.pointwise > 100 * step(plan_of).pointwise
+
+
+def test_ranks_share_a_processor(plan_of: Compose) -> None:
+    two = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
+    one = step(plan_of)
+    assert two.products == pytest.approx(one.products)
+    assert two.pointwise == pytest.approx(one.pointwise)
+
+
+def test_rows_are_gathered_at_the_rate_of_the_loader(plan_of: Compose) -> None:
+    assert step(plan_of).rows == 0
+    tokens = plan_of(*CPU).run.tokens_per_step
+    assert step(plan_of, "hardware.loader_tokens_per_s=1000").rows == tokens / 1000

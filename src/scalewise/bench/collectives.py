@@ -60,29 +60,43 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     largest = options.largest_kib * KIB
     print(f"{count} {run.hardware.device.upper()} ranks, {bytes_text(SMALLEST)} to "
           f"{bytes_text(largest)}", flush=True)  # fmt: skip
-    task = partial(_measured, list(sizes(largest)), options.seconds, folder, on_cuda=on_cuda)
-    ranks.run(task, count, folder)
-    times: Any = read_json(folder / _TIMES)["samples"]
-    (folder / _TIMES).unlink()
-    samples = [Sample(**{**entry, "kind": Kind(entry["kind"])}) for entry in times]
-    link = fit.fitted(samples)
-    of_kinds = {kind: [s for s in samples if s.kind is kind] for kind in KINDS}
+    found = samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
+    link = fit.fitted(found)
+    of_kinds = {kind: [s for s in found if s.kind is kind] for kind in KINDS}
     links = {kind.value: _figures(fit.fitted(held), held) for kind, held in of_kinds.items()}
-    links["all"] = _figures(link, samples)
+    links["all"] = _figures(link, found)
     _say(links)
-    picture.draw(samples, link, folder / "collectives.svg")
+    picture.draw(found, link, folder / "collectives.svg")
     print(f"picture {folder / 'collectives.svg'}")
     if link is None:
         print(f"no profile: try largest_kib={8 * options.largest_kib}, which noise hides less")
     else:
-        profile.write(run.hardware, link, count, folder)
+        how = (
+            f"bench collectives` with {count} ranks on {profile.today()}; ring model of all kinds."
+        )
+        file = folder / "hardware" / "measured.yaml"
+        profile.write(run.hardware, profile.of_link(link), [how], file)
         print(f"use it: scalewise train -cd {folder} hardware=measured ...")
     return {
         "ranks": count,
         "backend": "nccl" if on_cuda else "gloo",
         "links": links,
-        "samples": times,
+        "samples": [asdict(sample) for sample in found],
     }
+
+
+def samples(
+    count: int, largest: int, seconds: float, folder: Path, *, on_cuda: bool
+) -> list[Sample]:
+    """Returns the times of every collective and size up to ``largest`` bytes, on ``count`` ranks.
+
+    ``folder`` is where the ranks leave their words meanwhile.
+    """
+    task = partial(_measured, list(sizes(largest)), seconds, folder, on_cuda=on_cuda)
+    ranks.run(task, count, folder)
+    times: Any = read_json(folder / _TIMES)["samples"]
+    (folder / _TIMES).unlink()
+    return [Sample(**{**entry, "kind": Kind(entry["kind"])}) for entry in times]
 
 
 def sizes(largest: int) -> Iterator[int]:

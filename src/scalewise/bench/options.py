@@ -28,7 +28,8 @@ class Options:
         """Yields what cannot be measured: every number must be positive."""
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if not isinstance(value, bool) and value is not None and not value > 0:
+            counts = isinstance(value, int | float) and not isinstance(value, bool)
+            if counts and not value > 0:
                 yield Complaint(entry.name, value, "must be positive")
 
 

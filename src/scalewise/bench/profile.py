@@ -1,7 +1,8 @@
-"""A hardware profile with the link that was measured, for ``-cd FOLDER hardware=measured``."""
+"""A hardware profile with figures that were measured, as a file of the group ``hardware``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from enum import Enum
@@ -10,32 +11,53 @@ from pathlib import Path
 import yaml
 
 from scalewise.hardware import Hardware
+from scalewise.launch.status import versions
 from scalewise.parallelism.ring import Link
 from scalewise.tracking.files import write_text
+from scalewise.units import GIGA, MICRO
 
-HEAD = """\
-# Measured by `scalewise bench collectives` with {ranks} ranks on {date}, ring model over all kinds.
-defaults:
-  - /schema/hardware/device@_here_
-  - _self_
-
-"""
+MARK = "# Measured by `scalewise "
+DEFAULTS = "defaults:\n  - /schema/hardware/device@_here_\n  - _self_\n\n"
 
 
-def write(hardware: Hardware, link: Link, ranks: int, folder: Path) -> Path:
-    """Writes ``hardware/measured.yaml``: the known figures of ``hardware``, and the link's."""
+def today() -> str:
+    """Returns the date, UTC."""
+    return str(datetime.now(UTC).date())
+
+
+def software() -> str:
+    """Returns what the figures depend on besides the machine."""
+    found = versions()
+    return ", ".join(f"{name} {found[name]}" for name in ("scalewise", "torch") if name in found)
+
+
+def of_link(link: Link) -> dict[str, float]:
+    """Returns a link's entries."""
+    return {
+        "link_gb_per_s": link.bytes_per_s / GIGA,
+        "link_latency_us": max(link.latency_s / MICRO, 1e-3),
+    }
+
+
+def is_free(file: Path) -> bool:
+    """Returns whether a profile may be written there: none is, or one that was measured."""
+    return not file.exists() or file.read_text("utf-8").startswith(MARK)
+
+
+def write(hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], file: Path) -> Path:
+    """Writes the known figures of ``hardware`` and, in their place, those measured.
+
+    ``how``: lines of a comment; the first begins with the verb that measured.
+    """
     held = {entry.name: getattr(hardware, entry.name) for entry in fields(hardware)}
     known = {
         key: value.value if isinstance(value, Enum) else value
         for key, value in held.items()
         if value not in (None, "")
     }
-    known |= {
-        "link_gb_per_s": float(f"{link.bytes_per_s / 1e9:.4g}"),
-        "link_latency_us": max(float(f"{link.latency_s * 1e6:.4g}"), 1e-3),
-    }
-    file = folder / "hardware" / "measured.yaml"
-    file.parent.mkdir()
-    head = HEAD.format(ranks=ranks, date=datetime.now(UTC).date())
+    known |= {key: float(f"{value:.4g}") for key, value in figures.items()}
+    first, *rest = how
+    head = "".join((f"{MARK}{first}\n", *(f"# {line}\n" for line in rest), DEFAULTS))
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, head + yaml.safe_dump(known, sort_keys=False))
     return file

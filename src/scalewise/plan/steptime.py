@@ -1,8 +1,8 @@
 """How long a step takes: operators over the device's rates, messages over its links.
 
 A roofline (Williams et al., 2009): a product takes its flops over the rate that products reach, a
-pointwise operator its bytes over the memory's bandwidth. Launches of kernels are not counted, so
-that models of few features run slower than said here.
+pointwise operator its bytes over the memory's bandwidth. Where a profile does not say how long a
+launch takes, models of few features run slower than said here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scalewise.hardware import DeviceKind
 from scalewise.memory import Recompute
 from scalewise.models.tape import Operator, Tape, Work
 from scalewise.parallelism.collectives import Collective, Kind
@@ -36,13 +37,15 @@ class Rates:
     products: float
     attention: float
     memory: float
+    launch: float
+    """Seconds in which the host starts one operator."""
 
     def seconds(self, work: Work, flops: float, moved: float) -> float:
-        """Returns the time of an operator."""
-        if work is Work.message:
+        """Returns the time of an operator; 0 where there is none."""
+        if work is Work.message or not moved:
             return 0.0
         rate = self.attention if work is Work.attention else self.products
-        return max(flops / rate, moved / self.memory)
+        return max(flops / rate, moved / self.memory, self.launch)
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,14 @@ class StepTime:
     """Seconds of messages under the arithmetic."""
     bubble: float
     """Seconds for which a pipeline's ranks wait for the first and the last piece."""
+    rows: float = 0.0
+    """Seconds in which the loader gathers rows, before each micro batch."""
 
     @property
     def seconds(self) -> float:
         """Returns their sum; what is hidden takes none."""
         busy = self.products + self.attention + self.pointwise + self.recompute
-        return busy + self.optimizer + sum(self.messages.values()) + self.bubble
+        return busy + self.optimizer + sum(self.messages.values()) + self.bubble + self.rows
 
     def parts(self) -> dict[str, float]:
         """Returns seconds by what they go into, the largest first."""
@@ -76,21 +81,24 @@ class StepTime:
             "recompute": self.recompute,
             "optimizer": self.optimizer,
             "bubble": self.bubble,
+            "loading rows": self.rows,
             **{f"messages along {axes}": seconds for axes, seconds in self.messages.items()},
         }
         return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
 def rates(run: Run) -> Rates | None:
-    """Returns what the run's device reaches in its precision; None where a figure is missing."""
-    hardware = run.hardware
-    peak = hardware.peak_flops(run.precision.peak_kind)
-    if not peak or not hardware.memory_gb_per_s:
+    """Returns what a rank reaches in the run's precision; None where a figure is missing."""
+    hardware, kind = run.hardware, run.precision.peak_kind
+    peak, products = hardware.peak_flops(kind), hardware.product_flops(kind)
+    if not peak or not products or not hardware.memory_gb_per_s:
         return None
+    ranks = run.world_size if hardware.device is DeviceKind.cpu else 1  # on one processor
     return Rates(
-        peak * hardware.product_share,
-        peak * hardware.attention_share,
-        hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share,
+        products / ranks,
+        peak * hardware.attention_share / ranks,
+        hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share / ranks,
+        hardware.launch_us * MICRO,
     )
 
 
@@ -135,7 +143,14 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         messages,
         hidden,
         bubble,
+        _loaded(run),
     )
+
+
+def _loaded(run: Run) -> float:
+    """Returns the seconds in which a rank's loader makes its rows of a step."""
+    rate = run.hardware.loader_tokens_per_s
+    return run.tokens_per_step / run.parallelism.data_parallel_size / rate if rate else 0.0
 
 
 def _both_ways(tape: Tape, operator: Operator, reached: Rates) -> float:

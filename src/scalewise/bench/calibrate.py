@@ -1,0 +1,151 @@
+"""What this machine reaches, as a hardware profile that ``plan`` and ``train`` take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import wrap
+
+from scalewise.bench import collectives, device, fit, options, profile
+from scalewise.bench.device import Figure
+from scalewise.data.loader import Loader, Share
+from scalewise.errors import Complaint
+from scalewise.hardware import DeviceKind, Hardware, this_machine
+from scalewise.parallelism.ring import Link
+from scalewise.run import NAME, Run
+from scalewise.units import GIB, GIGA, MIB, TERA
+
+FOLDER = Path("conf", "hardware")
+DISK_BYTES = 256 * MIB
+LARGEST_MESSAGE = 16 * MIB
+KINDS = {DeviceKind.cpu: ("fp32", "bf16"), DeviceKind.cuda: ("fp32", "tf32", "bf16", "fp16")}
+MAIN_KIND = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
+
+
+@dataclass(frozen=True)
+class Options(options.Options):
+    """What is measured, for how long, and where it is kept."""
+
+    name: str = "measured"
+    """Name of the profile: ``hardware=NAME``."""
+    ranks: int | None = None
+    """Processes for the link; None: every CUDA device, or two on the CPU."""
+    seconds: float = 2.0
+    """Time for each figure, s."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields names of no file, and of a profile that was not measured."""
+        yield from super().complaints()
+        if not NAME.fullmatch(self.name) or self.name.startswith("."):
+            yield Complaint("name", self.name, "names no file", "set name=my_machine")
+        elif not profile.is_free(FOLDER / f"{self.name}.yaml"):
+            reason = f"{FOLDER / self.name}.yaml is there, and was not measured"
+            yield Complaint("name", self.name, reason, "set name=my_machine")
+
+
+def calibrated(run: Run, options: Options) -> Path:
+    """Measures this machine, prints each figure, and returns the profile that it wrote."""
+    hardware = _named(run.hardware)
+    figures: dict[str, Figure] = {}
+    with TemporaryDirectory(dir=".") as folder:
+        for name, figure in _measured(run, options.seconds, Path(folder)):
+            print(f"{name:<24}{figure.value:>12.4g}   within {figure.spread:.0%}", flush=True)
+            figures[name] = figure
+        link = _link(hardware, options, Path(folder))
+    known = {name: figure.value for name, figure in figures.items()}
+    spreads = (f"{name} {figure.spread:.0%}" for name, figure in figures.items() if figure.spread)
+    lines = (
+        f"calibrate` on {profile.today()} with {profile.software()}.",
+        "From 10 % to 90 % of the repeats lie, over their median:",
+        *wrap(", ".join(spreads), 96),
+    )
+    known |= profile.of_link(link) if link else {}
+    return profile.write(hardware, known, lines, FOLDER / f"{options.name}.yaml")
+
+
+def _named(hardware: Hardware) -> Hardware:
+    """Returns the profile with the name and the memory of the CUDA device that is here."""
+    if hardware.device is not DeviceKind.cuda:
+        return hardware
+    import torch
+
+    memory = hardware.memory_gib or torch.cuda.mem_get_info()[1] / GIB
+    return replace(
+        hardware, match=hardware.match or torch.cuda.get_device_name(), memory_gib=memory
+    )
+
+
+def _measured(run: Run, seconds: float, folder: Path) -> Iterator[tuple[str, Figure]]:
+    import torch
+
+    hardware, kind = run.hardware, run.hardware.device
+    place = torch.device(kind.value)
+    for number in KINDS[kind]:
+        if getattr(hardware, f"{number}_tflops") == 0:  # the device has no such units
+            continue
+        reached = device.products(number, place, seconds)
+        yield f"{number}_reached_tflops", reached
+        peak = hardware.peak_flops(number)
+        if peak is None:  # what is reached is all that is known
+            yield f"{number}_tflops", reached
+        if number == MAIN_KIND[kind]:
+            peak = peak or reached.value * TERA
+            fused = device.attention(number, place, seconds)
+            yield "attention_share", Figure(fused.value * TERA / peak, fused.spread)
+    rate = device.memory(place, seconds)
+    if hardware.memory_gb_per_s is None:
+        yield "memory_gb_per_s", rate
+        yield "bandwidth_share", Figure(1.0, 0.0)
+    else:
+        yield "bandwidth_share", Figure(rate.value / hardware.memory_gb_per_s, rate.spread)
+    yield "launch_us", device.launch(place, seconds)
+    yield "loader_tokens_per_s", _loader(run, seconds)
+    yield "disk_gb_per_s", _disk(folder, seconds)
+
+
+def _loader(run: Run, seconds: float) -> Figure:
+    """Returns the tokens/s of the run's loader, no training beside it."""
+    rows = run.data.prepare(run.model.vocabulary, run.seed).train
+    share = Share(run.trainer.micro_batch, run.trainer.micro_batch, 0, 1)
+    rates: list[float] = []
+    began = before = time.perf_counter()
+    counted = 0
+    for batch in Loader(rows, share, seed=run.seed, steps=1_000_000):
+        counted += batch["inputs"].numel()
+        now = time.perf_counter()
+        if now - before > seconds / 10:
+            rates.append(counted / (now - before))
+            before, counted = now, 0
+        if now - began > seconds:
+            break
+    return device.of(rates)
+
+
+def _disk(folder: Path, seconds: float) -> Figure:
+    """Returns the rate at which a file is written and has reached the disk, GB/s."""
+    content, file = os.urandom(MIB) * (DISK_BYTES // MIB), folder / "written"
+    rates: list[float] = []
+    ends = time.perf_counter() + seconds
+    while len(rates) < device.LEAST_REPEATS - 2 or time.perf_counter() < ends:
+        before = time.perf_counter()
+        with file.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        rates.append(DISK_BYTES / (time.perf_counter() - before) / GIGA)
+    return device.of(rates)
+
+
+def _link(hardware: Hardware, options: Options, folder: Path) -> Link | None:
+    """Returns what joins the devices; None where there is one, or noise hides it."""
+    gpus = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else None
+    ranks = options.ranks or gpus or 2
+    if gpus == 1:
+        print("one device: no link to measure")
+        return None
+    seconds, on_cuda = options.seconds / 20, gpus is not None
+    return fit.fitted(collectives.samples(ranks, LARGEST_MESSAGE, seconds, folder, on_cuda=on_cuda))

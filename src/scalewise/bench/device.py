@@ -1,0 +1,118 @@
+"""What one device reaches: products, attention, its memory, the start of an operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+from scalewise.units import GIGA, MICRO, TERA
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_REPEATS = 5
+CHAIN = 200
+"""Operators that are started one after the other."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure and how far its repeats lie apart: from 10 % to 90 %, over the median."""
+
+    value: float
+    spread: float
+
+
+def products(kind: str, device: torch.device, seconds: float) -> Figure:
+    """Returns the rate of a large square product in ``kind``, TFLOP/s."""
+    import torch
+
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    held = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    try:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        into = torch.empty_like(a)
+        spent = _times(lambda: torch.mm(a, b, out=into), device, seconds)
+    finally:
+        torch.set_float32_matmul_precision(held)
+    return _rate(spent, 2.0 * size**3 / TERA)
+
+
+def attention(kind: str, device: torch.device, seconds: float) -> Figure:
+    """Returns the rate of causal attention in ``kind``, TFLOP/s; what is masked is not counted."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    heads, tokens, width = (32, 4096, 128) if device.type == "cuda" else (8, 1024, 64)
+    query, key, value = (
+        torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3)
+    )
+    spent = _times(
+        lambda: scaled_dot_product_attention(query, key, value, is_causal=True), device, seconds
+    )
+    return _rate(spent, 2.0 * heads * tokens * tokens * width / TERA)
+
+
+def memory(device: torch.device, seconds: float) -> Figure:
+    """Returns the rate at which a sum reads two arrays and writes one, GB/s."""
+    import torch
+
+    numbers = 1 << (28 if device.type == "cuda" else 24)
+    a, b = (torch.zeros(numbers, device=device) for _ in range(2))
+    into = torch.empty_like(a)
+    spent = _times(lambda: torch.add(a, b, out=into), device, seconds)
+    return _rate(spent, 3.0 * 4 * numbers / GIGA)
+
+
+def launch(device: torch.device, seconds: float) -> Figure:
+    """Returns the time to start one small operator, forward or backward, microseconds."""
+    import torch
+
+    start = torch.ones(1, device=device, requires_grad=True)
+
+    def chain() -> None:
+        x = start
+        for _ in range(CHAIN):
+            x = x * 1.0
+        x.backward()  # type: ignore[no-untyped-call]  # torch's own
+
+    spent = _times(chain, device, seconds)
+    return of([taken / (2 * CHAIN) / MICRO for taken in spent])
+
+
+def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Returns the seconds of each repeat, as many as fit into ``seconds``."""
+    import torch
+
+    spent: list[float] = []
+    ends = float("inf")
+    for number in range(-2, 10_000):
+        before = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        if number < 0:  # warm
+            ends = now + seconds
+            continue
+        spent.append(now - before)
+        if now > ends and len(spent) >= LEAST_REPEATS:
+            break
+    return spent
+
+
+def _rate(spent: list[float], work: float) -> Figure:
+    return of([work / taken for taken in spent])
+
+
+def of(values: list[float]) -> Figure:
+    """Returns the figure of repeated values, two at the least."""
+    tenths = quantiles(values, n=10)
+    middle = median(values)
+    return Figure(middle, (tenths[-1] - tenths[0]) / middle)

@@ -1,0 +1,63 @@
+"""``scalewise calibrate``: a profile of this machine that plans are made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from fixtures.doors import UNTRACKED, Doors
+
+KEYS = {
+    "fp32_reached_tflops",
+    "bf16_reached_tflops",
+    "attention_share",
+    "memory_gb_per_s",
+    "bandwidth_share",
+    "launch_us",
+    "loader_tokens_per_s",
+    "disk_gb_per_s",
+    "link_latency_us",
+}
+
+
+def profile(cwd: Path, name: str) -> str:
+    return (cwd / "conf" / "hardware" / f"{name}.yaml").read_text("utf-8")
+
+
+def test_a_profile_is_measured_and_planned_with(scalewise: Doors) -> None:
+    ended = scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()
+    text = profile(scalewise.cwd, "mine")
+    assert text.startswith("# Measured by `scalewise calibrate` on 20")
+    assert "torch 2." in text.splitlines()[0]
+    assert "launch_us " in text.split("defaults:")[0]  # its spread
+    found = yaml.safe_load(text)
+    assert found.keys() >= KEYS
+    assert all(found[key] > 0 for key in KEYS)
+    assert {path.name for path in scalewise.cwd.iterdir()} == {"conf"}
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("use it: ")]
+    assert line == "use it: scalewise plan -cd conf hardware=mine ..."
+    planned = scalewise("-cd", "conf", *UNTRACKED, "hardware=mine", verb="plan").ok()
+    assert "tok/s" in planned.out
+    scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()  # anew
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("name=mine",), ["name=mine", "was not measured"]),
+        (("name=a/b",), ["name=a/b", "names no file"]),
+        (("seconds=0",), ["seconds=0", "must be positive"]),
+        (("secnds=1",), ["secnds", "did you mean seconds?"]),
+        (("modle=x",), ["did you mean model?"]),
+        (("--fast",), ["calibrate takes overrides, not --fast"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    line: tuple[str, ...], words: list[str], scalewise: Doors
+) -> None:
+    folder = scalewise.cwd / "conf" / "hardware"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("device: cpu\n")
+    scalewise(*line, verb="calibrate").refused(*words)
+    assert (folder / "mine.yaml").read_text() == "device: cpu\n"
