@@ -35,7 +35,8 @@ test: $(READY) browser ## everything CI runs, with coverage
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	rm -f .coverage .coverage.*
-	$(BIN)/pytest tests -n $(WORKERS) --dist loadfile --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
+	$(BIN)/pytest tests -m "not exhaustive and not gpu and not timed" -n $(WORKERS) --dist loadfile --cov=scalewise --cov-report=
+	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu" --cov=scalewise --cov-append --cov-report=term:skip-covered --cov-fail-under=85
 
 exhaustive: $(READY) browser native ## the long cases that CI leaves out
 	$(BIN)/pytest tests -m exhaustive -n $(WORKERS) --dist loadfile

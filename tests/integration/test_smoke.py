@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fixtures.doors import TINY, Doors, Ended, Folder
 
+from scalewise import compose
+from scalewise.plan.host import checkpoint_bytes
 from scalewise.tracking.names import METRICS, TIMES
 
 ONCE = "measured in one step"
@@ -60,6 +62,13 @@ def test_files_are_laid_out_as_promised(folder: Folder) -> None:
         "report.html",
     }
     assert folder.path.parent.name == "decoder_nano-single-fp32-adamw-lr3e-3"
+
+
+def test_a_checkpoint_is_as_large_as_foreseen(folder: Folder) -> None:
+    run = compose(folder.status["overrides"])
+    files = (folder.checkpoint(20) / "model", folder.checkpoint(20) / "optimizer")
+    size = sum(path.stat().st_size for part in files for path in part.rglob("*.safetensors"))
+    assert size == pytest.approx(checkpoint_bytes(run), rel=0.02)
 
 
 def test_status_says_what_was_asked_and_how_it_ended(run: Ended, folder: Folder) -> None:

@@ -59,13 +59,14 @@ def beside_torch(doors: Doors, *line: str) -> tuple[float, float]:
     """Returns the least seconds of several turns: of a command, and of importing torch."""
     turns = [
         (processor_seconds(doors, *line), processor_seconds(doors, "-c", "import torch"))
-        for _ in range(6)
+        for _ in range(4)
     ]
     ours, torchs = (min(column) for column in zip(*turns, strict=True))
     print(f"{' '.join(line)}: {ours:.2f} s, import torch {torchs:.2f} s, {ours / torchs:.2f}")
     return ours, torchs
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("line", [("--help",), ("train", "--cfg", "job", "experiment=smoke")])
 def test_looking_around_costs_a_share_of_importing_torch(
     line: tuple[str, ...], scalewise: Doors
@@ -74,6 +75,7 @@ def test_looking_around_costs_a_share_of_importing_torch(
     assert ours <= 0.4 * torchs
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -92,6 +94,7 @@ def test_a_refusal_is_quick_and_leaves_nothing(
     assert ours < torchs
 
 
+@pytest.mark.timed
 def test_a_plan_costs_less_than_importing_torch(scalewise: Doors) -> None:
     line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
     ours, torchs = beside_torch(scalewise, "-m", "scalewise", "plan", *line)

@@ -109,6 +109,7 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("one_core")
 def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
     """Training stands still for at most 15 % of the time that it would take to write."""

@@ -188,6 +188,7 @@ def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
     assert across.messages["tensor"] > 4 * within.messages["tensor"]
 
 
+@pytest.mark.timed
 def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
     run = compose(*LLAMA, here=False)
     grid = list(product((1, 2, 4, 8), (2, 4, 8, 16, 32, 64, 128, 256)))

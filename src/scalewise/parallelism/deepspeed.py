@@ -188,6 +188,8 @@ class DeepSpeed(Parallelism):
             parameters=ranks if stage == 3 else 1,
             states_on_host=self.offload_optimizer is not Offload.none,
             parameters_on_host=self.offload_parameters is not Offload.none,
+            states_on_disk=self.offload_optimizer is Offload.nvme,
+            parameters_on_disk=self.offload_parameters is Offload.nvme,
         )
 
     def config(self, run: Run, nvme: str) -> dict[str, Any]:

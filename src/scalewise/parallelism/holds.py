@@ -59,6 +59,8 @@ class Holds:
     gathering: Gathering | None = None
     states_on_host: bool = False
     parameters_on_host: bool = False
+    states_on_disk: bool = False
+    parameters_on_disk: bool = False
 
     @property
     def first(self) -> bool:

@@ -114,6 +114,10 @@ def _of_memory(run: Run) -> Iterator[Change]:
             memory = Memory(recompute)
             line = f"memory=checkpoint_{recompute}"
             yield Change(line, cost, frozenset({"memory"}), _with(memory=memory))
+    if run.checkpoint.background:
+        kept = replace(run.checkpoint, background=False)
+        line = "checkpoint.background=false"
+        yield Change(line, 0.5, frozenset({"checkpoint"}), _with(checkpoint=kept))
     if run.objective.loss_chunk is None:
         objective = replace(run.objective, loss_chunk=CHUNK)
         line = f"objective.loss_chunk={CHUNK}"

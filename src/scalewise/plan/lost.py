@@ -103,6 +103,11 @@ def _refused(asked: Run, best: Candidate) -> Iterator[Run]:
 
 def _why(best: Candidate, other: Candidate, rank: Rank) -> str:
     """Returns the largest thing that makes ``other`` worse than ``best``."""
+    host = other.fit.host
+    if host is not None and other.fit.verdict is Verdict.host_out_of_memory:
+        what = max(host.lines, key=lambda line: line.most).what
+        capacity = bytes_text(other.fit.host_capacity)
+        return f"a node needs {bytes_text(host.peak)} of {capacity}: {what}"
     if not other.good:
         least, usual, _ = other.fit.reserved
         verb = "needs" if other.fit.verdict is Verdict.out_of_memory else "may need"

@@ -31,8 +31,8 @@ class Plan:
     @cached_property
     def cure(self) -> Cure | None:
         """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
-        bad = self.fit.verdict in (Verdict.out_of_memory, Verdict.borderline)
-        return cure(self.run) if bad else None
+        fine = self.fit.verdict in (Verdict.fits, Verdict.unknown)
+        return None if fine else cure(self.run)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
-from scalewise.plan import memory
+from scalewise.plan import host, memory
 from scalewise.plan.ledger import Ledger
 from scalewise.units import GIB
 
@@ -27,6 +27,8 @@ class Verdict(StrEnum):
     fits = "fits"
     borderline = "borderline"
     out_of_memory = "out_of_memory"
+    host_out_of_memory = "host_out_of_memory"
+    """The device would do; the node's main memory does not."""
     unknown = "unknown"
     """The hardware profile tells of no memory."""
 
@@ -39,6 +41,9 @@ class Fit:
     capacity: int | None
     context: int
     on_cpu: bool
+    host: Ledger | None = None
+    """The main memory of a node; None where the profile tells of none."""
+    host_capacity: int = 0
 
     @property
     def reserved(self) -> tuple[int, int, int]:
@@ -50,12 +55,14 @@ class Fit:
     @property
     def verdict(self) -> Verdict:
         """Returns ``fits`` if the most does, ``out_of_memory`` if not even the least does."""
+        least, _, most = self.reserved
+        if self.capacity is not None and least > self.capacity:
+            return Verdict.out_of_memory
+        if self.host is not None and self.host.peak > self.host_capacity:
+            return Verdict.host_out_of_memory
         if self.capacity is None:
             return Verdict.unknown
-        least, _, most = self.reserved
-        if most <= self.capacity:
-            return Verdict.fits
-        return Verdict.borderline if least <= self.capacity else Verdict.out_of_memory
+        return Verdict.fits if most <= self.capacity else Verdict.borderline
 
     @property
     def margin(self) -> int | None:
@@ -70,4 +77,7 @@ def judged(run: Run) -> Fit:
     capacity = None if hardware.memory_gib is None else int(hardware.memory_gib * GIB)
     if capacity is not None and on_cpu:  # the ranks share the memory of the machine
         capacity //= run.world_size
-    return Fit(memory.worst(run), capacity, int(hardware.context_gib * GIB), on_cpu)
+    context, node = int(hardware.context_gib * GIB), hardware.host_memory_gib
+    if node is None or on_cpu:  # there the devices are the node
+        return Fit(memory.worst(run), capacity, context, on_cpu)
+    return Fit(memory.worst(run), capacity, context, on_cpu, host.of_node(run), int(node * GIB))

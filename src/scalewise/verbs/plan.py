@@ -14,7 +14,7 @@ from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.verbs import show_plan, show_search
 
-FAILS = (Verdict.out_of_memory,)
+FAILS = (Verdict.out_of_memory, Verdict.host_out_of_memory)
 """Verdicts for which the verb exits with 3, as the run itself would."""
 
 

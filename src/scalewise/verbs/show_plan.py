@@ -8,17 +8,20 @@ from rich.console import Console
 from rich.table import Table
 
 from scalewise import output
+from scalewise.hardware import DeviceKind
 from scalewise.launch.status import command_line
+from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import TIME_SPREAD, Plan
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
-from scalewise.units import bytes_text, count_text, seconds_text
+from scalewise.units import GIGA, bytes_text, count_text, seconds_text
 
 STYLES = {
     Verdict.fits: "green",
     Verdict.borderline: "yellow",
     Verdict.out_of_memory: "red",
+    Verdict.host_out_of_memory: "red",
     Verdict.unknown: "dim",
 }
 SMALL_SHARE = 0.001
@@ -48,6 +51,7 @@ def one(plan: Plan) -> None:
     console.print(told)
     _verdict(console, plan)
     _time(console, plan)
+    _beside(console, plan)
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -107,6 +111,11 @@ def _verdict(console: Console, plan: Plan) -> None:
     if fit.capacity is None or fit.margin is None:
         console.print("[dim]the hardware profile tells of no memory: set hardware.memory_gib[/]")
         return
+    if fit.verdict is Verdict.host_out_of_memory and fit.host is not None:
+        console.print(
+            f"a node's main memory lacks {bytes_text(fit.host.peak - fit.host_capacity)} "
+            f"of {bytes_text(fit.host.peak)}"
+        )
     side = "to spare" if fit.margin >= 0 else "missing"
     of = f"{bytes_text(abs(fit.margin))} {side} of {bytes_text(fit.capacity)}"
     console.print(f"[{STYLES[fit.verdict]}]{fit.verdict}[/], {of}")
@@ -118,6 +127,23 @@ def _verdict(console: Console, plan: Plan) -> None:
     else:
         console.print(f"to make it fit: {cure.line}", soft_wrap=True)
         console.print(f"[dim]{train_line(plan.run, cure.told)}[/]", soft_wrap=True)
+
+
+def _beside(console: Console, plan: Plan) -> None:
+    """Prints what the run takes besides its devices: a node's memory, and the disk."""
+    run, host = plan.run, plan.fit.host or of_node(plan.run)
+    if run.hardware.device is DeviceKind.cuda:
+        largest = sorted(host.lines, key=lambda line: -line.most)
+        parts = ", ".join(f"{line.what} {bytes_text(line.most)}" for line in largest)
+        of = f" of {bytes_text(plan.fit.host_capacity)}" if plan.fit.host else ""
+        console.print(f"main memory of a node: {bytes_text(host.peak)}{of} ({parts})")
+    size, keep = checkpoint_bytes(run), run.checkpoint.keep + run.checkpoint.best
+    told = f"a checkpoint takes {bytes_text(size)} of the disk"
+    if run.checkpoint.every and run.checkpoint.keep:
+        told += f", the {keep} that are kept {bytes_text(keep * size)}"
+    if run.hardware.disk_gb_per_s:
+        told += f", written in {seconds_text(size / run.hardware.disk_gb_per_s / GIGA)}"
+    console.print(told)
 
 
 def _time(console: Console, plan: Plan) -> None:

@@ -1,0 +1,71 @@
+"""What a run takes of a node's main memory, and of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scalewise.hardware import DeviceKind
+from scalewise.parallelism.holds import Holds, numbers
+from scalewise.plan.ledger import EVERY, Ledger, Line
+from scalewise.units import GIB, bytes_text
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+PROCESS_GIB = {DeviceKind.cpu: 0.4, DeviceKind.cuda: 3.0}
+"""Main memory of a rank that trains next to nothing, GiB.
+
+On the CPU as measured with torch 2.13; with CUDA's libraries an estimate.
+"""
+BATCHES_AHEAD = 2
+"""Micro batches of the loader that exist at once."""
+ID_BYTES = 8
+
+
+def of_node(run: Run) -> Ledger:
+    """Returns what the ranks of one node take of its memory besides their devices'."""
+    return Ledger(tuple(line for line in _of_node(run) if line.most))
+
+
+def ranks_on_a_node(run: Run) -> int:
+    """Returns how many ranks share a node."""
+    return min(run.world_size, run.hardware.devices_per_node or run.world_size)
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Returns the bytes of one checkpoint: every weight, and the optimizer's state."""
+    census, held = run.census(), run.precision.parameters.bytes
+    trained = sum(weight.count for weight in census if weight.trainable)
+    return held * (sum(weight.count for weight in census) + trained * run.optimizer.slots)
+
+
+def _of_node(run: Run) -> Iterator[Line]:
+    ranks, holds = ranks_on_a_node(run), run.parallelism.holds(run)
+    each = int(PROCESS_GIB[run.hardware.device] * GIB)
+    yield _line("processes", ranks, each, "Python, torch and its libraries")
+    held = run.precision.parameters.bytes
+    states = held * _of_rank(holds, holds.states, trained=True)
+    if holds.states_on_host and not holds.states_on_disk:
+        size = states * run.optimizer.slots
+        yield _line("offloaded optimizer state", ranks, size, "stepped on the host")
+        size = held * _of_rank(holds, holds.gradients, trained=True)
+        yield _line("offloaded gradients", ranks, size, "what the host steps by")
+    if holds.parameters_on_host and not holds.parameters_on_disk:
+        size = held * _of_rank(holds, holds.parameters)
+        yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
+    if run.checkpoint.background:
+        size = held * _of_rank(holds, holds.parameters) + states * run.optimizer.slots
+        yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")
+    rows = run.trainer.micro_batch * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
+    yield _line("rows", ranks, rows, "of the loader, as token ids")
+
+
+def _of_rank(holds: Holds, shards: int, *, trained: bool = False) -> int:
+    count = holds.layers * numbers(holds.block, shards, trained=trained)
+    return count + numbers(holds.rest, shards, trained=trained)
+
+
+def _line(what: str, ranks: int, each: int, reason: str) -> Line:
+    formula = f"{ranks} x {bytes_text(each)}"
+    return Line(what, dict.fromkeys(EVERY, ranks * each), formula, reason)

@@ -1,0 +1,76 @@
+"""A node's main memory and the disk: what a run takes of them beside its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fixtures.layouts import LLAMA_8B
+
+from scalewise.plan.host import checkpoint_bytes, of_node, ranks_on_a_node
+from scalewise.plan.plan import planned
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+from scalewise.units import GIB
+
+Compose = Callable[..., Run]
+
+LINE = (*LLAMA_8B, "trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
+OFFLOAD = "parallelism.cpu_offload=true"
+
+
+def lines(run: Run) -> dict[str, int]:
+    return {line.what: line.most for line in of_node(run).lines}
+
+
+@pytest.fixture
+def run_of(compose: Compose) -> Compose:
+    return lambda *line: compose(*LINE, *line, here=False)
+
+
+def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
+    plain, offloaded = lines(run_of()), lines(run_of(OFFLOAD))
+    weights = run_of().model.parameters * 4
+    assert "offloaded optimizer state" not in plain
+    assert offloaded["offloaded optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
+    assert offloaded["offloaded gradients"] == pytest.approx(weights, rel=1e-3)
+    assert offloaded["offloaded parameters"] == pytest.approx(weights, rel=1e-3)
+
+
+def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:
+    whole = run_of(OFFLOAD, "hardware.devices_per_node=8")
+    half = run_of(OFFLOAD, "hardware.devices_per_node=4", "hardware.nodes=2")
+    assert (ranks_on_a_node(whole), ranks_on_a_node(half)) == (8, 4)
+    assert 2 * of_node(half).peak == of_node(whole).peak
+
+
+def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
+    def held(name: str, *line: str) -> dict[str, int]:
+        rest = [part for part in LINE if not part.startswith("parallelism")]
+        return lines(compose(*rest, f"parallelism={name}", *line, here=False))
+
+    assert "offloaded parameters" in held("deepspeed_zero3_offload")
+    on_disk = held("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")
+    assert not [what for what in on_disk if what.startswith("offloaded")]
+
+
+def test_a_checkpoint_on_its_way_is_a_copy_of_the_state(run_of: Compose) -> None:
+    run = run_of("checkpoint.background=true")
+    assert lines(run)["checkpoint on its way"] == pytest.approx(checkpoint_bytes(run), rel=1e-3)
+
+
+def test_a_node_may_be_too_small_where_the_devices_are_not(run_of: Compose) -> None:
+    line = ("hardware.host_memory_gib=100", "checkpoint.background=true")
+    plan = planned(run_of(*line))
+    assert plan.fit.host is not None
+    assert plan.fit.host.peak > 100 * GIB
+    assert plan.fit.verdict is Verdict.host_out_of_memory
+    assert plan.cure is not None
+    assert plan.cure.told == ("checkpoint.background=false",)
+    assert planned(run_of("hardware.host_memory_gib=200", *line[1:])).fit.verdict is Verdict.fits
+
+
+def test_a_profile_that_tells_of_no_node_judges_none(run_of: Compose) -> None:
+    fit = planned(run_of(OFFLOAD)).fit
+    assert fit.host is None
+    assert fit.verdict is Verdict.fits
