@@ -34,6 +34,16 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
     assert not (scalewise.cwd / "runs").exists()
 
 
+def test_a_trace_asks_the_code_itself(scalewise: Doors) -> None:
+    line = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
+    ended = scalewise(*line, verb="plan").ok()
+    told = "traced with 4 and 6 layers: "
+    (line_of_trace,) = [line for line in ended.out.splitlines() if line.startswith(told)]
+    assert "0.0% (operators as on the CPU)" in line_of_trace
+    ended = scalewise(*UNTRACKED, "parallelism=ddp", "plan.method=trace", verb="plan").ok()
+    assert "the ledger alone, no trace: DDP works on real memory" in ended.out
+
+
 def test_a_search_ends_in_a_line_that_trains(scalewise: Doors) -> None:
     line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
     ended = scalewise(*line, "plan.search=memory", verb="plan").ok()

@@ -71,12 +71,24 @@ class MemoryProbe:
         if self._live is not None:  # what no operator made since lies where it always does
             self._buckets = self._found["gradients"] - self._live.bytes_among(gradients)
 
+    def most(self) -> int:
+        """Returns the most that operators had made and kept since the last call, on the CPU."""
+        assert self._live is not None
+        part = self._live.take_peak()
+        self._peak = max(self._peak, part)
+        return part
+
+    @property
+    def lasting(self) -> int:
+        """Returns what is there throughout the step: weights, state, gradients from before."""
+        return self._lasting + self._buckets
+
     def finish(self) -> dict[str, int]:
         """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
         if self._live is None:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            self._peak = self._lasting + self._buckets + self._live.take_peak()
+            self._peak = self.lasting + max(self.most(), self._peak)
             self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         found = {
             "parameters": bytes_of(self._parameters()),

@@ -259,7 +259,7 @@ class _Device:
                 Phase.backward_first: several,
                 Phase.reduce_block: self.head.gradients + own + reduced,
                 Phase.backward_embedding: self.head.gradients + reduced,
-                Phase.reduce_rest: root - tied + ends * gathering.reduced + reduced,
+                Phase.reduce_rest: root - tied + ends * gathering.reduced,
             },
             f"{trained:,} x {gathering.reduced} B a block",
             "whole gradients, and the buffer of a reduction until the next",

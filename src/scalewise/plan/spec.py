@@ -29,6 +29,15 @@ class Rank(StrEnum):
     memory = "memory"
 
 
+class Method(StrEnum):
+    """How memory is foreseen."""
+
+    ledger = "ledger"
+    """From the specs alone, in no time."""
+    trace = "trace"
+    """By a step of the real module on tensors without memory; imports torch, takes seconds."""
+
+
 class Fitting(StrEnum):
     """What becomes of a run that does not fit its hardware."""
 
@@ -43,6 +52,10 @@ class Fitting(StrEnum):
 class Planning:
     """How a run is planned."""
 
+    method: Method = Method.ledger
+    """How memory is foreseen."""
+    full_depth: bool = False
+    """Whether a trace runs every layer, and no shallow copies to go on from."""
     search: Search = Search.none
     """What is varied to find a better run."""
     rank_by: Rank = Rank.time

@@ -44,12 +44,19 @@ class Fit:
     host: Ledger | None = None
     """The main memory of a node; None where the profile tells of none."""
     host_capacity: int = 0
+    traced: int | None = None
+    """The peak of a trace, which goes before the ledger's."""
+
+    @property
+    def peak(self) -> int:
+        """Returns what tensors hold on the device at the most."""
+        return self.ledger.peak if self.traced is None else self.traced
 
     @property
     def reserved(self) -> tuple[int, int, int]:
         """Returns what the device is asked for: least, usually, most."""
         factors = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED
-        least, usual, most = (int(self.ledger.peak * factor) + self.context for factor in factors)
+        least, usual, most = (int(self.peak * factor) + self.context for factor in factors)
         return least, usual, most
 
     @property

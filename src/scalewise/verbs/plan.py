@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.hardware import DeviceKind
+from scalewise.plan import memory
 from scalewise.plan.plan import Plan, planned
 from scalewise.plan.search import searched
-from scalewise.plan.spec import Search
+from scalewise.plan.spec import Method, Search
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.verbs import show_plan, show_search
@@ -31,6 +34,8 @@ class Planner(Verb):
             show_search.one(found)
             return 0 if found.best is not None else 3
         plan = planned(run)
+        if run.plan.method is Method.trace:
+            plan = _traced(plan)
         show_plan.one(plan)
         return 3 if plan.fit.verdict in FAILS else 0
 
@@ -46,7 +51,27 @@ class Planner(Verb):
 
 def _of_job(run: Run) -> Plan:
     best = None if run.plan.search is Search.none else searched(run).best
-    return best or planned(run)
+    plan = best or planned(run)
+    return _traced(plan) if run.plan.method is Method.trace else plan
+
+
+def _traced(plan: Plan) -> Plan:
+    """Returns a plan whose memory was traced, or the plan as it is, and says why.
+
+    A trace runs the operators of the CPU; what those of CUDA hold otherwise, the ledger says.
+    """
+    from scalewise.training import trace  # imports torch
+
+    if (reason := trace.refusal(plan.run)) is not None:
+        print(f"the ledger alone, no trace: {reason}")
+        return plan
+    with output.console().status("tracing"):
+        found = trace.traced(plan.run, whole=plan.run.plan.full_depth)
+    of_cpu = replace(plan.run, hardware=replace(plan.run.hardware, device=DeviceKind.cpu))
+    beside = memory.worst(of_cpu).peak
+    show_plan.trace(found, beside)
+    traced = plan.fit.ledger.peak + found.peak - beside
+    return replace(plan, fit=replace(plan.fit, traced=traced))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,9 @@ from scalewise.plan.plan import TIME_SPREAD, Plan
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.units import GIGA, bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from scalewise.training.trace import Trace
 
 STYLES = {
     Verdict.fits: "green",
@@ -42,7 +46,7 @@ def one(plan: Plan) -> None:
     console.print(_ledger(plan))
     console.print()
     least, usual, most = fit.reserved
-    told = f"{bytes_text(fit.ledger.peak)} allocated at the {fit.ledger.fullest}"
+    told = f"{bytes_text(fit.peak)} allocated at the {fit.ledger.fullest}"
     if most > least:
         told += (
             f", {bytes_text(usual)} reserved with the driver's own "
@@ -52,6 +56,17 @@ def one(plan: Plan) -> None:
     _verdict(console, plan)
     _time(console, plan)
     _beside(console, plan)
+
+
+def trace(found: Trace, ledger: int) -> None:
+    """Prints what a trace found, beside the ledger's peak with the same operators."""
+    depths = " and ".join(str(depth) for depth in found.depths)
+    off = ledger / found.peak - 1
+    at = max(found.moments, key=lambda name: found.moments[name])
+    output.console().print(
+        f"traced with {depths} layers: {bytes_text(found.peak)} at the peak ({at}); "
+        f"the ledger says {bytes_text(ledger)}, {off:+.1%} (operators as on the CPU)"
+    )
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -69,7 +84,7 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
         shown.add_row(
             *(varied.get(key, "") for key in keys),
             f"[{STYLES[verdict]}]{verdict}[/]",
-            bytes_text(plan.fit.ledger.peak),
+            bytes_text(plan.fit.peak),
             output.ABSENT if margin is None else bytes_text(margin),
             output.ABSENT if plan.step is None else seconds_text(plan.step.seconds),
             output.ABSENT if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",

@@ -111,18 +111,19 @@ class Writer:
         made = piece * count // spec.width * run.compute * (run.compute < FP32)
         flops = 2.0 * count * run.places
         copy = count * run.compute * run.casts
+        gradient = 0 if run.frozen else count * run.held
         tape.add(
             Work.product,
             (normed,),
             0,
             saved=(normed,),
-            weight=(0 if run.frozen else count * run.held,) * 2,
+            weight=(gradient, gradient),
             forward_scratch=read + made + 2 * logits + copy,
             scratch=read
             + copy
-            + max(3 * logits, logits + read + count * run.held, 2 * count * run.held + read),
+            + max(3 * logits, logits + read + gradient, 2 * gradient + read),
             flops=flops,
-            backward_flops=3 * flops,
+            backward_flops=(2 if run.frozen else 3) * flops,
         )
 
     def _residual(self, x: int, branch: int) -> int:

@@ -1,0 +1,134 @@
+"""The ledger beside a trace of the suite's own code, on worlds that no machine here has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from scalewise.hardware import DeviceKind
+from scalewise.plan import memory
+from scalewise.run import Run
+from scalewise.training.trace import refusal, traced
+
+Compose = Callable[..., Run]
+
+LLAMA = (
+    "model=llama3_8b",
+    "hardware=h100_8x4",
+    "data=synthetic",
+    "data.sequence=4096",
+    "trainer.micro_batch=1",
+)
+MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
+FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
+SUMS = "trainer.global_batch=32"
+LORA = "adapter=lora"
+LONG = pytest.mark.exhaustive
+
+
+def fsdp(shards: int) -> tuple[str, ...]:
+    return ("parallelism=fsdp", f"parallelism.shard={shards}")
+
+
+def mesh(**sizes: int) -> tuple[str, ...]:
+    return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+
+
+CASES = [
+    (MIXED,),
+    (MIXED, *fsdp(128), FULL),
+    (MIXED, *mesh(shard=16, tensor=8), FULL),
+    (MIXED, *fsdp(8), LORA),
+    (BF16, *mesh(tensor=8)),
+    (MIXED, *fsdp(8), "objective.loss_chunk=1024"),
+    (LORA, "objective.loss_chunk=1024"),
+]
+SELDOM = [
+    (),
+    (BF16,),
+    (MIXED, FULL),
+    (MIXED, LORA),
+    (BF16, LORA, FULL),
+    (MIXED, *fsdp(8)),
+    (MIXED, *fsdp(8), SUMS),
+    (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
+    (MIXED, *fsdp(32), "parallelism.reshard_after_forward=false"),
+    (MIXED, *fsdp(128), SELECTIVE),
+    (MIXED, *mesh(replicate=2, shard=8), SUMS),
+    (MIXED, *mesh(tensor=8)),
+    (MIXED, *mesh(context=8)),
+    (MIXED, FULL, *fsdp(32), "model=llama3_70b"),
+    (MIXED, FULL, *mesh(shard=4, tensor=8), "model=llama3_70b"),
+    ("model=gpt2_124m", "data.sequence=1024", "trainer.micro_batch=8"),
+    (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
+]
+
+
+def of_depth(run: Run, layers: int) -> Run:
+    return replace(run, model=replace(cast(Any, run.model), layers=layers))
+
+
+@pytest.fixture
+def run_of(compose: Compose) -> Compose:
+    return lambda *line: compose(*LLAMA, *line, here=False)
+
+
+def on_cpu(run: Run) -> Run:
+    return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
+
+
+@pytest.mark.parametrize(
+    "line", [*CASES, *(pytest.param(line, marks=LONG) for line in SELDOM)], ids=" ".join
+)
+def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
+    run = run_of(*line)
+    assert refusal(run) is None
+    found, foreseen = traced(run), memory.worst(on_cpu(run))
+    error = foreseen.peak / found.peak - 1
+    print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {max(found.moments, key=found.moments.__getitem__)}")
+    assert abs(error) < 0.05
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        (MIXED, FULL),
+        *(
+            pytest.param(line, marks=LONG)
+            for line in [
+                (MIXED, *fsdp(8), SUMS),
+                (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
+                (MIXED, *mesh(tensor=8)),
+                (MIXED, *mesh(shard=16, tensor=8), FULL),
+            ]
+        ),
+    ],
+    ids=" ".join,
+)
+def test_shallow_copies_tell_of_the_whole(line: tuple[str, ...], run_of: Compose) -> None:
+    run = of_depth(run_of(*line), 12)
+    assert traced(run).peak == pytest.approx(traced(run, whole=True).peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (("parallelism=ddp", "parallelism.replicas=8"), "DDP works on real memory"),
+        (("parallelism=deepspeed_zero3",), "DeepSpeed works on real memory"),
+        (("compile=block",), "what a compiler fuses"),
+        ((*fsdp(8), "parallelism.cpu_offload=true"), "what is offloaded"),
+        (
+            (*mesh(pipeline=2), "trainer.micro_batch=2"),
+            "stages of a pipeline wait for each other",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_says_why(
+    line: tuple[str, ...], reason: str, run_of: Compose
+) -> None:
+    assert reason in (refusal(run_of(*line)) or "")
