@@ -89,7 +89,8 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
     assert refusal(run) is None
     found, foreseen = traced(run), memory.worst(on_cpu(run))
     error = foreseen.peak / found.peak - 1
-    print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {max(found.moments, key=found.moments.__getitem__)}")
+    fullest = max(found.moments, key=lambda moment: found.moments[moment])
+    print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {fullest}")
     assert abs(error) < 0.05
     assert not dist.is_initialized()
 

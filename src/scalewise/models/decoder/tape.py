@@ -119,9 +119,7 @@ class Writer:
             saved=(normed,),
             weight=(gradient, gradient),
             forward_scratch=read + made + 2 * logits + copy,
-            scratch=read
-            + copy
-            + max(3 * logits, logits + read + gradient, 2 * gradient + read),
+            scratch=read + copy + max(3 * logits, logits + read + gradient, 2 * gradient + read),
             flops=flops,
             backward_flops=(2 if run.frozen else 3) * flops,
         )
