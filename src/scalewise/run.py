@@ -108,9 +108,14 @@ class Run:
         return self.global_batch * self.data.sequence
 
     @property
+    def flops_per_token(self) -> float:
+        """Returns the flops of a token's forward and backward, nothing computed twice."""
+        return self.adapter.flops(self.model, self.data.sequence)
+
+    @property
     def flops_per_step(self) -> float:
         """Returns the model's flops of one optimizer step over all ranks."""
-        return self.model.flops(self.data.sequence) * self.tokens_per_step
+        return self.flops_per_token * self.tokens_per_step
 
     def census(self) -> tuple[Weight, ...]:
         """Returns every tensor of the model as it is trained, with what an adapter adds."""

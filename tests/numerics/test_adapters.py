@@ -9,8 +9,11 @@ import torch
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
 from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
 
 LORA = (
     "adapter=lora",
@@ -61,3 +64,16 @@ def test_the_census_is_the_module(rank: int) -> None:
         for name, parameter in module.named_parameters()
     ]
     assert found == [(w.name, w.shape, w.trainable) for w in spec.census()]
+
+
+def test_flops_are_those_torch_counts() -> None:
+    run = compose([*SHAPE, *LLAMA, *LORA, "model.layers=8"])
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+        module(tokens).float().logsumexp(-1).sum().backward()
+    attention = 14.0 * run.data.sequence * run.model.query_width * run.model.layers
+    found = counter.get_total_flops() / tokens.numel()
+    # The first block's inputs are frozen: gradients end in its first adapted layers.
+    assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)
+    assert found < run.model.flops(run.data.sequence) - attention

@@ -37,6 +37,10 @@ class Adapter(ABC):
         """Returns how tensor parallelism cuts each module with weights, added ones as well."""
         return model.tensor_split()
 
+    def flops(self, model: Model, sequence: int) -> float:
+        """Returns the flops of one forward and backward pass, per token, as ``Model.flops``."""
+        return model.flops(sequence)
+
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures out of range."""
         yield from ()
@@ -121,6 +125,20 @@ class Lora(Adapter):
                     for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
                 ]
         yield from added
+
+    def flops(self, model: Model, sequence: int) -> float:
+        """Returns the model's, less what a frozen m x n layer spares: its gradient, 2 m n a token.
+
+        An added layer of m x n costs 6 m n, as any that is trained.
+        """
+        frozen = added = 0
+        for weight in self.weights(model):
+            if weight.trainable:
+                added += weight.count
+            elif weight.layer is not None and len(weight.shape) > 1:
+                frozen += weight.count
+        frozen += model.vocabulary * model.width  # the head, tied or not
+        return model.flops(sequence) - 2.0 * frozen + 6.0 * added
 
     def _is_target(self, weight: Weight, model: Model) -> bool:
         inside = weight.name.removeprefix(f"blocks.{weight.layer}.").rpartition(".")[0]

@@ -139,7 +139,7 @@ def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
         "parameters": run.model.parameters,
         "steps": steps,
         "tokens": steps * run.tokens_per_step,
-        "flops_per_token": run.model.flops(run.data.sequence),
+        "flops_per_token": run.flops_per_token,
         "global_batch": run.global_batch,
         "sequence": run.data.sequence,
         "window": f"median of steps {window[0]['step']}-{steps}",
