@@ -262,3 +262,10 @@ def test_rows_are_gathered_at_the_rate_of_the_loader(plan_of: Compose) -> None:
     assert step(plan_of).rows == 0
     tokens = plan_of(*CPU).run.tokens_per_step
     assert step(plan_of, "hardware.loader_tokens_per_s=1000").rows == tokens / 1000
+
+
+def test_a_limit_makes_a_smaller_card_of_a_larger(plan_of: Compose) -> None:
+    large = plan_of(*LLAMA, "hardware=h200")
+    small = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
+    assert small.fit.capacity == 80 * GIB < (large.fit.capacity or 0)
+    assert plan_of(*LLAMA, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB

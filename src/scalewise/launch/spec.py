@@ -30,7 +30,7 @@ class Launch:
     isolation: Isolation = Isolation.auto
     """Whether a job of one rank leaves the calling process."""
     memory_limit_gib: float | None = None
-    """Address space of one rank, GiB, enforced by the kernel; None: no limit."""
+    """Memory of one rank, GiB: of its device, or on the CPU its address space; None: no limit."""
     grace: float = 30.0
     """Seconds a rank has to write a checkpoint after SIGTERM before it is killed."""
 

@@ -10,6 +10,7 @@ import torch
 
 from scalewise import output
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.hardware import DeviceKind
 from scalewise.launch import words
 from scalewise.launch.processes import limit_memory
 from scalewise.launch.status import WANDB_FACTS, Ending
@@ -47,7 +48,8 @@ def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, objec
         if place.rank == 0:
             session = open_session(run, folder, facts)
             write_json(folder / WANDB_FACTS, session.facts)
-        limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
+        if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
+            limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
         fit(run, folder, place, resume, session)
         ending = Ending("ok")
     except BaseException as error:

@@ -84,6 +84,9 @@ def judged(run: Run) -> Fit:
     capacity = None if hardware.memory_gib is None else int(hardware.memory_gib * GIB)
     if capacity is not None and on_cpu:  # the ranks share the memory of the machine
         capacity //= run.world_size
+    limit = run.launch.memory_limit_gib
+    if limit is not None and not on_cpu:  # on the CPU it is of the address space
+        capacity = min(capacity or int(limit * GIB), int(limit * GIB))
     context, node = int(hardware.context_gib * GIB), hardware.host_memory_gib
     if node is None or on_cpu:  # there the devices are the node
         return Fit(memory.worst(run), capacity, context, on_cpu)

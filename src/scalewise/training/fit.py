@@ -30,6 +30,7 @@ from scalewise.training.callbacks.saver import Saver
 from scalewise.training.callbacks.terminal import Terminal
 from scalewise.training.module import TrainingModule
 from scalewise.training.stopping import STOP
+from scalewise.units import GIB
 
 WARM_UP_SHARE = 0.1
 """Share of the steps left out of the medians: caches fill and allocators settle there."""
@@ -173,6 +174,9 @@ def use_device(run: Run, place: Place) -> None:
     run.precision.set_matmul()
     if run.hardware.device is DeviceKind.cuda:
         torch.cuda.set_device(place.local_rank)
+        if (limit := run.launch.memory_limit_gib) is not None:
+            whole = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / whole))
     elif run.world_size > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // place.local_ranks))
 

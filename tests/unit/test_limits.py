@@ -1,0 +1,36 @@
+"""``launch.memory_limit_gib`` on a CUDA device, told to torch as a share of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scalewise.hardware import DeviceKind
+from scalewise.launch.spec import Launch
+from scalewise.run import Run
+from scalewise.training.fit import Place, use_device
+from scalewise.units import GIB
+
+
+@pytest.mark.parametrize(("limit", "shares"), [(80.0, [0.5]), (200.0, [1.0]), (None, [])])
+def test_a_device_gives_no_more_than_its_limit(
+    limit: float | None,
+    shares: list[float],
+    compose: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 160 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
+    run = compose("experiment=smoke")
+    run = replace(
+        run,
+        hardware=replace(run.hardware, device=DeviceKind.cuda),
+        launch=Launch(memory_limit_gib=limit),
+    )
+    use_device(run, Place(rank=0, local_rank=0, local_ranks=1))
+    assert told == shares
