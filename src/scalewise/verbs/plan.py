@@ -32,7 +32,11 @@ class Planner(Verb):
             with output.console().status("searching"):
                 found = searched(run)
             show_search.one(found)
-            return 0 if found.best is not None else 3
+            if found.best is None:
+                return 3
+            if run.plan.method is Method.trace:
+                _traced(found.best)
+            return 0
         plan = planned(run)
         if run.plan.method is Method.trace:
             plan = _traced(plan)
