@@ -61,3 +61,10 @@ def test_what_cannot_be_is_refused(
     (folder / "mine.yaml").write_text("device: cpu\n")
     scalewise(*line, verb="calibrate").refused(*words)
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(scalewise: Doors) -> None:
+    (scalewise.cwd / "conf").write_text("")
+    ended = scalewise("seconds=0.05", "hardware=cpu", verb="calibrate")
+    ended.refused("conf/hardware cannot be written")
+    assert "tflops" not in ended.out

@@ -23,7 +23,8 @@ def test_what_does_not_fit_is_told_with_its_cure(scalewise: Doors) -> None:
 def test_a_grid_is_one_table(scalewise: Doors) -> None:
     axes = ("precision=fp32,bf16_mixed", "memory=none,checkpoint_full")
     rest = [part for part in LLAMA_8B if not part.startswith("precision")]
-    ended = scalewise("-m", *rest, *axes, "trainer.micro_batch=1", verb="plan").ok()
+    ended = scalewise("-m", *rest, *axes, "trainer.micro_batch=1", verb="plan")
+    assert ended.code == 3  # of the first row
     head, *rows = ended.out.splitlines()
     assert head.split()[:3] == ["precision", "memory", "verdict"]
     assert [row.split()[:2] for row in rows] == [
@@ -84,8 +85,13 @@ def test_train_makes_a_run_fit(line: tuple[str, ...], scalewise: Doors) -> None:
 def test_train_does_not_start_what_nothing_makes_fit(scalewise: Doors) -> None:
     line = (*UNTRACKED, "hardware.memory_gib=0.0001", "plan.fit=auto")
     scalewise(*line).refused("plan.fit=auto", "of 104.86 KiB")
-    scalewise("-m", "seed=1,2", *line).refused("plan.fit=auto")
+    scalewise("-m", "seed=1,2", *line).refused("plan.fit=auto", "job 0:", "job 1:")
     assert not (scalewise.cwd / "runs").exists()
+
+
+def test_a_table_in_which_nothing_fits_says_so_at_its_end(scalewise: Doors) -> None:
+    line = ("-m", "experiment=smoke", "hardware.memory_gib=0.001,0.002")
+    assert scalewise(*line, verb="plan").code == 3
 
 
 def test_a_line_that_train_refuses_is_refused(scalewise: Doors) -> None:

@@ -122,6 +122,7 @@ def test_shallow_copies_tell_of_the_whole(line: tuple[str, ...], run_of: Compose
         (("parallelism=ddp", "parallelism.replicas=8"), "DDP works on real memory"),
         (("parallelism=deepspeed_zero3",), "DeepSpeed works on real memory"),
         (("compile=block",), "what a compiler fuses"),
+        (("precision=fp16_mixed",), "fp16 is not computed on the CPU"),
         ((*fsdp(8), "parallelism.cpu_offload=true"), "what is offloaded"),
         (
             (*mesh(pipeline=2), "trainer.micro_batch=2"),

@@ -74,3 +74,10 @@ def test_a_profile_that_tells_of_no_node_judges_none(run_of: Compose) -> None:
     fit = planned(run_of(OFFLOAD)).fit
     assert fit.host is None
     assert fit.verdict is Verdict.fits
+
+
+def test_what_is_offloaded_for_nothing_need_not_be(run_of: Compose) -> None:
+    plan = planned(run_of(OFFLOAD, "hardware.host_memory_gib=64"))
+    assert plan.fit.verdict is Verdict.host_out_of_memory
+    assert plan.cure is not None
+    assert plan.cure.told == ("parallelism.cpu_offload=false",)

@@ -12,6 +12,7 @@ from scalewise.plan.line import replaced
 from scalewise.plan.lost import neighbours
 from scalewise.plan.plan import Plan, planned
 from scalewise.plan.search import Found, searched
+from scalewise.plan.spec import Rank
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 
@@ -184,3 +185,25 @@ def test_nothing_may_fit(found: Find) -> None:
     assert all_of.best is None
     assert all_of.front == ()
     assert neighbours(all_of) == ()
+
+
+def test_without_rates_memory_is_what_counts(found: Find) -> None:
+    all_of = found("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
+    assert all_of.best is not None
+    assert all_of.best.step is None
+    assert all_of.rank is Rank.memory
+    assert not any("time" in it.why for it in neighbours(all_of))
+
+
+def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
+    six = tuple(part for part in NODE if "devices_per_node" not in part)
+    counts = {
+        it.run.world_size for it in found("layout", *six, "hardware.devices_per_node=6").candidates
+    }
+    assert counts == {1, 2, 3, 4, 6}
+
+
+def test_each_neighbour_is_told_once(found: Find) -> None:
+    line = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
+    told = [(it.choice, it.what) for it in neighbours(found("layout", *line))]
+    assert len(told) == len(set(told))

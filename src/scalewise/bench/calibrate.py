@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from textwrap import wrap
 from scalewise.bench import collectives, device, fit, options, profile
 from scalewise.bench.device import Figure
 from scalewise.data.loader import Loader, Share
-from scalewise.errors import Complaint
+from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, Hardware, this_machine
 from scalewise.parallelism.ring import Link
 from scalewise.run import NAME, Run
@@ -49,6 +50,20 @@ class Options(options.Options):
 
 def calibrated(run: Run, options: Options) -> Path:
     """Measures this machine, prints each figure, and returns the profile that it wrote."""
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{FOLDER} cannot be written: {error.strerror}"
+        raise ConfigError.one("", "", reason, "calibrate in another folder") from error
+    try:
+        return _calibrated(run, options)
+    finally:  # of folders that were made for nothing
+        for folder in (FOLDER, FOLDER.parent):
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _calibrated(run: Run, options: Options) -> Path:
     hardware = _named(run.hardware)
     figures: dict[str, Figure] = {}
     with TemporaryDirectory(dir=".") as folder:

@@ -147,6 +147,10 @@ def _of_layout(run: Run) -> Iterator[Change]:
                 line += f" trainer.global_batch={rows}"
                 kinds |= {"passes"}
             yield Change(line, 4 + step, kinds, _with(**parts))
+    if isinstance(held, Mesh) and held.cpu_offload:
+        layout = replace(held, cpu_offload=False)
+        kinds = frozenset({"layout"})
+        yield Change("parallelism.cpu_offload=false", 0.5, kinds, _with(parallelism=layout))
     if isinstance(held, Mesh) and not held.cpu_offload and held.sizes["shard"] > 1:
         layout = replace(held, cpu_offload=True)
         kinds = frozenset({"layout"})

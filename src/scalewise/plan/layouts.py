@@ -27,20 +27,18 @@ def devices(run: Run) -> int:
 def every(run: Run, typed: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Parallelism]]:
     """Yields each layout with what is typed for it, on all devices, on half of them, and so on.
 
+    Where the devices are no power of two, powers of two below their number are tried as well.
+
     Sizes that were ``typed`` are held; the mesh's other fields are as in ``run``.
     """
     base = run.parallelism if isinstance(run.parallelism, Mesh) else Mesh()
     held = {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in typed}
-    count = devices(run)
-    while True:
+    for count in _counts(devices(run)):
         for factors in _products(count, len(AXES)):
             named = dict(zip(AXES, factors, strict=True))
             if all(named[axis] == size for axis, size in held.items()):
                 layout = _of_sizes(base, named)
                 yield told(layout), layout
-        if count % 2:
-            return
-        count //= 2
 
 
 def told(layout: Parallelism) -> tuple[str, ...]:
@@ -87,6 +85,14 @@ def _of_sizes(base: Mesh, sizes: dict[str, int]) -> Parallelism:
     if used == ["replicate"]:
         return DDP(replicas=sizes["replicate"])
     return replace(base, **sizes)  # type: ignore[arg-type]  # axes, by name
+
+
+def _counts(most: int) -> list[int]:
+    counts = {1 << power for power in range(most.bit_length())} | {most}
+    while not most % 2:
+        most //= 2
+        counts.add(most)
+    return sorted(counts, reverse=True)
 
 
 def _products(count: int, parts: int) -> Iterator[tuple[int, ...]]:

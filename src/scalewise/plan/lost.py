@@ -42,7 +42,7 @@ def neighbours(found: Found) -> tuple[Lost, ...]:
             (name,) = others or apart
             if name not in (ROWS, LAYOUT) or _near(own[name], theirs[name]):
                 groups.setdefault((name, theirs[name]), []).append(other)
-    rank = found.asked.plan.rank_by
+    rank = found.rank
 
     def order(other: Candidate) -> tuple[bool, tuple[float, float]]:
         return not other.good, other.cost(rank if other.good else Rank.memory)
@@ -52,7 +52,7 @@ def neighbours(found: Found) -> tuple[Lost, ...]:
     lost = [Lost(name, _text(name, other), _why(best, other, rank)) for name, other in leaders]
     refused = [
         Lost(LAYOUT, layouts.described(run.parallelism), str(next(run.complaints())))
-        for run in _refused(found.asked, best)
+        for run in _refused(found, best)
     ]
     return (*lost, *refused)
 
@@ -91,13 +91,13 @@ def _text(name: str, candidate: Candidate) -> str:
     return str(_choices(candidate)[name])
 
 
-def _refused(asked: Run, best: Candidate) -> Iterator[Run]:
+def _refused(found: Found, best: Candidate) -> Iterator[Run]:
     """Yields runs of layouts near the best that cannot run, whatever their micro batch."""
     own = layouts.sizes(best.run.parallelism)
-    for _, layout in layouts.every(asked, frozenset()):
-        run = replace(best.run, parallelism=layout)
-        near = layouts.sizes(layout) != own and _near(own, layouts.sizes(layout))
-        if near and any(layout.complaints_with(run)):
+    tried = {layouts.sizes(candidate.run.parallelism) for candidate in found.candidates}
+    for _, layout in layouts.every(found.asked, frozenset()):
+        run, sizes = replace(best.run, parallelism=layout), layouts.sizes(layout)
+        if sizes not in tried and _near(own, sizes) and any(layout.complaints_with(run)):
             yield run
 
 
@@ -109,15 +109,19 @@ def _why(best: Candidate, other: Candidate, rank: Rank) -> str:
         capacity = bytes_text(other.fit.host_capacity)
         return f"a node needs {bytes_text(host.peak)} of {capacity}: {what}"
     if not other.good:
-        least, usual, _ = other.fit.reserved
-        verb = "needs" if other.fit.verdict is Verdict.out_of_memory else "may need"
-        size = bytes_text(least if other.fit.verdict is Verdict.out_of_memory else usual)
-        return f"{verb} {size} of {bytes_text(other.fit.capacity or 0)}: {_grown(best, other)}"
+        least, _, most = other.fit.reserved
+        verb, size = "needs", least
+        if other.fit.verdict is Verdict.borderline:
+            verb, size = "may need", most
+        there = bytes_text(other.fit.capacity or 0)
+        return f"{verb} {bytes_text(size)} of {there}: {_grown(best, other)}"
     more = other.cost(rank)[0] / (best.cost(rank)[0] or 1) - 1
     if rank is Rank.memory:
         return f"{more:+.0%} memory: {_grown(best, other)}"
     share = _slowed(best, other)
     text = f"{more:+.0%} {rank.value}"
+    if other.training != best.training:
+        text += ", trained otherwise"
     return f"{text}: {share}" if share else text
 
 

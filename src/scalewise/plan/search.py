@@ -67,9 +67,15 @@ class Found:
     candidates: tuple[Candidate, ...]
 
     @cached_property
+    def rank(self) -> Rank:
+        """Returns what is wanted least of; memory where the profile tells of no time."""
+        timed = any(candidate.step is not None for candidate in self.candidates)
+        return self.asked.plan.rank_by if timed else Rank.memory
+
+    @cached_property
     def best(self) -> Candidate | None:
         """Returns what a user should run: what fits before what may, and what trains as asked."""
-        rank, usable = self.asked.plan.rank_by, (*GOOD, Verdict.borderline)
+        rank, usable = self.rank, (*GOOD, Verdict.borderline)
         return min(
             (candidate for candidate in self.candidates if candidate.fit.verdict in usable),
             key=lambda it: (not it.good, len(it.training), it.cost(rank)),

@@ -24,6 +24,7 @@ from scalewise.layouts.mesh import MeshLayout
 from scalewise.measure.memory import MemoryProbe
 from scalewise.parallelism.mesh import Mesh
 from scalewise.parallelism.single import Single
+from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.training import fake
 
@@ -55,6 +56,8 @@ def refusal(run: Run) -> str | None:
         return f"{type(layout).__name__} works on real memory"
     if isinstance(layout, Mesh) and layout.cpu_offload:
         return "what is offloaded is copied from real memory"
+    if run.precision.compute is Number.fp16:
+        return "fp16 is not computed on the CPU, whose operators a trace runs"
     if run.compile.scope is not Scope.none:
         return "what a compiler fuses is not seen"
     return None

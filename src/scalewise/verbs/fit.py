@@ -30,11 +30,14 @@ def all_fitted(runs: Sequence[Run]) -> list[Run]:
     """Returns the runs that start in place of ``runs``; raises with every complaint."""
     fit: list[Run] = []
     complaints: list[Complaint] = []
-    for run in runs:
+    for number, run in enumerate(runs):
         try:
             fit.append(fitted(run))
         except ConfigError as error:
-            complaints += error.complaints
+            complaints += [
+                replace(complaint, reason=f"job {number}: {complaint.reason}")
+                for complaint in error.complaints
+            ]
     if complaints:
         raise ConfigError(complaints)
     return fit

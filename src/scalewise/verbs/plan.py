@@ -48,7 +48,10 @@ class Planner(Verb):
         plans = [_of_job(job.run) for job in jobs]
         show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
         return [
-            End(0, plan.step.seconds if plan.step else float(plan.fit.ledger.peak))
+            End(
+                3 if plan.fit.verdict in FAILS else 0,
+                plan.step.seconds if plan.step else float(plan.fit.ledger.peak),
+            )
             for plan in plans
         ]
 

@@ -132,13 +132,13 @@ def _verdict(console: Console, plan: Plan) -> None:
             f"of {bytes_text(fit.host.peak)}"
         )
     side = "to spare" if fit.margin >= 0 else "missing"
-    of = f"{bytes_text(abs(fit.margin))} {side} of {bytes_text(fit.capacity)}"
+    of = f"{bytes_text(abs(fit.margin))} {side} of the device's {bytes_text(fit.capacity)}"
     console.print(f"[{STYLES[fit.verdict]}]{fit.verdict}[/], {of}")
     if fit.verdict is Verdict.fits:
         return
     cure = plan.cure
     if cure is None:
-        console.print("no change that was tried makes it fit")
+        console.print("no change that was tried makes it fit; plan.search=layout tries more")
     else:
         console.print(f"to make it fit: {cure.line}", soft_wrap=True)
         console.print(f"[dim]{train_line(plan.run, cure.told)}[/]", soft_wrap=True)
@@ -161,6 +161,12 @@ def _beside(console: Console, plan: Plan) -> None:
     console.print(told)
 
 
+def run_offloads(plan: Plan) -> bool:
+    """Returns whether weights or optimizer state are not on the devices."""
+    holds = plan.run.parallelism.holds(plan.run)
+    return holds.states_on_host or holds.parameters_on_host
+
+
 def _time(console: Console, plan: Plan) -> None:
     step = plan.step
     if step is None:
@@ -175,6 +181,8 @@ def _time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(f"[dim]{', '.join(shares)}[/]")
+    if run_offloads(plan):
+        console.print("[yellow]what is offloaded travels as well: that time is not counted[/]")
     tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
     told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)

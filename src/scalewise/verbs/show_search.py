@@ -28,6 +28,11 @@ def one(found: Found) -> None:
         f"{asked.name}: {len(found.candidates):,} runs on up to {layouts.devices(asked)} devices, "
         f"{fitting:,} fit"
     )
+    if found.candidates:
+        run = found.candidates[0].run
+        console.print(f"each takes {run.global_batch} rows of {run.data.sequence} tokens a step")
+    if found.rank is not asked.plan.rank_by:
+        console.print("no time: the hardware profile lacks a rate or a bandwidth; see calibrate")
     if best is None:
         _nothing(console, found)
         return
@@ -36,7 +41,7 @@ def one(found: Found) -> None:
         console.print(_table(found.front[:SHOWN], best))
     if len(found.front) > SHOWN:
         console.print(f"[dim]and {len(found.front) - SHOWN} more[/]")
-    rank, style = asked.plan.rank_by, STYLES[best.fit.verdict]
+    rank, style = found.rank, STYLES[best.fit.verdict]
     console.print(f"\nleast {rank}: [bold]{_layout(best)}[/], [{style}]{best.fit.verdict}[/]")
     console.print(train_line(asked, best.told), soft_wrap=True, style="cyan")
     console.print("\n[bold]one choice away[/]")
@@ -51,8 +56,9 @@ def _nothing(console: Console, found: Found) -> None:
         console.print("no layout divides the batch, the model and the devices at once")
         return
     nearest = min(found.candidates, key=lambda candidate: candidate.fit.ledger.peak)
-    least, _, _ = nearest.fit.reserved
-    capacity = bytes_text(nearest.fit.capacity or 0)
+    (least, _, _), capacity = nearest.fit.reserved, bytes_text(nearest.fit.capacity or 0)
+    if (host := nearest.fit.host) is not None and host.peak > nearest.fit.host_capacity:
+        least, capacity = host.peak, f"a node's {bytes_text(nearest.fit.host_capacity)}"
     style = STYLES[Verdict.out_of_memory]
     console.print(
         f"[{style}]nothing fits[/]; {_layout(nearest)} comes nearest: "
