@@ -9,10 +9,9 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from scalewise.hardware import DeviceKind
 from scalewise.plan import memory
 from scalewise.run import Run
-from scalewise.training.trace import refusal, traced
+from scalewise.training.trace import on_cpu, refusal, traced
 
 Compose = Callable[..., Run]
 
@@ -75,10 +74,6 @@ def of_depth(run: Run, layers: int) -> Run:
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
     return lambda *line: compose(*LLAMA, *line, here=False)
-
-
-def on_cpu(run: Run) -> Run:
-    return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from fixtures.layouts import LLAMA_8B
 from scalewise.plan.line import replaced
 from scalewise.plan.lost import neighbours
 from scalewise.plan.plan import Plan, planned
-from scalewise.plan.search import Found, searched
+from scalewise.plan.search import Candidate, Found, searched
 from scalewise.plan.spec import Rank
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
@@ -103,9 +103,9 @@ def test_what_is_pruned_could_not_have_won(
 def test_the_front_is_what_nothing_beats(found: Find) -> None:
     all_of = found("layout", *BIG)
 
-    def figures(candidate: object) -> tuple[float, float, float]:
-        seconds, peak = candidate.seconds, candidate.fit.ledger.peak  # type: ignore[attr-defined]
-        return seconds, peak, seconds * candidate.run.world_size  # type: ignore[attr-defined]
+    def figures(candidate: Candidate) -> tuple[float, float, float]:
+        seconds, peak = candidate.seconds, candidate.fit.ledger.peak
+        return seconds, peak, seconds * candidate.run.world_size
 
     good = [figures(candidate) for candidate in all_of.candidates if candidate.good]
     front = {figures(candidate) for candidate in all_of.front}
@@ -130,7 +130,7 @@ def test_what_is_typed_is_held(found: Find) -> None:
     typed = ("parallelism=mesh", "parallelism.tensor=8", "memory=checkpoint_full")
     for candidate in found("all", *BIG, *typed, "adapter=none", "optimizer=adamw").candidates:
         run = candidate.run
-        assert run.parallelism.sizes["tensor"] == 8  # type: ignore[attr-defined]
+        assert run.parallelism.sizes["tensor"] == 8
         assert run.memory.recompute == "full"
         assert run.precision.compute == "bf16"
         assert candidate.training == ()
@@ -152,7 +152,7 @@ def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
 def test_a_slow_link_between_nodes_is_crossed_by_the_pipeline(found: Find) -> None:
     best = found("layout", *BIG, "hardware.node_link_gb_per_s=1").best
     assert best is not None
-    assert best.run.parallelism.sizes["pipeline"] >= 4  # type: ignore[attr-defined]
+    assert best.run.parallelism.sizes["pipeline"] >= 4
 
 
 def test_price_is_least_on_few_devices(found: Find) -> None:

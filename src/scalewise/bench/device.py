@@ -31,7 +31,7 @@ def products(kind: str, device: torch.device, seconds: float) -> Figure:
     import torch
 
     size = 8192 if device.type == "cuda" else 1024
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    dtype = _dtype(kind)
     held = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
     try:
@@ -48,7 +48,7 @@ def attention(kind: str, device: torch.device, seconds: float) -> Figure:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    dtype = _dtype(kind)
     heads, tokens, width = (32, 4096, 128) if device.type == "cuda" else (8, 1024, 64)
     query, key, value = (
         torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3)
@@ -84,6 +84,13 @@ def launch(device: torch.device, seconds: float) -> Figure:
 
     spent = _times(chain, device, seconds)
     return of([taken / (2 * CHAIN) / MICRO for taken in spent])
+
+
+def _dtype(kind: str) -> torch.dtype:
+    """Returns the format in which a kind of product is held; TF32 is a way to multiply fp32."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
 
 
 def _times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

@@ -88,7 +88,8 @@ class MemoryProbe:
         if self._live is None:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            self._peak = self.lasting + max(self.most(), self._peak)
+            self.most()
+            self._peak += self.lasting
             self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
         found = {
             "parameters": bytes_of(self._parameters()),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.models.base import Part, Weight
 from scalewise.models.tape import Pass
+from scalewise.parallelism.share import Parts
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -34,7 +35,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Holds:
+class Holds(Parts):
     """One rank's share.
 
     ``block``: the weights of one block as it works with them, and ``rest`` those outside of blocks,
@@ -44,7 +45,6 @@ class Holds:
     ``pieces`` of a micro batch, that go through a pipeline of ``places`` ranks.
     """
 
-    parts: tuple[Part, ...]
     shape: Pass
     block: tuple[Weight, ...]
     rest: tuple[Weight, ...]
@@ -61,21 +61,6 @@ class Holds:
     parameters_on_host: bool = False
     states_on_disk: bool = False
     parameters_on_disk: bool = False
-
-    @property
-    def first(self) -> bool:
-        """Returns whether the embedding is here."""
-        return any(part.first for part in self.parts)
-
-    @property
-    def last(self) -> bool:
-        """Returns whether the head is here."""
-        return any(part.last for part in self.parts)
-
-    @property
-    def layers(self) -> int:
-        """Returns the blocks of this rank."""
-        return sum(len(part.layers) for part in self.parts)
 
 
 def of_replicas(run: Run) -> Holds:

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank of a mesh works on, in sizes."""
+class Parts:
+    """The parts of a model that one rank has: one, or the stages of a pipeline."""
 
-    mesh: Mesh
-    run: Run
     parts: tuple[Part, ...]
 
     @property
@@ -32,6 +30,19 @@ class Share:
     def last(self) -> bool:
         """Returns whether the head is here."""
         return any(part.last for part in self.parts)
+
+    @property
+    def layers(self) -> int:
+        """Returns the blocks of this rank."""
+        return sum(len(part.layers) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Share(Parts):
+    """What one rank of a mesh works on, in sizes."""
+
+    mesh: Mesh
+    run: Run
 
     @property
     def passes(self) -> int:
@@ -58,11 +69,6 @@ class Share:
     def residual(self) -> int:
         """Returns the bytes of ``x_BTW`` between two layers."""
         return self.rows * self.tokens * self.run.model.width * self.activation
-
-    @property
-    def layers(self) -> int:
-        """Returns the blocks of this rank."""
-        return sum(len(part.layers) for part in self.parts)
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns the weights of one block and those outside of blocks, cut as on this rank."""
@@ -96,7 +102,7 @@ class Half:
 def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
     """Returns what a rank of a mesh works on."""
     stages = stages_of(run.model, mesh.stages, run.data.sequence)
-    return Share(mesh, run, tuple(stages[index] for index in mesh.stages_of(rank)))
+    return Share(tuple(stages[index] for index in mesh.stages_of(rank)), mesh, run)
 
 
 # A search asks for the shares of thousands of runs that differ in little.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
@@ -73,18 +73,24 @@ def sizes(layout: Parallelism) -> tuple[int, ...]:
     return tuple(layout.world_size if axis == "replicate" else 1 for axis in AXES)
 
 
+def rows_at_once(run: Run) -> int:
+    """Returns the rows that a rank passes through the model together."""
+    pieces = run.parallelism.pieces if is_pipeline(run.parallelism) else 1
+    return run.trainer.micro_batch // pieces
+
+
 def is_pipeline(layout: Parallelism) -> TypeGuard[Mesh]:
     """Returns whether a layout has stages."""
     return isinstance(layout, Mesh) and layout.sizes["pipeline"] > 1
 
 
-def _of_sizes(base: Mesh, sizes: dict[str, int]) -> Parallelism:
+def _of_sizes(base: Mesh, sizes: dict[str, Any]) -> Parallelism:
     used = [axis for axis, size in sizes.items() if size > 1]
     if not used:
         return Single()
     if used == ["replicate"]:
         return DDP(replicas=sizes["replicate"])
-    return replace(base, **sizes)  # type: ignore[arg-type]  # axes, by name
+    return replace(base, **sizes)
 
 
 def _counts(most: int) -> list[int]:

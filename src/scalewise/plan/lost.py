@@ -57,17 +57,11 @@ def neighbours(found: Found) -> tuple[Lost, ...]:
     return (*lost, *refused)
 
 
-def rows_at_once(run: Run) -> int:
-    """Returns the rows that a rank passes through the model together."""
-    pieces = run.parallelism.pieces if layouts.is_pipeline(run.parallelism) else 1
-    return run.trainer.micro_batch // pieces
-
-
 def _choices(candidate: Candidate) -> Choices:
     run = candidate.run
     return {
         LAYOUT: layouts.sizes(run.parallelism),
-        ROWS: (rows_at_once(run),),
+        ROWS: (layouts.rows_at_once(run),),
         "memory": run.memory.recompute,
         "loss": run.objective.loss_chunk,
         "training": candidate.training,
@@ -85,7 +79,7 @@ def _text(name: str, candidate: Candidate) -> str:
     if name == LAYOUT:
         return layouts.described(run.parallelism)
     if name == ROWS:
-        return str(rows_at_once(run))
+        return str(layouts.rows_at_once(run))
     if name == "training":
         return " ".join(candidate.training) or "as asked"
     return str(_choices(candidate)[name])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.plan.cure import Cure, cure
 from scalewise.plan.steptime import StepTime, of_step
-from scalewise.plan.verdict import Fit, Verdict, judged
+from scalewise.plan.verdict import Fit, judged
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -31,8 +31,7 @@ class Plan:
     @cached_property
     def cure(self) -> Cure | None:
         """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
-        fine = self.fit.verdict in (Verdict.fits, Verdict.unknown)
-        return None if fine else cure(self.run)
+        return None if self.fit.verdict.good else cure(self.run)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -26,9 +26,6 @@ from scalewise.precision import Number, Precision
 if TYPE_CHECKING:
     from scalewise.run import Run
 
-GOOD = (Verdict.fits, Verdict.unknown)
-"""Verdicts of what may be the best."""
-
 Told = tuple[str, ...]
 Way = tuple[Told, "Run"]
 """A run, and what says so on the command line."""
@@ -44,7 +41,7 @@ class Candidate(Plan):
     @property
     def good(self) -> bool:
         """Returns whether it surely fits."""
-        return self.fit.verdict in GOOD
+        return self.fit.verdict.good
 
     def cost(self, rank: Rank) -> tuple[float, float]:
         """Returns what a search wants least of, and then what breaks a tie."""
@@ -75,9 +72,9 @@ class Found:
     @cached_property
     def best(self) -> Candidate | None:
         """Returns what a user should run: what fits before what may, and what trains as asked."""
-        rank, usable = self.rank, (*GOOD, Verdict.borderline)
+        rank = self.rank
         return min(
-            (candidate for candidate in self.candidates if candidate.fit.verdict in usable),
+            (candidate for candidate in self.candidates if not candidate.fit.verdict.bad),
             key=lambda it: (not it.good, len(it.training), it.cost(rank)),
             default=None,
         )
@@ -121,7 +118,7 @@ def walk(run: Run) -> Iterator[Candidate]:
                 for passes, plan in tried:
                     told = (*training, *laid_out, *saving, *passes)
                     yield Candidate(plan.run, plan.fit, plan.step, told, training)
-                roomy = bool(tried) and tried[-1][1].fit.verdict in GOOD
+                roomy = bool(tried) and tried[-1][1].fit.verdict.good
                 if roomy and run.plan.rank_by is not Rank.memory:
                     break
 

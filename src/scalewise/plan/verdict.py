@@ -32,6 +32,16 @@ class Verdict(StrEnum):
     unknown = "unknown"
     """The hardware profile tells of no memory."""
 
+    @property
+    def good(self) -> bool:
+        """Returns whether nothing speaks against the run."""
+        return self in (Verdict.fits, Verdict.unknown)
+
+    @property
+    def bad(self) -> bool:
+        """Returns whether the run would surely end for want of memory."""
+        return self in (Verdict.out_of_memory, Verdict.host_out_of_memory)
+
 
 @dataclass(frozen=True)
 class Fit:

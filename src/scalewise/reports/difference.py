@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from scalewise.reports.compare import FORESEEN_PEAK, PEAK, STEP
 from scalewise.reports.records import RunRecord
+from scalewise.tracking.names import METRICS
 
-FORESEEN = {
-    "memory/peak_bytes": "plan/peak_bytes",
-    "time/step_s": "plan/step_s",
-}
+FORESEEN = {PEAK: FORESEEN_PEAK, STEP: "plan/step_s"}
 """What was measured: under which key it was foreseen."""
-MEASURED = (
-    "memory/peak_bytes",
-    "memory/parameters_bytes",
-    "memory/gradients_bytes",
-    "memory/optimizer_bytes",
-    "memory/activations_bytes",
-    "memory/host_peak_bytes",
-    "time/step_s",
-    "time/data_s",
-    "time/forward_s",
-    "time/backward_s",
-    "time/forward_backward_s",
-    "time/optimizer_s",
-    "throughput/tokens_per_s",
-    "train/loss",
-    "val/loss",
+MEASURED = tuple(
+    key
+    for key in METRICS
+    if key.startswith(("memory/", "time/"))
+    or key in ("throughput/tokens_per_s", "train/loss", "val/loss")
 )
 
 
@@ -51,13 +39,12 @@ def settings(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
     """Returns the settings that differ, options before fields."""
     ours = {change.key: change for change in one.changed}
     theirs = {change.key: change for change in other.changed}
-    pairs = []
-    for key in dict.fromkeys((*ours, *theirs)):
-        mine, yours = ours.get(key), theirs.get(key)
-        usual = (mine or yours).default  # type: ignore[union-attr]  # one of them has it
-        pair = Pair(key, mine.value if mine else usual, yours.value if yours else usual)
-        if pair.one != pair.other:
-            pairs.append(pair)
+    usual = {change.key: change.default for change in (*other.changed, *one.changed)}
+    pairs = [
+        Pair(key, *(held[key].value if key in held else default for held in (ours, theirs)))
+        for key, default in usual.items()
+    ]
+    pairs = [pair for pair in pairs if pair.one != pair.other]
     return tuple(sorted(pairs, key=lambda pair: "." in pair.what))
 
 
@@ -87,8 +74,8 @@ def measured(one: RunRecord, other: RunRecord) -> tuple[Pair, ...]:
 
 def sentences(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """Yields what became of peak and step, beside what was foreseen of them."""
-    words = {"memory/peak_bytes": ("The peak is", "less", "more")}
-    words["time/step_s"] = ("A step takes", "less time", "more time")
+    words = {PEAK: ("The peak is", "less", "more")}
+    words[STEP] = ("A step takes", "less time", "more time")
     for key, (head, less, more) in words.items():
         came = Pair(key, _metric(one, key), _metric(other, key)).ratio
         said = Pair(key, _metric(one, FORESEEN[key]), _metric(other, FORESEEN[key])).ratio

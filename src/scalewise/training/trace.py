@@ -68,7 +68,7 @@ def traced(run: Run, *, whole: bool = False) -> Trace:
 
     The run is traced as on the CPU, whose attention keeps what fused attention on CUDA keeps.
     """
-    run = replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
+    run = on_cpu(run)
     layers = run.model.layers
     if whole or layers <= max(DEPTHS):
         moments = _step(run)
@@ -79,6 +79,11 @@ def traced(run: Run, *, whole: bool = False) -> Trace:
         name: round(deep[name] + (layers - DEPTHS[1]) * slope) for name, slope in slopes.items()
     }
     return Trace(max(moments.values()), moments, DEPTHS)
+
+
+def on_cpu(run: Run) -> Run:
+    """Returns the run with the operators of the CPU."""
+    return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
 
 
 def _of_depth(run: Run, layers: int) -> Run:

@@ -46,13 +46,13 @@ def all_fitted(runs: Sequence[Run]) -> list[Run]:
 def _told(run: Run) -> tuple[str, ...]:
     # Most runs ask for none of this, and it takes its time to import.
     from scalewise.plan.plan import planned
-    from scalewise.plan.search import GOOD, searched
+    from scalewise.plan.search import searched
 
     plan = planned(run)
     if run.plan.search is not Search.none:
         if (best := searched(run).best) is not None:
             return best.told
-    elif plan.fit.verdict in GOOD:
+    elif plan.fit.verdict.good:
         return ()
     elif plan.cure is not None:
         return plan.cure.told

@@ -8,17 +8,12 @@ from pathlib import Path
 
 from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
-from scalewise.hardware import DeviceKind
 from scalewise.plan import memory
 from scalewise.plan.plan import Plan, planned
 from scalewise.plan.search import searched
 from scalewise.plan.spec import Method, Search
-from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.verbs import show_plan, show_search
-
-FAILS = (Verdict.out_of_memory, Verdict.host_out_of_memory)
-"""Verdicts for which the verb exits with 3, as the run itself would."""
 
 
 class Planner(Verb):
@@ -41,7 +36,7 @@ class Planner(Verb):
         if run.plan.method is Method.trace:
             plan = _traced(plan)
         show_plan.one(plan)
-        return 3 if plan.fit.verdict in FAILS else 0
+        return 3 if plan.fit.verdict.bad else 0
 
     def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
         """Prints a row a job; of a job with a search the best that it finds."""
@@ -49,7 +44,7 @@ class Planner(Verb):
         show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
         return [
             End(
-                3 if plan.fit.verdict in FAILS else 0,
+                3 if plan.fit.verdict.bad else 0,
                 plan.step.seconds if plan.step else float(plan.fit.ledger.peak),
             )
             for plan in plans
@@ -74,8 +69,7 @@ def _traced(plan: Plan) -> Plan:
         return plan
     with output.console().status("tracing"):
         found = trace.traced(plan.run, whole=plan.run.plan.full_depth)
-    of_cpu = replace(plan.run, hardware=replace(plan.run.hardware, device=DeviceKind.cpu))
-    beside = memory.worst(of_cpu).peak
+    beside = memory.worst(trace.on_cpu(plan.run)).peak
     show_plan.trace(found, beside)
     traced = plan.fit.ledger.peak + found.peak - beside
     return replace(plan, fit=replace(plan.fit, traced=traced))

@@ -161,7 +161,7 @@ def _beside(console: Console, plan: Plan) -> None:
     console.print(told)
 
 
-def run_offloads(plan: Plan) -> bool:
+def _offloads(plan: Plan) -> bool:
     """Returns whether weights or optimizer state are not on the devices."""
     holds = plan.run.parallelism.holds(plan.run)
     return holds.states_on_host or holds.parameters_on_host
@@ -181,7 +181,7 @@ def _time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(f"[dim]{', '.join(shares)}[/]")
-    if run_offloads(plan):
+    if _offloads(plan):
         console.print("[yellow]what is offloaded travels as well: that time is not counted[/]")
     tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
     told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from scalewise import output
 from scalewise.plan import layouts
-from scalewise.plan.lost import neighbours, rows_at_once
+from scalewise.plan.lost import neighbours
 from scalewise.plan.search import Candidate, Found
 from scalewise.plan.verdict import Verdict
 from scalewise.units import bytes_text, seconds_text
@@ -81,7 +81,7 @@ def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:
             run.memory.recompute.value,
             " ".join((*candidate.training, *chunked)),
             str(run.world_size),
-            str(rows_at_once(run)),
+            str(layouts.rows_at_once(run)),
             bytes_text(candidate.fit.ledger.peak),
             seconds_text(candidate.seconds) if candidate.step else output.ABSENT,
             f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else output.ABSENT,
@@ -94,4 +94,4 @@ def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:
 
 def _layout(candidate: Candidate) -> str:
     run = candidate.run
-    return f"{layouts.described(run.parallelism)}, {rows_at_once(run)} rows at once"
+    return f"{layouts.described(run.parallelism)}, {layouts.rows_at_once(run)} rows at once"
