@@ -23,8 +23,8 @@ _to_empty = nn.Module.to_empty
 
 
 @contextmanager
-def ranks(count: int, rank: int = 0) -> Iterator[None]:
-    """Makes this process one of ``count`` ranks; collectives among them do nothing.
+def ranks(count: int) -> Iterator[None]:
+    """Makes this process the first of ``count`` ranks; collectives among them do nothing.
 
     Raises ``RuntimeError`` inside ranks that are really there.
     """
@@ -33,7 +33,7 @@ def ranks(count: int, rank: int = 0) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if count > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with ExitStack() as patches:
             for owner, name, made in (
