@@ -55,15 +55,19 @@ def processor_seconds(doors: Doors, *line: str) -> float:
     return after.children_user + after.children_system - before[2] - before[3]
 
 
-def beside_torch(doors: Doors, *line: str) -> tuple[float, float]:
-    """Returns the least seconds of several turns: of a command, and of importing torch."""
-    turns = [
-        (processor_seconds(doors, *line), processor_seconds(doors, "-c", "import torch"))
-        for _ in range(4)
-    ]
-    ours, torchs = (min(column) for column in zip(*turns, strict=True))
+def share_of_torch(doors: Doors, most: float, *line: str) -> float:
+    """Returns a command's least seconds in several turns, over those of importing torch.
+
+    Turns go on until the share is at most ``most``, for a busy machine only ever adds to them.
+    """
+    ours = torchs = float("inf")
+    for _ in range(8):
+        ours = min(ours, processor_seconds(doors, "-m", "scalewise", *line))
+        torchs = min(torchs, processor_seconds(doors, "-c", "import torch"))
+        if ours <= most * torchs:
+            break
     print(f"{' '.join(line)}: {ours:.2f} s, import torch {torchs:.2f} s, {ours / torchs:.2f}")
-    return ours, torchs
+    return ours / torchs
 
 
 @pytest.mark.timed
@@ -71,8 +75,7 @@ def beside_torch(doors: Doors, *line: str) -> tuple[float, float]:
 def test_looking_around_costs_a_share_of_importing_torch(
     line: tuple[str, ...], scalewise: Doors
 ) -> None:
-    ours, torchs = beside_torch(scalewise, "-m", "scalewise", *line)
-    assert ours <= 0.4 * torchs
+    assert share_of_torch(scalewise, 0.4, *line) <= 0.4
 
 
 REFUSED = {
@@ -93,15 +96,13 @@ def test_a_refusal_leaves_nothing(line: tuple[str, ...], scalewise: Doors) -> No
 @pytest.mark.timed
 def test_a_refusal_is_quick(scalewise: Doors) -> None:
     _, slowest, _ = REFUSED
-    ours, torchs = beside_torch(scalewise, "-m", "scalewise", "train", *slowest)
-    assert ours < torchs
+    assert share_of_torch(scalewise, 1, "train", *slowest) <= 1
 
 
 @pytest.mark.timed
 def test_a_plan_costs_less_than_importing_torch(scalewise: Doors) -> None:
     line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
-    ours, torchs = beside_torch(scalewise, "-m", "scalewise", "plan", *line)
-    assert ours < torchs
+    assert share_of_torch(scalewise, 1, "plan", *line) <= 1
 
 
 def test_data_is_refused_before_there_is_a_folder(scalewise: Doors) -> None:
