@@ -85,6 +85,12 @@ class Hardware:
     """Tokens that one rank's loader yields, tokens/s; None: they take no time."""
     disk_gb_per_s: float | None = None
     """Rate at which checkpoints are written, GB/s."""
+    step_scale: float = 1.0
+    """Time that steps take over what the other figures foresee, as learnt from runs."""
+    step_shortest: float = 0.8
+    """Shortest step, over the foreseen; before any run, a guess."""
+    step_longest: float = 1.4
+    """Longest step, over the foreseen."""
     dollars_per_hour: float | None = None
     """Price of one device, US dollars an hour."""
     watts: float | None = None
@@ -133,6 +139,9 @@ _POSITIVE = (
     "fp16_reached_tflops",
     "loader_tokens_per_s",
     "disk_gb_per_s",
+    "step_scale",
+    "step_shortest",
+    "step_longest",
     "attention_share",
     "bandwidth_share",
     "dollars_per_hour",

@@ -42,9 +42,27 @@ def test_a_profile_is_measured_and_planned_with(scalewise: Doors) -> None:
     scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()  # anew
 
 
+def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
+    scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()
+    few = ("learn=runs", "name=mine")
+    (scalewise.cwd / "runs").mkdir()
+    scalewise(*few, verb="calibrate").refused("0 runs below runs", "3 are needed")
+    line = ("-cd", "conf", *UNTRACKED, "hardware=mine")
+    first, *_ = scalewise("-m", *line, "seed=1,2,3").ok().folder.jobs
+    ended = scalewise(*few, verb="calibrate").ok()
+    assert "steps take " in ended.out
+    assert "3 runs" in ended.out
+    scale = yaml.safe_load(profile(scalewise.cwd, "mine"))["step_scale"]
+    now = scalewise(*line).ok().newest.json("plan.json")
+    assert now["plan/step_s"] == pytest.approx(scale * first.json("plan.json")["plan/step_s"])
+    assert sum(now["step_parts"].values()) == pytest.approx(now["plan/step_s"])
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (("learn=gone", "name=new"), ["learn=gone", "is no folder", "new.yaml is not there yet"]),
+        (("learn=conf", "name=theirs", "model=gpt2_124m"), ["model=gpt2_124m is idle"]),
         (("name=mine",), ["name=mine", "was not measured"]),
         (("name=a/b",), ["name=a/b", "names no file"]),
         (("seconds=0",), ["seconds=0", "must be positive"]),
@@ -59,6 +77,7 @@ def test_what_cannot_be_is_refused(
     folder = scalewise.cwd / "conf" / "hardware"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("device: cpu\n")
+    (folder / "theirs.yaml").write_text("# Measured by `scalewise calibrate` once.\n")
     scalewise(*line, verb="calibrate").refused(*words)
     assert (folder / "mine.yaml").read_text() == "device: cpu\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 
-from scalewise.bench import collectives, device, fit, options, profile
+from scalewise.bench import collectives, device, fit, learn, options, profile
 from scalewise.bench.device import Figure
 from scalewise.data.loader import Loader, Share
 from scalewise.errors import Complaint, ConfigError
@@ -37,15 +37,24 @@ class Options(options.Options):
     """Processes for the link; None: every CUDA device, or two on the CPU."""
     seconds: float = 2.0
     """Time for each figure, s."""
+    learn: str | None = None
+    """A folder of runs that used the profile: nothing is measured but by them."""
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields names of no file, and of a profile that was not measured."""
         yield from super().complaints()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             yield Complaint("name", self.name, "names no file", "set name=my_machine")
-        elif not profile.is_free(FOLDER / f"{self.name}.yaml"):
-            reason = f"{FOLDER / self.name}.yaml is there, and was not measured"
+        elif not profile.is_free(self.file):
+            reason = f"{self.file} is there, and was not measured"
             yield Complaint("name", self.name, reason, "set name=my_machine")
+        elif self.learn is not None:
+            yield from learn.complaints(self.learn, self.file)
+
+    @property
+    def file(self) -> Path:
+        """Returns where the profile is kept."""
+        return FOLDER / f"{self.name}.yaml"
 
 
 def calibrated(run: Run, options: Options) -> Path:
@@ -79,7 +88,7 @@ def _calibrated(run: Run, options: Options) -> Path:
         *wrap(", ".join(spreads), 96),
     )
     known |= profile.of_link(link) if link else {}
-    return profile.write(hardware, known, lines, FOLDER / f"{options.name}.yaml")
+    return profile.write(hardware, known, lines, options.file)
 
 
 def _named(hardware: Hardware) -> Hardware:

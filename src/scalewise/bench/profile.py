@@ -17,6 +17,8 @@ from scalewise.tracking.files import write_text
 from scalewise.units import GIGA, MICRO
 
 MARK = "# Measured by `scalewise "
+LEARNT = ("step_scale", "step_shortest", "step_longest")
+LEARNT_MARK = "# Scale of steps learnt"
 DEFAULTS = "defaults:\n  - /schema/hardware/device@_here_\n  - _self_\n\n"
 
 
@@ -44,6 +46,21 @@ def is_free(file: Path) -> bool:
     return not file.exists() or file.read_text("utf-8").startswith(MARK)
 
 
+def figures(file: Path) -> dict[str, object]:
+    """Returns the figures of a profile that was measured, but those learnt from runs."""
+    held: dict[str, object] = yaml.safe_load(file.read_text("utf-8"))
+    return {key: value for key, value in held.items() if key not in ("defaults", *LEARNT)}
+
+
+def add(file: Path, values: Mapping[str, float], how: str) -> None:
+    """Puts figures that were learnt, and the comment ``how``, in a profile that was measured."""
+    head, _, _ = file.read_text("utf-8").partition(DEFAULTS)
+    lines = [line for line in head.splitlines() if not line.startswith(LEARNT_MARK)]
+    known = figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
+    text = "".join(f"{line}\n" for line in (*lines, f"# {how}")) + DEFAULTS
+    write_text(file, text + yaml.safe_dump(known, sort_keys=False))
+
+
 def write(hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], file: Path) -> Path:
     """Writes the known figures of ``hardware`` and, in their place, those measured.
 
@@ -53,7 +70,7 @@ def write(hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], 
     known = {
         key: value.value if isinstance(value, Enum) else value
         for key, value in held.items()
-        if value not in (None, "")
+        if value not in (None, "") and key not in LEARNT
     }
     known |= {key: float(f"{value:.4g}") for key, value in figures.items()}
     first, *rest = how

@@ -13,8 +13,6 @@ from scalewise.plan.verdict import Fit, judged
 if TYPE_CHECKING:
     from scalewise.run import Run
 
-TIME_SPREAD = (0.8, 1.4)
-"""Shortest and longest step, times what is foreseen, before any calibration."""
 HOUR = 3600.0
 
 
@@ -32,6 +30,14 @@ class Plan:
     def cure(self) -> Cure | None:
         """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
         return None if self.fit.verdict.good else cure(self.run)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Returns the shortest and the longest step, seconds."""
+        if self.step is None:
+            return None
+        hardware, seconds = self.run.hardware, self.step.seconds
+        return seconds * hardware.step_shortest, seconds * hardware.step_longest
 
     @property
     def tokens_per_s(self) -> float | None:

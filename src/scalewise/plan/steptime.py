@@ -8,7 +8,7 @@ launch takes, models of few features run slower than said here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
@@ -72,6 +72,16 @@ class StepTime:
         busy = self.products + self.attention + self.pointwise + self.recompute
         return busy + self.optimizer + sum(self.messages.values()) + self.bubble + self.rows
 
+    def times(self, factor: float) -> StepTime:
+        """Returns a step of which every part takes ``factor`` times as long."""
+        messages = {axes: seconds * factor for axes, seconds in self.messages.items()}
+        others = {
+            entry.name: getattr(self, entry.name) * factor
+            for entry in fields(self)
+            if entry.name != "messages"
+        }
+        return StepTime(messages=messages, **others)
+
     def parts(self) -> dict[str, float]:
         """Returns seconds by what they go into, the largest first."""
         named = {
@@ -108,7 +118,8 @@ def of_step(run: Run) -> StepTime | None:
     if reached is None:
         return None
     ranks = run.parallelism.unlike_ranks(run)
-    return max((_of_rank(run, rank, reached) for rank in ranks), key=lambda step: step.seconds)
+    slowest = max((_of_rank(run, rank, reached) for rank in ranks), key=lambda step: step.seconds)
+    return slowest.times(run.hardware.step_scale)
 
 
 def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from scalewise.bench import calibrate
+from scalewise.bench import calibrate, learn
 from scalewise.bench.options import split
 from scalewise.config import tree
 from scalewise.config.compose import compose
@@ -15,15 +15,32 @@ from scalewise.launch import signals
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``conf/hardware/NAME.yaml`` here and prints how to use it; exit code 0."""
+    """Writes ``conf/hardware/NAME.yaml`` here and prints how to use it; exit code 0.
+
+    ``learn=FOLDER`` adds to a profile what the runs of a folder tell of it.
+    """
     if flags := [word for word in arguments if word.startswith("-")]:
         raise ConfigError.one("", "", f"calibrate takes overrides, not {flags[0]}")
     with signals.raised("while measuring"):
-        options, overrides = split(arguments, calibrate.Options)
-        run = compose(("tracking=none", *overrides))
-        file = calibrate.calibrated(run, cast(calibrate.Options, options))
+        given, overrides = split(arguments, calibrate.Options)
+        options = cast(calibrate.Options, given)
+        if options.learn is None:
+            run = compose(("tracking=none", *overrides))
+            calibrate.calibrated(run, options)
+        else:
+            _learn(options.learn, options.file, overrides)
     own = Path("conf").resolve() == (tree.root() / "conf").resolve()
     where = "" if own else " -cd conf"
-    print(f"profile {file}")
-    print(f"use it: scalewise plan{where} hardware={file.stem} ...")
+    print(f"profile {options.file}")
+    print(f"use it: scalewise plan{where} hardware={options.file.stem} ...")
     return 0
+
+
+def _learn(folder: str, file: Path, overrides: Sequence[str]) -> None:
+    if overrides:
+        raise ConfigError.one("", "", f"learn={folder} composes no run: {overrides[0]} is idle")
+    scale = learn.learnt(Path(folder), file)
+    print(
+        f"steps take {scale.median:.3g} times what the profile foresees "
+        f"({scale.low * scale.median:.3g} to {scale.high * scale.median:.3g}, {scale.runs} runs)"
+    )

@@ -13,7 +13,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.launch.status import command_line
 from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
-from scalewise.plan.plan import TIME_SPREAD, Plan
+from scalewise.plan.plan import Plan
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.units import GIGA, bytes_text, count_text, seconds_text
@@ -168,11 +168,11 @@ def _offloads(plan: Plan) -> bool:
 
 
 def _time(console: Console, plan: Plan) -> None:
-    step = plan.step
-    if step is None:
+    step, interval = plan.step, plan.interval
+    if step is None or interval is None:
         console.print("[dim]no time: the hardware profile lacks a rate or a bandwidth[/]")
         return
-    low, high = (seconds_text(step.seconds * factor) for factor in TIME_SPREAD)
+    low, high = map(seconds_text, interval)
     rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"
     console.print(f"\nstep {seconds_text(step.seconds)} ({low} to {high}), {rates}")
     shares = [

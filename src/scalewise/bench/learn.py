@@ -1,0 +1,92 @@
+"""How much longer steps take than a profile foresees, learnt from the runs that used it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import yaml
+
+from scalewise.bench import profile
+from scalewise.errors import Complaint, ConfigError
+from scalewise.launch.status import versions
+from scalewise.tracking.files import read_json
+
+LEAST = 3
+"""Runs below which a spread says nothing."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Measured over foreseen step times: their median and, over it, the 10th and 90th in 100."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+def complaints(folder: str, file: Path) -> Iterator[Complaint]:
+    """Yields what there is not: the folder of runs, or the profile that they used."""
+    if not Path(folder).is_dir():
+        yield Complaint("learn", folder, "is no folder", "set learn=runs")
+    if not file.exists():
+        cure = f"scalewise calibrate name={file.stem}, then train with hardware={file.stem}"
+        yield Complaint("name", file.stem, f"{file} is not there yet", cure)
+
+
+def learnt(folder: Path, file: Path) -> Scale:
+    """Returns the scale of the profile ``file`` by the runs below ``folder``, and keeps it there.
+
+    A run counts if it ended well on the profile's figures as they are now, under the same torch,
+    and was measured. Raises ``ConfigError`` where fewer than ``LEAST`` do.
+    """
+    figures, torch = profile.figures(file), versions().get("torch")
+    found = [ratio for run in _runs(folder) if (ratio := _ratio(run, figures, torch))]
+    if len(found) < LEAST:
+        reason = (
+            f"{len(found)} runs below {folder} ended well on {file} under torch {torch} and have "
+            f"a measured step; {LEAST} are needed"
+        )
+        cure = f"scalewise train -cd {file.parents[1]} hardware={file.stem} ..."
+        raise ConfigError.one("", "", reason, cure)
+    deciles = quantiles(found, n=10, method="inclusive")
+    middle = median(found)
+    scale = Scale(middle, deciles[0] / middle, deciles[-1] / middle, len(found))
+    values = {
+        "step_scale": scale.median,
+        "step_shortest": scale.low,
+        "step_longest": scale.high,
+    }
+    how = f"{profile.today()} from {len(found)} runs with {profile.software()}"
+    profile.add(file, values, f"Scale of steps learnt on {how}.")
+    return scale
+
+
+def _runs(folder: Path) -> Iterator[Path]:
+    yield from sorted(file.parent for file in folder.rglob("plan.json"))
+
+
+def _ratio(run: Path, figures: Mapping[str, object], torch: str | None) -> float | None:
+    """Returns measured over foreseen seconds, the scale of then taken out; None: no such run."""
+    try:
+        status, plan = read_json(run / "status.json"), read_json(run / "plan.json")
+        metrics = _table(read_json(run / "summary.json").get("metrics"))
+        used = _table(_table(yaml.safe_load((run / "resolved.yaml").read_text())).get("hardware"))
+    except (OSError, ValueError, yaml.YAMLError):  # of a run that was cut off
+        return None
+    if status.get("status") != "ok" or _table(status.get("versions")).get("torch") != torch:
+        return None
+    if any(used.get(key) != value for key, value in figures.items()):
+        return None
+    took, foreseen = metrics.get("time/step_s"), plan.get("plan/step_s")
+    if not isinstance(took, float) or not isinstance(foreseen, float):
+        return None
+    return took / foreseen * float(used["step_scale"])
+
+
+def _table(content: object) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,94 @@
+"""What runs tell of a profile: the scale of its step times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scalewise.bench import learn, profile
+from scalewise.errors import ConfigError
+from scalewise.hardware import Hardware
+from scalewise.launch.status import versions
+
+HARDWARE = Hardware(memory_gib=8.0, fp32_tflops=1.0, memory_gb_per_s=10.0)
+TORCH = versions()["torch"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return profile.write(HARDWARE, {"launch_us": 3.0}, ["calibrate` once."], tmp_path / "mine.yaml")
+
+
+def finished(folder: Path, took: float, foreseen: float = 0.1, **other: Any) -> None:
+    """Writes what ``learn`` reads of a run's folder."""
+    folder.mkdir(parents=True)
+    used = {"launch_us": 3.0, "memory_gib": 8.0, "fp32_tflops": 1.0, "memory_gb_per_s": 10.0}
+    used |= {"device": "auto", "context_gib": 0.0, "product_share": 0.8, "attention_share": 0.45}
+    used |= {"bandwidth_share": 0.85, "nodes": 1, "step_scale": 1.0} | other.get("used", {})
+    status = {"status": other.get("status", "ok"), "versions": {"torch": other.get("torch", TORCH)}}
+    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "plan.json").write_text(json.dumps({"plan/step_s": foreseen}))
+    (folder / "summary.json").write_text(json.dumps({"metrics": {"time/step_s": took}}))
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"hardware": used}))
+
+
+def test_the_median_is_kept_with_its_spread(file: Path, tmp_path: Path) -> None:
+    for place, took in enumerate((0.12, 0.15, 0.30)):
+        finished(tmp_path / "runs" / "a" / str(place), took)
+    scale = learn.learnt(tmp_path / "runs", file)
+    assert (scale.median, scale.runs) == (pytest.approx(1.5), 3)
+    assert scale.low == pytest.approx((1.2 + 0.2 * 0.3) / 1.5)  # the decile lies between two
+    assert scale.high == pytest.approx((3.0 - 0.2 * 1.5) / 1.5)
+    text = file.read_text()
+    assert text.startswith("# Measured by `scalewise calibrate` once.\n# Scale of steps learnt on ")
+    held = yaml.safe_load(text)
+    assert held["step_scale"] == 1.5
+    assert held["launch_us"] == 3.0
+    again = learn.learnt(tmp_path / "runs", file)  # the figures that count are the others
+    assert again == scale
+    assert file.read_text().count("learnt") == 1
+
+
+def test_the_scale_of_then_is_taken_out(file: Path, tmp_path: Path) -> None:
+    for place in range(3):
+        finished(tmp_path / "runs" / str(place), 0.2, 0.1, used={"step_scale": 2.0})
+    assert learn.learnt(tmp_path / "runs", file).median == pytest.approx(4.0)
+
+
+def test_calibrated_anew_the_scale_is_gone(file: Path, tmp_path: Path) -> None:
+    for place in range(3):
+        finished(tmp_path / "runs" / str(place), 0.2)
+    learn.learnt(tmp_path / "runs", file)
+    profile.write(Hardware(step_scale=2.0), {"launch_us": 4.0}, ["calibrate` again."], file)
+    assert "step_scale" not in yaml.safe_load(file.read_text())
+    with pytest.raises(ConfigError, match="0 runs below"):
+        learn.learnt(tmp_path / "runs", file)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"status": "failed"},
+        {"torch": "1.0"},
+        {"used": {"launch_us": 9.0}},
+        {"foreseen": None},
+        {"took": None},
+    ],
+    ids=str,
+)
+def test_runs_of_another_kind_tell_nothing(
+    other: dict[str, Any], file: Path, tmp_path: Path
+) -> None:
+    before = file.read_text()
+    for place in range(2):
+        finished(tmp_path / "runs" / str(place), 0.2)
+    finished(tmp_path / "runs" / "other", **({"took": 0.2} | other))
+    (tmp_path / "runs" / "torn").mkdir()
+    (tmp_path / "runs" / "torn" / "plan.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"2 runs below .* 3 are needed"):
+        learn.learnt(tmp_path / "runs", file)
+    assert file.read_text() == before
