@@ -63,6 +63,10 @@ class Hardware:
     """Time of an empty message between two nodes, microseconds; None: as within a node."""
     host_memory_gib: float | None = None
     """Main memory of one node, GiB; None: the present machine's."""
+    host_link_gb_per_s: float | None = None
+    """Bandwidth between a device and its host, one direction, GB/s."""
+    host_memory_gb_per_s: float | None = None
+    """Bandwidth of one node's main memory, GB/s."""
     context_gib: float = 0.0
     """Memory of a device that its driver and its communication library keep for themselves, GiB."""
     product_share: float = 0.8
@@ -132,6 +136,8 @@ _POSITIVE = (
     "node_link_gb_per_s",
     "node_link_latency_us",
     "host_memory_gib",
+    "host_link_gb_per_s",
+    "host_memory_gb_per_s",
     "product_share",
     "fp32_reached_tflops",
     "tf32_reached_tflops",

@@ -7,6 +7,7 @@ import torch
 from fixtures.layouts import marks
 
 import scalewise
+from scalewise.bench import calibrate, profile
 from scalewise.measure.steptime import StepClock
 from scalewise.models.decoder import weights
 
@@ -98,3 +99,13 @@ def test_the_peak_is_near_the_one_foreseen(parts: tuple[str, ...], tmp_path: Pat
     result = scalewise.train(scalewise.compose([*SMOKE, *size, *shape, *parts]), tmp_path / "run")
     metrics = result.summary["metrics"]
     assert metrics["plan/peak_bytes"] == pytest.approx(metrics["memory/peak_bytes"], rel=0.1)
+
+
+def test_a_device_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = calibrate.calibrated(scalewise.compose(SMOKE), calibrate.Options(seconds=0.2))
+    figures = profile.figures(file)
+    for name in ("bf16_reached_tflops", "bandwidth_share", "launch_us", "host_link_gb_per_s"):
+        value = figures[name]
+        assert isinstance(value, float)
+        assert value > 0

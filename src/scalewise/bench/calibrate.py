@@ -126,6 +126,9 @@ def _measured(run: Run, seconds: float, folder: Path) -> Iterator[tuple[str, Fig
         yield "bandwidth_share", Figure(1.0, 0.0)
     else:
         yield "bandwidth_share", Figure(rate.value / hardware.memory_gb_per_s, rate.spread)
+    if kind is DeviceKind.cuda:
+        yield "host_link_gb_per_s", device.host_link(place, seconds)
+        yield "host_memory_gb_per_s", device.memory(torch.device("cpu"), seconds)
     yield "launch_us", device.launch(place, seconds)
     yield "loader_tokens_per_s", _loader(run, seconds)
     yield "disk_gb_per_s", _disk(folder, seconds)

@@ -70,6 +70,16 @@ def memory(device: torch.device, seconds: float) -> Figure:
     return _rate(spent, 3.0 * 4 * numbers / GIGA)
 
 
+def host_link(device: torch.device, seconds: float) -> Figure:
+    """Returns the rate of copies from pinned memory of the host to the device, GB/s."""
+    import torch
+
+    there = torch.zeros(1 << 26, pin_memory=True)
+    into = torch.empty_like(there, device=device)
+    spent = _times(lambda: into.copy_(there, non_blocking=True), device, seconds)
+    return _rate(spent, there.nbytes / GIGA)
+
+
 def launch(device: torch.device, seconds: float) -> Figure:
     """Returns the time to start one small operator, forward or backward, microseconds."""
     import torch

@@ -62,6 +62,11 @@ class Holds(Parts):
     states_on_disk: bool = False
     parameters_on_disk: bool = False
 
+    def numbers(self, shards: int, *, trained: bool = False) -> int:
+        """Returns the numbers of all weights here, or of those trained, that one shard has."""
+        count = self.layers * numbers(self.block, shards, trained=trained)
+        return count + numbers(self.rest, shards, trained=trained)
+
 
 def of_replicas(run: Run) -> Holds:
     """Returns the share of a rank that works with every weight on whole rows."""

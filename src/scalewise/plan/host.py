@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
-from scalewise.parallelism.holds import Holds, numbers
 from scalewise.plan.ledger import EVERY, Ledger, Line
 from scalewise.units import GIB, bytes_text
 
@@ -45,25 +44,20 @@ def _of_node(run: Run) -> Iterator[Line]:
     each = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _line("processes", ranks, each, "Python, torch and its libraries")
     held = run.precision.parameters.bytes
-    states = held * _of_rank(holds, holds.states, trained=True)
+    states = held * holds.numbers(holds.states, trained=True)
     if holds.states_on_host and not holds.states_on_disk:
         size = states * run.optimizer.slots
         yield _line("offloaded optimizer state", ranks, size, "stepped on the host")
-        size = held * _of_rank(holds, holds.gradients, trained=True)
+        size = held * holds.numbers(holds.gradients, trained=True)
         yield _line("offloaded gradients", ranks, size, "what the host steps by")
     if holds.parameters_on_host and not holds.parameters_on_disk:
-        size = held * _of_rank(holds, holds.parameters)
+        size = held * holds.numbers(holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
     if run.checkpoint.background:
-        size = held * _of_rank(holds, holds.parameters) + states * run.optimizer.slots
+        size = held * holds.numbers(holds.parameters) + states * run.optimizer.slots
         yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")
     rows = run.trainer.micro_batch * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _line("rows", ranks, rows, "of the loader, as token ids")
-
-
-def _of_rank(holds: Holds, shards: int, *, trained: bool = False) -> int:
-    count = holds.layers * numbers(holds.block, shards, trained=trained)
-    return count + numbers(holds.rest, shards, trained=trained)
 
 
 def _line(what: str, ranks: int, each: int, reason: str) -> Line:

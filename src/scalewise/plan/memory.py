@@ -135,9 +135,8 @@ class _Device:
 
     def _lasting(self) -> Iterator[Line]:
         run, holds = self.run, self.holds
-        each, layers = run.precision.parameters.bytes, holds.layers
-        shards = holds.parameters
-        count = layers * numbers(holds.block, shards) + numbers(holds.rest, shards)
+        each, shards = run.precision.parameters.bytes, holds.parameters
+        count = holds.numbers(shards)
         shared = f" / {shards} shards" if shards > 1 else ""
         if not holds.parameters_on_host:
             yield _line(
@@ -155,8 +154,7 @@ class _Device:
             "rotations of every place, whole on every rank",
         )
         slots = run.optimizer.slots
-        trained = layers * numbers(holds.block, holds.states, trained=True)
-        trained += numbers(holds.rest, holds.states, trained=True)
+        trained = holds.numbers(holds.states, trained=True)
         if not holds.states_on_host:
             yield _line(
                 "optimizer state",
@@ -168,8 +166,7 @@ class _Device:
 
     def _gradients(self) -> Iterator[Line]:
         holds, each = self.holds, self.run.precision.parameters.bytes
-        count = holds.layers * numbers(holds.block, holds.gradients, trained=True)
-        count += numbers(holds.rest, holds.gradients, trained=True)
+        count = holds.numbers(holds.gradients, trained=True)
         whole = count * each
         if holds.copies:
             yield _line("buckets", holds.copies, EVERY, f"{count:,} x {each} B", "as they are sent")

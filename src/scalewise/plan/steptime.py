@@ -15,9 +15,9 @@ from scalewise.hardware import DeviceKind
 from scalewise.memory import Recompute
 from scalewise.models.tape import Operator, Tape, Work
 from scalewise.parallelism.collectives import Collective, Kind
-from scalewise.parallelism.holds import numbers
 from scalewise.parallelism.mesh import AXES
 from scalewise.parallelism.ring import Link
+from scalewise.plan import traffic
 from scalewise.plan.memory import tapes_of
 from scalewise.plan.replay import products
 from scalewise.units import GIGA, MICRO
@@ -65,12 +65,15 @@ class StepTime:
     """Seconds for which a pipeline's ranks wait for the first and the last piece."""
     rows: float = 0.0
     """Seconds in which the loader gathers rows, before each micro batch."""
+    copies: float = 0.0
+    """Seconds of copies to and from the host that nothing hides."""
 
     @property
     def seconds(self) -> float:
         """Returns their sum; what is hidden takes none."""
         busy = self.products + self.attention + self.pointwise + self.recompute
-        return busy + self.optimizer + sum(self.messages.values()) + self.bubble + self.rows
+        waits = sum(self.messages.values()) + self.bubble + self.rows + self.copies
+        return busy + self.optimizer + waits
 
     def times(self, factor: float) -> StepTime:
         """Returns a step of which every part takes ``factor`` times as long."""
@@ -92,6 +95,7 @@ class StepTime:
             "optimizer": self.optimizer,
             "bubble": self.bubble,
             "loading rows": self.rows,
+            "copies to and from the host": self.copies,
             **{f"messages along {axes}": seconds for axes, seconds in self.messages.items()},
         }
         return dict(sorted(named.items(), key=lambda item: -item[1]))
@@ -136,13 +140,15 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         for operator in _made_again(tapes.block, run.memory.recompute)
     )
     recompute = again * passes * holds.layers
-    trained = holds.layers * numbers(holds.block, holds.states, trained=True)
-    trained += numbers(holds.rest, holds.states, trained=True)
-    held = run.precision.parameters.bytes
-    # Weights and state are read and written, gradients are read, and once before for their norm.
-    optimizer = trained * held * (2 + 2 * run.optimizer.slots + 2) / reached.memory
+    host = traffic.seconds(run, holds)
+    optimizer = host.stepping
+    if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
+        # Weights and state are read and written, gradients read, and once before for their norm.
+        stepped = holds.numbers(holds.states, trained=True) * run.precision.parameters.bytes
+        optimizer += stepped * (2 + 2 * run.optimizer.slots + 2) / reached.memory
     arithmetic = sum(spent.values()) + recompute
     messages, hidden = _messages(run, rank, arithmetic)
+    copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden))
     rounds = holds.pieces * len(holds.parts)
     bubble = (arithmetic + sum(messages.values())) * (holds.places - 1) / rounds
     return StepTime(
@@ -155,6 +161,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         hidden,
         bubble,
         _loaded(run),
+        copies,
     )
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from scalewise import output
 from scalewise.hardware import DeviceKind
 from scalewise.launch.status import command_line
+from scalewise.plan import traffic
 from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import Plan
@@ -161,12 +162,6 @@ def _beside(console: Console, plan: Plan) -> None:
     console.print(told)
 
 
-def _offloads(plan: Plan) -> bool:
-    """Returns whether weights or optimizer state are not on the devices."""
-    holds = plan.run.parallelism.holds(plan.run)
-    return holds.states_on_host or holds.parameters_on_host
-
-
 def _time(console: Console, plan: Plan) -> None:
     step, interval = plan.step, plan.interval
     if step is None or interval is None:
@@ -181,8 +176,9 @@ def _time(console: Console, plan: Plan) -> None:
         if seconds >= 0.005 * step.seconds
     ]
     console.print(f"[dim]{', '.join(shares)}[/]")
-    if _offloads(plan):
-        console.print("[yellow]what is offloaded travels as well: that time is not counted[/]")
+    if unknown := traffic.unknown(plan.run):
+        names = " and ".join(f"hardware.{name}" for name in unknown)
+        console.print(f"[yellow]what is offloaded takes time that is not counted: set {names}[/]")
     tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
     told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)

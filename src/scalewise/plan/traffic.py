@@ -1,0 +1,97 @@
+"""What goes between a device, its host and the disk in a step, where weights or state lie there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.hardware import DeviceKind
+from scalewise.plan.host import ranks_on_a_node
+from scalewise.units import GIGA
+
+if TYPE_CHECKING:
+    from scalewise.parallelism.holds import Holds
+    from scalewise.run import Run
+
+PASSES_OF_STEP = 2
+"""An optimizer reads weights, gradients and state, and writes weights and state."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank and step.
+
+    ``link``: between the device and its host; ``host``: that the host's optimizer reads and
+    writes; ``disk``: between the host and the disk.
+    """
+
+    link: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds of a step: ``copies`` that may hide under arithmetic, ``stepping`` that cannot."""
+
+    copies: float
+    stepping: float
+
+
+def of_rank(run: Run, holds: Holds) -> Traffic:
+    """Returns the bytes that a rank moves off its device and back.
+
+    Weights come before each forward and, where they were dropped meanwhile, each backward; the
+    gradients of the rank's share go once a micro batch, or once where they stay whole until the
+    last; the optimizer steps where its state lies. FSDP2's ``CPUOffloadPolicy`` and ZeRO-Offload
+    (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
+    """
+    held, slots = run.precision.parameters.bytes, run.optimizer.slots
+    weights = held * holds.numbers(holds.parameters)
+    stepped = held * holds.numbers(holds.states, trained=True)
+    passes = run.accumulation * holds.pieces
+    link = host = disk = 0
+    gathering = holds.gathering
+    if holds.parameters_on_host:
+        link += weights * passes * (1 if gathering and gathering.keeps else 2)
+    if holds.states_on_host:
+        late = gathering is not None and gathering.whole_gradients
+        link += held * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
+        link += 0 if holds.parameters_on_host else stepped
+        host = stepped * (PASSES_OF_STEP * (1 + slots) + 1)
+    if holds.parameters_on_disk:
+        disk += weights * passes * 2 + stepped
+    if holds.states_on_disk:
+        disk += 2 * stepped * slots
+    return Traffic(link, host, disk)
+
+
+def seconds(run: Run, holds: Holds) -> HostTime:
+    """Returns the time of a rank's traffic; a rate that the profile lacks takes none.
+
+    The ranks of a node share its memory and its disk. On the CPU the device is the host.
+    """
+    hardware, traffic = run.hardware, of_rank(run, holds)
+    if hardware.device is DeviceKind.cpu:
+        return HostTime(0.0, 0.0)
+    ranks = ranks_on_a_node(run)
+    copies = _over(traffic.link, hardware.host_link_gb_per_s)
+    stepping = _over(ranks * traffic.host, hardware.host_memory_gb_per_s, hardware.bandwidth_share)
+    return HostTime(copies, stepping + _over(ranks * traffic.disk, hardware.disk_gb_per_s))
+
+
+def unknown(run: Run) -> tuple[str, ...]:
+    """Returns the rates that the profile lacks for what the run moves off its devices."""
+    if run.hardware.device is DeviceKind.cpu:
+        return ()
+    traffic, hardware = of_rank(run, run.parallelism.holds(run)), run.hardware
+    rates = {
+        "host_link_gb_per_s": traffic.link,
+        "host_memory_gb_per_s": traffic.host,
+        "disk_gb_per_s": traffic.disk,
+    }
+    return tuple(name for name, moved in rates.items() if moved and not getattr(hardware, name))
+
+
+def _over(moved: int, gb_per_s: float | None, share: float = 1.0) -> float:
+    return moved / (gb_per_s * share * GIGA) if gb_per_s else 0.0

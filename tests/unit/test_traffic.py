@@ -1,0 +1,112 @@
+"""What offloading moves between devices, hosts and disks, and the time that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fixtures.layouts import LLAMA_8B
+
+from scalewise.plan import traffic
+from scalewise.plan.steptime import StepTime, of_step
+from scalewise.plan.traffic import Traffic
+from scalewise.run import Run
+from scalewise.units import GIGA
+
+Compose = Callable[..., Run]
+
+OFFLOAD = "parallelism.cpu_offload=true"
+RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
+
+
+def moved(run: Run) -> Traffic:
+    return traffic.of_rank(run, run.parallelism.holds(run))
+
+
+def step(run: Run) -> StepTime:
+    found = of_step(run)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def run_of(compose: Compose) -> Compose:
+    return lambda *line: compose(*LLAMA_8B, "trainer.micro_batch=1", *line, here=False)
+
+
+@pytest.fixture
+def deepspeed(compose: Compose) -> Compose:
+    rest = [part for part in LLAMA_8B if not part.startswith("parallelism")]
+    return lambda name, *line: compose(
+        *rest,
+        "trainer.micro_batch=1",
+        f"parallelism={name}",
+        "parallelism.replicas=8",
+        *line,
+        here=False,
+    )
+
+
+def test_nothing_moves_where_nothing_is_offloaded(run_of: Compose) -> None:
+    assert moved(run_of()) == Traffic()
+    assert step(run_of()).copies == 0
+
+
+def test_weights_come_twice_and_gradients_go_once(run_of: Compose) -> None:
+    run = run_of(OFFLOAD)
+    shard = run.model.parameters * 4 / 8
+    found = moved(run)
+    assert found.link == pytest.approx(3 * shard, rel=1e-3)
+    assert found.host == pytest.approx((2 + 2 * 2 + 1) * shard, rel=1e-3)
+    assert found.disk == 0
+    kept = moved(run_of(OFFLOAD, "parallelism.reshard_after_forward=false"))
+    assert kept.link == pytest.approx(2 * shard, rel=1e-3)
+
+
+def test_each_micro_batch_moves_them_again(run_of: Compose) -> None:
+    four = ("trainer.global_batch=32", OFFLOAD)
+    shard = run_of().model.parameters * 4 / 8
+    each = "parallelism.reduce_each_micro_batch"
+    late, early = (moved(run_of(*four, f"{each}={value}")) for value in ("false", "true"))
+    assert late.link == pytest.approx((4 * 2 + 1) * shard, rel=1e-3)
+    assert early.link == pytest.approx(4 * 3 * shard, rel=1e-3)
+
+
+def test_deepspeed_moves_what_it_offloads(deepspeed: Compose) -> None:
+    state = deepspeed("deepspeed_zero2", "parallelism.offload_optimizer=cpu")
+    shard = state.model.parameters * 4 / 8
+    assert moved(state).link == pytest.approx(2 * shard, rel=1e-3)
+    assert moved(deepspeed("deepspeed_zero3_offload")).link == pytest.approx(3 * shard, rel=1e-3)
+    disk = moved(deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp")).disk
+    assert disk == pytest.approx((2 + 1 + 4) * shard, rel=1e-3)
+
+
+def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
+    run = run_of(OFFLOAD, *RATES, "hardware.devices_per_node=4", "hardware.nodes=2")
+    plain = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
+    found, here = moved(run), step(run)
+    assert here.optimizer == pytest.approx(4 * found.host / (200 * GIGA * 0.85))
+    hidden = 0.8 * (here.products + here.attention + here.pointwise + here.recompute)
+    spare = hidden - here.hidden
+    assert here.copies == pytest.approx(max(0.0, found.link / (50 * GIGA) - spare))
+    slow = step(run_of(OFFLOAD, "hardware.host_link_gb_per_s=1", *RATES[1:]))
+    assert slow.copies > 10 * step(plain).seconds
+    assert slow.parts()["copies to and from the host"] == slow.copies
+
+
+def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> None:
+    assert traffic.unknown(run_of()) == ()
+    assert traffic.unknown(run_of(OFFLOAD, *RATES)) == ()
+    nothing = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
+    assert traffic.unknown(run_of(OFFLOAD, *nothing)) == (
+        "host_link_gb_per_s",
+        "host_memory_gb_per_s",
+    )
+    on_disk = deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp", *RATES)
+    assert traffic.unknown(on_disk) == ("disk_gb_per_s",)
+
+
+def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
+    run = compose("parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", here=False)
+    assert traffic.unknown(run) == ()
+    assert traffic.seconds(run, run.parallelism.holds(run)) == traffic.HostTime(0.0, 0.0)
