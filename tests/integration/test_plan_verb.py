@@ -38,7 +38,7 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
 def test_a_trace_asks_the_code_itself(scalewise: Doors) -> None:
     line = (*LLAMA_8B, "trainer.micro_batch=1", "plan.method=trace")
     ended = scalewise(*line, verb="plan").ok()
-    told = "traced with 4 and 6 layers: "
+    told = "traced rank 0 with 4 and 6 layers: "
     (line_of_trace,) = [line for line in ended.out.splitlines() if line.startswith(told)]
     assert "0.0% (operators as on the CPU)" in line_of_trace
     ended = scalewise(*UNTRACKED, "parallelism=ddp", "plan.method=trace", verb="plan").ok()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -37,6 +35,14 @@ def mesh(**sizes: int) -> tuple[str, ...]:
     return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
 
 
+def pipeline(schedule: str = "one_f_one_b", **sizes: int) -> tuple[str, ...]:
+    return (
+        *mesh(**({"pipeline": 2} | sizes)),
+        f"parallelism.pipeline_schedule={schedule}",
+        "trainer.micro_batch=4",
+    )
+
+
 CASES = [
     (MIXED,),
     (MIXED, *fsdp(128), FULL),
@@ -45,6 +51,7 @@ CASES = [
     (BF16, *mesh(tensor=8)),
     (MIXED, *fsdp(8), "objective.loss_chunk=1024"),
     (LORA, "objective.loss_chunk=1024"),
+    (MIXED, *pipeline(shard=4), FULL),
 ]
 SELDOM = [
     (),
@@ -64,11 +71,15 @@ SELDOM = [
     (MIXED, FULL, *mesh(shard=4, tensor=8), "model=llama3_70b"),
     ("model=gpt2_124m", "data.sequence=1024", "trainer.micro_batch=8"),
     (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
+    (MIXED, *pipeline(), LORA),
+    (MIXED, *pipeline("gpipe"), SUMS),
+    (MIXED, *pipeline(tensor=4)),
+    (MIXED, *pipeline(pipeline=4, replicate=2)),
+    (MIXED, *pipeline("interleaved_1f1b"), "parallelism.stages_per_rank=2"),
+    (MIXED, *pipeline("interleaved_1f1b", shard=2), "parallelism.stages_per_rank=2"),
+    (*pipeline(), "model=gpt2_124m", "data.sequence=1024"),
+    (MIXED, SELECTIVE, *pipeline(context=2, tensor=4)),
 ]
-
-
-def of_depth(run: Run, layers: int) -> Run:
-    return replace(run, model=replace(cast(Any, run.model), layers=layers))
 
 
 @pytest.fixture
@@ -91,23 +102,26 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("layers", "line"),
     [
-        (MIXED, FULL),
+        (12, (MIXED, FULL)),
         *(
-            pytest.param(line, marks=LONG)
-            for line in [
-                (MIXED, *fsdp(8), SUMS),
-                (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
-                (MIXED, *mesh(tensor=8)),
-                (MIXED, *mesh(shard=16, tensor=8), FULL),
+            pytest.param(layers, line, marks=LONG)
+            for layers, line in [
+                (12, (MIXED, *fsdp(8), SUMS)),
+                (12, (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048")),
+                (12, (MIXED, *mesh(tensor=8))),
+                (12, (MIXED, *mesh(shard=16, tensor=8), FULL)),
+                (24, (MIXED, *pipeline(shard=2))),
             ]
         ),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_shallow_copies_tell_of_the_whole(line: tuple[str, ...], run_of: Compose) -> None:
-    run = of_depth(run_of(*line), 12)
+def test_shallow_copies_tell_of_the_whole(
+    layers: int, line: tuple[str, ...], run_of: Compose
+) -> None:
+    run = run_of(*line, f"model.layers={layers}")
     assert traced(run).peak == pytest.approx(traced(run, whole=True).peak, rel=0.02)
 
 
@@ -119,10 +133,6 @@ def test_shallow_copies_tell_of_the_whole(line: tuple[str, ...], run_of: Compose
         (("compile=block",), "what a compiler fuses"),
         (("precision=fp16_mixed",), "fp16 is not computed on the CPU"),
         ((*fsdp(8), "parallelism.cpu_offload=true"), "what is offloaded"),
-        (
-            (*mesh(pipeline=2), "trainer.micro_batch=2"),
-            "stages of a pipeline wait for each other",
-        ),
     ],
 )
 def test_what_cannot_be_traced_says_why(

@@ -137,7 +137,8 @@ def test_what_is_typed_is_held(found: Find) -> None:
 
 
 def test_losers_are_told_why(found: Find) -> None:
-    lost = {it.what: it.why for it in neighbours(found("layout", *BIG))}
+    flat = ("parallelism=mesh", "parallelism.pipeline=1")
+    lost = {it.what: it.why for it in neighbours(found("layout", *BIG, *flat))}
     assert "time: messages along" in lost["shard 32"]
     assert "GiB of 80.00 GiB" in lost["replicate 2 x shard 16"]
     assert "activations of blocks" in lost["nothing"]

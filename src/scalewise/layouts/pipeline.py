@@ -55,7 +55,7 @@ class Pipeline:
         modules: Sequence[nn.Module],
         run: Run,
     ) -> None:
-        self._spec, self._mesh, self._group = spec, mesh, mesh.get_group()
+        self._spec, self._group = spec, mesh.get_group()
         self._indices, self._modules = tuple(indices), list(modules)
         self._first, self._last = 0 in indices, spec.stages - 1 in indices
         self._loss: Loss | None = None
@@ -67,17 +67,15 @@ class Pipeline:
         self._copies: set[int] = set()
         ends = dist.get_process_group_ranks(self._group)
         self._ends = [ends[0], ends[0] if spec.pipeline_schedule.folded else ends[-1]]
-        self._ends_group = self._of_ends(mesh) if self._tied_names else None
+        self._ends_group = self._of_ends() if self._tied_names else None
 
-    def _of_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    def _of_ends(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks with the first and the last stage, if this is one."""
         if self._ends[0] == self._ends[1]:
             return None
-        everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self._ends)
-        own = None
-        for ends in sorted({tuple(pair) for pair in everyone}):
-            group = dist.new_group(list(ends))
+        own, apart = None, self._ends[1] - self._ends[0]
+        for first in range(dist.get_world_size() - apart):  # the pipeline is the outermost axis
+            group = dist.new_group(ends := [first, first + apart])
             if dist.get_rank() in ends:
                 own = group
         return own

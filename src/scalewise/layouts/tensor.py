@@ -59,11 +59,25 @@ def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spe
 
 
 def keep_gradients_cut(module: nn.Module) -> None:
-    """Cuts every gradient as its parameter is: DTensor leaves that of an embedding whole."""
+    """Cuts every gradient as its parameter is: DTensor leaves that of an embedding whole.
+
+    FSDP computes with a parameter of its own, which is there from the first forward.
+    """
+    known: list[nn.Parameter] = []
+
+    def cut(parameter: nn.Parameter) -> None:
+        if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+            return
+        if not any(parameter is other for other in known):
+            known.append(parameter)
+            hook = partial(_redistributed, parameter.placements)
+            parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # torch lacks it
+
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            cut = partial(_redistributed, parameter.placements)
-            parameter.register_hook(cut)  # type: ignore[no-untyped-call]  # torch lacks it
+        cut(parameter)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            part.register_forward_pre_hook(lambda part, _: cut(part.weight))
 
 
 class Gathered(ParallelStyle):

@@ -41,8 +41,8 @@ class Holds(Parts):
     ``block``: the weights of one block as it works with them, and ``rest`` those outside of blocks,
     cut by tensor parallelism, not by shards. ``parameters``, ``gradients``, ``states``: ranks that
     share each out. ``buckets``: whether gradients lie in buffers that outlive a step; ``copies``:
-    bytes of such buffers beside them. ``in_flight``: passes whose activations exist at once, of
-    ``pieces`` of a micro batch, that go through a pipeline of ``places`` ranks.
+    bytes of such buffers beside them. ``in_flight``: passes, of one part each, whose activations
+    exist at once, of ``pieces`` of a micro batch that go through a pipeline of ``places`` ranks.
     """
 
     shape: Pass

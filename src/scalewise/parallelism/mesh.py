@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 from scalewise.config.registry import option
@@ -272,11 +272,11 @@ class Mesh(Parallelism):
         )
 
     def _in_flight(self, rank: int) -> int:
-        """Returns the passes of a rank's stages that await their backward, at the most.
+        """Returns the passes, of one stage each, that await their backward on a rank at the most.
 
         GPipe: all. 1F1B: one for each stage from here to the last (Narayanan et al., 2019). With
-        v stages on a rank, passes of one stage each are counted, and divided by v: 2 (p - 1 - r)
-        + (v - 1) p + 1 of them (Narayanan et al., 2021, Megatron-LM, as torch schedules it).
+        v stages on a rank 2 (p - 1 - r) + (v - 1) p + 1 (Narayanan et al., 2021, Megatron-LM, as
+        torch schedules it).
         """
         ranks = self.sizes["pipeline"]
         if ranks == 1:
@@ -287,7 +287,7 @@ class Mesh(Parallelism):
         each = self.stages_on_a_rank
         if each == 1:
             return min(after + 1, self.pieces)
-        return min(ceil((2 * after + (each - 1) * ranks + 1) / each), self.pieces)
+        return min(2 * after + (each - 1) * ranks + 1, self.pieces * each)
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
-from scalewise.models.base import Model
+from scalewise.models.base import Model, Part
 from scalewise.models.tape import Pass, Tapes
 from scalewise.parallelism.holds import Gathering, Holds, numbers
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
@@ -39,8 +41,7 @@ AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
 def of_device(run: Run, rank: int = 0) -> Ledger:
     """Returns the ledger of one rank's device at the last micro batch of a step."""
     holds = run.parallelism.holds(run, rank)
-    moments = (False, True) if holds.pieces > 1 else (False,)
-    devices = [_Device(run, holds, later=later) for later in moments]
+    devices = [_Device(run, holds, moment) for moment in _moments(holds)]
     ledgers = [Ledger(tuple(line for line in device.lines() if line.most)) for device in devices]
     return max(ledgers, key=lambda ledger: ledger.peak)
 
@@ -89,20 +90,47 @@ def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
     }
 
 
-class _Device:
-    """Works a ledger out, purpose by purpose.
+@dataclass(frozen=True)
+class _Moment:
+    """When a rank is about to take a piece backward, in passes of one part each.
 
-    ``later``: when a pipeline has taken a piece backward, so that there are gradients.
+    ``others``: those that wait besides the piece; ``done``: those that have been backward;
+    ``drains``: whether the last before it, through any part, was one of these, and no forward.
     """
 
-    def __init__(self, run: Run, holds: Holds, *, later: bool) -> None:
-        self.run, self.holds, recompute = run, holds, run.memory.recompute
-        several = run.accumulation > 1 or later
-        self.others = min(holds.in_flight, holds.pieces - later) - 1
-        gathering = holds.gathering
-        if gathering is not None and later:  # torch reduces and drops nothing before the last piece
-            gathering = replace(gathering, keeps=True, whole_gradients=True)
+    others: int = 0
+    done: int = 0
+    drains: bool = False
+
+
+def _moments(holds: Holds) -> Iterator[_Moment]:
+    """Yields when a rank may be fullest.
+
+    In a pipeline that is with the first piece that goes backward; then with the last that follows
+    a forward, when there are gradients; then with the next, for which nobody has dropped weights.
+    """
+    parts = len(holds.parts)
+    others, done = holds.in_flight - parts, holds.pieces * parts - holds.in_flight
+    yield _Moment(others)
+    if holds.pieces > 1 and done:
+        yield _Moment(others, done, drains=parts > 1)
+    if holds.pieces > 1 and others:
+        yield _Moment(others - 1, done + 1, drains=True)
+
+
+class _Device:
+    """Works a ledger out, purpose by purpose."""
+
+    def __init__(self, run: Run, holds: Holds, moment: _Moment) -> None:
+        self.run, self.holds, self.moment = run, holds, moment
+        recompute, gathering = run.memory.recompute, holds.gathering
+        several = run.accumulation > 1 or moment.done > 0
+        if gathering is not None and moment.done:  # torch reduces nothing before the last piece
+            keeps = gathering.keeps or moment.drains
+            gathering = replace(gathering, keeps=keeps, whole_gradients=True)
         self.gathering = gathering
+        # Of a piece that others follow nothing is reduced, and its weights stay gathered.
+        self.followed = gathering is not None and holds.pieces > 1 and not moment.done
         whole = gathering is not None and gathering.whole_gradients
         self.stays = (several and not whole) or holds.buckets
         adds = whole and gathering is not None and gathering.reduced == holds.shape.held
@@ -179,6 +207,8 @@ class _Device:
             if holds.buckets and self.run.accumulation > 1:
                 yield self._of_earlier(each, "each moves into its bucket when it is complete")
             return
+        if self.followed:
+            return
         block, rest = self.block.gradients, self.head.gradients
         if holds.gathering is not None:
             block = numbers(holds.block, holds.gradients, trained=True) * each
@@ -230,12 +260,21 @@ class _Device:
                 Phase.backward_first: each,
                 Phase.reduce_block: 0,
             }
+            if self.followed and not keeps:
+                held |= {
+                    phase: min(layers, done + 1 + ahead) * each
+                    for phase, (_, done) in self.blocks.items()
+                    if phase in AFTER_HEAD
+                }
             yield Line(
                 "gathered weights of blocks",
                 held,
                 f"{block:,} x {gathering.whole} B a block",
                 "kept after forward" if keeps else "the block at work, and one on its way",
             )
+        if self.followed:
+            yield self._of_this_piece(gathering.reduced)
+            return
         if gathering.whole_gradients:
             yield self._of_earlier(gathering.reduced, "kept until the last micro batch reduces")
         if gathering.replicas and self.stays:
@@ -261,6 +300,17 @@ class _Device:
             f"{trained:,} x {gathering.reduced} B a block",
             "whole gradients, and the buffer of a reduction until the next",
         )
+
+    def _of_this_piece(self, each: int) -> Line:
+        """What the first piece of several leaves whole, in the format of a reduction."""
+        block = numbers(self.holds.block, trained=True) * each
+        grown = {
+            phase: done * block + self.head_weights * each * self.holds.last
+            for phase, (_, done) in self.blocks.items()
+            if phase in AFTER_HEAD
+        }
+        reason = "kept until the last piece reduces"
+        return Line("whole gradients", grown, f"{block:,} B a block", reason)
 
     def _of_earlier(self, each: int, reason: str) -> Line:
         """What earlier micro batches have left whole and not yet in its place."""
@@ -322,26 +372,47 @@ class _Device:
         }
         yield Line("at work", work, "", "what one part makes while it runs")
 
+    def _waiting(self) -> Iterator[Part]:
+        """Yields the part that each waiting pass went through, but for one pass through each.
+
+        Forwards go through a part as often as there are places, then through the next.
+        """
+        parts, places = self.holds.parts, self.holds.places
+        turns = range(self.moment.others + len(parts))
+        passes = Counter(turn // places % len(parts) for turn in turns)
+        for place, count in passes.items():
+            yield from repeat(parts[place], count - 1)
+
     def _pipeline(self) -> Iterator[Line]:
         """Stages: other pieces that await their backward, and what is sent on and back."""
-        holds, tapes = self.holds, self.tapes
+        holds, tapes, moment, parts = self.holds, self.tapes, self.moment, len(self.holds.parts)
         stream = tapes.block.sizes[0]
-        received, returned = stream * (not holds.first), stream * (not holds.last)
+        received = stream * sum(not part.first for part in holds.parts)
+        returned = stream * sum(not part.last for part in holds.parts)
         given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
-        piece = holds.layers * self.block.kept + self.head.kept + self.loss.kept
-        piece += tapes.shared + given - received
+        layers = sum(len(part.layers) for part in self._waiting())
+        others = layers * self.block.kept + moment.others * tapes.shared
+        others -= stream * sum(not part.first for part in self._waiting())  # in buffers
+        if parts == 1:  # of several the last goes backward at once
+            others += moment.others * (self.head.kept + self.loss.kept + given)
+        else:
+            others += moment.others * stream
         yield _line(
             "activations of other pieces",
-            self.others * piece,
+            others,
             PASSES,
-            f"{self.others} x {piece:,} B",
-            f"{self.others + 1} of {holds.pieces} pieces await their backward",
+            f"{layers} blocks x {self.block.kept:,} B and more",
+            f"{holds.in_flight} of {holds.pieces * parts} passes await their backward at the most",
         )
-        yield _line("output of the stage", given, BACKWARD, "", "held until its backward has ended")
+        held = given + (parts - 1) * stream
+        yield _line("output of the stage", held, BACKWARD, "", "held until its backward has ended")
         # Of the piece at work one is counted already: what its first block reads, the gradient
         # that its last is given.
-        buffers = dict.fromkeys(EVERY, holds.pieces * (received + returned) - received)
-        buffers[Phase.backward_last] -= returned
+        every = holds.pieces * (received + returned)
+        sent = received // parts * (moment.done > 0)  # the gradient that went last is still there
+        buffers = dict.fromkeys(EVERY, every + sent - received)
+        buffers[Phase.backward_last] -= returned // parts
+        buffers[Phase.optimizer] = every
         formula = f"{holds.pieces} x {received + returned:,} B"
         reason = "one a piece for activations, and one for their gradients"
         yield Line("buffers between stages", buffers, formula, reason)

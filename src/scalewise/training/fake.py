@@ -13,7 +13,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import (
+    InferenceMode,
+    _derive_grad_metas,
+    _StageBackwardMeta,
+)
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,9 +31,41 @@ _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 _to_empty = nn.Module.to_empty
 
 
+class Wire:
+    """What the stages of a pipeline tell each other of the tensors between them.
+
+    Between any two it is the same: what the first stage says, the stages of other ranks hear.
+    """
+
+    said: Any = None
+
+    def patches(self) -> Iterator[Any]:
+        """Yields what is changed in torch for stages that talk over this wire."""
+
+        def send(stage: PipelineStage, said: Any, to_stage: int) -> None:
+            self.said = said if to_stage > stage.stage_index else self.said
+
+        def receive(stage: PipelineStage, from_stage: int) -> Any:
+            if from_stage < stage.stage_index:
+                return self.said
+            outputs = stage._stage_meta.outputs
+            assert outputs is not None
+            return _StageBackwardMeta(_derive_grad_metas(outputs))
+
+        yield patch.object(_PipelineSchedule, "_warmup_p2p", _asks_nobody)
+        yield patch.object(PipelineStage, "_send_meta", send)
+        yield patch.object(PipelineStage, "_recv_meta", receive)
+
+
+def _asks_nobody(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+    """The stages would vote on how to learn of each other's tensors, and read the numbers."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.DYNAMIC
+
+
 @contextmanager
-def ranks(count: int) -> Iterator[None]:
-    """Makes this process the first of ``count`` ranks; collectives among them do nothing.
+def ranks(count: int, rank: int, wire: Wire) -> Iterator[None]:
+    """Makes this process one of ``count`` ranks; collectives among them do nothing.
 
     Raises ``RuntimeError`` inside ranks that are really there.
     """
@@ -33,7 +74,7 @@ def ranks(count: int) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if count > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         with ExitStack() as patches:
             for owner, name, made in (
@@ -42,10 +83,15 @@ def ranks(count: int) -> Iterator[None]:
                 (nn.Module, "to_empty", _emptied),
             ):
                 patches.enter_context(patch.object(owner, name, made))
+            for patched in wire.patches():
+                patches.enter_context(patched)
             yield
     finally:
         if count > 1:
             dist.destroy_process_group()
+        # What these hold names groups that are gone.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        _gen_transform_infos.cache_clear()
         torch.set_num_threads(threads)
 
 

@@ -7,8 +7,8 @@ blocks going forward, the first ones going backward, ...) grows by as much with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.layouts.base import Layout, Loss
 from scalewise.layouts.mesh import MeshLayout
 from scalewise.measure.memory import MemoryProbe
+from scalewise.models.base import Model
 from scalewise.parallelism.mesh import Mesh
 from scalewise.parallelism.single import Single
 from scalewise.precision import Number
@@ -44,14 +45,14 @@ class Trace:
     moments: Moments
     """The most by moment of the step."""
     depths: tuple[int, ...]
-    """Layers of the copies that were run; of one, the whole model."""
+    """Layers of the copies that were run; of one, all that the rank has."""
+    rank: int = 0
+    """The rank: the fullest."""
 
 
 def refusal(run: Run) -> str | None:
     """Returns why a run cannot be traced; None: it can."""
     layout = run.parallelism
-    if isinstance(layout, Mesh) and layout.sizes["pipeline"] > 1:
-        return "stages of a pipeline wait for each other"
     if not isinstance(layout, Mesh | Single):
         return f"{type(layout).__name__} works on real memory"
     if isinstance(layout, Mesh) and layout.cpu_offload:
@@ -66,19 +67,27 @@ def refusal(run: Run) -> str | None:
 def traced(run: Run, *, whole: bool = False) -> Trace:
     """Returns the peak of a run that ``refusal`` admits; ``whole``: at its full depth.
 
-    The run is traced as on the CPU, whose attention keeps what fused attention on CUDA keeps.
+    Of a pipeline it is that of the fullest rank, each kind of which is traced. The run is traced
+    as on the CPU, whose attention keeps what fused attention on CUDA keeps.
     """
-    run = on_cpu(run)
-    layers = run.model.layers
-    if whole or layers <= max(DEPTHS):
-        moments = _step(run)
-        return Trace(max(moments.values()), moments, (layers,))
-    shallow, deep = (_step(_of_depth(run, depth)) for depth in DEPTHS)
+    run, wire = on_cpu(run), fake.Wire()
+    layout = run.parallelism
+    ranks = layout.unlike_ranks(run) if isinstance(layout, Mesh) else (0,)
+    found = [_of_rank(run, rank, wire, whole=whole) for rank in ranks]
+    return max(found, key=lambda trace: trace.peak)
+
+
+def _of_rank(run: Run, rank: int, wire: fake.Wire, *, whole: bool) -> Trace:
+    parts = run.parallelism.holds(run, rank).parts
+    fewest, layers = min(len(part.layers) for part in parts), sum(len(p.layers) for p in parts)
+    if whole or fewest <= max(DEPTHS):
+        moments = _step(run, rank, wire)
+        return Trace(max(moments.values()), moments, (layers,), rank)
+    shallow, deep = (_step(run, rank, wire, depth) for depth in DEPTHS)
+    further = layers / len(parts) - DEPTHS[1]
     slopes = {name: (deep[name] - shallow[name]) / (DEPTHS[1] - DEPTHS[0]) for name in shallow}
-    moments = {
-        name: round(deep[name] + (layers - DEPTHS[1]) * slope) for name, slope in slopes.items()
-    }
-    return Trace(max(moments.values()), moments, DEPTHS)
+    moments = {name: round(deep[name] + further * slope) for name, slope in slopes.items()}
+    return Trace(max(moments.values()), moments, DEPTHS, rank)
 
 
 def on_cpu(run: Run) -> Run:
@@ -86,13 +95,14 @@ def on_cpu(run: Run) -> Run:
     return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
 
 
-def _of_depth(run: Run, layers: int) -> Run:
-    return replace(run, model=replace(cast(Any, run.model), layers=layers))
+def _step(run: Run, rank: int, wire: fake.Wire, depth: int | None = None) -> Moments:
+    """Returns the most of each moment of one step, after a few that are not counted.
 
-
-def _step(run: Run) -> Moments:
-    """Returns the most of each moment of one step, after a few that are not counted."""
-    with fake.ranks(run.world_size):
+    ``depth``: layers to which the model, or each stage of a pipeline, is cut.
+    """
+    at = patch.object(MeshLayout, "global_rank", rank)  # Lightning's knows of the first alone
+    with fake.ranks(run.world_size, rank, wire), at, _cut(run, depth) as model:
+        run = replace(run, model=model)
         layout = _layout(run)
         with (
             fake.tensors(),
@@ -108,6 +118,21 @@ def _step(run: Run) -> Moments:
                 step.take(None)
             counted = MemoryProbe(module, step.optimizer, layout.root_device, layout.holdings())
             return step.take(counted)
+
+
+@contextmanager
+def _cut(run: Run, depth: int | None) -> Iterator[Model]:
+    """Yields the model with ``depth`` layers, or as many in each stage that it is cut into."""
+    model, layout = run.model, run.parallelism
+    if depth is None:
+        yield model
+    elif not isinstance(layout, Mesh) or layout.stages == 1:
+        yield replace(cast(Any, model), layers=depth)
+    else:
+        parts = model.stages(layout.stages, run.data.sequence)
+        shallow = tuple(replace(part, layers=part.layers[:depth]) for part in parts)
+        with patch.object(type(model), "stages", lambda *_: shallow):
+            yield model
 
 
 def _nothing(*_: object) -> None:
@@ -141,9 +166,18 @@ class _Step:
         shape = (run.trainer.micro_batch, run.data.sequence)
         self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("inputs", "labels")}
         self.mark: Callable[[str], None] = _nothing
-        blocks = cast(Any, module).layers()
-        for place, block in enumerate(blocks):
-            block.register_forward_hook(self._watched(place, len(blocks)))
+        self.pieces = 0
+        layout.watch_backward(self._piece)
+        stages = module.values() if isinstance(module, nn.ModuleDict) else [module]
+        for stage in stages:
+            blocks = cast(Any, stage).layers()
+            for place, block in enumerate(blocks):
+                block.register_forward_hook(self._watched(place, len(blocks)))
+
+    def _piece(self) -> None:
+        """Has the moments begin of the next piece that a pipeline takes backward."""
+        self.pieces += 1
+        self.mark("head")
 
     def _watched(self, place: int, count: int) -> Callable[..., None]:
         """Returns a hook that has the moment begin at which backward comes to a block."""
@@ -166,7 +200,7 @@ class _Step:
             nonlocal began
             if probe is not None:
                 moments[began] = max(moments.get(began, 0), probe.most())
-            began = name
+            began = f"{name}, piece {self.pieces}" if self.pieces else name
 
         self.mark = _nothing
         for number in range(self.run.accumulation):
@@ -175,7 +209,7 @@ class _Step:
                 probe.start()
                 self.mark = mark
             self._pass(last=last, forward_ended=lambda: self.mark("head"))
-        self.mark = _nothing
+        self.mark, self.pieces = _nothing, 0
         mark("optimizer")
         if probe is not None:
             probe.before_optimizer()

@@ -65,8 +65,8 @@ def trace(found: Trace, ledger: int) -> None:
     off = ledger / found.peak - 1
     at = max(found.moments, key=lambda name: found.moments[name])
     output.console().print(
-        f"traced with {depths} layers: {bytes_text(found.peak)} at the peak ({at}); "
-        f"the ledger says {bytes_text(ledger)}, {off:+.1%} (operators as on the CPU)"
+        f"traced rank {found.rank} with {depths} layers: {bytes_text(found.peak)} at the peak "
+        f"({at}); the ledger says {bytes_text(ledger)}, {off:+.1%} (operators as on the CPU)"
     )
 
 
