@@ -17,7 +17,9 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration: ``640 ms``, ``12.4 s``, ``3 min 05 s``, ``1 h 04 min``."""
+    """Returns a duration: ``85 us``, ``640 ms``, ``12.4 s``, ``3 min 05 s``, ``1 h 04 min``."""
+    if 0 < round(seconds / MICRO) < 1000:
+        return f"{seconds / MICRO:.0f} us"
     if round(seconds * 1e3) < 1000:
         return f"{seconds * 1e3:.0f} ms"
     if round(seconds, 1) < 60:
@@ -32,6 +34,11 @@ def seconds_text(seconds: float) -> str:
 def count_text(count: float) -> str:
     """Returns a count with a decimal suffix: ``950``, ``1.24 M``, ``8.03 B``."""
     return _scaled(count, ("", "k", "M", "B", "T"), 1000).rstrip()
+
+
+def dollars_text(dollars: float) -> str:
+    """Returns a price: ``$0.42``, ``$7,787``."""
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
 
 
 def _scaled(count: float, units: tuple[str, ...], base: int) -> str:

@@ -66,7 +66,7 @@ def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
         (("name=mine",), ["name=mine", "was not measured"]),
         (("name=a/b",), ["name=a/b", "names no file"]),
         (("seconds=0",), ["seconds=0", "must be positive"]),
-        (("secnds=1",), ["secnds", "did you mean seconds?"]),
+        (("secnds=1", "name=a/b"), ["secnds", "did you mean seconds?", "names no file"]),
         (("modle=x",), ["did you mean model?"]),
         (("--fast",), ["calibrate takes overrides, not --fast"]),
     ],

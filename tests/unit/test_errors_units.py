@@ -3,7 +3,7 @@
 import pytest
 
 from scalewise.errors import Complaint, ConfigError, DataError, as_typed
-from scalewise.units import GIB, KIB, bytes_text, count_text, seconds_text
+from scalewise.units import GIB, KIB, bytes_text, count_text, dollars_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,9 @@ def test_complaints_are_counted() -> None:
         (bytes_text(4.13 * GIB), "4.13 GiB"),
         (bytes_text(-2 * GIB), "-2.00 GiB"),
         (bytes_text(3 * 1024**4), "3.00 TiB"),
+        (seconds_text(0.0), "0 ms"),
+        (seconds_text(8.5e-5), "85 us"),
+        (seconds_text(0.9996e-3), "1 ms"),
         (seconds_text(0.64), "640 ms"),
         (seconds_text(12.44), "12.4 s"),
         (seconds_text(59.96), "1 min 00 s"),
@@ -45,6 +48,8 @@ def test_complaints_are_counted() -> None:
         (seconds_text(3599.7), "1 h 00 min"),
         (seconds_text(3840), "1 h 04 min"),
         (seconds_text(0.9996), "1.0 s"),
+        (dollars_text(0.424), "$0.42"),
+        (dollars_text(7787.4), "$7,787"),
         (count_text(950), "950"),
         (count_text(999.6), "1.00 k"),
         (count_text(1_240_000), "1.24 M"),

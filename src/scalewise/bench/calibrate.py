@@ -22,6 +22,8 @@ from scalewise.units import GIB, GIGA, MIB, TERA
 
 FOLDER = Path("conf", "hardware")
 DISK_BYTES = 256 * MIB
+WIDE = 0.5
+"""A spread beyond which a figure says little."""
 LARGEST_MESSAGE = 16 * MIB
 KINDS = {DeviceKind.cpu: ("fp32", "bf16"), DeviceKind.cuda: ("fp32", "tf32", "bf16", "fp16")}
 MAIN_KIND = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
@@ -80,6 +82,8 @@ def _calibrated(run: Run, options: Options) -> Path:
             print(f"{name:<24}{figure.value:>12.4g}   within {figure.spread:.0%}", flush=True)
             figures[name] = figure
         link = _link(hardware, options, Path(folder))
+    if wide := [name for name, figure in figures.items() if figure.spread > WIDE]:
+        print(f"other work here? measure again: {', '.join(wide)} vary by more than {WIDE:.0%}")
     known = {name: figure.value for name, figure in figures.items()}
     spreads = (f"{name} {figure.spread:.0%}" for name, figure in figures.items() if figure.spread)
     lines = (

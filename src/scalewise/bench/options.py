@@ -66,9 +66,7 @@ def split(words: Sequence[str], kind: type[Options]) -> tuple[Options, list[str]
             values[key] = _BOOLEANS[text] if types[key] is bool else types[key](text)
         except (KeyError, ValueError):
             wrong.append(Complaint(key, text, f"is not {_WANTED[types[key]]}"))
-    if wrong:
-        raise ConfigError(wrong)
     options = kind(**values)
-    if found := list(options.complaints()):
-        raise ConfigError(found)
+    if wrong := [*wrong, *options.complaints()]:
+        raise ConfigError(wrong)
     return options, rest

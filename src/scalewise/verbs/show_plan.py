@@ -15,9 +15,10 @@ from scalewise.plan import traffic
 from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import Plan
+from scalewise.plan.spec import Fitting
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
-from scalewise.units import GIGA, bytes_text, count_text, seconds_text
+from scalewise.units import GIGA, bytes_text, count_text, dollars_text, seconds_text
 
 if TYPE_CHECKING:
     from scalewise.training.trace import Trace
@@ -141,7 +142,8 @@ def _verdict(console: Console, plan: Plan) -> None:
     if cure is None:
         console.print("no change that was tried makes it fit; plan.search=layout tries more")
     else:
-        console.print(f"to make it fit: {cure.line}", soft_wrap=True)
+        taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is Fitting.auto)
+        console.print(f"to make it fit: {cure.line}{taken}", soft_wrap=True)
         console.print(f"[dim]{train_line(plan.run, cure.told)}[/]", soft_wrap=True)
 
 
@@ -183,7 +185,7 @@ def _time(console: Console, plan: Plan) -> None:
     told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)
     if dollars is not None:
-        told.append(f"a billion for ${dollars:,.0f}")
+        told.append(f"a billion for {dollars_text(dollars)}")
     if kwh is not None:
         told.append(f"{kwh:,.0f} kWh")
     console.print(", ".join(told))

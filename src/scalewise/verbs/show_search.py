@@ -12,7 +12,7 @@ from scalewise.plan import layouts
 from scalewise.plan.lost import neighbours
 from scalewise.plan.search import Candidate, Found
 from scalewise.plan.verdict import Verdict
-from scalewise.units import bytes_text, seconds_text
+from scalewise.units import bytes_text, dollars_text, seconds_text
 from scalewise.verbs.show_plan import STYLES, train_line
 
 SHOWN = 12
@@ -86,7 +86,7 @@ def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:
             seconds_text(candidate.seconds) if candidate.step else output.ABSENT,
             f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else output.ABSENT,
             f"{candidate.mfu:.1%}" if candidate.mfu else output.ABSENT,
-            f"${dollars:,.0f}" if dollars else output.ABSENT,
+            dollars_text(dollars) if dollars else output.ABSENT,
             style="bold" if candidate is best else "",
         )
     return shown
