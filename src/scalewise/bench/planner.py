@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,8 @@ from scalewise.plan.verdict import RESERVED, Verdict, judged
 from scalewise.run import Run
 from scalewise.units import GIB
 
+SAID = (Verdict.fits, Verdict.borderline, Verdict.out_of_memory)
+_ENDS = (("ran", True), ("ran_out_of_memory", False))
 RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
 
 
@@ -83,10 +85,6 @@ def predicted(row: Row) -> Prediction:
     fit = judged(run)
     source = row["source"].split()[0]
     bytes_there = published.peak(row, run, fit.ledger.peak)
-    capacity = run.hardware.memory_gib
-    assert capacity is not None
-    # A row that ran fitted, whatever an allocator could have taken: the least is what must.
-    verdict = Verdict.fits if bytes_there + fit.context <= capacity * GIB else Verdict.out_of_memory
     gib = bytes_there * (RESERVED[1] if facts.reserved else 1.0) / GIB
     step = of_step(run)
     assert step is not None
@@ -97,7 +95,7 @@ def predicted(row: Row) -> Prediction:
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
         (gib, float(measured)) if measured else None,
         (rate, float(ran)) if ran else None,
-        verdict,
+        replace(fit, traced=bytes_there).verdict,
         fitted=bool(measured or ran),
     )
 
@@ -132,15 +130,12 @@ def _summary(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _verdicts(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """Returns how many rows that fitted and that did not were called so."""
-    fits = [p for p in predictions if p.fitted]
-    failed = [p for p in predictions if not p.fitted]
+def _verdicts(predictions: Sequence[Prediction]) -> dict[str, dict[str, int]]:
+    """Returns how many rows got which verdict, of those that ran and those that could not."""
+    said = {name: [p.verdict for p in predictions if p.fitted == ran] for name, ran in _ENDS}
     return {
-        "fitted": len(fits),
-        "called_fitting": sum(p.verdict is Verdict.fits for p in fits),
-        "out_of_memory": len(failed),
-        "called_out_of_memory": sum(p.verdict is Verdict.out_of_memory for p in failed),
+        name: {verdict.value: verdicts.count(verdict) for verdict in SAID}
+        for name, verdicts in said.items()
     }
 
 
@@ -156,8 +151,8 @@ def _print(title: str, rows: Any) -> None:
 
 
 def _told(verdicts: Any) -> str:
-    return (
-        f"{verdicts['called_fitting']} of {verdicts['fitted']} rows that ran are called fitting, "
-        f"{verdicts['called_out_of_memory']} of {verdicts['out_of_memory']} that ran out of memory "
-        "are called so"
-    )
+    lines = []
+    for name, _ in _ENDS:
+        told = ", ".join(f"{count} called {verdict}" for verdict, count in verdicts[name].items())
+        lines.append(f"rows that {name.replace('_', ' ')}: {told}")
+    return "\n".join(lines)
