@@ -102,14 +102,16 @@ def test_the_benchmark_reads_a_file_and_writes_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    failed = {"peak_mem_GiB": "", "tokens_per_s_per_gpu": "", "micro_bs": "64", "act_ckpt": "none"}
+    row = {"peak_mem_GiB": "", "tokens_per_s_per_gpu": "", "micro_bs": "64", "act_ckpt": "none"}
     with Path("rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(ROW))
         writer.writeheader()
-        writer.writerows([ROW, ROW | failed])
+        writer.writerows([ROW, ROW | row])
     assert main(["bench", "planner", "--data", "rows.csv"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 1 rows that ran are called fitting, 1 of 1 that ran out of memory" in said
+    assert "rows that ran: 1 called fits, 0 called borderline, 0 called out_of_memory" in said
+    failed = "rows that ran out of memory: 0 called fits, 0 called borderline, 1 called out"
+    assert failed in said
     (file,) = Path("runs").glob("bench_planner/*/planner.json")
     record = json.loads(file.read_text("utf-8"))
     assert record["rows"] == 2

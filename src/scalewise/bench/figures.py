@@ -31,9 +31,9 @@ def planned(records: Path) -> str:
         f"Beside {record['rows']} published measurements of four other frameworks "
         f"(`scalewise bench planner`, {record['date'][:10]}), memory is {memory['median']:.1%} off "
         f"at the median and {memory['p90']:.0%} at the 90th percentile of {memory['rows']} rows. "
-        f"Of the rows that ran {_called(verdicts['ran'])}; of those that ran out of memory "
-        f"{_called(verdicts['ran_out_of_memory'])}. Tokens/s are {rates['median']:.1%} and "
-        f"{rates['p90']:.0%} off with one scale for each framework, device and format "
+        f"For the rows that ran its verdict is {_called(verdicts['ran'])}; for those that ran out "
+        f"of memory {_called(verdicts['ran_out_of_memory'])}. Tokens/s are {rates['median']:.1%} "
+        f"and {rates['p90']:.0%} off with one scale for each framework, device and format "
         f"({rates['rows']} rows). No constant is "
         "fitted to a row, but these rows were looked at while the facts of their frameworks were "
         "written down: others may be further off."
@@ -41,7 +41,7 @@ def planned(records: Path) -> str:
 
 
 def _called(verdicts: dict[str, int]) -> str:
-    told = (f"{count} are called {name.replace('_', ' ')}" for name, count in verdicts.items())
+    told = (f"{name.replace('_', ' ')} {count} times" for name, count in verdicts.items())
     return ", ".join(told)
 
 
