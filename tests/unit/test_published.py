@@ -75,6 +75,10 @@ def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     saved = 100 * 2**30 - published.peak(row | {"fsdp": "1"}, run, 100 * 2**30)
     assert saved == pytest.approx(linear * (2 - 0.5625))
+    kept = published.run_of(plain := row | {"fsdp": "1", "act_ckpt": "none"})
+    tokens = kept.trainer.micro_batch * kept.data.sequence
+    inputs = tokens * (2 * 4096 + 14336) * 2 * 32
+    assert saved - (100 * 2**30 - published.peak(plain, kept, 100 * 2**30)) == inputs
     whole = published.peak(
         row | {"quant": "", "fsdp": "2"}, published.run_of(row | {"fsdp": "2"}), 0
     )

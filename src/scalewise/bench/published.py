@@ -153,10 +153,26 @@ def peak(row: Row, run: Run, foreseen: int) -> int:
             w.count for w in run.model.census() if w.layer is not None and len(w.shape) > 1
         )
         foreseen -= int(linear * (each - each_quantized)) // shards
+        if run.memory.recompute is Recompute.nothing:
+            foreseen += _inputs_of_quantized(run)
     if framework(row).loads_whole and shards > 1:
         whole = run.model.parameters * each
         foreseen = max(foreseen, whole + whole // shards)
     return foreseen
+
+
+def _inputs_of_quantized(run: Run) -> int:
+    """Returns the bytes of what 4-bit products keep of their inputs, which frozen ones need not.
+
+    bitsandbytes 0.41, autograd/_functions.py: ``MatMul4Bit`` holds its input and its weight. Of a
+    block's inputs those of the last product of attention and of the two of the feedforward count:
+    the first is kept by the adapter as well.
+    """
+    model = run.model
+    assert isinstance(model, Decoder)
+    tokens = run.trainer.micro_batch * run.data.sequence
+    inputs = 2 * model.width + model.feedforward
+    return tokens * inputs * run.precision.compute.bytes * model.layers
 
 
 def rows(path: Path) -> Iterator[Row]:
