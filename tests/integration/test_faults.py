@@ -182,7 +182,7 @@ def test_restarts_are_counted(job: Job) -> None:
     assert said["attempts"] == 3
 
 
-def test_an_address_space_that_is_too_small(job: Job) -> None:
+def test_a_limit_of_memory_that_is_too_small(job: Job) -> None:
     wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
     said = job(*wide, status="out_of_memory").status
     assert "launch.memory_limit_gib=null" in [cure["override"] for cure in said["cures"]]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from scalewise.launch import signals
+from scalewise.units import GIB, KIB
 
 PRELOADED = "scalewise.launch.preload"
 PR_SET_CHILD_SUBREAPER = 36
@@ -50,13 +51,20 @@ def adopt_orphans() -> None:
 
 
 def limit_memory(gib: float | None) -> None:
-    """Limits the address space of this process."""
+    """Limits what this process may still allocate, beyond what it has by now."""
     if gib is None:
         return
     import resource
 
-    limit = int(gib * 1024**3)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = _data_bytes() + int(gib * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _data_bytes() -> int:
+    """Returns what ``RLIMIT_DATA`` counts of this process: its private writable memory."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
+    return int(kib) * KIB
 
 
 def descendants() -> list[psutil.Process]:

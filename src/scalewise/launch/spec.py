@@ -30,7 +30,7 @@ class Launch:
     isolation: Isolation = Isolation.auto
     """Whether a job of one rank leaves the calling process."""
     memory_limit_gib: float | None = None
-    """Memory of one rank, GiB: of its device, or on the CPU its address space; None: no limit."""
+    """Memory that training may take of a rank's device, GiB, or on the CPU of it; None: any."""
     grace: float = 30.0
     """Seconds a rank has to write a checkpoint after SIGTERM before it is killed."""
 

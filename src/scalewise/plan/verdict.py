@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,10 @@ class Verdict(StrEnum):
         return self in (Verdict.out_of_memory, Verdict.host_out_of_memory)
 
 
+PROCESS_BYTES = int(0.4 * GIB)
+"""What a limited process on the CPU may take besides tensors: stacks of threads, buffers, code."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """A ledger against the memory of a device, bytes."""
@@ -51,6 +55,8 @@ class Fit:
     capacity: int | None
     context: int
     on_cpu: bool
+    beside: int = 0
+    """What the process may take of a limit besides tensors, at the most."""
     host: Ledger | None = None
     """The main memory of a node; None where the profile tells of none."""
     host_capacity: int = 0
@@ -67,7 +73,7 @@ class Fit:
         """Returns what the device is asked for: least, usually, most."""
         factors = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED
         least, usual, most = (int(self.peak * factor) + self.context for factor in factors)
-        return least, usual, most
+        return least, usual, most + self.beside
 
     @property
     def verdict(self) -> Verdict:
@@ -95,9 +101,24 @@ def judged(run: Run) -> Fit:
     if capacity is not None and on_cpu:  # the ranks share the memory of the machine
         capacity //= run.world_size
     limit = run.launch.memory_limit_gib
-    if limit is not None and not on_cpu:  # on the CPU it is of the address space
+    if limit is not None:
         capacity = min(capacity or int(limit * GIB), int(limit * GIB))
     context, node = int(hardware.context_gib * GIB), hardware.host_memory_gib
+    beside = _beside(run) if on_cpu and limit is not None else 0
+    fit = Fit(memory.worst(run), capacity, context, on_cpu, beside)
     if node is None or on_cpu:  # there the devices are the node
-        return Fit(memory.worst(run), capacity, context, on_cpu)
-    return Fit(memory.worst(run), capacity, context, on_cpu, host.of_node(run), int(node * GIB))
+        return fit
+    return replace(fit, host=host.of_node(run), host_capacity=int(node * GIB))
+
+
+def _beside(run: Run) -> int:
+    """Returns what a limited rank on the CPU takes besides its step at the most.
+
+    A save copies the rank's weights and state once, while gradients may be there still.
+    """
+    holds, each = run.parallelism.holds(run), run.precision.parameters.bytes
+    saved = holds.numbers(holds.parameters)
+    saved += holds.numbers(holds.states, trained=True) * run.optimizer.slots
+    checkpoint = run.checkpoint
+    saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
+    return PROCESS_BYTES + each * saved * saves

@@ -49,7 +49,9 @@ def one(plan: Plan) -> None:
     console.print()
     least, usual, most = fit.reserved
     told = f"{bytes_text(fit.peak)} allocated at the {fit.ledger.fullest}"
-    if most > least:
+    if fit.beside:
+        told += f", up to {bytes_text(most)} with all that a process takes"
+    elif most > least:
         told += (
             f", {bytes_text(usual)} reserved with the driver's own "
             f"({bytes_text(least)} to {bytes_text(most)})"

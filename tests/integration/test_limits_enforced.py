@@ -1,0 +1,55 @@
+"""Verdicts beside runs whose memory is really limited to what the planner was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fixtures.doors import Doors
+
+from scalewise.plan.plan import planned
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+from scalewise.units import GIB
+
+Compose = Callable[..., Run]
+
+WIDE = (
+    "experiment=smoke",
+    "tracking=none",
+    "hardware=cpu",
+    "model.width=1024",
+    "model.feedforward=2816",
+    "model.layers=6",
+    "data.sequence=32",
+    "trainer.micro_batch=1",
+    "trainer.global_batch=null",
+    "trainer.max_steps=2",
+    "trainer.validate_every=null",
+    "schedule.warmup_steps=0",
+)
+"""State of a gigabyte, next to which a process is small, and few rows."""
+LINES = [
+    (),
+    ("precision=bf16_mixed", "checkpoint=none"),
+    ("optimizer=sgd", "checkpoint=none"),
+    ("parallelism=fsdp",),
+    ("parallelism=ddp", "checkpoint=none"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "single")
+def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, scalewise: Doors) -> None:
+    run = compose(*WIDE, *line)
+    free = planned(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
+    least, _, most = free.reserved
+    for limit, verdict, code in (
+        (0.9 * least, Verdict.out_of_memory, 3),
+        (1.01 * most, Verdict.fits, 0),
+    ):
+        launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
+        assert planned(compose(*WIDE, *line, launch)).fit.verdict is verdict
+        ended = scalewise(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
+        assert ended.code == code, ended.said
