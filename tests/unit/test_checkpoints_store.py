@@ -214,12 +214,31 @@ def test_tensors_that_are_no_safetensors_are_refused(
     assert [complaint.key for complaint in caught.value.complaints] == ["resume"]
 
 
-def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+class PanicException(BaseException):
+    """What Rust's bindings raise where Python has no memory for them; nobody can import theirs."""
 
-    monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", full)
-    with pytest.raises(OSError, match="No space left"):
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "said"),
+    [
+        (OSError(28, "No space left on device"), OSError, "No space left"),
+        (MemoryError("no memory"), MemoryError, "no memory"),
+        (PanicException("PyObject pointer is null"), MemoryError, "could not save: PyObject"),
+        (ValueError("odd"), CheckpointError, "could not save: odd"),
+    ],
+)
+def test_a_rank_that_cannot_write_says_so(
+    raised: BaseException,
+    expected: type[Exception],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", fails)
+    with pytest.raises(expected, match=said):
         save(store.path_of(tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
 

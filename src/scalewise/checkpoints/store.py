@@ -130,9 +130,11 @@ def _write(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group)
             )
     except CheckpointException as failure:
         rank, (cause, _) = min(failure.failures.items())
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError | MemoryError):
             raise cause from None
         said = f"rank {rank} could not save: {cause}"
+        if type(cause).__name__ == "PanicException":  # safetensors found no memory for a file
+            raise MemoryError(said) from None
         raise CheckpointError.one("checkpoint", rank, said) from cause
 
 
