@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
-from scalewise.models.base import Model, Part
+from scalewise.models.base import Model
 from scalewise.models.tape import Pass, Tapes
 from scalewise.parallelism.holds import Gathering, Holds, numbers
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
+from scalewise.plan.moments import Moment, moments, waiting
 from scalewise.plan.replay import Replay, replay
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
 def of_device(run: Run, rank: int = 0) -> Ledger:
     """Returns the ledger of one rank's device at the last micro batch of a step."""
     holds = run.parallelism.holds(run, rank)
-    devices = [_Device(run, holds, moment) for moment in _moments(holds)]
+    devices = [_Device(run, holds, moment) for moment in moments(holds)]
     ledgers = [Ledger(tuple(line for line in device.lines() if line.most)) for device in devices]
     return max(ledgers, key=lambda ledger: ledger.peak)
 
@@ -90,38 +89,10 @@ def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
     }
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """When a rank is about to take a piece backward, in passes of one part each.
-
-    ``others``: those that wait besides the piece; ``done``: those that have been backward;
-    ``drains``: whether the last before it, through any part, was one of these, and no forward.
-    """
-
-    others: int = 0
-    done: int = 0
-    drains: bool = False
-
-
-def _moments(holds: Holds) -> Iterator[_Moment]:
-    """Yields when a rank may be fullest.
-
-    In a pipeline that is with the first piece that goes backward; then with the last that follows
-    a forward, when there are gradients; then with the next, for which nobody has dropped weights.
-    """
-    parts = len(holds.parts)
-    others, done = holds.in_flight - parts, holds.pieces * parts - holds.in_flight
-    yield _Moment(others)
-    if holds.pieces > 1 and done:
-        yield _Moment(others, done, drains=parts > 1)
-    if holds.pieces > 1 and others:
-        yield _Moment(others - 1, done + 1, drains=True)
-
-
 class _Device:
     """Works a ledger out, purpose by purpose."""
 
-    def __init__(self, run: Run, holds: Holds, moment: _Moment) -> None:
+    def __init__(self, run: Run, holds: Holds, moment: Moment) -> None:
         self.run, self.holds, self.moment = run, holds, moment
         recompute, gathering = run.memory.recompute, holds.gathering
         several = run.accumulation > 1 or moment.done > 0
@@ -372,17 +343,6 @@ class _Device:
         }
         yield Line("at work", work, "", "what one part makes while it runs")
 
-    def _waiting(self) -> Iterator[Part]:
-        """Yields the part that each waiting pass went through, but for one pass through each.
-
-        Forwards go through a part as often as there are places, then through the next.
-        """
-        parts, places = self.holds.parts, self.holds.places
-        turns = range(self.moment.others + len(parts))
-        passes = Counter(turn // places % len(parts) for turn in turns)
-        for place, count in passes.items():
-            yield from repeat(parts[place], count - 1)
-
     def _pipeline(self) -> Iterator[Line]:
         """Stages: other pieces that await their backward, and what is sent on and back."""
         holds, tapes, moment, parts = self.holds, self.tapes, self.moment, len(self.holds.parts)
@@ -390,9 +350,9 @@ class _Device:
         received = stream * sum(not part.first for part in holds.parts)
         returned = stream * sum(not part.last for part in holds.parts)
         given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
-        layers = sum(len(part.layers) for part in self._waiting())
+        layers = sum(len(part.layers) for part in waiting(holds, moment))
         others = layers * self.block.kept + moment.others * tapes.shared
-        others -= stream * sum(not part.first for part in self._waiting())  # in buffers
+        others -= stream * sum(not part.first for part in waiting(holds, moment))  # in buffers
         if parts == 1:  # of several the last goes backward at once
             others += moment.others * (self.head.kept + self.loss.kept + given)
         else:

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
-PASSES_OF_STEP = 2
-"""An optimizer reads weights, gradients and state, and writes weights and state."""
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -58,7 +55,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         late = gathering is not None and gathering.whole_gradients
         link += held * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
         link += 0 if holds.parameters_on_host else stepped
-        host = stepped * (PASSES_OF_STEP * (1 + slots) + 1)
+        host = stepped * (2 + 2 * slots + 1)  # weights and state there and back, and gradients
     if holds.parameters_on_disk:
         disk += weights * passes * 2 + stepped
     if holds.states_on_disk:
