@@ -10,26 +10,8 @@ from collections.abc import Sequence
 from scalewise import output
 from scalewise.errors import ScalewiseError
 from scalewise.launch import started
-
-VERBS = {
-    "train": "train a model and write its report; -m or sweep=NAME for many",
-    "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
-    "report": "write report.html again for a run's or a sweep's folder",
-    "bench": "measure this machine's links, or the suite beside a hand-written loop",
-    "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
-    "doctor": "say what this machine has, and what that means for a run",
-}
-"""Every verb and what it does; a part of the frozen surface."""
-
-EXAMPLES = (
-    ("a small model on this machine, in seconds", "scalewise train experiment=smoke"),
-    (
-        "two layouts by two precisions, one report",
-        "scalewise train -m experiment=demo parallelism=single,ddp precision=fp32,bf16_mixed",
-    ),
-    ("does it fit, and how fast", "scalewise plan model=llama3_8b parallelism=fsdp hardware=h100"),
-    ("your own text", "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m"),
-)
+from scalewise.verbs import usage
+from scalewise.verbs.usage import VERBS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,8 +35,11 @@ def _dispatch(given: list[str]) -> int:
     if _asks_completion(given):
         return _complete(given)
     verb = given[0] if given else ""
-    if verb in ("", "-h", "--help", "help") or "--help" in given or "-h" in given:
-        print(help_text())
+    if verb in ("", "-h", "--help", "help"):
+        print(usage.of_all())
+        return 0
+    if "--help" in given or "-h" in given:
+        print(usage.of_verb(verb) if verb in VERBS else usage.of_all())
         return 0
     if "--version" in given:
         print(f"scalewise {_version()}")
@@ -77,27 +62,6 @@ def _version() -> str:
         return version("scalewise")
     except PackageNotFoundError:
         return "of a checkout that is not installed"
-
-
-def help_text() -> str:
-    """Returns what ``scalewise --help`` prints: verbs, groups, grammar, examples."""
-    from scalewise.config import tree
-
-    lines = ["usage: scalewise VERB [overrides] [Hydra's flags]", "", "verbs"]
-    lines += [f"  {verb:<12} {does}" for verb, does in VERBS.items()]
-    lines += ["", "groups: pick one by GROUP=OPTION, change a field by GROUP.FIELD=VALUE"]
-    for group in (*tree.GROUPS, "experiment", "sweep"):
-        lines.append(f"  {group:<12} {', '.join(tree.names(group))}")
-    lines += ["", "examples"]
-    for what, line in EXAMPLES:
-        lines += [f"  # {what}", f"  {line}"]
-    lines += [
-        "",
-        "Hydra's flags pass through: -m (every combination of a,b,c), --cfg job (show, do not",
-        "run), --info, -cd DIR (your own groups).",
-        'Completion: eval "$(scalewise -sc install=bash)"',
-    ]
-    return "\n".join(lines)
 
 
 def _asks_completion(given: list[str]) -> bool:

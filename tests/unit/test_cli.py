@@ -12,7 +12,8 @@ from scalewise.config import tree
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import Machine
 from scalewise.units import count_text
-from scalewise.verbs import doctor
+from scalewise.verbs import doctor, usage
+from scalewise.verbs.bench import BENCHMARKS
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int]
     return run
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_help_lists_verbs_groups_and_examples(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,9 +46,25 @@ def test_help_lists_verbs_groups_and_examples(
         assert cli.VERBS[verb] in rows[verb]
     for group in (*tree.GROUPS, "experiment", "sweep"):
         assert all(name in rows[group] for name in tree.names(group))
-    assert all(f"  {line}\n" in said for _, line in cli.EXAMPLES)
+    assert all(f"  {line}\n" in said for _, line in usage.EXAMPLES)
     long = ("  model", "  parallelism")
     assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"scalewise {verb}: {cli.VERBS[verb]}\n")
+    assert all(form in said and does in said for form, does in usage.FORMS[verb])
+    assert ("  parallelism" in said) == (verb in usage.COMPOSING)
+    long = ("  model", "  parallelism")
+    assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
+
+
+def test_help_names_every_benchmark() -> None:
+    forms = " ".join(form for form, _ in usage.FORMS["bench"])
+    assert all(f"bench {name}" in forms for name in BENCHMARKS)
 
 
 @pytest.mark.parametrize(

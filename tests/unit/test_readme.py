@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from scalewise.bench import figures
-from scalewise.cli import EXAMPLES
 from scalewise.config import door, tree
 from scalewise.config.refuse import diagnose
+from scalewise.verbs.usage import EXAMPLES
 
 README = Path(__file__).parents[2] / "README.md"
 

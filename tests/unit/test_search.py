@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from fixtures.layouts import LLAMA_8B
 
+from scalewise.errors import ConfigError
 from scalewise.plan.line import replaced
 from scalewise.plan.lost import neighbours
 from scalewise.plan.plan import Plan, planned
@@ -134,6 +135,20 @@ def test_what_is_typed_is_held(found: Find) -> None:
         assert run.memory.recompute == "full"
         assert run.precision.compute == "bf16"
         assert candidate.training == ()
+
+
+def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -> None:
+    run = compose(
+        "plan.search=layout", *NODE, "parallelism.shard=16", "parallelism=fsdp", here=False
+    )
+    with pytest.raises(ConfigError, match="parallelism.shard=16: a search keeps to what is typed"):
+        searched(run)
+
+
+def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
+    heard: list[int] = []
+    found = searched(compose("plan.search=memory", *NODE, here=False), heard.append)
+    assert heard == [*range(1, len(found.candidates) + 1)]
 
 
 def test_losers_are_told_why(found: Find) -> None:

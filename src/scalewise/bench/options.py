@@ -38,7 +38,10 @@ class Benchmark(Protocol):
 
     Options: type[Options]
     RUNS: Mapping[str, tuple[str, ...]]
-    """The runs that are measured, as overrides, by a name for each."""
+    """The runs that are measured, as overrides, by a name for each.
+
+    A module may have ``WORLDS`` as well: runs that no machine here must have the devices for.
+    """
 
     def measure(self, runs: Mapping[str, Run], options: Any, folder: Path) -> dict[str, object]:
         """Measures into ``folder``, prints what it finds and returns it."""

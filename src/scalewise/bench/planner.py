@@ -115,12 +115,13 @@ def _errors(
         scale = median(ratios) if scaled else 1.0
         errors = [abs(ratio / scale - 1) for ratio in ratios]
         everything += errors
-        found[name] = _summary(errors) | {"scale": scale}
-    found["all"] = _summary(everything) | {"scale": 1.0}
+        found[name] = summary(errors) | {"scale": scale}
+    found["all"] = summary(everything) | {"scale": 1.0}
     return found
 
 
-def _summary(errors: Sequence[float]) -> dict[str, float]:
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    """Returns how many errors there are, their median, 90th percentile and worst."""
     ordered = sorted(errors)
     return {
         "rows": len(ordered),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from scalewise.errors import Complaint
 from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
 from scalewise.parallelism.mesh import AXES, Mesh
 from scalewise.parallelism.single import Single
+from scalewise.plan.spec import Search
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -31,14 +34,28 @@ def every(run: Run, typed: frozenset[str]) -> Iterator[tuple[tuple[str, ...], Pa
 
     Sizes that were ``typed`` are held; the mesh's other fields are as in ``run``.
     """
-    base = run.parallelism if isinstance(run.parallelism, Mesh) else Mesh()
-    held = {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in typed}
+    base, held = _held(run, typed)
     for count in _counts(devices(run)):
         for factors in _products(count, len(AXES)):
             named = dict(zip(AXES, factors, strict=True))
             if all(named[axis] == size for axis, size in held.items()):
                 layout = _of_sizes(base, named)
                 yield told(layout), layout
+
+
+def complaints(run: Run, typed: frozenset[str]) -> Iterator[Complaint]:
+    """Yields sizes that were ``typed`` and that take more devices than there are."""
+    _, held = _held(run, typed)
+    if run.plan.search is not Search.memory and prod(held.values()) > devices(run):
+        reason = f"a search keeps to what is typed, and there are {devices(run)} devices"
+        for axis, size in held.items():
+            yield Complaint(f"parallelism.{axis}", size, reason, "leave it to the search")
+
+
+def _held(run: Run, typed: frozenset[str]) -> tuple[Mesh, dict[str, int]]:
+    """Returns the mesh that layouts are made of, and its sizes that stay."""
+    base = run.parallelism if isinstance(run.parallelism, Mesh) else Mesh()
+    return base, {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in typed}
 
 
 def told(layout: Parallelism) -> tuple[str, ...]:

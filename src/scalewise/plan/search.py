@@ -6,12 +6,13 @@ recomputation and, where asked, the formats that it admits. What a user typed is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.spec import Lora
+from scalewise.errors import ConfigError
 from scalewise.memory import Memory, Recompute
 from scalewise.optimizers import SGD
 from scalewise.plan import layouts
@@ -99,9 +100,18 @@ def _beats(one: Candidate, other: Candidate) -> bool:
     return all(a <= b for a, b in zip(_costs(one), _costs(other), strict=True))
 
 
-def searched(run: Run) -> Found:
-    """Returns what ``run.plan.search`` finds."""
-    return Found(run, tuple(walk(run)))
+def searched(run: Run, tell: Callable[[int], None] = lambda count: None) -> Found:
+    """Returns what ``run.plan.search`` finds; ``tell`` hears of each run how many there were.
+
+    Raises ``ConfigError`` for sizes that were typed and that no layout of the devices has.
+    """
+    if wrong := [*layouts.complaints(run, typed_keys(run.overrides))]:
+        raise ConfigError(wrong)
+    candidates = []
+    for candidate in walk(run):
+        candidates.append(candidate)
+        tell(len(candidates))
+    return Found(run, tuple(candidates))
 
 
 def walk(run: Run) -> Iterator[Candidate]:

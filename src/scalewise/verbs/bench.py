@@ -17,7 +17,7 @@ from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
 
-BENCHMARKS = ("collectives", "parallel", "planner", "slow_link")
+BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         benchmark = cast(Benchmark, import_module(f"scalewise.bench.{name}"))
         options, overrides = split(words, benchmark.Options)
         runs = {of: compose((*own, *overrides)) for of, own in benchmark.RUNS.items()}
+        worlds = getattr(benchmark, "WORLDS", {}).items()
+        runs |= {of: compose((*own, *overrides), here=False) for of, own in worlds}
         hardware = next(iter(runs.values())).hardware
         kept = record.place(name, hardware) if options.record else None
         folder = claim(Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")

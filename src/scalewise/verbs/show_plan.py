@@ -30,6 +30,10 @@ STYLES = {
     Verdict.host_out_of_memory: "red",
     Verdict.unknown: "dim",
 }
+NO_TIME = (
+    "no time: the hardware profile lacks a rate or a bandwidth; "
+    "`scalewise calibrate` measures them, then hardware=measured"
+)
 SMALL_SHARE = 0.001
 """Lines of less than this share of the peak are told together."""
 
@@ -169,7 +173,7 @@ def _beside(console: Console, plan: Plan) -> None:
 def _time(console: Console, plan: Plan) -> None:
     step, interval = plan.step, plan.interval
     if step is None or interval is None:
-        console.print("[dim]no time: the hardware profile lacks a rate or a bandwidth[/]")
+        console.print(f"[dim]{NO_TIME}[/]")
         return
     low, high = map(seconds_text, interval)
     rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"

@@ -13,7 +13,7 @@ from scalewise.plan.lost import neighbours
 from scalewise.plan.search import Candidate, Found
 from scalewise.plan.verdict import Verdict
 from scalewise.units import bytes_text, dollars_text, seconds_text
-from scalewise.verbs.show_plan import STYLES, train_line
+from scalewise.verbs.show_plan import NO_TIME, STYLES, train_line
 
 SHOWN = 12
 """Rows of a table, at the most."""
@@ -32,7 +32,7 @@ def one(found: Found) -> None:
         run = found.candidates[0].run
         console.print(f"each takes {run.global_batch} rows of {run.data.sequence} tokens a step")
     if found.rank is not asked.plan.rank_by:
-        console.print("no time: the hardware profile lacks a rate or a bandwidth; see calibrate")
+        console.print(NO_TIME)
     if best is None:
         _nothing(console, found)
         return

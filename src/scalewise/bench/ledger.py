@@ -1,0 +1,94 @@
+"""The planner's ledger beside what small runs hold here, and beside a trace of large ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalewise.bench import ledger_lines as lines
+from scalewise.bench import options
+from scalewise.bench.planner import summary
+from scalewise.errors import Interrupted, ScalewiseError
+from scalewise.launch.job import Order, execute
+from scalewise.plan import memory
+from scalewise.run import Run
+from scalewise.units import bytes_text
+
+RUNS: Mapping[str, tuple[str, ...]] = {
+    " ".join(("small", *line)): (*lines.SMALL, *line)
+    for line in (*lines.TRAINED, *lines.TRAINED_SELDOM)
+}
+WORLDS: Mapping[str, tuple[str, ...]] = {
+    " ".join(("large", *line)): (*lines.LARGE, *line)
+    for line in (*lines.TRACED, *lines.TRACED_SELDOM)
+}
+
+
+@dataclass(frozen=True)
+class Options(options.Options):
+    """What can be chosen."""
+
+    traced: bool = True
+    """Whether large runs are traced as well, which takes some minutes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: the most that a rank holds, foreseen and found, bytes."""
+
+    line: str
+    foreseen: int
+    found: int
+    fullest: str
+    """The moment of a step at which the ledger has the most."""
+
+    @property
+    def error(self) -> float:
+        """Returns how much too high the ledger is, as a share of what was found."""
+        return self.foreseen / self.found - 1
+
+
+def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+    """Trains the small runs, traces the large ones, prints each and returns all."""
+    small = {name: run for name, run in runs.items() if name in RUNS}
+    large = {name: run for name, run in runs.items() if name in WORLDS}
+    result: dict[str, object] = {"trained": _told("trained here", _trained(small, folder))}
+    if options.traced:
+        result["traced"] = _told("traced", _traced(large))
+    return result
+
+
+def _trained(runs: Mapping[str, Run], folder: Path) -> Iterator[Row]:
+    for name, run in runs.items():
+        foreseen = memory.worst(run)
+        result = execute(Order(run), folder / "run")
+        if result.status == "interrupted":
+            raise Interrupted(result.exit_code - 128, f"{result.reason}; nothing was written")
+        if result.status != "ok":
+            raise ScalewiseError(f"{name}: {result.status}: {result.reason}")
+        found = int(result.summary["metrics"]["memory/peak_bytes"])
+        shutil.rmtree(result.folder)
+        yield Row(name, foreseen.peak, found, foreseen.fullest)
+
+
+def _traced(runs: Mapping[str, Run]) -> Iterator[Row]:
+    from scalewise.training.trace import on_cpu, traced
+
+    for name, run in runs.items():
+        foreseen = memory.worst(on_cpu(run))
+        yield Row(name, foreseen.peak, traced(run).peak, foreseen.fullest)
+
+
+def _told(title: str, rows: Iterator[Row]) -> dict[str, object]:
+    """Prints the rows as they come, and returns them with what their errors are together."""
+    print(f"{title}:\n{'foreseen':>11}{'found':>11}{'error':>9}  line", flush=True)
+    kept = []
+    for row in rows:
+        kept.append(row)
+        foreseen, found = bytes_text(row.foreseen), bytes_text(row.found)
+        print(f"{foreseen:>11}{found:>11}{row.error:>+9.2%}  {row.line}", flush=True)
+    errors = summary([abs(row.error) for row in kept])
+    print("{rows} rows: median {median:.2%}, worst {worst:.2%}\n".format(**errors), flush=True)
+    return {"errors": errors, "rows": [vars(row) | {"error": row.error} for row in kept]}

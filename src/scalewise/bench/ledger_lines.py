@@ -1,0 +1,165 @@
+"""Runs that the ledger is held against: small ones that train, large ones that are traced."""
+
+Line = tuple[str, ...]
+
+MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
+FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
+LORA = "adapter=lora"
+
+
+def mesh(**sizes: int) -> Line:
+    """Returns a mesh of these sizes."""
+    return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+
+
+def fsdp(shards: int, *further: str) -> Line:
+    """Returns fully sharded data parallelism of so many shards."""
+    return ("parallelism=fsdp", f"parallelism.shard={shards}", *further)
+
+
+def _piped(schedule: str) -> Line:
+    return ("parallelism=pipeline", f"parallelism.pipeline_schedule={schedule}")
+
+
+SMALL = (
+    "experiment=smoke",
+    "tracking=none",
+    "callbacks=[none]",
+    "data=synthetic",
+    "data.sequence=128",
+    "model.layers=4",
+    "model.width=128",
+    "model.heads=4",
+    "model.feedforward=384",
+    "model.vocabulary=1024",
+    "model.context=128",
+    "trainer.max_steps=3",
+    "trainer.validate_every=null",
+    "trainer.log_every=3",
+    "trainer.micro_batch=4",
+    "trainer.global_batch=8",
+    "schedule.warmup_steps=1",
+    "checkpoint=none",
+    "launch.isolation=process",
+)
+"""What the lines that train stand on."""
+WEIGHTS = (
+    "model.width=256",
+    "model.tied=false",
+    "model.vocabulary=256",
+    "trainer.micro_batch=1",
+    "memory=checkpoint_full",
+)
+"""A few tokens through larger matrices: weights and gradients decide, not activations."""
+_GPT2 = (
+    "model.norm=layernorm",
+    "model.position=learned",
+    "model.activation=gelu",
+    "model.bias=true",
+)
+_DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
+_ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
+
+TRAINED: tuple[Line, ...] = (
+    (),
+    (MIXED,),
+    (FULL,),
+    (SELECTIVE,),
+    ("optimizer=sgd", "trainer.global_batch=4"),
+    ("objective.loss_chunk=64",),
+    _GPT2,
+    WEIGHTS,
+    (MIXED, *WEIGHTS),
+    (LORA, MIXED),
+    _DDP,
+    (*_DDP, MIXED, SELECTIVE),
+    (*_DDP, "optimizer=sgd", "trainer.global_batch=16"),
+    (*_DDP, *WEIGHTS),
+    fsdp(2),
+    fsdp(2, MIXED, SELECTIVE),
+    fsdp(2, LORA),
+    fsdp(2, *WEIGHTS),
+    fsdp(2, MIXED, *WEIGHTS),
+    fsdp(4, *WEIGHTS),
+    (*_ZERO2, MIXED, *WEIGHTS),
+    ("parallelism=hsdp", *WEIGHTS),
+    _TENSOR,
+    (*_TENSOR, MIXED, SELECTIVE),
+    (*mesh(shard=2, tensor=2), MIXED, *WEIGHTS),
+    ("parallelism=context", MIXED),
+    (*_piped("gpipe"), MIXED, "trainer.micro_batch=8"),
+    _piped("one_f_one_b"),
+    mesh(pipeline=2, shard=2),
+    mesh(pipeline=2, tensor=2),
+)
+TRAINED_SELDOM: tuple[Line, ...] = (
+    (BF16,),
+    fsdp(2, BF16),
+    fsdp(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),
+    fsdp(2, "parallelism.prefetch=2", *WEIGHTS),
+    (*_TENSOR, *WEIGHTS),
+    (*_TENSOR, "parallelism.sequence_parallel=false", "parallelism.loss_parallel=false", MIXED),
+    ("parallelism=context", "parallelism.attention=gather"),
+    _piped("gpipe"),
+    (*_piped("one_f_one_b"), FULL),
+)
+"""What tests run in their long tier alone."""
+
+LARGE = (
+    "model=llama3_8b",
+    "hardware=h100_8x4",
+    "data=synthetic",
+    "data.sequence=4096",
+    "trainer.micro_batch=1",
+)
+"""What the lines that are traced stand on."""
+SUMS = "trainer.global_batch=32"
+
+
+def stages(schedule: str = "one_f_one_b", **sizes: int) -> Line:
+    """Returns a pipeline of two stages, or as many as said, by the other axes."""
+    return (
+        *mesh(**({"pipeline": 2} | sizes)),
+        f"parallelism.pipeline_schedule={schedule}",
+        "trainer.micro_batch=4",
+    )
+
+
+TRACED: tuple[Line, ...] = (
+    (MIXED,),
+    (MIXED, *fsdp(128), FULL),
+    (MIXED, *mesh(shard=16, tensor=8), FULL),
+    (MIXED, *fsdp(8), LORA),
+    (BF16, *mesh(tensor=8)),
+    (MIXED, *fsdp(8), "objective.loss_chunk=1024"),
+    (LORA, "objective.loss_chunk=1024"),
+    (MIXED, *stages(shard=4), FULL),
+)
+TRACED_SELDOM: tuple[Line, ...] = (
+    (),
+    (BF16,),
+    (MIXED, FULL),
+    (MIXED, LORA),
+    (BF16, LORA, FULL),
+    (MIXED, *fsdp(8)),
+    (MIXED, *fsdp(8), SUMS),
+    (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
+    (MIXED, *fsdp(32), "parallelism.reshard_after_forward=false"),
+    (MIXED, *fsdp(128), SELECTIVE),
+    (MIXED, *mesh(replicate=2, shard=8), SUMS),
+    (MIXED, *mesh(tensor=8)),
+    (MIXED, *mesh(context=8)),
+    (MIXED, FULL, *fsdp(32), "model=llama3_70b"),
+    (MIXED, FULL, *mesh(shard=4, tensor=8), "model=llama3_70b"),
+    ("model=gpt2_124m", "data.sequence=1024", "trainer.micro_batch=8"),
+    (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
+    (MIXED, *stages(), LORA),
+    (MIXED, *stages("gpipe"), SUMS),
+    (MIXED, *stages(tensor=4)),
+    (MIXED, *stages(pipeline=4, replicate=2)),
+    (MIXED, *stages("interleaved_1f1b"), "parallelism.stages_per_rank=2"),
+    (MIXED, *stages("interleaved_1f1b", shard=2), "parallelism.stages_per_rank=2"),
+    (*stages(), "model=gpt2_124m", "data.sequence=1024"),
+    (MIXED, SELECTIVE, *stages(context=2, tensor=4)),
+)
+"""What tests run in their long tier alone."""

@@ -1,0 +1,98 @@
+"""What ``--help`` prints: of the whole, and of each verb."""
+
+from __future__ import annotations
+
+VERBS = {
+    "train": "train a model and write its report; -m or sweep=NAME for many",
+    "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
+    "report": "write report.html again for a run's or a sweep's folder",
+    "bench": "measure this machine's links, or the suite beside a hand-written loop",
+    "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
+    "doctor": "say what this machine has, and what that means for a run",
+}
+"""Every verb and what it does; a part of the frozen surface."""
+
+EXAMPLES = (
+    ("a small model on this machine, in seconds", "scalewise train experiment=smoke"),
+    (
+        "two layouts by two precisions, one report",
+        "scalewise train -m experiment=demo parallelism=single,ddp precision=fp32,bf16_mixed",
+    ),
+    ("does it fit, and how fast", "scalewise plan model=llama3_8b parallelism=fsdp hardware=h100"),
+    ("your own text", "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m"),
+)
+
+Rows = tuple[tuple[str, str], ...]
+
+FORMS: dict[str, Rows] = {
+    "train": (
+        ("scalewise train [overrides]", "one run"),
+        ("scalewise train -m [a=1,2 ...]", "every combination of the values"),
+        ("scalewise train sweep=NAME", "the combinations of sweeps/NAME.yaml"),
+        ("scalewise train ... resume=last", "go on from the newest run of this name"),
+        ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
+        ("scalewise train ... --cfg job", "show what would run; nothing runs"),
+    ),
+    "plan": (
+        ("scalewise plan [overrides]", "memory line by line, verdict, cure, time"),
+        ("scalewise plan -m [a=1,2 ...]", "one table for the combinations"),
+        ("scalewise plan plan.search=WHAT", "look for better: layout, memory, all"),
+        ("                plan.rank_by=WHAT", "what the best has least of: time, price, memory"),
+        ("scalewise plan plan.method=trace", "ask the code itself; imports torch"),
+        ("                plan.full_depth=true", "every layer, and no shallow copies"),
+        ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
+    ),
+    "report": (("scalewise report FOLDER ...", "of runs or sweeps"),),
+    "bench": (
+        ("scalewise bench collectives", "latency and bandwidth of each collective here"),
+        ("scalewise bench ledger", "memory as planned beside small runs, and traces of large"),
+        ("scalewise bench parallel", "ddp and fsdp beside hand-written torch loops"),
+        ("scalewise bench planner data=FILE", "plans beside rows that others measured"),
+        ("scalewise bench slow_link mbit=100", "a slow cable between two ranks; Linux, root"),
+        ("... record=true", "keep the figures in experiments/records"),
+    ),
+    "calibrate": (
+        ("scalewise calibrate", "in under two minutes; then hardware=measured"),
+        ("... name=NAME ranks=N seconds=S", "the profile's name, ranks of the link, time a figure"),
+        ("scalewise calibrate learn=runs", "how much longer steps took than was foreseen"),
+    ),
+    "doctor": (("scalewise doctor", "devices, extras, disk, tracking"),),
+}
+"""How each verb is typed."""
+
+COMPOSING = ("train", "plan")
+"""The verbs that take every group."""
+
+
+def of_all() -> str:
+    """Returns what ``scalewise --help`` prints: verbs, groups, grammar, examples."""
+    lines = ["usage: scalewise VERB [overrides] [Hydra's flags]", "", "verbs", *_table(VERBS)]
+    lines += ["", *_groups(), "", "examples"]
+    for what, line in EXAMPLES:
+        lines += [f"  # {what}", f"  {line}"]
+    lines += [
+        "",
+        "scalewise VERB --help says more of one. Hydra's flags pass through: -m (every combination",
+        "of a,b,c), --cfg job (show, do not run), --info, -cd DIR (your own groups).",
+        'Completion: eval "$(scalewise -sc install=bash)"',
+    ]
+    return "\n".join(lines)
+
+
+def of_verb(verb: str) -> str:
+    """Returns what ``scalewise VERB --help`` prints."""
+    lines = [f"scalewise {verb}: {VERBS[verb]}", "", *_table(dict(FORMS[verb]))]
+    return "\n".join([*lines, *(["", *_groups()] if verb in COMPOSING else [])])
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    wide = max(map(len, rows))
+    return [f"  {name:<{max(wide, 12)}} {does}" for name, does in rows.items()]
+
+
+def _groups() -> list[str]:
+    from scalewise.config import tree
+
+    groups = (*tree.GROUPS, "experiment", "sweep")
+    names = {group: ", ".join(tree.names(group)) for group in groups}
+    return ["groups: pick one by GROUP=OPTION, change a field by GROUP.FIELD=VALUE", *_table(names)]
