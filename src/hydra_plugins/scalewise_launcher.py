@@ -13,7 +13,10 @@ from omegaconf import DictConfig
 
 
 class ScalewiseLauncher(Launcher):
-    """Validates every job of a batch before the first starts."""
+    """Validates every job of a batch before the first starts; its options name an engine."""
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -31,12 +34,12 @@ class ScalewiseLauncher(Launcher):
         """Returns one result per job; its value is the number that a sweeper minimises."""
         from scalewise.config import door
 
-        return door.launch(self.loader, self.config, job_overrides, initial_job_idx)
+        return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
 
 ConfigStore.instance().store(
     group="hydra/launcher",
     name="scalewise",
-    node={"_target_": f"{__name__}.{ScalewiseLauncher.__name__}"},
+    node={"_target_": f"{__name__}.{ScalewiseLauncher.__name__}", "engine": "in_turn"},
     provider="scalewise",
 )

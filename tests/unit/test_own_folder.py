@@ -1,6 +1,6 @@
 """A folder of the user's by ``-cd``: files copied from the tree work there as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,9 @@ class Noted(Verb):
         self.runs.append(run)
         return 0
 
-    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+    def many(
+        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
+    ) -> list[End]:
         self.runs += [job.run for job in jobs]
         return [End(0, 0.0) for _ in jobs]
 

@@ -58,8 +58,13 @@ class Verb:
     def admit_many(self) -> None:
         """Raises ``ConfigError`` where no multirun can run; called before it has a folder."""
 
-    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
-        """Runs a batch of a multirun into ``folder`` and returns how each job ended."""
+    def many(
+        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
+    ) -> list[End]:
+        """Runs a batch of a multirun into ``folder`` and returns how each job ended.
+
+        ``engine`` names what runs the jobs, and its options: those of ``hydra/launcher``.
+        """
         raise NotImplementedError
 
 
@@ -151,13 +156,17 @@ def prepare() -> None:
 
 
 def launch(
-    loader: ConfigLoader, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int
+    loader: ConfigLoader,
+    config: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+    engine: Mapping[str, object],
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
     passage, folder = _passages[-1], sweep_folder(config)
     jobs = _validated(loader, config, job_overrides, first, folder)
     try:
-        ends = passage.verb.many(jobs, folder, jobs[0].run.question)
+        ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
         passage.raised.append(error)
         raise

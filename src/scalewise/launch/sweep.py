@@ -1,4 +1,4 @@
-"""The jobs of a sweep, one after the other, each in processes of its own."""
+"""The jobs of a sweep, and the record of them that is true at any moment."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import signals
-from scalewise.launch.job import Order, Result, execute
+from scalewise.launch.engine import INTERRUPTED, Engine, Task
+from scalewise.launch.job import Result
 from scalewise.tracking.files import read_json, write_json
-
-INTERRUPTED = range(129, 160)
-"""Exit codes of jobs that a signal to the whole sweep has ended."""
 
 
 def execute_all(
-    orders: Sequence[tuple[int, Order, Path]],
+    tasks: Sequence[Task],
     folder: Path,
+    engine: Engine,
     *,
     command: str,
     question: str,
-    announce: Callable[[int, Order, int], None],
-    report: Callable[[int, Result], None],
+    announce: Callable[[Task, int], None],
+    report: Callable[[Task, Result], None],
 ) -> list[Result]:
     """Runs jobs into their folders and returns how each ended; none stops the others.
 
@@ -41,49 +38,41 @@ def execute_all(
         "reference": None,
         "jobs": [],
     }
-    planned = [_planned(number, order, own, folder) for number, order, own in orders]
-    record["jobs"] += planned
+    jobs = {task.number: _planned(task, folder) for task in tasks}
+    record["jobs"] += jobs.values()
     record["varying"] = _varying([job["varied"] for job in record["jobs"]])
-    results: list[Result] = []
-    stopped: Result | None = None
-    for (number, order, own), job in zip(orders, planned, strict=True):
-        if stopped is None:
-            job["status"] = "running"
-            write_json(folder / "sweep.json", record)
-            result = _executed(number, order, own, lambda n, o: announce(n, o, len(orders)))
-            report(number, result)
-            job["folder"] = str(result.folder.relative_to(folder))
-            if result.exit_code in INTERRUPTED:
-                stopped = result
-        else:
-            result = Result("interrupted", stopped.reason, stopped.exit_code, own, {})
-        job["status"] = result.status
-        results.append(result)
+
+    def began(task: Task) -> None:
+        jobs[task.number]["status"] = "running"
+        write_json(folder / "sweep.json", record)
+        announce(task, len(tasks))
+
+    results: dict[int, Result] = {}
+    for task, result in engine.results(tasks, began):
+        results[task.number] = result
+        jobs[task.number]["folder"] = str(result.folder.relative_to(folder))
+        jobs[task.number]["status"] = result.status
+        write_json(folder / "sweep.json", record)
+        report(task, result)
+    stopped = next((r for r in results.values() if r.exit_code in INTERRUPTED), None)
+    for task in tasks:
+        if task.number not in results:
+            assert stopped is not None, f"job {task.number} has no result"
+            jobs[task.number]["status"] = "interrupted"
+            results[task.number] = Result(
+                "interrupted", stopped.reason, stopped.exit_code, task.folder, {}
+            )
     record["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / "sweep.json", record)
-    return results
+    return [results[task.number] for task in tasks]
 
 
-def _executed(
-    number: int, order: Order, folder: Path, announce: Callable[[int, Order], None]
-) -> Result:
-    try:
-        with signals.raised("before the job began"):
-            announce(number, order)
-            return execute(order, folder)
-    except ConfigError as error:
-        reason = "; ".join(str(complaint) for complaint in error.complaints)
-        return Result("refused", reason, error.exit_code, folder, {})
-    except Interrupted as error:
-        return Result("interrupted", str(error), error.exit_code, folder, {})
-
-
-def _planned(number: int, order: Order, own: Path, folder: Path) -> dict[str, Any]:
+def _planned(task: Task, folder: Path) -> dict[str, Any]:
     return {
-        "number": number,
-        "folder": str(own.relative_to(folder)),
-        "overrides": list(order.run.overrides),
-        "varied": dict(order.varied),
+        "number": task.number,
+        "folder": str(task.folder.relative_to(folder)),
+        "overrides": list(task.order.run.overrides),
+        "varied": dict(task.order.varied),
         "status": "waiting",
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,8 @@ class Planner(Verb):
     def one(self, run: Run, folder: Path) -> int:
         """Prints the ledger, the verdict and its cure, and the time; or what a search found."""
         if run.plan.search is not Search.none:
-            with output.console().status("searching"):
-                found = searched(run)
+            with output.console().status("searching") as status:
+                found = searched(run, lambda count: status.update(f"{count:,} runs tried"))
             show_search.one(found)
             if found.best is None:
                 return 3
@@ -38,7 +38,9 @@ class Planner(Verb):
         show_plan.one(plan)
         return 3 if plan.fit.verdict.bad else 0
 
-    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+    def many(
+        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
+    ) -> list[End]:
         """Prints a row a job; of a job with a search the best that it finds."""
         plans = [_of_job(job.run) for job in jobs]
         show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalewise import output
+from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result
 from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
@@ -36,17 +37,17 @@ def refitted(asked: Run, run: Run) -> None:
         print(f"plan.fit=auto: {' '.join(told)}", flush=True)
 
 
-def announce(number: int, order: Order, count: int) -> None:
+def announce(task: Task, count: int) -> None:
     """Prints which job of a sweep begins."""
-    varied = "  ".join(f"{key}={value}" for key, value in order.varied.items())
-    print(f"\njob {number} ({count} in all)  {varied}", flush=True)
-    heading(order)
+    varied = "  ".join(f"{key}={value}" for key, value in task.order.varied.items())
+    print(f"\njob {task.number} ({count} in all)  {varied}", flush=True)
+    heading(task.order)
 
 
-def outcome(number: int, result: Result) -> None:
+def outcome(task: Task, result: Result) -> None:
     """Prints how a job of a sweep ended, if not well."""
     if result.status != "ok":
-        print(f"job {number} {result.status}: {result.reason}", flush=True)
+        print(f"job {task.number} {result.status}: {result.reason}", flush=True)
 
 
 def ended(result: Result) -> None:
@@ -66,19 +67,19 @@ def sweep_ended(results: Sequence[Result], folder: Path) -> None:
     print(f"report {_short(report)}" if report else f"folder {_short(folder)}", flush=True)
 
 
-def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) -> None:
+def table(tasks: Sequence[Task], results: Sequence[Result]) -> None:
     """Prints one row a job: how it ended, and what it measured."""
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("job", justify="right")
-    keys = list(dict.fromkeys(key for _, order, _ in orders for key in order.varied))
+    keys = list(dict.fromkeys(key for task in tasks for key in task.order.varied))
     for key in keys:
         shown.add_column(key)
     shown.add_column("status")
     for name in ("first loss", "loss", "val loss", "tok/s", "step", "peak memory"):
         shown.add_column(name, justify="right")
-    for (number, order, _), result in zip(orders, results, strict=True):
+    for task, result in zip(tasks, results, strict=True):
         metrics = result.summary.get("metrics") or {}
         status = f"[{_STYLES.get(result.status, 'red')}]{result.status}[/]"
         numbers = (
@@ -91,8 +92,8 @@ def table(orders: Sequence[tuple[int, Order, Path]], results: Sequence[Result]) 
             if metrics.get("memory/peak_bytes")
             else output.ABSENT,
         )
-        varied = [order.varied.get(key, "") for key in keys]
-        shown.add_row(str(number), *varied, status, *numbers)
+        varied = [task.order.varied.get(key, "") for key in keys]
+        shown.add_row(str(task.number), *varied, status, *numbers)
     print()
     output.console().print(shown)
 

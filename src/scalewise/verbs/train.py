@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.errors import ConfigError
-from scalewise.launch import signals, started
+from scalewise.launch import engines, signals, started
+from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, execute
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
@@ -53,13 +54,15 @@ class Train(Verb):
                 f"without them run: {self._command}",
             )
 
-    def many(self, jobs: Sequence[Job], folder: Path, question: str) -> list[End]:
+    def many(
+        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
+    ) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
         runs = all_fitted([job.run for job in jobs])
         for job, run in zip(jobs, runs, strict=True):
             show.refitted(job.run, run)
-        orders = [
-            (
+        tasks = [
+            Task(
                 job.number,
                 Order(
                     run,
@@ -72,16 +75,16 @@ class Train(Verb):
             )
             for job, run in zip(jobs, runs, strict=True)
         ]
-
         results = execute_all(
-            orders,
+            tasks,
             folder,
+            engines.named(engine),
             command=self._command,
             question=question,
             announce=show.announce,
             report=show.outcome,
         )
-        show.table(orders, results)
+        show.table(tasks, results)
         show.sweep_ended(results, folder)
         return [End(result.exit_code, result.objective) for result in results]
 

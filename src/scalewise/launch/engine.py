@@ -1,0 +1,62 @@
+"""Where the jobs of a sweep run: an engine takes tasks and tells how each ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch import signals
+from scalewise.launch.job import Order, Result, execute
+
+INTERRUPTED = range(129, 160)
+"""Exit codes of jobs that a signal to the whole sweep has ended."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job of a sweep: its number, what it runs, and the folder that it is to have."""
+
+    number: int
+    order: Order
+    folder: Path
+
+
+Began = Callable[[Task], None]
+
+
+class Engine(Protocol):
+    """What runs the jobs of a sweep."""
+
+    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+        """Yields each task with how it ended, as they end; calls ``began`` as each starts.
+
+        No job stops another. After a signal to the sweep the task that it ended is yielded, and
+        what had not begun is left out.
+        """
+
+
+class InTurn:
+    """One job after the other, each in processes of its own."""
+
+    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+        """Yields each task with how it ended."""
+        for task in tasks:
+            result = _executed(task, began)
+            yield task, result
+            if result.exit_code in INTERRUPTED:
+                return
+
+
+def _executed(task: Task, began: Began) -> Result:
+    try:
+        with signals.raised("before the job began"):
+            began(task)
+            return execute(task.order, task.folder)
+    except ConfigError as error:
+        reason = "; ".join(str(complaint) for complaint in error.complaints)
+        return Result("refused", reason, error.exit_code, task.folder, {})
+    except Interrupted as error:
+        return Result("interrupted", str(error), error.exit_code, task.folder, {})
