@@ -141,7 +141,7 @@ def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -
     run = compose(
         "plan.search=layout", *NODE, "parallelism.shard=16", "parallelism=fsdp", here=False
     )
-    with pytest.raises(ConfigError, match="parallelism.shard=16: a search keeps to what is typed"):
+    with pytest.raises(ConfigError, match="a search keeps to what is typed"):
         searched(run)
 
 
