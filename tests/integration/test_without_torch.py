@@ -1,0 +1,92 @@
+"""``scalewise plan`` in a virtual environment that has no torch."""
+
+from __future__ import annotations
+
+import venv
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Doors, Ended
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import scalewise as package
+from scalewise.config import tree
+
+
+def stand_on_torch() -> set[str]:
+    """Returns the installed distributions that need torch, themselves or by what they need."""
+    wants = {
+        canonicalize_name(each.name): {
+            canonicalize_name(wanted.name)
+            for wanted in map(Requirement, each.requires or ())
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        }
+        for each in distributions()
+    }
+    found = {"torch"}
+    while more := {name for name, wanted in wants.items() if wanted & found} - found:
+        found |= more
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the Python of an environment with all that is installed here and needs no torch."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    left_out = stand_on_torch()
+    for each in distributions():
+        if canonicalize_name(each.name) in left_out:
+            continue
+        for top in {file.parts[0] for file in each.files or () if file.parts[0] != ".."}:
+            if not (site / top).exists():
+                (site / top).symlink_to(each.locate_file(top))
+    (site / "scalewise.pth").write_text(str(Path(package.__file__).parents[1]), "utf-8")
+    return folder / "bin" / "python"
+
+
+Plan = Callable[..., Ended]
+
+LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
+
+
+@pytest.fixture
+def plan(bare: Path, scalewise: Doors) -> Plan:
+    """Returns what plans a line there."""
+    return lambda *line: scalewise.command([str(bare), "-m", "scalewise", "plan", *line]).wait()
+
+
+def test_there_is_no_torch(bare: Path, scalewise: Doors) -> None:
+    ended = scalewise.command([str(bare), "-c", "import hydra, torch"]).wait()
+    assert "No module named 'torch'" in ended.err
+
+
+@pytest.mark.parametrize("experiment", tree.names("experiment"))
+def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
+    said = plan(f"experiment={experiment}", "data=synthetic").ok().out
+    assert "where the bytes go" in said
+    assert "activations of blocks" in said
+    assert "fits, " in said
+
+
+@pytest.mark.parametrize("experiment", tree.names("experiment"))
+def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
+    small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
+    ended = plan(f"experiment={experiment}", "data=synthetic", *small)
+    assert ended.code == 3, ended.said
+    assert "out_of_memory" in ended.out
+    assert "scalewise train " in ended.out
+
+
+@pytest.mark.timed
+def test_a_plan_takes_less_than_a_second(plan: Plan) -> None:
+    seconds = []
+    for _ in range(8):  # a busy machine only ever adds to them
+        seconds.append(plan(*LLAMA_8B).ok().seconds)
+        if seconds[-1] < 1:
+            return
+    raise AssertionError(f"seconds: {seconds}")
