@@ -22,6 +22,19 @@ def renew(readme: Path, records: Path) -> None:
     readme.write_text(text, "utf-8")
 
 
+def foreseen(records: Path) -> str:
+    """Returns what the README says of the ledger beside runs here and traces of large ones."""
+    record = _read(records / "cpu" / "ledger.json")
+    trained, traced = record["trained"]["errors"], record["traced"]["errors"]
+    return _filled(
+        f"Of {trained['rows']} small runs over every native layout (`scalewise bench ledger`, "
+        f"{record['date'][:10]}) the ledger's peak is {trained['median']:.2%} off what was alive "
+        f"at the median and {trained['worst']:.2%} at the worst; of {traced['rows']} large ones, "
+        f"up to 8B on 128 devices and 70B on 32, {traced['median']:.2%} and "
+        f"{traced['worst']:.2%} off their traces."
+    )
+
+
 def planned(records: Path) -> str:
     """Returns what the README says of the planner beside published measurements."""
     record = _read(records / "cpu" / "planner.json")
@@ -64,7 +77,7 @@ def measured(records: Path) -> str:
     )
 
 
-PARAGRAPHS = {"measured": measured, "planned": planned}
+PARAGRAPHS = {"measured": measured, "foreseen": foreseen, "planned": planned}
 
 
 def _filled(text: str) -> str:
