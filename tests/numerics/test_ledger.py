@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from fixtures.jobs import Job
+from fixtures.layouts import needs_deepspeed
 
 from scalewise import compose
-from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM
+from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
 from scalewise.plan import memory
+
+LONG = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
 
 @pytest.mark.parametrize(
     "line",
-    [*TRAINED, *(pytest.param(line, marks=pytest.mark.exhaustive) for line in TRAINED_SELDOM)],
+    [*TRAINED, *(pytest.param(line, marks=LONG) for line in TRAINED_SELDOM)],
     ids=" ".join,
 )
 def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
@@ -29,3 +32,20 @@ def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
     error = foreseen.peak / metrics["memory/peak_bytes"] - 1
     print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "line",
+    [
+        *ZERO[::4],
+        *(pytest.param(line, marks=LONG) for line in ZERO if line not in ZERO[::4]),
+    ],
+    ids=" ".join,
+)
+def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
+    foreseen = memory.worst(compose((*SMALL, *line)))
+    found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
+    error = foreseen.peak / found - 1
+    print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
+    assert abs(error) < 0.08

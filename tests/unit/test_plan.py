@@ -269,3 +269,32 @@ def test_a_limit_makes_a_smaller_card_of_a_larger(plan_of: Compose) -> None:
     small = plan_of(*LLAMA, "hardware=h200", "launch.memory_limit_gib=80")
     assert small.fit.capacity == 80 * GIB < (large.fit.capacity or 0)
     assert plan_of(*LLAMA, "launch.memory_limit_gib=1000").fit.capacity == 80 * GIB
+
+
+def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) -> None:
+    line = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
+    fit = plan_of(*line, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
+    assert "gradients of weights come later" in fit.uncounted
+    room = replace(fit, capacity=int(1.5 * fit.reserved[1]))
+    assert room.verdict is Verdict.borderline
+    assert replace(room, traced=fit.peak).verdict is Verdict.fits
+    assert plan_of(*line).fit.uncounted == ""
+
+
+def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
+    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    ranks, sizes = 8, {}
+    for stage in (1, 2, 3):
+        zero = (f"parallelism=deepspeed_zero{stage}", f"parallelism.replicas={ranks}")
+        plan = plan_of(*rest, *zero)
+        sizes = {line.what: line.most for line in plan.fit.ledger.lines}
+        count = plan.run.model.parameters
+        whole = 1 if stage < 3 else ranks
+        assert sizes["parameters"] == pytest.approx(2 * count / whole, rel=1e-3)
+        assert sizes["masters"] == pytest.approx(4 * count / ranks, rel=1e-3)
+        assert sizes["optimizer state"] == pytest.approx(8 * count / ranks, rel=1e-3)
+        share = 1 if stage == 1 else ranks
+        assert sizes["gradients"] == pytest.approx(
+            (4 if stage > 1 else 2) * count / share, rel=1e-3
+        )
+    assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)

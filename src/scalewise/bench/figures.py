@@ -25,13 +25,14 @@ def renew(readme: Path, records: Path) -> None:
 def foreseen(records: Path) -> str:
     """Returns what the README says of the ledger beside runs here and traces of large ones."""
     record = _read(records / "cpu" / "ledger.json")
-    trained, traced = record["trained"]["errors"], record["traced"]["errors"]
+    trained, zero, traced = (record[kind]["errors"] for kind in ("trained", "deepspeed", "traced"))
     return _filled(
         f"Of {trained['rows']} small runs over every native layout (`scalewise bench ledger`, "
         f"{record['date'][:10]}) the ledger's peak is {trained['median']:.2%} off what was alive "
         f"at the median and {trained['worst']:.2%} at the worst; of {traced['rows']} large ones, "
         f"up to 8B on 128 devices and 70B on 32, {traced['median']:.2%} and "
-        f"{traced['worst']:.2%} off their traces."
+        f"{traced['worst']:.2%} off their traces. Of {zero['rows']} small runs under DeepSpeed it "
+        f"is {zero['median']:.1%} and {zero['worst']:.1%} off."
     )
 
 

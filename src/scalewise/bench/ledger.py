@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from scalewise.bench import ledger_lines as lines
@@ -16,14 +17,17 @@ from scalewise.plan import memory
 from scalewise.run import Run
 from scalewise.units import bytes_text
 
-RUNS: Mapping[str, tuple[str, ...]] = {
-    " ".join(("small", *line)): (*lines.SMALL, *line)
-    for line in (*lines.TRAINED, *lines.TRAINED_SELDOM)
-}
-WORLDS: Mapping[str, tuple[str, ...]] = {
-    " ".join(("large", *line)): (*lines.LARGE, *line)
-    for line in (*lines.TRACED, *lines.TRACED_SELDOM)
-}
+
+def _named(name: str, base: lines.Line, further: Iterable[lines.Line]) -> dict[str, lines.Line]:
+    return {" ".join((name, *line)): (*base, *line) for line in further}
+
+
+_TRAINED = _named("small", lines.SMALL, (*lines.TRAINED, *lines.TRAINED_SELDOM))
+_ZERO = _named("small", lines.SMALL, lines.ZERO if find_spec("deepspeed") else ())
+RUNS: Mapping[str, tuple[str, ...]] = _TRAINED | _ZERO
+WORLDS: Mapping[str, tuple[str, ...]] = _named(
+    "large", lines.LARGE, (*lines.TRACED, *lines.TRACED_SELDOM)
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,13 @@ class Row:
 
 def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
     """Trains the small runs, traces the large ones, prints each and returns all."""
-    small = {name: run for name, run in runs.items() if name in RUNS}
-    large = {name: run for name, run in runs.items() if name in WORLDS}
-    result: dict[str, object] = {"trained": _told("trained here", _trained(small, folder))}
+    result: dict[str, object] = {}
+    for title, names in (("trained", _TRAINED), ("deepspeed", _ZERO)):
+        if names:
+            chosen = {name: runs[name] for name in names}
+            result[title] = _told(title, _trained(chosen, folder))
     if options.traced:
-        result["traced"] = _told("traced", _traced(large))
+        result["traced"] = _told("traced", _traced({name: runs[name] for name in WORLDS}))
     return result
 
 

@@ -105,6 +105,23 @@ TRAINED_SELDOM: tuple[Line, ...] = (
 )
 """What tests run in their long tier alone."""
 
+_FEW = "parallelism.bucket_mib=1"
+_ALL = "parallelism.keep_whole_below=100"
+ZERO: tuple[Line, ...] = tuple(
+    (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *further)
+    for stage, *further in (
+        (1, "trainer.global_batch=2"),
+        (1, "trainer.global_batch=2", MIXED),
+        (2, _FEW),
+        (2, _FEW, MIXED),
+        (2, _FEW, "parallelism.replicas=4"),
+        (3, _FEW, _ALL),
+        (3, _FEW, _ALL, MIXED),
+        (3, _FEW, _ALL, "parallelism.replicas=4"),
+    )
+)
+"""DeepSpeed's, in buckets that are small beside the model, as those of large models are."""
+
 LARGE = (
     "model=llama3_8b",
     "hardware=h100_8x4",

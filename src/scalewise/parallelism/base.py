@@ -75,6 +75,11 @@ class Parallelism(ABC):
         """Returns one rank of each kind that holds another share than the rest."""
         return (0,)
 
+    @property
+    def uncounted(self) -> str:
+        """Returns what the memory ledger leaves out of this layout; empty: nothing to speak of."""
+        return ""
+
     @abstractmethod
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns what a rank holds of ``run`` and works on."""

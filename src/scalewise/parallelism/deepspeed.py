@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from scalewise.run import Run
 
 
+LIVE = 1_000_000_000
+"""Numbers that stage 3 leaves whole between two uses: ``max_live_parameters`` by default."""
+
+
 class Offload(StrEnum):
     """Where something lives that is not at work."""
 
@@ -178,11 +182,26 @@ class DeepSpeed(Parallelism):
 
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns everything that the stage does not share out."""
-        from scalewise.parallelism.holds import of_replicas
+        from scalewise.parallelism.holds import Zero, of_replicas, shape
 
-        ranks, stage = self.world_size, self.stage
+        ranks, stage, precision = self.world_size, self.stage, run.precision
+        summed = precision.compute if stage == 1 else precision.parameters
+        buckets = 2 if self.overlap_comm and stage < 3 else 1
+        if not self.contiguous_gradients:  # gradients wait where they are; stage 3 joins them
+            buckets = 2 if stage == 3 else 1
         return replace(
             of_replicas(run),
+            shape=shape(run, run.trainer.micro_batch, run.data.sequence, cast=True),
+            zero=Zero(
+                stage,
+                weights=precision.compute.bytes,
+                masters=precision.parameters.bytes,
+                summed=summed.bytes,
+                bucket=self._bucket(run),
+                buckets=buckets,
+                live=LIVE if stage == 3 else 0,
+                threshold=self.keep_whole_below if stage == 3 else 0,
+            ),
             states=ranks,
             gradients=ranks if stage >= 2 else 1,
             parameters=ranks if stage == 3 else 1,
@@ -197,7 +216,7 @@ class DeepSpeed(Parallelism):
 
         The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
         """
-        elements = min(int(self.bucket_mib * MIB / 4), max(run.model.parameters, 1024))
+        elements = self._bucket(run)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": self.overlap_comm,
@@ -230,6 +249,9 @@ class DeepSpeed(Parallelism):
             "zero_allow_untested_optimizer": True,
             **self._numbers(run),
         }
+
+    def _bucket(self, run: Run) -> int:
+        return min(int(self.bucket_mib * MIB / 4), max(run.model.parameters, 1024))
 
     def _numbers(self, run: Run) -> Mapping[str, Any]:
         """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.

@@ -35,6 +35,26 @@ class Gathering:
 
 
 @dataclass(frozen=True)
+class Zero:
+    """What DeepSpeed's ZeRO holds otherwise than torch.
+
+    Bytes of a number: ``weights`` of those at work, ``masters`` of the copy that is stepped,
+    ``summed`` of a gradient that waits for the step. A bucket has so many ``bucket`` numbers;
+    ``buckets`` of them exist while backward runs. ``live``: numbers that stay whole between uses.
+    ``threshold``: a weight of fewer numbers is whole at all times.
+    """
+
+    stage: int
+    weights: int
+    masters: int
+    summed: int
+    bucket: int
+    buckets: int
+    live: int
+    threshold: int
+
+
+@dataclass(frozen=True)
 class Holds(Parts):
     """One rank's share.
 
@@ -57,6 +77,7 @@ class Holds(Parts):
     pieces: int = 1
     places: int = 1
     gathering: Gathering | None = None
+    zero: Zero | None = None
     states_on_host: bool = False
     parameters_on_host: bool = False
     states_on_disk: bool = False

@@ -143,6 +143,12 @@ class Mesh(Parallelism):
         """Returns the pieces that a micro batch passes the pipeline in."""
         return self.pipeline_micro_batches or self.stages
 
+    @property
+    def uncounted(self) -> str:
+        """Returns what a schedule that splits its backward keeps between the halves."""
+        split = self.sizes.get("pipeline", 1) > 1 and self.pipeline_schedule.splits_backward
+        return "what a backward keeps whose gradients of weights come later" * split
+
     def settle(self, devices: int | None) -> Self:
         """Returns the layout with the ``auto`` size filled in."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]

@@ -43,15 +43,17 @@ def _of_node(run: Run) -> Iterator[Line]:
     ranks, holds = ranks_on_a_node(run), run.parallelism.holds(run)
     each = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _line("processes", ranks, each, "Python, torch and its libraries")
-    held = run.precision.parameters.bytes
+    held, zero = run.precision.parameters.bytes, holds.zero
     states = held * holds.numbers(holds.states, trained=True)
     if holds.states_on_host and not holds.states_on_disk:
         size = states * run.optimizer.slots
         yield _line("offloaded optimizer state", ranks, size, "stepped on the host")
+        if zero is not None:
+            yield _line("offloaded masters", ranks, states, "the weights that the host steps")
         size = held * holds.numbers(holds.gradients, trained=True)
         yield _line("offloaded gradients", ranks, size, "what the host steps by")
     if holds.parameters_on_host and not holds.parameters_on_disk:
-        size = held * holds.numbers(holds.parameters)
+        size = (zero.weights if zero else held) * holds.numbers(holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
     if run.checkpoint.background:
         size = held * holds.numbers(holds.parameters) + states * run.optimizer.slots

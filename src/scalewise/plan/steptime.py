@@ -18,7 +18,7 @@ from scalewise.parallelism.collectives import Collective, Kind
 from scalewise.parallelism.mesh import AXES
 from scalewise.parallelism.ring import Link
 from scalewise.plan import traffic
-from scalewise.plan.memory import tapes_of
+from scalewise.plan.device import tapes_of
 from scalewise.plan.replay import products
 from scalewise.units import GIGA, MICRO
 

@@ -43,9 +43,11 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     last; the optimizer steps where its state lies. FSDP2's ``CPUOffloadPolicy`` and ZeRO-Offload
     (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
     """
-    held, slots = run.precision.parameters.bytes, run.optimizer.slots
-    weights = held * holds.numbers(holds.parameters)
-    stepped = held * holds.numbers(holds.states, trained=True)
+    zero, slots = holds.zero, run.optimizer.slots
+    held = run.precision.parameters.bytes
+    moved = zero.weights if zero else held  # DeepSpeed's masters stay where they are stepped
+    share = holds.numbers(holds.states, trained=True)
+    weights, stepped = moved * holds.numbers(holds.parameters), held * share
     passes = run.accumulation * holds.pieces
     link = host = disk = 0
     gathering = holds.gathering
@@ -53,13 +55,13 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         link += weights * passes * (1 if gathering and gathering.keeps else 2)
     if holds.states_on_host:
         late = gathering is not None and gathering.whole_gradients
-        link += held * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
-        link += 0 if holds.parameters_on_host else stepped
+        link += moved * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
+        link += 0 if holds.parameters_on_host else moved * share
         host = stepped * (2 + 2 * slots + 1)  # weights and state there and back, and gradients
     if holds.parameters_on_disk:
-        disk += weights * passes * 2 + stepped
+        disk += weights * passes * 2 + moved * share
     if holds.states_on_disk:
-        disk += 2 * stepped * slots
+        disk += 2 * stepped * (slots + (zero is not None))
     return Traffic(link, host, disk)
 
 

@@ -1,0 +1,373 @@
+"""The lines of one device's ledger: what lasts, what passes keep, what is at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from scalewise.memory import Recompute
+from scalewise.models.base import Model
+from scalewise.models.tape import Pass, Tapes
+from scalewise.parallelism.holds import Gathering, Holds, numbers
+from scalewise.plan.ledger import EVERY, Line, Phase
+from scalewise.plan.moments import Moment, waiting
+from scalewise.plan.replay import Replay, replay
+from scalewise.precision import Number
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+_NOTHING = Replay(0, 0, 0, 0)
+BACKWARD = (
+    Phase.backward_loss,
+    Phase.backward_head,
+    Phase.backward_last,
+    Phase.reduce_last,
+    Phase.backward_next,
+    Phase.backward_second,
+    Phase.backward_first,
+    Phase.reduce_block,
+    Phase.backward_embedding,
+    Phase.reduce_rest,
+)
+PASSES = (Phase.forward, Phase.loss, *BACKWARD)
+WITH_ROTATIONS = PASSES[: PASSES.index(Phase.reduce_block)]
+"""Until the first block has taken its last look at them."""
+AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
+
+
+@lru_cache(maxsize=1024)
+def tapes_of(model: Model, shape: Pass) -> Tapes:
+    """Returns the tapes of a model; the many layouts of a search share few shapes."""
+    return model.tapes(shape)
+
+
+@lru_cache(maxsize=1024)
+def _replays(
+    model: Model, shape: Pass, recompute: Recompute, fresh: bool
+) -> tuple[Replay, Replay, Replay, Replay]:
+    """Returns embedding, block, head and loss; a loss that is taken in pieces is in the head."""
+    tapes = tapes_of(model, shape)
+    return (
+        replay(tapes.first, given=(), fresh=fresh),
+        replay(tapes.block, recompute, fresh=fresh),
+        replay(tapes.last, fresh=fresh),
+        replay(tapes.loss, fresh=fresh) if tapes.loss else _NOTHING,
+    )
+
+
+def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
+    """Returns for each phase how many blocks await backward, and how many have been through it."""
+    return {
+        Phase.forward: (layers - 1, 0),
+        Phase.loss: (layers, 0),
+        Phase.backward_loss: (layers, 0),
+        Phase.backward_head: (layers, 0),
+        Phase.backward_last: (layers - 1, 0),
+        Phase.reduce_last: (layers - 1, 0),
+        Phase.backward_next: (max(0, layers - 2), min(1, layers - 1)),
+        Phase.backward_second: (min(1, layers - 1), max(0, layers - 2)),
+        Phase.backward_first: (0, layers - 1),
+        Phase.reduce_block: (0, layers - 1),
+        Phase.backward_embedding: (0, layers),
+        Phase.reduce_rest: (0, layers),
+    }
+
+
+class Device:
+    """Works a ledger out, purpose by purpose."""
+
+    def __init__(self, run: Run, holds: Holds, moment: Moment) -> None:
+        self.run, self.holds, self.moment = run, holds, moment
+        recompute, gathering = run.memory.recompute, holds.gathering
+        several = run.accumulation > 1 or moment.done > 0
+        if gathering is not None and moment.done:  # torch reduces nothing before the last piece
+            keeps = gathering.keeps or moment.drains
+            gathering = replace(gathering, keeps=keeps, whole_gradients=True)
+        self.gathering = gathering
+        # Of a piece that others follow nothing is reduced, and its weights stay gathered.
+        self.followed = gathering is not None and holds.pieces > 1 and not moment.done
+        whole = gathering is not None and gathering.whole_gradients
+        self.stays = (several and not whole) or holds.buckets
+        adds = whole and gathering is not None and gathering.reduced == holds.shape.held
+        fresh = not adds if gathering is not None else not self.stays
+        self.tied = holds.first and holds.last and bool(run.model.tied_weights)
+        self.blocks = _blocks(holds.layers)
+        self.tapes = tapes_of(run.model, holds.shape)
+        start, self.block, head, loss = _replays(run.model, holds.shape, recompute, fresh)
+        self.start = start if holds.first else _NOTHING
+        self.head, self.loss = (head, loss) if holds.last else (_NOTHING, _NOTHING)
+
+    @property
+    def head_weights(self) -> int:
+        """Returns the numbers of what comes after the blocks."""
+        ends = [w for w in self.holds.rest if w.role not in ("embedding", "position")]
+        return numbers(ends, trained=True)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of a number of a gradient that waits for the step."""
+        return self.run.precision.parameters.bytes
+
+    def lines(self) -> Iterator[Line]:
+        """Yields what lasts, what passes keep, and what is at work."""
+        yield from self._lasting()
+        yield from self._gradients()
+        if self.tied:
+            yield self._of_tied()
+        if self.gathering is not None:
+            yield from self._gathered(self.gathering)
+        yield from self._kept()
+        yield from self._at_work()
+        if self.holds.pieces > 1:
+            yield from self._pipeline()
+
+    def _lasting(self) -> Iterator[Line]:
+        run, holds = self.run, self.holds
+        if not holds.parameters_on_host:
+            yield self._of_parameters(run.precision.parameters)
+        yield line(
+            "buffers",
+            getattr(run.model, "buffer_bytes", 0) * len(holds.parts) * holds.shape.table // 4,
+            EVERY,
+            "2 x context x head width",
+            "rotations of every place, whole on every rank",
+        )
+        slots, each = run.optimizer.slots, run.precision.parameters.bytes
+        trained = holds.numbers(holds.states, trained=True)
+        if not holds.states_on_host:
+            yield line(
+                "optimizer state",
+                trained * slots * each,
+                EVERY,
+                f"{trained:,} x {slots} x {each} B",
+                f"{slots} numbers for each that is trained",
+            )
+
+    def _of_parameters(self, number: Number) -> Line:
+        shards = self.holds.parameters
+        count = self.holds.numbers(shards)
+        shared = f" / {shards} shards" if shards > 1 else ""
+        formula = f"{count:,} x {number.bytes} B{shared}"
+        return line("parameters", count * number.bytes, EVERY, formula, f"held in {number}")
+
+    def _gradients(self) -> Iterator[Line]:
+        holds, each = self.holds, self.gradient_bytes
+        count = holds.numbers(holds.gradients, trained=True)
+        whole = count * each
+        if holds.copies:
+            yield line("buckets", holds.copies, EVERY, f"{count:,} x {each} B", "as they are sent")
+        reason = "made as backward comes to them"
+        if self.stays:
+            reason = "summed up over micro batches"
+            if holds.buckets:
+                reason = "in buckets that outlive the step"
+            yield line("gradients", whole, EVERY, f"{count:,} x {each} B", reason)
+            if holds.buckets and self.run.accumulation > 1:
+                yield self._of_earlier(each, "each moves into its bucket when it is complete")
+            return
+        if self.followed:
+            return
+        block, rest = self.block.gradients, self.head.gradients
+        if holds.gathering is not None:
+            block = numbers(holds.block, holds.gradients, trained=True) * each
+            rest = 0
+        grown = {
+            phase: done * block + rest
+            for phase, (_, done) in self.blocks.items()
+            if phase in AFTER_HEAD
+        }
+        grown |= {Phase.optimizer: whole}
+        yield Line("gradients", grown, f"{count:,} x {each} B", reason)
+
+    def _of_tied(self) -> Line:
+        """A weight with two uses: autograd adds the gradients of both up before it holds either."""
+        (name,) = self.run.model.tied_weights
+        (weight,) = (weight for weight in self.holds.rest if weight.name == name)
+        size = weight.count * self.holds.shape.held * weight.trainable
+        waiting = size * (self.head.gradients == 0)
+        phases = dict.fromkeys(AFTER_HEAD[:-2], waiting)
+        phases |= {Phase.backward_embedding: waiting + size}
+        return Line("gradient of the tied head", phases, f"{weight.count:,}", "waits for the other")
+
+    def _gathered(self, gathering: Gathering) -> Iterator[Line]:
+        """FSDP: whole weights around the block at work, and gradients on their way to shards."""
+        holds, shards = self.holds, gathering.shards
+        block = numbers(holds.block, shards) * shards
+        rest = numbers(holds.rest, shards) * shards
+        layers, keeps = holds.layers, gathering.keeps
+        if shards > 1 or gathering.replicas:
+            yield line(
+                "gathered weights outside of blocks",
+                rest * gathering.whole,
+                PASSES[:-1],
+                f"{rest:,} x {gathering.whole} B",
+                "gathered for the whole pass",
+            )
+            # The buffer of a gather is as large as what it fills; torch keeps it for one block.
+            each, whole = block * gathering.whole, layers * keeps
+            ahead = min(gathering.ahead, layers - 1)
+            held = {
+                Phase.forward: max(whole, 1) * each + each,
+                Phase.loss: whole * each,
+                Phase.backward_loss: whole * each,
+                Phase.backward_head: (whole or ahead) * each,
+                Phase.backward_last: (whole or 1 + ahead) * each,
+                Phase.reduce_last: (max(whole - 1, 0) or ahead) * each,
+                Phase.backward_next: (max(whole - 1, 0) or 1 + min(ahead, layers - 2)) * each,
+                Phase.backward_second: (2 * keeps or 1 + min(ahead, 1)) * each,
+                Phase.backward_first: each,
+                Phase.reduce_block: 0,
+            }
+            if self.followed and not keeps:
+                held |= {
+                    phase: min(layers, done + 1 + ahead) * each
+                    for phase, (_, done) in self.blocks.items()
+                    if phase in AFTER_HEAD
+                }
+            yield Line(
+                "gathered weights of blocks",
+                held,
+                f"{block:,} x {gathering.whole} B a block",
+                "kept after forward" if keeps else "the block at work, and one on its way",
+            )
+        if self.followed:
+            yield self._of_this_piece(gathering.reduced)
+            return
+        if gathering.whole_gradients:
+            yield self._of_earlier(gathering.reduced, "kept until the last micro batch reduces")
+        if gathering.replicas and self.stays:
+            yield self._of_replicas(gathering)
+        trained = numbers(holds.block, shards, trained=True) * shards
+        ends = numbers(holds.rest, shards, trained=True) * shards
+        reduced = trained * gathering.reduced
+        own, root = self.block.gradients, self.head.gradients + self.start.gradients
+        tied = self.head.gradients if self.run.model.tied_weights else 0
+        several = self.head.gradients + (layers > 1) * reduced
+        yield Line(
+            "gradients on their way to shards",
+            {
+                Phase.backward_last: self.head.gradients,
+                Phase.reduce_last: self.head.gradients + own + reduced,
+                Phase.backward_next: several,
+                Phase.backward_second: several,
+                Phase.backward_first: several,
+                Phase.reduce_block: self.head.gradients + own + reduced,
+                Phase.backward_embedding: self.head.gradients + reduced,
+                Phase.reduce_rest: root - tied + ends * gathering.reduced,
+            },
+            f"{trained:,} x {gathering.reduced} B a block",
+            "whole gradients, and the buffer of a reduction until the next",
+        )
+
+    def _of_this_piece(self, each: int) -> Line:
+        """What the first piece of several leaves whole, in the format of a reduction."""
+        block = numbers(self.holds.block, trained=True) * each
+        grown = {
+            phase: done * block + self.head_weights * each * self.holds.last
+            for phase, (_, done) in self.blocks.items()
+            if phase in AFTER_HEAD
+        }
+        reason = "kept until the last piece reduces"
+        return Line("whole gradients", grown, f"{block:,} B a block", reason)
+
+    def _of_earlier(self, each: int, reason: str) -> Line:
+        """What earlier micro batches have left whole and not yet in its place."""
+        block = numbers(self.holds.block, trained=True) * each
+        rest = numbers(self.holds.rest, trained=True) * each
+        moves = self.holds.gathering is None and not self.tied
+        last = rest - self.head_weights * each * moves
+        layers = self.holds.layers
+        phases = {
+            phase: (layers - done) * block + (last if phase in AFTER_HEAD else rest)
+            for phase, (_, done) in self.blocks.items()
+        }
+        formula = f"{layers} blocks x {block:,} B + {rest:,} B"
+        return Line("gradients of earlier micro batches", phases, formula, reason)
+
+    def _of_replicas(self, gathering: Gathering) -> Line:
+        """Shards of gradients that replicas have summed up; torch holds them until the end."""
+        block = numbers(self.holds.block, gathering.shards, trained=True) * gathering.reduced
+        phases = {phase: done * block for phase, (_, done) in self.blocks.items()}
+        return Line(
+            "sums over replicas", phases, f"{block:,} B a block", "held until backward ends"
+        )
+
+    def _kept(self) -> Iterator[Line]:
+        run, holds = self.run, self.holds
+        block, layers = self.block.kept, holds.layers
+        reason = {
+            Recompute.nothing: "all that backward reads",
+            Recompute.selective: "products and attention; the rest is made again",
+            Recompute.full: "the input of each block; the rest is made again",
+        }[run.memory.recompute]
+        kept = {phase: waiting * block for phase, (waiting, _) in self.blocks.items()}
+        yield Line("activations of blocks", kept, f"{layers} x {block:,} B", reason)
+        yield line(
+            "rotations",
+            self.tapes.shared,
+            WITH_ROTATIONS,
+            "2 x tokens x head width",
+            "of this row's places",
+        )
+        before = {
+            Phase.loss: self.head.kept,
+            Phase.backward_loss: self.head.kept,
+        }
+        yield Line("activations of the head", before, "", "what the norm and the head keep")
+
+    def _at_work(self) -> Iterator[Line]:
+        block, head, loss, start = self.block, self.head, self.loss, self.start
+        work = {
+            Phase.forward: block.forward_peak,
+            Phase.loss: max(head.forward_peak - head.kept, loss.forward_peak),
+            Phase.backward_loss: loss.backward_peak,
+            Phase.backward_head: head.backward_peak,
+            Phase.backward_last: block.backward_peak,
+            Phase.backward_next: block.backward_peak * (self.holds.layers > 2),
+            Phase.backward_second: block.backward_peak * (self.holds.layers > 2),
+            Phase.backward_first: block.backward_peak,
+            Phase.backward_embedding: start.backward_peak,
+        }
+        yield Line("at work", work, "", "what one part makes while it runs")
+
+    def _pipeline(self) -> Iterator[Line]:
+        """Stages: other pieces that await their backward, and what is sent on and back."""
+        holds, tapes, moment, parts = self.holds, self.tapes, self.moment, len(self.holds.parts)
+        stream = tapes.block.sizes[0]
+        received = stream * sum(not part.first for part in holds.parts)
+        returned = stream * sum(not part.last for part in holds.parts)
+        given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
+        layers = sum(len(part.layers) for part in waiting(holds, moment))
+        others = layers * self.block.kept + moment.others * tapes.shared
+        others -= stream * sum(not part.first for part in waiting(holds, moment))  # in buffers
+        if parts == 1:  # of several the last goes backward at once
+            others += moment.others * (self.head.kept + self.loss.kept + given)
+        else:
+            others += moment.others * stream
+        yield line(
+            "activations of other pieces",
+            others,
+            PASSES,
+            f"{layers} blocks x {self.block.kept:,} B and more",
+            f"{holds.in_flight} of {holds.pieces * parts} passes await their backward at the most",
+        )
+        held = given + (parts - 1) * stream
+        yield line("output of the stage", held, BACKWARD, "", "held until its backward has ended")
+        # Of the piece at work one is counted already: what its first block reads, the gradient
+        # that its last is given.
+        every = holds.pieces * (received + returned)
+        sent = received // parts * (moment.done > 0)  # the gradient that went last is still there
+        buffers = dict.fromkeys(EVERY, every + sent - received)
+        buffers[Phase.backward_last] -= returned // parts
+        buffers[Phase.optimizer] = every
+        formula = f"{holds.pieces} x {received + returned:,} B"
+        reason = "one a piece for activations, and one for their gradients"
+        yield Line("buffers between stages", buffers, formula, reason)
+
+
+def line(what: str, size: int, phases: tuple[Phase, ...], formula: str, reason: str) -> Line:
+    """Returns a line of as many bytes in each of its phases."""
+    return Line(what, dict.fromkeys(phases, size), formula, reason)

@@ -1,0 +1,92 @@
+"""The ledger of a device under DeepSpeed's ZeRO, whose optimizer holds otherwise than torch's.
+
+After ``deepspeed/runtime/zero``: ``stage_1_and_2.py`` and ``stage3.py`` of DeepSpeed 0.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scalewise.parallelism.holds import Holds, numbers
+from scalewise.plan.device import BACKWARD, PASSES, Device, line
+from scalewise.plan.ledger import EVERY, Line
+from scalewise.plan.moments import Moment
+from scalewise.precision import Number
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+class ZeroDevice(Device):
+    """Weights at work, masters that are stepped, gradients in buckets on their way to one rank."""
+
+    def __init__(self, run: Run, holds: Holds, moment: Moment) -> None:
+        assert holds.zero is not None
+        self.zero = holds.zero
+        # From stage 2 a gradient leaves for its bucket as soon as it is made.
+        super().__init__(run, replace(holds, buckets=holds.buckets or self.zero.stage > 1), moment)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of a number of a gradient that waits for the step."""
+        return self.zero.summed
+
+    def _of_parameters(self, number: Number) -> Line:
+        return super()._of_parameters(self.run.precision.compute)
+
+    def _lasting(self) -> Iterator[Line]:
+        run, holds, zero = self.run, self.holds, self.zero
+        yield from super()._lasting()
+        if not holds.states_on_host:
+            count = holds.numbers(holds.states, trained=True)
+            formula = f"{count:,} x {zero.masters} B"
+            reason = f"a copy in {run.precision.parameters} that the optimizer steps"
+            yield line("masters", count * zero.masters, EVERY, formula, reason)
+        if zero.threshold:
+            weights = (*holds.block * holds.layers, *holds.rest)
+            whole = sum(each.count for each in weights if each.count < zero.threshold)
+            reason = "too small to be shared out: parallelism.keep_whole_below"
+            formula = f"{whole:,} x {zero.weights} B"
+            yield line("small weights", whole * zero.weights, EVERY, formula, reason)
+
+    def _gradients(self) -> Iterator[Line]:
+        holds, zero, run = self.holds, self.zero, self.run
+        share = holds.numbers(holds.states, trained=True)
+        formula = f"{share:,} x {zero.summed} B"
+        if zero.stage == 1:
+            yield from super()._gradients()
+        elif not holds.states_on_host:
+            reason = "those of this rank's share"
+            yield line("gradients", share * zero.summed, EVERY, formula, reason)
+        again = run.accumulation > 1 if zero.stage == 2 else zero.stage == 1
+        if again and zero.summed == zero.weights == zero.masters and not holds.states_on_host:
+            reason = "before they are added to those of other passes"
+            yield line("gradients of this pass", share * zero.summed, BACKWARD, formula, reason)
+        yield from self._buckets()
+        if zero.live:
+            yield self._gathered_weights()
+
+    def _buckets(self) -> Iterator[Line]:
+        """Gradients on their way to the ranks that step them."""
+        zero, ranks = self.zero, self.holds.states
+        bucket = min(zero.bucket, self.holds.numbers(1, trained=True))
+        formula, reason = f"{zero.buckets} x {bucket:,} x {zero.weights} B", "filled, then reduced"
+        yield line("buckets", zero.buckets * bucket * zero.weights, BACKWARD, formula, reason)
+        sent = bucket - bucket // ranks if zero.stage == 2 else 0
+        if zero.masters > zero.weights and zero.stage < 3:
+            sent += bucket
+        reason = "what a reduction makes of a bucket"
+        formula = f"{sent:,} x {zero.masters} B"
+        yield line("buckets on their way", sent * zero.masters, BACKWARD, formula, reason)
+
+    def _gathered_weights(self) -> Line:
+        """Stage 3: what is whole stays so while no more than ``live`` numbers are."""
+        zero, holds = self.zero, self.holds
+        weights = (*holds.block * holds.layers, *holds.rest)
+        large = sum(each.count for each in weights if each.count >= zero.threshold)
+        whole = min(large, max(zero.live, numbers(holds.block)))
+        reason = "gathered for their next use, up to 1e9 numbers"
+        formula = f"{whole:,} x {zero.weights} B"
+        return line("gathered weights", whole * zero.weights, PASSES, formula, reason)
