@@ -123,6 +123,9 @@ class Hardware:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 yield Complaint(f"hardware.{key}", value, "must be positive")
+        for key in ("product_share", "attention_share", "bandwidth_share"):
+            if (share := getattr(self, key)) > 1:
+                yield Complaint(f"hardware.{key}", share, "is a share: at most 1")
 
 
 _POSITIVE = (

@@ -151,12 +151,20 @@ class Run:
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
         yield from self._of_tokens()
+        yield from self._of_formats()
         yield from self._of_callbacks()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
             yield Complaint("name", self.name, reason, "set name=my-run")
         if not 0 <= self.seed < 2**32:
             yield Complaint("seed", self.seed, "must be in [0, 2**32)")
+
+    def _of_formats(self) -> Iterator[Complaint]:
+        formats = (self.precision.parameters, self.precision.compute)
+        if Number.bf16 in formats and self.hardware.bf16_tflops == 0:
+            chosen = self.choices.get("precision", "bf16")
+            reason = f"{self.hardware.match or 'the device'} has no bf16"
+            yield Complaint("precision", chosen, reason, "set precision=fp16_mixed")
 
     def machine_complaints(self) -> Iterator[Complaint]:
         """Yields what the present machine cannot run; a plan for another machine skips these."""

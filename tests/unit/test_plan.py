@@ -13,6 +13,7 @@ import pytest
 from fixtures.layouts import LLAMA_8B
 
 from scalewise.config import tree
+from scalewise.errors import ConfigError
 from scalewise.models.tape import Work
 from scalewise.parallelism.holds import shape
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
@@ -130,7 +131,7 @@ def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Comp
 
 
 def test_time_follows_from_the_rates(compose: Compose) -> None:
-    run = compose(*LLAMA, here=False)
+    run = compose(*LLAMA, "hardware.step_scale=1", here=False)
     slow, fast = (
         of_step(replace(run, hardware=replace(run.hardware, product_share=share)))
         for share in (0.4, 0.8)
@@ -279,6 +280,33 @@ def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) ->
     assert room.verdict is Verdict.borderline
     assert replace(room, traced=fit.peak).verdict is Verdict.fits
     assert plan_of(*line).fit.uncounted == ""
+
+
+def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
+    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    four = ("parallelism.replicas=8", "trainer.global_batch=32")
+    for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
+        run = plan_of(*rest, f"parallelism=deepspeed_zero{stage}", *four).run
+        gradients, weights = run.parallelism.collectives(run)
+        count = run.model.parameters
+        assert (gradients.bytes, gradients.count) == (4 * count, reduced)
+        assert (weights.bytes, weights.count) == (2 * count, gathers)
+        step = of_step(run)
+        assert step is not None
+        assert step.hidden + sum(step.messages.values()) > 0
+
+
+def test_a_device_without_bf16_says_so(compose: Compose) -> None:
+    with pytest.raises(ConfigError, match="V100 has no bf16; set precision=fp16_mixed"):
+        compose("hardware=v100", "precision=bf16_mixed", here=False)
+
+
+def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
+    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
+    found = plan_of(*rest, *eight).cure
+    assert found is not None
+    assert found.run.world_size == 8
 
 
 def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.bench import planner, published
+from scalewise.bench import planner, published, rows
 from scalewise.bench.planner import Prediction
 from scalewise.cli import main
 from scalewise.errors import ConfigError
@@ -38,6 +38,7 @@ ROW = {
     "precision": "bf16-mixed(fp32 master)",
     "quant": "",
     "peft": "",
+    "optimizer": "adamw",
     "act_ckpt": "full",
     "gpu": "H100-96GB-500W",
     "peak_mem_GiB": "60",
@@ -67,6 +68,79 @@ def test_a_framework_is_known_by_its_source() -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu=TPU"):
         published.run_of(ROW | {"gpu": "TPU"})
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("H100", 80),
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("h100-sxm", 80),
+        ("H100-96GB-500W", 95),
+        ("A100-SXM4-40GB", 40),
+        ("A100", 80),
+        ("RTX4090", 24),
+        ("NVIDIA GeForce RTX 4090", 24),
+        ("Tesla V100-SXM2-16GB", 16),
+    ],
+)
+def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
+    assert published.hardware(name, 8).memory_gib == gib
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"layers": "32.5"}, "layers=32.5 is no count"),
+        ({"hidden": "-4096"}, "hidden=-4096 is no count"),
+        ({"hidden": "1e300"}, "hidden=1e300 is no count"),
+        ({"heads": "7"}, "model.width=4096: is not divisible by model.heads=7"),
+        ({"tp": "3", "world": "8"}, "world=8 is not dp x fsdp x tp x pp x cp"),
+        ({"peak_mem_GiB": "nan"}, "peak_mem_GiB=nan is no measurement"),
+        ({"tokens_per_s_per_gpu": "0"}, "tokens_per_s_per_gpu=0 is no measurement"),
+        ({"optimizer": "muon"}, "optimizer=muon: its state is not known here"),
+        ({"precision": "fp9"}, "precision=fp9 is no format known here"),
+        ({"act_ckpt": "weird"}, "act_ckpt=weird is none of"),
+        ({"gpu": "TPU"}, "gpu=TPU: is no device known here"),
+        ({"gpu": ""}, "gpu is missing"),
+        ({"seq": ""}, "seq is missing"),
+    ],
+)
+def test_a_row_that_says_nonsense_is_left_out_and_told(
+    cells: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    good, bad = (
+        {"world": "", "optimizer": "", **ROW},
+        {"world": "", "optimizer": "", **ROW, **cells},
+    )
+    with (tmp_path / "rows.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        table = csv.DictWriter(file, list(good))
+        table.writeheader()
+        table.writerows([good, bad, dict.fromkeys(good, "")])
+    predictions, left = planner._predictions(tmp_path / "rows.csv")
+    assert len(predictions) == 1
+    (said,) = left
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"a;b\n1;2\n", "has no column source and none gpu"),
+        (b"\xff\xfe\x00", "is no text in UTF-8"),
+        (b"", "has no column"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=reason):
+        rows.read(tmp_path / "rows.csv")
+
+
+def test_a_device_that_ran_out_of_memory_has_no_peak(tmp_path: Path) -> None:
+    oom = planner.predicted(ROW | {"peak_mem_GiB": "OOM", "tokens_per_s_per_gpu": ""})
+    assert oom.memory is None
+    assert not oom.fitted
 
 
 def test_quantized_weights_and_loading_are_added_to_a_step() -> None:

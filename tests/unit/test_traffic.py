@@ -31,7 +31,8 @@ def step(run: Run) -> StepTime:
 
 @pytest.fixture
 def run_of(compose: Compose) -> Compose:
-    return lambda *line: compose(*LLAMA_8B, "trainer.micro_batch=1", *line, here=False)
+    rates = ("trainer.micro_batch=1", "hardware.step_scale=1")
+    return lambda *line: compose(*LLAMA_8B, *rates, *line, here=False)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ FOLDER = Path("conf", "hardware")
 DISK_BYTES = 256 * MIB
 WIDE = 0.5
 """A spread beyond which a figure says little."""
+LONGEST = 60.0
+"""Seconds for a figure, at the most."""
 LARGEST_MESSAGE = 16 * MIB
 KINDS = {DeviceKind.cpu: ("fp32", "bf16"), DeviceKind.cuda: ("fp32", "tf32", "bf16", "fp16")}
 MAIN_KIND = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
@@ -45,7 +47,10 @@ class Options(options.Options):
     def complaints(self) -> Iterator[Complaint]:
         """Yields names of no file, and of a profile that was not measured."""
         yield from super().complaints()
-        if not NAME.fullmatch(self.name) or self.name.startswith("."):
+        if self.seconds > LONGEST:
+            reason = f"each of some {len(KINDS) * 8} figures would take so long"
+            yield Complaint("seconds", self.seconds, reason, f"set seconds={LONGEST:g} or less")
+        if not NAME.fullmatch(self.name) or self.name.startswith(".") or " " in self.name:
             yield Complaint("name", self.name, "names no file", "set name=my_machine")
         elif not profile.is_free(self.file):
             reason = f"{self.file} is there, and was not measured"

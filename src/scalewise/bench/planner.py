@@ -11,9 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from scalewise import output
-from scalewise.bench import published
+from scalewise.bench import published, rows
 from scalewise.bench.options import Options as BaseOptions
-from scalewise.bench.published import Row
+from scalewise.bench.rows import Row
 from scalewise.errors import Complaint, ConfigError
 from scalewise.plan.steptime import of_step
 from scalewise.plan.verdict import RESERVED, Verdict, judged
@@ -55,11 +55,15 @@ class Prediction:
 
 def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
     """Predicts every row of the file, prints the tables and returns them."""
-    predictions = [predicted(row) for row in published.rows(Path(options.data))]
+    predictions, left = _predictions(Path(options.data))
+    if left:
+        print(f"{len(left)} rows left out:")
+        print("\n".join(f"  {line}" for line in left), flush=True)
     if not predictions:
-        raise ConfigError.one("data", options.data, "holds no rows")
+        raise ConfigError.one("data", options.data, "holds no rows that can be predicted")
     result: dict[str, object] = {
         "rows": len(predictions),
+        "left_out": left,
         "memory": _errors(predictions, lambda p: p.source, lambda p: p.memory, scaled=False),
         "memory_scaled": _errors(predictions, lambda p: p.stack, lambda p: p.memory, scaled=True),
         "tokens_per_s": _errors(predictions, lambda p: p.stack, lambda p: p.rate, scaled=False),
@@ -74,29 +78,48 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         ("tokens_per_s", "tokens/s, as predicted"),
         ("tokens_per_s_scaled", "tokens/s, one scale a stack"),
     ):
-        _print(title, result[name])
+        if result[name]:
+            _print(title, result[name])
     print(_told(result["verdicts"]))
     return result
 
 
+def _predictions(path: Path) -> tuple[list[Prediction], list[str]]:
+    """Returns what the planner says of each row of a file, and why it says nothing of others."""
+    kept, left = rows.read(path)
+    found = []
+    for row in kept:
+        try:
+            found.append(predicted(row))
+        except ConfigError as error:
+            what = "; ".join(str(complaint) for complaint in error.complaints)
+            left.append(f"{row['source']} {row['model']}: {what}")
+    return found, left
+
+
 def predicted(row: Row) -> Prediction:
-    """Returns what the planner says of a row."""
+    """Returns what the planner says of a row.
+
+    Raises ``ConfigError`` for a model that cannot be, or a device that is not known.
+    """
     run, facts = published.run_of(row), published.framework(row)
+    if wrong := [*run.model.complaints()]:
+        raise ConfigError(wrong)
     fit = judged(run)
     source = row["source"].split()[0]
     bytes_there = published.peak(row, run, fit.ledger.peak)
     gib = bytes_there * (RESERVED[1] if facts.reserved else 1.0) / GIB
     step = of_step(run)
-    assert step is not None
-    rate = run.tokens_per_step / step.seconds / run.world_size
+    rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
     measured, ran = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
+    ran_through = measured.upper() != "OOM"
     return Prediction(
         source,
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
-        (gib, float(measured)) if measured else None,
-        (rate, float(ran)) if ran else None,
+        (gib, float(measured)) if measured and ran_through else None,
+        (rate, float(ran)) if ran and rate else None,
         replace(fit, traced=bytes_there).verdict,
-        fitted=bool(measured or ran),
+        fitted=bool(ran or (measured and ran_through)),
     )
 
 
@@ -112,11 +135,14 @@ def _errors(
     found: dict[str, dict[str, float]] = {}
     everything: list[float] = []
     for name, ratios in groups.items():
+        if scaled and len(ratios) == 1:
+            continue  # its own scale fits it
         scale = median(ratios) if scaled else 1.0
         errors = [abs(ratio / scale - 1) for ratio in ratios]
         everything += errors
         found[name] = summary(errors) | {"scale": scale}
-    found["all"] = summary(everything) | {"scale": 1.0}
+    if everything:
+        found["all"] = summary(everything) | {"scale": 1.0}
     return found
 
 

@@ -6,12 +6,12 @@ once a source, with where it was read. No number is fitted to a row.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from scalewise.adapters.spec import Adapter, Lora, NoAdapter
+from scalewise.bench.rows import Row
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.data.synthetic import Synthetic
@@ -21,7 +21,7 @@ from scalewise.launch.spec import Launch
 from scalewise.memory import Memory, Recompute
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.objectives import CausalLM
-from scalewise.optimizers import AdamW
+from scalewise.optimizers import SGD, AdamW
 from scalewise.parallelism.holds import Holds
 from scalewise.parallelism.mesh import Mesh
 from scalewise.precision import Number, Precision
@@ -29,8 +29,6 @@ from scalewise.run import Run
 from scalewise.schedules import Constant
 from scalewise.tracking.spec import Wandb
 from scalewise.trainer import Trainer
-
-Row = Mapping[str, str]
 
 BF16 = Precision(Number.bf16, Number.bf16)
 MIXED = Precision(Number.fp32, Number.bf16)
@@ -49,14 +47,28 @@ class Device:
 
 
 DEVICES = {
-    "A100-40GB": Device(40, 312, 1555, 300, 0.87, 0.6),
-    "A100-80GB": Device(80, 312, 2039, 300, 0.87, 0.6),
-    "H100-80GB": Device(80, 989.5, 3350, 450),
-    "H100-96GB": Device(95, 989.5, 2400, 450),
+    "A100": Device(80, 312, 2039, 300, 0.87, 0.6),
+    "A100 40": Device(40, 312, 1555, 300, 0.87, 0.6),
+    "A800": Device(80, 312, 2039, 200, 0.87, 0.6),
+    "B200": Device(180, 2250, 8000, 900),
+    "GH200": Device(96, 989.5, 4000, 450),
+    "H100": Device(80, 989.5, 3350, 450),
+    "H100 96": Device(95, 989.5, 2400, 450),
     "H200": Device(139, 989.5, 4800, 450),
+    "H800": Device(80, 989.5, 3350, 200),
+    "L4": Device(24, 121, 300, 32),
+    "L40S": Device(48, 362, 864, 32),
+    "A6000": Device(48, 155, 768, 32),
+    "A10G": Device(24, 70, 600, 32),
+    "3090": Device(24, 71, 936, 32),
+    "4090": Device(24, 165.2, 1008, 32),
+    "V100": Device(32, 125, 900, 150),
+    "V100 16": Device(16, 125, 900, 150),
 }
 """Vendors' datasheets; torchtitan's H100 are of 96 GB with HBM2e (its report says so). Shares are
 those of ``conf/hardware``."""
+STEP_SCALE = 1.45
+"""Steps of published rows over what these rates foresee, at the median; as ``conf/hardware``."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,12 @@ class Framework:
 def _said(row: Row) -> Precision:
     """Returns the formats of a row that says them: true or pure formats throughout, else mixed."""
     name = row["precision"].lower()
-    if "true" in name or "pure" in name:
-        return BF16
-    return MIXED if "mixed" in name or "amp" in name or "fp32" in name else BF16
+    compute = Number.fp16 if "fp16" in name else Number.bf16
+    if name in ("fp32", "float32", "32-true"):
+        return Precision()
+    if "mixed" in name or "amp" in name or "fp32" in name:
+        return Precision(Number.fp32, compute)
+    return Precision(compute, compute)
 
 
 FRAMEWORKS = {
@@ -136,7 +151,14 @@ def framework(row: Row) -> Framework:
     return next((facts for name, facts in FRAMEWORKS.items() if name in row["source"]), OTHER)
 
 
-QUANTIZED = {"bnb.nf4": 0.5 + 4 / 64, "bnb.nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
+_FOUR_BITS, _DOUBLE = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+QUANTIZED = {
+    "bnb.nf4": _FOUR_BITS,
+    "bnb.nf4-dq": _DOUBLE,
+    "bnb.fp4": _FOUR_BITS,
+    "bnb.fp4-dq": _DOUBLE,
+    "bnb.int8": 1.0,
+}
 """Bytes of a weight: four bits, a scale for 64 of them, and of those in turn (Dettmers, 2023)."""
 
 
@@ -175,12 +197,6 @@ def _inputs_of_quantized(run: Run) -> int:
     return tokens * inputs * run.precision.compute.bytes * model.layers
 
 
-def rows(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file of measurements."""
-    with path.open(encoding="utf-8", newline="") as file:
-        yield from csv.DictReader(file)
-
-
 def run_of(row: Row) -> Run:
     """Returns the run that a row measured, as near as this suite comes to it."""
     facts = framework(row)
@@ -196,7 +212,7 @@ def run_of(row: Row) -> Run:
         objective=CausalLM(),
         parallelism=parallelism,
         precision=facts.precision(row),
-        optimizer=AdamW(),
+        optimizer=SGD() if row["optimizer"].lower().startswith("sgd") else AdamW(),
         schedule=Constant(),
         adapter=_adapter(row),
         memory=Memory(Recompute.full if full else recompute),
@@ -214,7 +230,7 @@ def hardware(name: str, devices_per_node: int) -> Hardware:
 
     Raises ``ConfigError`` for a device that is not known.
     """
-    known = next((device for key, device in DEVICES.items() if name.startswith(key)), None)
+    known = _device(name)
     if known is None:
         raise ConfigError.one(
             "gpu", name, "is no device known here", f"one of {', '.join(DEVICES)}"
@@ -222,6 +238,8 @@ def hardware(name: str, devices_per_node: int) -> Hardware:
     return Hardware(
         device=DeviceKind.cuda,
         memory_gib=known.memory,
+        fp32_tflops=known.tflops / 16,  # of NVIDIA's since Ampere, outside of tensor cores
+        tf32_tflops=known.tflops / 2,
         bf16_tflops=known.tflops,
         fp16_tflops=known.tflops,
         memory_gb_per_s=known.bandwidth,
@@ -233,7 +251,20 @@ def hardware(name: str, devices_per_node: int) -> Hardware:
         context_gib=1.0,
         product_share=known.product_share,
         attention_share=known.attention_share,
+        step_scale=STEP_SCALE,
     )
+
+
+def _device(name: str) -> Device | None:
+    """Returns the device that a name like ``NVIDIA H100 80GB HBM3`` or ``h100-sxm`` means."""
+    words = re.findall(r"[a-z]*\d+[a-z]*", name.lower())
+    sizes = [word.removesuffix("gb").removesuffix("g") for word in words[1:]]
+    for model in sorted(DEVICES, key=len, reverse=True):
+        kind, _, size = model.lower().partition(" ")
+        named = any(kind in (word, word.removeprefix("rtx")) for word in words)
+        if named and (not size or size in sizes):
+            return DEVICES[model]
+    return None
 
 
 def _model(row: Row, facts: Framework) -> Decoder:

@@ -92,7 +92,11 @@ def _checked(order: Order, folder: Path) -> Path | None:
 
 def claim(folder: Path) -> Path:
     """Makes a folder for one job and returns it; a second job of the same second gets ``-2``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot be made: {error.strerror}"
+        raise ConfigError.one("hydra.run.dir", folder, reason, "run in another folder") from error
     for number in range(1, 1000):
         own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         own.mkdir(exist_ok=True)

@@ -20,6 +20,7 @@ from scalewise.units import MIB
 
 if TYPE_CHECKING:
     from scalewise.layouts.base import Layout
+    from scalewise.parallelism.collectives import Collective
     from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
@@ -179,6 +180,33 @@ class DeepSpeed(Parallelism):
                 key = "offload_parameters"
             cure = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
             yield Complaint(f"parallelism.{key}", "nvme", "needs libaio", cure)
+
+    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+        """Returns the gradients' way to their owners, and the weights' way back.
+
+        Stage 1 reduces once a step, 2 and 3 each micro batch; 3 gathers weights before each
+        forward and backward, the others once (Rajbhandari et al., 2020, section 7).
+        """
+        from scalewise.parallelism.collectives import Collective, Kind
+
+        if self.world_size == 1:
+            return ()
+        census, passes, precision = run.census(), run.accumulation, run.precision
+        trained = sum(weight.count for weight in census if weight.trainable)
+        whole = sum(weight.count for weight in census) if self.stage == 3 else trained
+        sent = trained * precision.parameters.bytes
+        if self.quantized_gradients:
+            sent = trained // 2  # int4
+        gathered = whole * (1 if self.quantized_weights else precision.compute.bytes)
+        reduced = passes if self.stage > 1 else 1
+        gathers = 2 * passes if self.stage == 3 else 1
+        axes, late = ("replicate",), self.stage == 3
+        return (
+            Collective(
+                Kind.reduce_scatter, axes, sent, reduced, "gradients", hides=self.overlap_comm
+            ),
+            Collective(Kind.all_gather, axes, gathered, gathers, "weights", hides=late),
+        )
 
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns everything that the stage does not share out."""

@@ -129,14 +129,17 @@ def _of_layout(run: Run) -> Iterator[Change]:
     if isinstance(held, Single | DDP | Mesh):
         shards = held.sizes["shard"] if isinstance(held, Mesh) else 1
         others = held.world_size // shards if isinstance(held, Mesh) else 1
-        for step, size in enumerate(size for size in SHARDS if size > shards):
+        tried = [size for size in SHARDS if size > shards]
+        if isinstance(held, DDP):  # as many ranks as were asked for, before fewer or more of them
+            tried.sort(key=lambda size: abs(size - held.world_size))
+        for step, size in enumerate(tried):
             layout: Parallelism = Mesh(shard=size)
             line, kinds = f"parallelism=fsdp parallelism.shard={size}", frozenset({"layout"})
             if isinstance(held, Mesh):
                 layout, line = replace(held, shard=size), f"parallelism.shard={size}"
             least, trainer = rows // layout.data_parallel_size, run.trainer
             if least < 1 or (most is not None and size * others > most):
-                break
+                continue
             parts: dict[str, Any] = {"parallelism": layout}
             if least < trainer.micro_batch:  # more ranks than rows for them
                 parts["trainer"] = replace(trainer, micro_batch=least, global_batch=rows)

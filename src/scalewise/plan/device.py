@@ -149,7 +149,7 @@ class Device:
     def _of_parameters(self, number: Number) -> Line:
         shards = self.holds.parameters
         count = self.holds.numbers(shards)
-        shared = f" / {shards} shards" if shards > 1 else ""
+        shared = f", 1 of {shards} shards" if shards > 1 else ""
         formula = f"{count:,} x {number.bytes} B{shared}"
         return line("parameters", count * number.bytes, EVERY, formula, f"held in {number}")
 

@@ -20,7 +20,7 @@ from scalewise.plan.cure import CHUNK
 from scalewise.plan.line import typed_keys
 from scalewise.plan.plan import Plan
 from scalewise.plan.spec import Rank, Search
-from scalewise.plan.steptime import of_step
+from scalewise.plan.steptime import of_step, rates
 from scalewise.plan.verdict import Verdict, judged
 from scalewise.precision import Number, Precision
 
@@ -67,8 +67,7 @@ class Found:
     @cached_property
     def rank(self) -> Rank:
         """Returns what is wanted least of; memory where the profile tells of no time."""
-        timed = any(candidate.step is not None for candidate in self.candidates)
-        return self.asked.plan.rank_by if timed else Rank.memory
+        return self.asked.plan.rank_by if rates(self.asked) is not None else Rank.memory
 
     @cached_property
     def best(self) -> Candidate | None:

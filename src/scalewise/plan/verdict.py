@@ -50,6 +50,8 @@ Traces of zero-bubble pipelines (Llama 3 8B, 12 layers, 2 stages) hold up to 1.9
 """
 PROCESS_BYTES = int(0.4 * GIB)
 """What a limited process on the CPU may take besides tensors: stacks of threads, buffers, code."""
+SCATTERED = 0.1
+"""Share of the tensors' peak that its allocator may hold in gaps between them."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +116,17 @@ def judged(run: Run) -> Fit:
     if limit is not None:
         capacity = min(capacity or int(limit * GIB), int(limit * GIB))
     context, node = int(hardware.context_gib * GIB), hardware.host_memory_gib
-    beside = _beside(run) if on_cpu and limit is not None else 0
+    ledger = memory.worst(run)
+    beside = _beside(run, ledger.peak) if on_cpu and limit is not None else 0
     lacks = run.parallelism.uncounted
-    fit = Fit(memory.worst(run), capacity, context, on_cpu, beside, uncounted=lacks)
+    fit = Fit(ledger, capacity, context, on_cpu, beside, uncounted=lacks)
     if node is None or on_cpu:  # there the devices are the node
         return fit
     return replace(fit, host=host.of_node(run), host_capacity=int(node * GIB))
 
 
-def _beside(run: Run) -> int:
-    """Returns what a limited rank on the CPU takes besides its step at the most.
+def _beside(run: Run, peak: int) -> int:
+    """Returns what a limited rank on the CPU takes besides its tensors at the most.
 
     A save copies the rank's weights and state once, while gradients may be there still.
     """
@@ -132,4 +135,4 @@ def _beside(run: Run) -> int:
     saved += holds.numbers(holds.states, trained=True) * run.optimizer.slots
     checkpoint = run.checkpoint
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
-    return PROCESS_BYTES + each * saved * saves
+    return PROCESS_BYTES + int(SCATTERED * peak) + each * saved * saves

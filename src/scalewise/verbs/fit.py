@@ -50,7 +50,10 @@ def _told(run: Run) -> tuple[str, ...]:
 
     plan = planned(run)
     if run.plan.search is not Search.none:
-        if (best := searched(run).best) is not None:
+        found = searched(run)
+        if plan.fit.verdict.good and found.rank is not run.plan.rank_by:
+            return ()  # it fits, and nothing is known that would be better
+        if (best := found.best) is not None:
             return best.told
     elif plan.fit.verdict.good:
         return ()

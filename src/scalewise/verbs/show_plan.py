@@ -148,7 +148,7 @@ def _verdict(console: Console, plan: Plan) -> None:
         return
     cure = plan.cure
     if cure is None:
-        console.print("no change that was tried makes it fit; plan.search=layout tries more")
+        console.print("no change that was tried makes it fit; plan.search=all tries more")
     else:
         taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is Fitting.auto)
         console.print(f"to make it fit: {cure.line}{taken}", soft_wrap=True)
