@@ -40,15 +40,16 @@ def planned(records: Path) -> str:
     """Returns what the README says of the planner beside published measurements."""
     record = _read(records / "cpu" / "planner.json")
     memory, rates = record["memory"]["all"], record["tokens_per_s_scaled"]["all"]
+    plain = record["tokens_per_s"]["all"]
     verdicts = record["verdicts"]
     return _filled(
         f"Beside {record['rows']} published measurements of four other frameworks "
         f"(`scalewise bench planner`, {record['date'][:10]}), memory is {memory['median']:.1%} off "
         f"at the median and {memory['p90']:.0%} at the 90th percentile of {memory['rows']} rows. "
         f"For the rows that ran its verdict is {_called(verdicts['ran'])}; for those that ran out "
-        f"of memory {_called(verdicts['ran_out_of_memory'])}. Tokens/s are {rates['median']:.1%} "
-        f"and {rates['p90']:.0%} off with one scale for each framework, device and format "
-        f"({rates['rows']} rows). No constant is "
+        f"of memory {_called(verdicts['ran_out_of_memory'])}. Tokens/s are {plain['median']:.1%} "
+        f"and {plain['p90']:.0%} off ({plain['rows']} rows), {rates['median']:.1%} and "
+        f"{rates['p90']:.0%} with one scale for each framework, device and format. No constant is "
         "fitted to a row, but these rows were looked at while the facts of their frameworks were "
         "written down: others may be further off."
     )
