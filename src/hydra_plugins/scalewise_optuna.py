@@ -1,0 +1,145 @@
+"""Hydra's way to a search: ``hydra/sweeper=optuna`` lets Optuna choose the next jobs.
+
+Hydra imports every module here in every application, so nothing heavy is imported at its head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+
+    from scalewise.study.space import Axis
+    from scalewise.study.spec import Search
+    from scalewise.study.study import Study
+
+
+class OptunaSweeper(Sweeper):
+    """Hands batches of trials to the launcher until the study has all that it wants."""
+
+    def __init__(self, params: dict[str, str] | None, **options: Any) -> None:
+        self.params = dict(params or {})
+        self.options = {key: value for key, value in options.items() if value is not None}
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Keeps what trials are composed with."""
+        from hydra.core.plugins import Plugins
+
+        self.loader, self.asked = hydra_context.config_loader, config
+        self.batches = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Searches; raises ``ConfigError`` for options that cannot be had before any job runs."""
+        from scalewise.config import axes, door
+        from scalewise.errors import ConfigError
+        from scalewise.study.spec import Search
+
+        lines = [f"{key}={value}" for key, value in self.params.items()]
+        space, fixed = axes.read([*lines, *arguments], self.loader)
+        search = Search(**self.options)
+        if complaints := list(search.complaints(space)):
+            raise ConfigError(complaints)
+        self._check(space, fixed)
+        door.vary([axis.key for axis in space])
+        if door.measures():
+            self._search(search, space, fixed, door.sweep_folder(self.asked))
+        else:
+            from scalewise.study.space import overrides
+            from scalewise.study.study import drawn
+
+            points = [[*fixed, *overrides(point)] for point in drawn(search, space)]
+            self.batches.launch([p for p in points if not self._refused(p)], 0)
+
+    def _check(self, space: Sequence["Axis"], fixed: Sequence[str]) -> None:
+        """Refuses what no trial could run with."""
+        from scalewise.study.space import first, overrides
+
+        if (error := self._refused(fixed)) and self._refused([*fixed, *overrides(first(space))]):
+            raise error
+
+    def _search(
+        self, search: "Search", space: Sequence["Axis"], fixed: Sequence[str], folder: Path
+    ) -> None:
+        from scalewise.study import outcome, record, study
+        from scalewise.verbs import show_study
+
+        found = study.opened(search, space, folder)
+        show_study.begins(found, found.reclaim())
+        stopped = False
+        while not stopped and (trials := found.asked()):
+            first = 1 + max((int(str(r["number"])) for r in outcome.rows(folder)), default=-1)
+            started = self._launched(found, trials, fixed, folder, first)
+            for number, trial in enumerate(started, start=first):
+                ended = outcome.of_job(folder, number)
+                found.tell(trial, ended)
+                stopped = stopped or ended.lost
+            record.write(found, folder)
+        show_study.ended(record.of(found, folder), folder)
+
+    def _launched(
+        self,
+        found: "Study",
+        trials: Sequence["Trial"],
+        fixed: Sequence[str],
+        folder: Path,
+        first: int,
+    ) -> list["Trial"]:
+        """Runs the trials that can run and returns them; the others are told as refused."""
+        from scalewise.study.outcome import Outcome
+        from scalewise.study.space import overrides
+        from scalewise.verbs import show_study
+
+        lines: list[list[str]] = []
+        started: list[Trial] = []
+        for trial in trials:
+            line = [*fixed, *overrides(trial.params)]
+            if error := self._refused(line):
+                reason = "; ".join(str(complaint) for complaint in error.complaints)
+                found.tell(trial, Outcome("refused", reason))
+                show_study.refused(trial.number, trial.params, reason)
+                continue
+            number = first + len(started)
+            found.begin(trial, folder, number, folder / str(number))
+            started.append(trial)
+            lines.append(line)
+        if lines:
+            self.batches.launch(lines, first)
+        return started
+
+    def _refused(self, overrides: Sequence[str]) -> Any:
+        from scalewise.config import door
+
+        return door.refusal(self.loader, self.asked, overrides)
+
+
+@dataclass
+class OptunaSweeperConf:
+    """Its options; ``scalewise.study.spec.Search`` says what they mean."""
+
+    _target_: str = f"{__name__}.{OptunaSweeper.__name__}"
+    params: dict[str, str] | None = None
+    trials: int | None = None
+    jobs: int = 1
+    sampler: str = "tpe"
+    seed: int = 1
+    objectives: dict[str, str] | None = None
+    constraints: dict[str, float] | None = None
+    pruner: str = "none"
+    storage: str | None = None
+    study: str | None = None
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="optuna", node=OptunaSweeperConf, provider="scalewise"
+)
