@@ -110,6 +110,7 @@ def test_every_metric_says_its_unit() -> None:
 def test_exit_codes() -> None:
     assert errors.EXIT_CODES == {
         "ok": 0,
+        "pruned": 0,
         "failed": 1,
         "refused": 2,
         "out_of_memory": 3,

@@ -49,10 +49,10 @@ def opened(path: str) -> BaseStorage:
     return JournalStorage(JournalFileBackend(path))
 
 
-def pruner_named(name: str) -> BasePruner:
-    """Returns one of ``PRUNERS``, as Optuna has it by default."""
+def pruner_named(name: str, first: int) -> BasePruner:
+    """Returns one of ``PRUNERS``; ``first`` is the step at which a trial is first judged."""
     from optuna import pruners
 
     if name == "median":
         return pruners.MedianPruner()
-    return pruners.SuccessiveHalvingPruner() if name == "asha" else pruners.NopPruner()
+    return pruners.SuccessiveHalvingPruner(min_resource=first)
