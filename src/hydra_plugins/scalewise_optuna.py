@@ -3,8 +3,8 @@
 Hydra imports every module here in every application, so nothing heavy is imported at its head.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+    from scalewise.errors import Complaint
     from scalewise.study.space import Axis
     from scalewise.study.spec import Search
     from scalewise.study.study import Study
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
 class OptunaSweeper(Sweeper):
     """Hands batches of trials to the launcher until the study has all that it wants."""
 
-    def __init__(self, params: dict[str, str] | None, **options: Any) -> None:
-        self.params = dict(params or {})
-        self.options = {key: value for key, value in options.items() if value is not None}
+    def __init__(self, params: dict[str, str], **options: Any) -> None:
+        self.params, self.options = dict(params), options
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -47,8 +47,9 @@ class OptunaSweeper(Sweeper):
 
         lines = [f"{key}={value}" for key, value in self.params.items()]
         space, fixed = axes.read([*lines, *arguments], self.loader)
-        search = Search(**self.options)
-        if complaints := list(search.complaints(space)):
+        search = Search.of(self.options)
+        complaints = [*search.complaints(space), *self._of_validation(search, space)]
+        if complaints:
             raise ConfigError(complaints)
         self._check(space, fixed)
         door.vary([axis.key for axis in space])
@@ -61,10 +62,22 @@ class OptunaSweeper(Sweeper):
             points = [[*fixed, *overrides(point)] for point in drawn(search, space)]
             self.batches.launch([p for p in points if not self._refused(p)], 0)
 
-    def _check(self, space: Sequence["Axis"], fixed: Sequence[str]) -> None:
-        """Refuses what no trial could run with."""
-        from scalewise.study.space import first, overrides
+    def _of_validation(self, search: "Search", space: Sequence["Axis"]) -> Iterator["Complaint"]:
+        """Yields the objective that no trial would measure."""
+        from scalewise.errors import Complaint
 
+        every = "trainer.validate_every"
+        validates = self.asked.trainer.validate_every or every in [axis.key for axis in space]
+        if "val/loss" in search.objectives and not validates:
+            yield Complaint(every, None, "no trial would measure val/loss", f"set {every}=100")
+
+    def _check(self, space: Sequence["Axis"], fixed: Sequence[str]) -> None:
+        """Refuses what no trial could run with, and values that no option or type knows."""
+        from scalewise.study.space import Choice, first, overrides
+
+        for axis in space:
+            for value in axis.values if isinstance(axis, Choice) else ():
+                self.loader.load_sweep_config(self.asked, [*fixed, f"{axis.key}={value}"])
         if (error := self._refused(fixed)) and self._refused([*fixed, *overrides(first(space))]):
             raise error
 
@@ -75,6 +88,7 @@ class OptunaSweeper(Sweeper):
         from scalewise.verbs import show_study
 
         found = study.opened(search, space, folder)
+        folder.mkdir(parents=True, exist_ok=True)
         show_study.begins(found, found.reclaim())
         stopped = False
         while not stopped and (trials := found.asked()):
@@ -128,13 +142,13 @@ class OptunaSweeperConf:
     """Its options; ``scalewise.study.spec.Search`` says what they mean."""
 
     _target_: str = f"{__name__}.{OptunaSweeper.__name__}"
-    params: dict[str, str] | None = None
+    params: dict[str, str] = field(default_factory=dict)
     trials: int | None = None
     jobs: int = 1
     sampler: str = "tpe"
     seed: int = 1
-    objectives: dict[str, str] | None = None
-    constraints: dict[str, float] | None = None
+    objectives: Any = None  # mappings: as such, Hydra would let nobody add to them by a line
+    constraints: Any = None
     pruner: str = "none"
     storage: str | None = None
     study: str | None = None

@@ -95,7 +95,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
 
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
-    flags = _flags(arguments)
+    flags = flags_of(arguments)
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
@@ -140,7 +140,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     return _exit_code(passage.codes)
 
 
-def _flags(arguments: Sequence[str]) -> Namespace:
+def flags_of(arguments: Sequence[str]) -> Namespace:
     """Returns Hydra's flags and the overrides; refuses a flag that Hydra lacks in our own words."""
     said = io.StringIO()
     try:

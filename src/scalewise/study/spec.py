@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite
+from typing import Any
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
@@ -41,6 +42,13 @@ class Search:
     study: str | None = None
     """Name in the storage; None: the only one there, or the sweep's."""
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Search:
+        """Returns the search of a sweeper's options; an empty or absent one is as by default."""
+        known = {entry.name for entry in fields(cls)}
+        given = {k: v for k, v in options.items() if k in known and v is not None}
+        return cls(**{key: value for key, value in given.items() if value or key != "objectives"})
+
     def complaints(self, space: Sequence[Axis]) -> Iterator[Complaint]:
         """Yields what this search cannot do, over these axes."""
         yield from self._of_numbers()
@@ -74,7 +82,11 @@ class Search:
 
     def _of_objectives(self) -> Iterator[Complaint]:
         for group in ("objectives", "constraints"):
-            for key in getattr(self, group):
+            if not isinstance(asked := getattr(self, group), Mapping):
+                cure = f"write '++hydra.sweeper.{group}={{val/loss: ...}}'"
+                yield Complaint(f"hydra.sweeper.{group}", asked, "is no mapping by metric", cure)
+                return
+            for key in asked:
                 if key not in METRICS:
                     cure = meant(key, METRICS)
                     yield Complaint(f"hydra.sweeper.{group}", key, "is no metric", cure)
