@@ -77,6 +77,7 @@ class Train(Verb):
             )
             for job, run in zip(jobs, runs, strict=True)
         ]
+        folder.mkdir(parents=True, exist_ok=True)  # Hydra's own sweeper has made it
         results = execute_all(
             tasks,
             folder,
