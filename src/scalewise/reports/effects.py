@@ -17,6 +17,9 @@ Name = tuple[str, ...]
 """One factor, or the two of an interaction."""
 
 CONFIDENCE = 0.95
+LEAST = 1e-4
+"""A change below this is none, however sure: bytes are counted without noise."""
+
 SAME = 1e-9
 """Below this, what is left of a column beside the others is rounding."""
 
@@ -40,7 +43,9 @@ class Effect:
     @property
     def clear(self) -> bool:
         """Returns whether the interval leaves out no change at all."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        if self.low is None or self.high is None or abs(self.change) < LEAST:
+            return False
+        return not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)

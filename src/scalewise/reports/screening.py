@@ -84,7 +84,7 @@ def section(comparison: Comparison) -> Section | None:
             f"effects-{noun.replace(' ', '-')}",
             f"Dots: change of {noun} by {numbers.plural(len(drawn), 'effect')}.",
         )
-        detail = "change from the first value to the second; left is less"
+        detail = "change in %, from the first value to the second; left is less"
         panels.append(Panel(numbers.sentence(noun), detail, picture))
     return Section(
         "effects",
@@ -111,10 +111,11 @@ def finding(screen: Screened) -> Markup:
 
 
 def signed(share: float | None) -> str:
-    """Returns a change with its sign: ``+12%``."""
-    if share is None:
-        return numbers.MISSING
-    return f"{numbers.MINUS if share < 0 else '+'}{numbers.percent(abs(share))}"
+    """Returns a change with its sign, where it is one: ``+12%``, ``<1%``."""
+    text = numbers.percent(None if share is None else abs(share))
+    if share is None or text in ("0%", "<1%"):
+        return text
+    return f"{numbers.MINUS if share < 0 else '+'}{text}"
 
 
 def _notes(screen: Screened) -> list[str]:
@@ -180,7 +181,7 @@ def _dots(drawn: Sequence[Effect], labels: Sequence[str], width: int) -> Drawing
                      "tip": tip})  # fmt: skip
         texts.append({"y": middle - 17 if narrow else middle, "name": label,
                       "number": signed(effect.change)})  # fmt: skip
-    grid = axis(ticks(low, high, 4 if narrow else 6), grid=True, title="%")
+    grid = axis(ticks(low, high, 4 if narrow else 6), grid=True)
     x = alt.X("x:Q", scale=across, axis=grid)
     y = alt.Y("y:Q", scale=down, axis=None)
     fill = alt.Color("c:N", scale=None, legend=None)
@@ -200,4 +201,4 @@ def _dots(drawn: Sequence[Effect], labels: Sequence[str], width: int) -> Drawing
     counted = base.mark_text(align="right", baseline="middle", fontSize=12, color=GREY).encode(
         x=alt.value(inner if narrow else inner + right), y=y, text="number:N"
     )
-    return frame(sheet, [zero, reach, dots, names, counted], width, height, (left, right, 4, 38))
+    return frame(sheet, [zero, reach, dots, names, counted], width, height, (left, right, 4, 24))
