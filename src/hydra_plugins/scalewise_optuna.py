@@ -48,7 +48,8 @@ class OptunaSweeper(Sweeper):
         lines = [f"{key}={value}" for key, value in self.params.items()]
         space, fixed = axes.read([*lines, *arguments], self.loader)
         search = Search.of(self.options)
-        complaints = [*search.complaints(space), *self._of_validation(search, space)]
+        complaints = [*_of_package(), *search.complaints(space)]
+        complaints += self._of_validation(search, space)
         if complaints:
             raise ConfigError(complaints)
         self._check(space, fixed)
@@ -135,6 +136,16 @@ class OptunaSweeper(Sweeper):
         from scalewise.config import door
 
         return door.refusal(self.loader, self.asked, overrides)
+
+
+def _of_package() -> Iterator["Complaint"]:
+    from scalewise.errors import Complaint
+
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        reason, cure = "optuna is not installed", "pip install 'scalewise[optuna]'"
+        yield Complaint("hydra/sweeper", "optuna", reason, cure)
 
 
 @dataclass

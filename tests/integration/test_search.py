@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class TestASearch:
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
-@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("single", marks=LONG)])
 def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> None:
     axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
     ended = scalewise(*GRID, "hydra.sweeper.pruner=asha", *axes).ok()
@@ -140,6 +141,15 @@ def test_what_cannot_be_searched_is_refused(
     searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
     scalewise(*searched, *line).refused(*words)
     assert not list(Path(scalewise.cwd).glob("runs/*/*"))
+
+
+def test_without_optuna_it_says_what_to_install(scalewise: Doors) -> None:
+    absent = scalewise.cwd / "absent"
+    absent.mkdir()
+    (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
+    path = f"{absent}{os.pathsep}{scalewise.environment['PYTHONPATH']}"
+    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
+    scalewise(*line, env={"PYTHONPATH": path}).refused("pip install 'scalewise[optuna]'")
 
 
 @LONG

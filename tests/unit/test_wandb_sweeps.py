@@ -89,7 +89,7 @@ def test_what_wandb_cannot_search_is_refused() -> None:
     assert configured(PRECISION, objectives=several, sampler="random")["method"] == "random"
     with pytest.raises(ConfigError, match="has no grid"):
         configured(Interval("a", 1.0, 2.0), sampler="grid")
-    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.zip.*cannot walk the axes so"):
+    with pytest.raises(ConfigError, match="cannot walk the axes by zip"):
         sweeps.search_of({"_target_": "x.GridSweeper", "params": {}, "zip": {"a": "1,2"}})
 
 

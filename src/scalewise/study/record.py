@@ -11,6 +11,7 @@ import optuna
 from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.trial import FrozenTrial, TrialState
 
+from scalewise.study.space import rounded
 from scalewise.study.study import FOLDER, REASON, STATUS, Study
 from scalewise.tracking.files import write_json
 
@@ -93,7 +94,7 @@ def _trials(study: Study, sweep: Path) -> Iterator[dict[str, object]]:
             "state": trial.state.name.lower(),
             "status": attributes.get(STATUS, ""),
             "reason": attributes.get(REASON, ""),
-            "params": dict(trial.params),
+            "params": rounded(trial.params),
             "values": trial.values,
             "over": {key: value for key, value in trial.constraints.items() if value > 0},
             "reported": {str(step): v for step, v in trial.intermediate_values.items()},

@@ -63,7 +63,12 @@ def first(space: Sequence[Axis]) -> dict[str, Value]:
 
 def overrides(params: Mapping[str, Value]) -> list[str]:
     """Returns what is typed for a point of the space."""
-    return [f"{key}={value}" for key, value in params.items()]
+    return [f"{key}={value}" for key, value in rounded(params).items()]
+
+
+def rounded(params: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns a point with its numbers to six digits: as jobs get them, and people read them."""
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in params.items()}
 
 
 def _values(axis: Axis) -> list[Value]:

@@ -79,11 +79,9 @@ def search_of(sweeper: Mapping[str, Any]) -> Search:
         return Search.of(sweeper)
     strange = [key for key, value in sweeper.items() if value and key not in UNDERSTOOD]
     if strange:
-        reason = "W&B Sweeps cannot walk the axes so"
-        raise ConfigError(
-            Complaint(f"hydra.sweeper.{key}", sweeper[key], reason, "use scalewise train")
-            for key in strange
-        )
+        kind = str(sweeper["_target_"]).rpartition(".")[2]
+        reason = f"W&B Sweeps cannot walk the axes by {', '.join(strange)}"
+        raise ConfigError.one("hydra/sweeper", kind, reason, "use scalewise train")
     return Search(sampler="grid")
 
 
