@@ -153,6 +153,31 @@ def test_without_optuna_it_says_what_to_install(scalewise: Doors) -> None:
 
 
 @LONG
+def test_several_objectives_within_a_bound(scalewise: Doors) -> None:
+    """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
+    objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
+    bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
+    axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")
+    options = ("hydra.sweeper.trials=8", "hydra.sweeper.jobs=4", "hydra.sweeper.sampler=nsga2")
+    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
+    ended = scalewise(*line, timeout=300).ok()
+    trials = study(ended.folder)["trials"]
+    assert len(trials) == 8
+    for trial in trials:
+        metrics = ended.folder.jobs[trial["number"]].summary["metrics"]
+        assert trial["values"] == [metrics["val/loss"], metrics["throughput/tokens_per_s"]]
+        assert bool(trial["over"]) == (metrics["memory/peak_bytes"] > 2.5e6)
+    best = [trials[number] for number in study(ended.folder)["best"]]
+    assert best
+    assert all(not trial["over"] for trial in best)
+    losses = [trial["values"][0] for trial in best]
+    speeds = [trial["values"][1] for trial in best]
+    assert losses == sorted(losses)
+    assert speeds == sorted(speeds)
+    assert ended.out.count("scalewise train") >= len(best)
+
+
+@LONG
 def test_the_sweep_of_the_tree(scalewise: Doors) -> None:
     ended = scalewise("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").ok()
     assert len(study(ended.folder)["trials"]) == 3

@@ -15,13 +15,14 @@ from optuna.trial import TrialState
 from scalewise.config.axes import read
 from scalewise.config.own import own_hydra
 from scalewise.errors import ConfigError
+from scalewise.launch.worker import classify
 from scalewise.study import outcome, record, study
 from scalewise.study.outcome import Outcome
 from scalewise.study.space import Axis, Choice, Interval, first, grid, overrides
 from scalewise.study.spec import Search
 from scalewise.study.storage import TrialLink, link_in
 from scalewise.study.study import Study
-from scalewise.training.callbacks.pruning import Judge
+from scalewise.training.callbacks.pruning import Judge, Pruned
 
 LR = Interval("optimizer.lr", 1e-5, 1e-1, log=True)
 PRECISION = Choice("precision", ("fp32", "bf16_mixed"))
@@ -339,6 +340,10 @@ class TestPruning:
         assert found.optuna.trials[0].state is TrialState.PRUNED
         assert record.best(found) == []
         assert found.asked() == []
+
+    def test_an_ending_that_is_no_failure(self) -> None:
+        ending = classify(Pruned("the study stopped it after step 4"), 0)
+        assert (ending.status, ending.exit_code) == ("pruned", 0)
 
     def test_no_pruner_no_link(self, tmp_path: Path) -> None:
         found = study.opened(Search(), SPACE, tmp_path)
