@@ -111,6 +111,7 @@ class OptunaSweeper(Sweeper):
         first: int,
     ) -> list["Trial"]:
         """Runs the trials that can run and returns them; the others are told as refused."""
+        from scalewise.config import door
         from scalewise.study.outcome import Outcome
         from scalewise.study.space import overrides
         from scalewise.verbs import show_study
@@ -122,6 +123,7 @@ class OptunaSweeper(Sweeper):
             if error := self._refused(line):
                 reason = "; ".join(str(complaint) for complaint in error.complaints)
                 found.tell(trial, Outcome("refused", reason))
+                door.refused(error)
                 show_study.refused(trial.number, trial.params, reason)
                 continue
             number = first + len(started)

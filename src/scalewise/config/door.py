@@ -196,6 +196,11 @@ def vary(axes: Sequence[str]) -> None:
     _passages[-1].axes = tuple(axes)
 
 
+def refused(error: ConfigError) -> None:
+    """Counts a job of the multirun under way that a search left out, as one that was refused."""
+    _passages[-1].codes.append(error.exit_code)
+
+
 def refusal(
     loader: ConfigLoader, config: DictConfig, overrides: Sequence[str]
 ) -> ConfigError | None:

@@ -66,13 +66,15 @@ class Study:
         running = sum(t.state is TrialState.RUNNING for t in self.optuna.get_trials(deepcopy=False))
         missing = self.wanted - len(self.ended) - running
         space = {axis.key: _distribution(axis) for axis in self.space}
-        return [self.optuna.ask(space) for _ in range(min(self.search.jobs, missing))]
+        trials = [self.optuna.ask(space) for _ in range(min(self.search.jobs, missing))]
+        for trial in trials:
+            trial.set_user_attr(OWNER, _this_process())
+        return trials
 
     def begin(self, trial: Trial, sweep: Path, job: int, folder: Path) -> None:
         """Notes which job a trial becomes, and tells the job where it may be pruned."""
         trial.set_user_attr(SWEEP, str(sweep))
         trial.set_user_attr(JOB, job)
-        trial.set_user_attr(OWNER, _this_process())
         if self.search.pruner != "none":
             metric = next(iter(self.search.objectives))
             name = self.optuna.study_name
