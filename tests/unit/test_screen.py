@@ -218,6 +218,18 @@ class TestThePage:
         assert 'id="effects"' in html
         assert "precision \u00d7 memory" in html
 
+    def test_without_repeats_it_names_the_largest(self, tmp_path: Path) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
+            signs = [list(FACTORS[key]).index(value) for key, value in varied.items()]
+            return None if sum(signs) % 2 else screen_job(number, varied)  # half a factorial
+
+        section = screening.section(compare.of_sweep(self.screened(tmp_path / "screen", job)))
+        assert section is not None
+        assert "moves step time most (\u221240%)" in section.finding
+        notes = " ".join(str(note) for note in section.notes)
+        assert "No intervals" in notes
+        assert "precision \u00d7 memory = loss_chunk \u00d7 compile" in notes
+
     def test_other_sweeps_have_none(self, sweep_folder: Path) -> None:
         record = records.read(sweep_folder)
         assert isinstance(record, SweepRecord)

@@ -97,10 +97,11 @@ def section(comparison: Comparison) -> Section | None:
 
 
 def finding(screen: Screened) -> Markup:
-    """Returns which technique moves what most, where its interval says that it does."""
+    """Returns which technique moves what most, where its interval, if any, says that it does."""
     said = []
     for metric, found in screen.by_metric.items():
-        clear = [effect for effect in found.found if effect.clear and len(effect.name) == 1]
+        alone = [effect for effect in found.found if len(effect.name) == 1]
+        clear = [effect for effect in alone if effect.clear or not found.freedom]
         if clear:
             most = clear[0]
             name, change = screen.label(most.name), signed(most.change)
