@@ -51,7 +51,7 @@ def _dispatch(given: list[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
         print(f"scalewise: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"scalewise.verbs.{verb}")
+    module = importlib.import_module(f"scalewise.verbs.{verb.replace('-', '_')}")
     return int(module.main(given[1:]))
 
 

@@ -6,6 +6,7 @@ from typing import Self
 
 EXIT_CODES = {
     "ok": 0,
+    "pruned": 0,
     "failed": 1,
     "refused": 2,
     "out_of_memory": 3,

@@ -11,7 +11,10 @@ from omegaconf import OmegaConf
 
 from scalewise.config import naming, tree
 from scalewise.config.compose import changed, choices, compose, flat
+from scalewise.config.searched import searched
 from scalewise.run import Run
+from scalewise.study.screen import Screen
+from scalewise.study.space import first, overrides
 
 ROOT = tree.root()
 OPTIONS = [(group, name) for group in tree.GROUPS for name in tree.names(group)]
@@ -54,7 +57,21 @@ def test_every_experiment_composes_and_asks_a_question(name: str) -> None:
     assert second.startswith(f"# scalewise train experiment={name}")
 
 
-@pytest.mark.parametrize("name", tree.names("sweep"))
+SEARCHES = ("screen", "search_learning_rate")
+"""Sweeps whose jobs are not the products of what they list."""
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_corner_of_a_search_composes(name: str) -> None:
+    found = searched([f"sweep={name}"])
+    jobs = [overrides(first(found.space))]
+    if factors := found.sweeper.get("factors"):
+        jobs = Screen(factors).overrides()
+    for job in jobs:
+        assert compose([f"sweep={name}", *job], here=False).choices["sweep"] == name
+
+
+@pytest.mark.parametrize("name", [name for name in tree.names("sweep") if name not in SEARCHES])
 def test_every_job_of_every_sweep_composes(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"

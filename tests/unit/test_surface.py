@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_verbs() -> None:
-    assert list(cli.VERBS) == ["train", "plan", "report", "bench", "calibrate", "doctor"]
+    assert list(cli.VERBS) == [
+        "train",
+        "plan",
+        "report",
+        "bench",
+        "calibrate",
+        "wandb-sweep",
+        "doctor",
+    ]
 
 
 def test_groups_and_their_options() -> None:
@@ -110,6 +118,7 @@ def test_every_metric_says_its_unit() -> None:
 def test_exit_codes() -> None:
     assert errors.EXIT_CODES == {
         "ok": 0,
+        "pruned": 0,
         "failed": 1,
         "refused": 2,
         "out_of_memory": 3,

@@ -50,6 +50,8 @@ class Verb:
 
     here = True
     """Whether runs must be able to run on the present machine."""
+    measures = False
+    """Whether its jobs leave folders with measurements, which a search goes by."""
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
@@ -81,6 +83,8 @@ class Passage:
     """What the verb itself raised."""
     folder: Path | None = None
     """The folder of a multirun, which Hydra makes before it looks at the jobs."""
+    axes: Sequence[str] = ()
+    """Keys that a search varies, though the jobs of one batch may not differ in them."""
 
 
 _passages: list[Passage] = []
@@ -91,7 +95,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
 
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
-    flags = _flags(arguments)
+    flags = flags_of(arguments)
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
@@ -136,7 +140,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     return _exit_code(passage.codes)
 
 
-def _flags(arguments: Sequence[str]) -> Namespace:
+def flags_of(arguments: Sequence[str]) -> Namespace:
     """Returns Hydra's flags and the overrides; refuses a flag that Hydra lacks in our own words."""
     said = io.StringIO()
     try:
@@ -182,6 +186,32 @@ def sweep_folder(config: DictConfig) -> Path:
     return folder
 
 
+def measures() -> bool:
+    """Returns whether the verb under way leaves measurements that a search can go by."""
+    return _passages[-1].verb.measures
+
+
+def vary(axes: Sequence[str]) -> None:
+    """Notes the keys that the multirun under way varies from batch to batch."""
+    _passages[-1].axes = tuple(axes)
+
+
+def refused(error: ConfigError) -> None:
+    """Counts a job of the multirun under way that a search left out, as one that was refused."""
+    _passages[-1].codes.append(error.exit_code)
+
+
+def refusal(
+    loader: ConfigLoader, config: DictConfig, overrides: Sequence[str]
+) -> ConfigError | None:
+    """Returns why a job with these overrides could not run; None where it can."""
+    try:
+        _validated(loader, config, [overrides], 0, Path())
+    except ConfigError as error:
+        return error
+    return None
+
+
 def _validated(
     loader: ConfigLoader,
     config: DictConfig,
@@ -189,7 +219,7 @@ def _validated(
     first: int,
     folder: Path,
 ) -> list[Job]:
-    varied = _varied(job_overrides)
+    varied = _varied(job_overrides, _passages[-1].axes)
     jobs: list[Job] = []
     complaints: dict[str, Complaint] = {}
     failed: Exception | None = None
@@ -224,10 +254,10 @@ def _lines(hydra_config: DictConfig) -> list[str]:
     return [str(line) for line in lines]
 
 
-def _varied(job_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+def _varied(job_overrides: Sequence[Sequence[str]], axes: Sequence[str]) -> list[dict[str, str]]:
     tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides]
     keys = dict.fromkeys(key for table in tables for key in table)
-    varying = [key for key in keys if len({table.get(key) for table in tables}) > 1]
+    varying = [key for key in keys if key in axes or len({table.get(key) for table in tables}) > 1]
     return [{key.lstrip("+"): table[key] for key in varying if key in table} for table in tables]
 
 

@@ -63,7 +63,7 @@ def run_in(
     try:
         with signals.handled_by(_Stop()), _quiet(), watchdog:
             elastic_launch(config, entry)(*arguments)
-        ending = Ending("ok")
+        ending = next((w for w in words.said(folder) if w.status == "pruned"), Ending("ok"))
     except SignalException as error:
         ending = _of_signal(error.sigval, folder)
     except ChildFailedError as error:
@@ -109,7 +109,7 @@ class Watchdog:
 
     def verdict(self, ending: Ending) -> Ending:
         """Returns the ending, as a timeout if this was the cause."""
-        if not self._fired.is_set() or ending.status == "ok":
+        if not self._fired.is_set() or ending.exit_code == 0:
             return ending
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
@@ -149,7 +149,7 @@ def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> En
             if memory_kill:
                 return Ending("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
             return Ending("failed", f"rank {rank} was killed by {name}", rank)
-    causes = [ending for ending in said if ending.status not in ("ok", "interrupted")]
+    causes = [ending for ending in said if ending.status not in ("ok", "pruned", "interrupted")]
     if causes:
         return min(causes, key=lambda cause: cause.bereft)
     if said and said[0].status == "interrupted":

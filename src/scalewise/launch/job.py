@@ -216,7 +216,7 @@ def _in_place(order: Order, folder: Path) -> Result:
     facts = _facts(order, status, own, resume, 1) if status else {}
     with signals.kept():
         ending = attempt(_tracked(order), own, resume, facts)
-    if ending.status == "ok":
+    if ending.exit_code == 0:
         dist.destroy_process_group()
     if status is None:
         return Result(ending.status, ending.reason, ending.exit_code, own, {})

@@ -43,7 +43,7 @@ def end(ending: Ending) -> None:
     """Ends this process with its ending's exit code, unless all is well."""
     if ending.bereft:
         time.sleep(BEREFT_WAIT)
-    if ending.status != "ok":
+    if ending.exit_code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads of a broken process group would hold the interpreter back.

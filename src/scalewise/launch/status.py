@@ -26,7 +26,7 @@ class Ending:
     """How a job, or one attempt at it, ended."""
 
     status: str
-    """ok, failed, out_of_memory, timeout, interrupted or refused."""
+    """ok, pruned, failed, out_of_memory, timeout, interrupted or refused."""
     reason: str = ""
     rank: int | None = None
     """The rank it began with, where one is known."""

@@ -17,6 +17,7 @@ from scalewise.launch.status import WANDB_FACTS, Ending
 from scalewise.run import Run
 from scalewise.tracking.files import write_json
 from scalewise.tracking.session import Session, open_session
+from scalewise.training.callbacks.pruning import Pruned
 from scalewise.training.fit import Place, fit
 from scalewise.training.stopping import STOP
 
@@ -67,6 +68,8 @@ def classify(error: BaseException, rank: int) -> Ending:
         return Ending("interrupted", reason, rank, (), error.signal_number)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted", "SIGINT before the first step", rank, (), 2)
+    if isinstance(error, Pruned):
+        return Ending("pruned", reason, rank)
     if isinstance(error, ConfigError):
         return Ending("refused", "; ".join(str(c) for c in error.complaints), rank)
     if ran_out_of_memory(error):

@@ -85,8 +85,8 @@ class Comparison:
 
     @cached_property
     def unfinished(self) -> tuple[Job, ...]:
-        """The jobs that ended in any other way; not those running or still to come."""
-        waiting = ("ok", "running", "not_run")
+        """The jobs that ended in any other way, unasked; not those running or still to come."""
+        waiting = ("ok", "pruned", "running", "not_run")
         return tuple(job for job in self.jobs if job.run.status not in waiting)
 
     def ranked(self, key: str, largest_first: bool) -> list[Job]:

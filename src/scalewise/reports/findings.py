@@ -22,6 +22,7 @@ from scalewise.reports.numbers import MemoryUnit
 
 STATUS = {
     "ok": "ok",
+    "pruned": "pruned",
     "failed": "failed",
     "out_of_memory": "out of memory",
     "timeout": "timed out",

@@ -13,6 +13,7 @@ from scalewise.reports import (
     learning,
     overview,
     records,
+    screening,
     sections,
     tradeoff,
 )
@@ -110,5 +111,6 @@ def _sections(comparison: Comparison, unit: MemoryUnit) -> list[sections.Section
             budgets.time(comparison),
             learning.loss(comparison),
             tradeoff.trade(comparison, unit),
+            screening.section(comparison),
         ]
     return [section for section in found if section is not None]

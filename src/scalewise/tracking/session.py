@@ -15,6 +15,7 @@ from scalewise.errors import ScalewiseError
 from scalewise.run import Run
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
+from scalewise.tracking.sweeps import flat_keys
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -65,7 +66,7 @@ class WandbSession(Session):
             mode=cast(Literal["online", "offline", "disabled"], mode.value),
             job_type="train",
             tags=[*tracking.tags, *_part_tags(run)],
-            config={**run.as_dict(), **facts},
+            config={**_beside(run.as_dict()), **facts},
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
                 finish_timeout=FINISH_WAIT,
@@ -223,6 +224,18 @@ def answers(server: str, wait: float = SERVER_WAIT) -> bool:
     thread.start()
     thread.join(wait)
     return reached.is_set()
+
+
+def _beside(config: Mapping[str, object]) -> dict[str, object]:
+    """Returns a config in which nothing is lost to the flat keys of a W&B sweep.
+
+    The sweep's ``precision: bf16_mixed``, by which its search knows the run, would take the place
+    of our ``precision: {compute: ...}``: that is then found under ``parts``.
+    """
+    taken = {key: part for key, part in config.items() if key in flat_keys()}
+    if not taken:
+        return dict(config)
+    return {**{key: part for key, part in config.items() if key not in taken}, "parts": taken}
 
 
 def _part_tags(run: Run) -> list[str]:

@@ -22,9 +22,11 @@ from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
 from scalewise.plan.plan import foreseen, record
 from scalewise.run import Run
+from scalewise.study.storage import link_in
 from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.session import Session
 from scalewise.training.callbacks.open import instantiated
+from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.recorder import Recorder, Row, Waiting
 from scalewise.training.callbacks.saver import Saver
 from scalewise.training.callbacks.terminal import Terminal
@@ -68,9 +70,13 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
         recorder.sinks += [file.append, session.log, terminal]
     train, validation = _loaders(run, splits, place, steps, start)
     with lightning_quiet():
-        trainer = assemble(run, folder, place, steps, recorder)
+        link = link_in(folder)
+        pruning = Pruning(link, recorder, place.rank) if link else None
+        trainer = assemble(run, folder, place, steps, recorder, pruning)
         try:
             trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
+            if pruning:
+                pruning.settle()
         finally:
             STOP.release()
             if terminal:
@@ -78,10 +84,18 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
                 _sum_up(run, folder, [*file.earlier, *recorder.rows], session)
 
 
-def assemble(run: Run, folder: Path, place: Place, steps: int, recorder: Recorder) -> Trainer:
+def assemble(
+    run: Run,
+    folder: Path,
+    place: Place,
+    steps: int,
+    recorder: Recorder,
+    pruning: Pruning | None = None,
+) -> Trainer:
     """Returns the Lightning Trainer of a run, with nothing in it that the run does not name."""
     saver, waiting = Saver(run, folder), Waiting(recorder)
-    callbacks: list[Callback] = [recorder, *instantiated(run), saver, waiting]
+    last = [pruning] if pruning else []
+    callbacks: list[Callback] = [recorder, *instantiated(run), saver, *last, waiting]
     every = run.trainer.validate_every
     ranked = "RANK" in os.environ  # said, or Lightning would look for a cluster by itself
     trainer = Trainer(

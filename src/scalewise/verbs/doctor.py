@@ -16,7 +16,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
     "quant": ("torchao", "quantization"),
     "slurm": ("submitit", "hydra/launcher=submitit_slurm"),
-    "optuna": ("optuna", "searching sweeps"),
+    "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf and .parquet files"),
 }
 """Extra: the package that tells whether it is installed, and what it is for."""

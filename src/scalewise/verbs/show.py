@@ -11,7 +11,7 @@ from scalewise.launch.job import Order, Result
 from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
 
-_STYLES = {"ok": "green", "interrupted": "yellow", "refused": "yellow"}
+_STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused": "yellow"}
 
 
 def heading(order: Order) -> None:

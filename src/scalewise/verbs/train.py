@@ -21,6 +21,8 @@ from scalewise.verbs.fit import all_fitted, fitted
 class Train(Verb):
     """Runs jobs and writes their reports."""
 
+    measures = True
+
     def __init__(self, arguments: Sequence[str]) -> None:
         self._command = command_line("train", tuple(arguments))
 
@@ -75,6 +77,7 @@ class Train(Verb):
             )
             for job, run in zip(jobs, runs, strict=True)
         ]
+        folder.mkdir(parents=True, exist_ok=True)  # Hydra's own sweeper has made it
         results = execute_all(
             tasks,
             folder,

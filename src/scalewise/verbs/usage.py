@@ -8,6 +8,7 @@ VERBS = {
     "report": "write report.html again for a run's or a sweep's folder",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
+    "wandb-sweep": "write the axes of a sweep for W&B Sweeps, or create it there",
     "doctor": "say what this machine has, and what that means for a run",
 }
 """Every verb and what it does; a part of the frozen surface."""
@@ -29,6 +30,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise train [overrides]", "one run"),
         ("scalewise train -m [a=1,2 ...]", "every combination of the values"),
         ("scalewise train sweep=NAME", "the combinations of sweeps/NAME.yaml"),
+        ("scalewise train ... hydra/sweeper=optuna", "search the axes; prints the best"),
         ("scalewise train ... resume=last", "go on from the newest run of this name"),
         ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
         ("scalewise train ... --cfg job", "show what would run; nothing runs"),
@@ -56,11 +58,15 @@ FORMS: dict[str, Rows] = {
         ("... name=NAME ranks=N seconds=S", "the profile's name, ranks of the link, time a figure"),
         ("scalewise calibrate learn=runs", "how much longer steps took than was foreseen"),
     ),
+    "wandb-sweep": (
+        ("scalewise wandb-sweep sweep=NAME", "offline: print its YAML, for `wandb sweep FILE`"),
+        ("... tracking.mode=online", "create it, and print what `wandb agent` takes"),
+    ),
     "doctor": (("scalewise doctor", "devices, extras, disk, tracking"),),
 }
 """How each verb is typed."""
 
-COMPOSING = ("train", "plan")
+COMPOSING = ("train", "plan", "wandb-sweep")
 """The verbs that take every group."""
 
 

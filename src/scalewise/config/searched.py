@@ -1,0 +1,68 @@
+"""What a line searches, without running it: its axes, its sweeper's options, what stays fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from scalewise.config import axes, door, mount, refuse
+from scalewise.config.own import own_hydra
+from scalewise.config.read import read
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+from scalewise.study.space import Axis
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A line for many jobs, taken apart."""
+
+    run: Run
+    """The run at rest: no axis of it is set."""
+    name: str
+    """The sweep's, as its folder would be called."""
+    space: Sequence[Axis]
+    fixed: Sequence[str]
+    """What was typed and holds for every job; neither the sweep nor options of Hydra."""
+    sweeper: Mapping[str, Any]
+    """``hydra.sweeper``."""
+
+
+def searched(arguments: Sequence[str]) -> Searched:
+    """Returns what ``scalewise train ARGUMENTS`` would search; raises ``ConfigError``."""
+    flags = door.flags_of(arguments)
+    door.prepare()
+    own = [Path(flags.config_dir).absolute()] if flags.config_dir else []
+    mount.mount(*own)
+    if unreadable := list(refuse.unreadable(flags.overrides)):
+        raise ConfigError(unreadable)
+    with own_hydra() as loader:
+        try:
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides(flags.overrides)
+            typed = list(zip(parsed, flags.overrides, strict=True))
+            single = [line for override, line in typed if not override.is_sweep_override()]
+            swept = [line for override, line in typed if override.is_sweep_override()]
+            config = hydra.compose("config", overrides=single, return_hydra_config=True)
+            options = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+            sweeper = cast(dict[str, Any], options)
+            lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+            own_lines = [
+                line
+                for override, line in typed
+                if line in single
+                and not override.is_hydra_override()
+                and override.key_or_group != "sweep"
+            ]
+            space, fixed = axes.read([*lines, *own_lines, *swept], loader)
+            run = read(config, fixed, here=False)
+            name = Path(config.hydra.sweep.dir).parent.name
+        except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
+            raise refuse.translated(error, flags.overrides, here=False) from error
+    flagged = ["-cd", str(own[0])] if own else []
+    return Searched(run, name, space, [*flagged, *fixed], sweeper)

@@ -1,0 +1,35 @@
+"""``scalewise wandb-sweep``: the axes of a line as a W&B sweep, for agents anywhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from scalewise.config.searched import searched
+from scalewise.launch import signals
+from scalewise.tracking import sweeps
+from scalewise.tracking.session import decide_mode
+from scalewise.tracking.spec import Mode
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the configuration of a W&B sweep or, online, creates it; exit code 0.
+
+    Takes the line that ``train`` takes. What W&B has no place for is said on stderr.
+    """
+    with signals.raised("before there was a sweep"):
+        asked = searched(arguments)
+        search = sweeps.search_of(asked.sweeper)
+        question = asked.run.question
+        config = sweeps.configured(search, asked.space, asked.fixed, asked.name, question)
+        for reason in sweeps.left_out(search):
+            print(f"left out: {reason}", file=sys.stderr)
+        tracking = asked.run.tracking
+        if decide_mode(tracking) is not Mode.online:
+            print(yaml.safe_dump(config, sort_keys=False), end="")
+            return 0
+        known = sweeps.created(config, tracking.project, tracking.entity)
+        print(f"sweep {known}\nwandb agent {known}")
+        return 0

@@ -1,0 +1,42 @@
+"""``sweep=screen``: a fraction of all combinations of techniques, and their effects."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.doors import UNTRACKED, Doors
+
+FACTORS = (
+    "hydra.sweeper.factors={precision: [fp32, bf16_mixed], memory: [none, checkpoint_full], "
+    "objective.loss_chunk: [null, 16]}"
+)
+
+
+def test_a_plan_of_the_screen_is_one_table(scalewise: Doors) -> None:
+    ended = scalewise("sweep=screen", *UNTRACKED, verb="plan").ok()
+    rows = [line for line in ended.out.splitlines() if "fits" in line]
+    assert len(rows) == 16
+    assert all(sum(word in row for row in rows) == 8 for word in ("bf16_mixed", "checkpoint_full"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("precision=fp32",), ("is a factor of the screen",)),
+        (("model.layers=1,2", "seed=3"), ("varies its factors alone", "seed of its own")),
+    ],
+)
+def test_what_is_no_screen_is_refused(
+    line: tuple[str, ...], words: tuple[str, ...], scalewise: Doors
+) -> None:
+    scalewise("sweep=screen", *UNTRACKED, *line).refused(*words)
+    assert not list(scalewise.cwd.glob("runs/*/*"))
+
+
+@pytest.mark.exhaustive
+def test_its_report_has_the_effects(scalewise: Doors) -> None:
+    line = ("-m", "hydra/sweeper=screen", *UNTRACKED, FACTORS, "hydra.sweeper.repeats=1")
+    ended = scalewise(*line, timeout=300).ok()
+    assert [job.status["status"] for job in ended.folder.jobs] == ["ok"] * 8
+    html = (ended.folder.path / "report.html").read_text("utf-8")
+    assert 'id="effects"' in html
+    assert "memory checkpoint_full" in html

@@ -1,0 +1,184 @@
+"""``hydra/sweeper=optuna``: trials that fail, are pruned or refused, and a sweep that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.doors import UNTRACKED, Doors, Ended, Folder
+
+LONG = pytest.mark.exhaustive
+GRID = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "hydra.sweeper.sampler=grid")
+
+
+def study(folder: Folder) -> dict[str, Any]:
+    return folder.json("study.json")
+
+
+def statuses(folder: Folder) -> list[str]:
+    return [trial["status"] for trial in study(folder)["trials"]]
+
+
+class TestASearch:
+    """Four trials: one ends well, one runs out of memory, two cannot run at all."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def ended(cls, doors_in: Callable[[str], Doors]) -> Ended:
+        axes = ("+inject=none,oom", "data.sequence=32,65536")
+        return doors_in("search")(*GRID, "hydra.sweeper.jobs=3", *axes)
+
+    def test_it_goes_on_past_failures(self, ended: Ended) -> None:
+        assert ended.code == 1, ended.said  # its unsuccessful trials share none
+        assert statuses(ended.folder) == ["ok", "out_of_memory", "refused", "refused"]
+        states = [trial["state"] for trial in study(ended.folder)["trials"]]
+        assert states == ["complete", "fail", "fail", "fail"]
+        assert [job["status"] for job in ended.folder.json("sweep.json")["jobs"]] == [
+            "ok",
+            "out_of_memory",
+        ]
+
+    def test_it_says_why(self, ended: Ended) -> None:
+        assert "trial 2 refused" in ended.out
+        assert "data.sequence=65536" in ended.out
+        assert "Traceback" not in ended.said
+
+    def test_the_best_is_told_with_the_line_that_trains_it(self, ended: Ended) -> None:
+        assert study(ended.folder)["best"] == [0]
+        (line,) = [text for text in ended.out.splitlines() if text.startswith("scalewise train")]
+        assert {"+inject=none", "data.sequence=32"} < set(line.split())
+
+    def test_a_value_is_what_the_job_measured(self, ended: Ended) -> None:
+        (first, *_) = study(ended.folder)["trials"]
+        measured = ended.folder.jobs[0].summary["metrics"]["val/loss"]
+        assert first["values"] == [measured]
+        assert first["folder"] == "0"
+
+    def test_each_job_says_what_varies(self, ended: Ended) -> None:
+        varied = ended.folder.jobs[0].status["varied"]
+        assert varied == {"inject": "none", "data.sequence": "32"}
+
+
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("single", marks=LONG)])
+def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> None:
+    axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
+    ended = scalewise(*GRID, "hydra.sweeper.pruner=asha", *axes).ok()
+    good, pruned = ended.folder.jobs
+    assert (good.steps[-1], pruned.steps[-1]) == (12, 4)
+    assert pruned.summary["steps"] == 4
+    assert pruned.status["status"] == "pruned"
+    assert pruned.status["exit_code"] == 0
+    assert pruned.status["reason"] == "the study stopped it after step 4, by its val/loss"
+    assert "pruned" in (ended.folder.path / "report.html").read_text("utf-8")
+    told = study(ended.folder)["trials"]
+    assert [trial["state"] for trial in told] == ["complete", "pruned"]
+    assert list(told[1]["reported"]) == ["4"]
+
+
+def test_a_killed_search_goes_on(scalewise: Doors) -> None:
+    """SIGKILL in the second trial of three: the first is not repeated, the second is."""
+    line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweep.dir=runs/search/once")
+    slow = "trainer.max_steps=200"
+    door = scalewise.start(*line, slow, "trainer.log_every=1", "trainer.validate_every=100")
+    door.until_file("runs/search/once/1/metrics.csv")
+    door.kill()
+    door.wait()
+    folder = Folder(scalewise.cwd / "runs" / "search" / "once")
+    (first,) = [trial for trial in study(folder)["trials"] if trial["state"] == "complete"]
+    ended = scalewise(*line, "trainer.max_steps=4").ok()
+    told = study(folder)["trials"]
+    assert told[0] == first
+    assert sorted(t["params"]["optimizer.lr"] for t in told if t["state"] == "complete") == [
+        "0.001",
+        "0.002",
+        "0.003",
+    ]
+    assert [t["status"] for t in told if t["state"] == "fail"] == ["running"]
+    assert [job["number"] for job in folder.json("sweep.json")["jobs"]] == [0, 1, 2, 3]
+    assert "trial 1 was under way when its sweep ended" in ended.out
+
+
+@LONG
+def test_an_interrupted_search_goes_on_from_its_storage(scalewise: Doors) -> None:
+    line = (*GRID, "optimizer.lr=1e-3,2e-3,3e-3", "hydra.sweeper.storage=kept/search.db")
+    door = scalewise.start(*line, "trainer.max_steps=400", "trainer.validate_every=200")
+    door.until_file("runs/*/*/0/metrics.csv")
+    door.signal(15)
+    assert door.wait().code == 143
+    ended = scalewise(*line, "trainer.max_steps=4").ok()
+    told = study(ended.newest)["trials"]
+    assert [trial["state"] for trial in told].count("complete") == 3
+    assert (scalewise.cwd / "kept" / "search.db").is_file()
+
+
+def test_a_plan_of_a_search_is_one_table(scalewise: Doors) -> None:
+    axes = ("hydra.sweeper.trials=3", "optimizer.lr=tag(log,interval(1e-5,1e-2))")
+    ended = scalewise("-m", *UNTRACKED, "hydra/sweeper=optuna", *axes, verb="plan").ok()
+    assert ended.out.count("fits") >= 3
+    assert not (scalewise.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            ("hydra.sweeper.objectives={val/los: minimize}", "hydra.sweeper.sampler=tpee"),
+            ("did you mean val/loss?", "did you mean tpe?"),
+        ),
+        (("trainer.validate_every=null",), ("no trial would measure val/loss",)),
+        (("trainer.micro_batch=0",), ("trainer.micro_batch",)),
+        pytest.param(("hydra.sweeper.trials=many",), ("trials",), marks=LONG),
+        pytest.param(("precision=fp33,fp32",), ("fp33",), marks=LONG),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    line: tuple[str, ...], words: tuple[str, ...], scalewise: Doors
+) -> None:
+    searched = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=interval(1e-5,1e-2)")
+    scalewise(*searched, *line).refused(*words)
+    assert not list(Path(scalewise.cwd).glob("runs/*/*"))
+
+
+def test_without_optuna_it_says_what_to_install(scalewise: Doors) -> None:
+    absent = scalewise.cwd / "absent"
+    absent.mkdir()
+    (absent / "optuna.py").write_text("raise ImportError('absent')\n", "utf-8")
+    path = f"{absent}{os.pathsep}{scalewise.environment['PYTHONPATH']}"
+    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", "optimizer.lr=1e-3,1e-2")
+    scalewise(*line, env={"PYTHONPATH": path}).refused("pip install 'scalewise[optuna]'")
+
+
+@LONG
+def test_several_objectives_within_a_bound(scalewise: Doors) -> None:
+    """Wide models learn faster and slow down; the bound on memory leaves the widest out."""
+    objectives = "hydra.sweeper.objectives={val/loss: minimize, throughput/tokens_per_s: maximize}"
+    bound = "hydra.sweeper.constraints={memory/peak_bytes: 2.5e6}"
+    axes = ("model.width=16,32,64", "optimizer.lr=tag(log,interval(1e-3,1e-1))")
+    options = ("hydra.sweeper.trials=8", "hydra.sweeper.jobs=4", "hydra.sweeper.sampler=nsga2")
+    line = ("-m", *UNTRACKED, "hydra/sweeper=optuna", objectives, bound, *options, *axes)
+    ended = scalewise(*line, timeout=300).ok()
+    trials = study(ended.folder)["trials"]
+    assert len(trials) == 8
+    for trial in trials:
+        metrics = ended.folder.jobs[trial["number"]].summary["metrics"]
+        assert trial["values"] == [metrics["val/loss"], metrics["throughput/tokens_per_s"]]
+        assert bool(trial["over"]) == (metrics["memory/peak_bytes"] > 2.5e6)
+    best = [trials[number] for number in study(ended.folder)["best"]]
+    assert best
+    assert all(not trial["over"] for trial in best)
+    losses = [trial["values"][0] for trial in best]
+    speeds = [trial["values"][1] for trial in best]
+    assert losses == sorted(losses)
+    assert speeds == sorted(speeds)
+    assert ended.out.count("scalewise train") >= len(best)
+
+
+@LONG
+def test_the_sweep_of_the_tree(scalewise: Doors) -> None:
+    ended = scalewise("sweep=search_learning_rate", *UNTRACKED, "hydra.sweeper.trials=3").ok()
+    assert len(study(ended.folder)["trials"]) == 3
+    json.dumps(study(ended.folder)["importance"])

@@ -1,0 +1,120 @@
+"""``scalewise wandb-sweep`` against a server on the loopback, and the real ``wandb agent``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fixtures.doors import TINY, Doors, Ended
+from fixtures.wandb_server import ENTITY
+from fixtures.wandb_sweeps import SweepServer
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+LINE = ("-m", *TINY, "precision=fp32,bf16_mixed", "tracking.project=mine")
+
+
+def reaching(server: SweepServer) -> dict[str, str]:
+    first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "PATH": first}
+
+
+class TestAnAgent:
+    """A sweep of two values of a group, created and then driven by the real agent."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def driven(cls, doors_in: Callable[[str], Doors]) -> tuple[SweepServer, Ended, Ended]:
+        with SweepServer() as server:
+            doors, env = doors_in("agent"), reaching(server)
+            created = doors(*LINE, verb="wandb-sweep", env=env).ok()
+            line = created.out.splitlines()[-1].split()
+            assert line[:2] == ["wandb", "agent"]
+            agent = doors.command([sys.executable, "-m", "wandb", *line[1:]], env).wait(180)
+            return server, created, agent
+
+    def configs(self, server: SweepServer) -> dict[str, dict[str, Any]]:
+        texts = {run: given["config"] for run, given in server.inputs.items()}
+        plain = {run: json.loads(text) for run, text in texts.items()}
+        return {run: {k: v["value"] for k, v in c.items()} for run, c in plain.items()}
+
+    def test_the_sweep_is_told_with_the_line_of_its_agents(
+        self, driven: tuple[SweepServer, Ended, Ended]
+    ) -> None:
+        server, created, _ = driven
+        assert list(server.sweeps) == ["sweep0"]
+        assert created.out == f"sweep {ENTITY}/mine/sweep0\nwandb agent {ENTITY}/mine/sweep0\n"
+        assert server.sweeps["sweep0"]["name"] == "smoke"
+
+    def test_every_run_ends_well_and_joins_the_sweep(
+        self, driven: tuple[SweepServer, Ended, Ended]
+    ) -> None:
+        server, _, agent = driven
+        assert agent.code == 0, agent.said
+        assert sorted(server.inputs) == ["sweep0run1", "sweep0run2"]
+        assert {given["sweep"] for given in server.inputs.values()} == {"sweep0"}
+        assert server.exit_codes == dict.fromkeys(server.inputs, 0)
+        assert [folder.status["status"] for folder in agent.folders] == ["ok", "ok"]
+        assert {folder.status["wandb"]["id"] for folder in agent.folders} == set(server.inputs)
+
+    def test_a_value_of_a_group_is_the_option_that_ran(
+        self, driven: tuple[SweepServer, Ended, Ended]
+    ) -> None:
+        server, _, agent = driven
+        chosen = [folder.resolved["choices"]["precision"] for folder in agent.folders]
+        assert chosen == ["fp32", "bf16_mixed"]
+        told = {config["precision"] for config in self.configs(server).values()}
+        assert told == {"fp32", "bf16_mixed"}
+
+    def test_the_nested_config_is_whole(self, driven: tuple[SweepServer, Ended, Ended]) -> None:
+        server, _, agent = driven
+        resolved = {folder.status["wandb"]["id"]: folder.resolved for folder in agent.folders}
+        for run, config in self.configs(server).items():
+            assert config["model"]["width"] == 32
+            assert config["parts"]["precision"] == resolved[run]["precision"]
+            assert config["choices"]["precision"] == config["precision"]
+
+    def test_the_metric_of_the_sweep_is_sent(
+        self, driven: tuple[SweepServer, Ended, Ended]
+    ) -> None:
+        server, _, agent = driven
+        metric = server.sweeps["sweep0"]["metric"]["name"]
+        for folder in agent.folders:
+            summary = server.summary(folder.status["wandb"]["id"])
+            assert summary[metric] == folder.summary["metrics"]["val/loss"]
+
+    def test_the_key_is_nowhere(self, driven: tuple[SweepServer, Ended, Ended]) -> None:
+        _, created, agent = driven
+        assert KEY not in created.said + agent.said
+        texts = [text for folder in agent.folders for text in folder.text.values()]
+        assert not any(KEY.encode() in text for text in texts)
+
+
+def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
+    line = ("sweep=search_learning_rate", *TINY, "hydra.sweeper.trials=7")
+    ended = scalewise(*line, verb="wandb-sweep").ok()
+    config = yaml.safe_load(ended.out)
+    assert config["method"] == "bayes"
+    assert config["run_cap"] == 7
+    assert config["parameters"] == {
+        "optimizer.lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2}
+    }
+    assert re.search("left out: pruner asha", ended.err)
+    assert not (scalewise.cwd / "runs").exists()
+
+
+def test_a_server_that_refuses_is_told_in_a_line(scalewise: Doors) -> None:
+    with SweepServer() as server:
+        server.broken = True
+        env = {**reaching(server), "WANDB_HTTP_TIMEOUT": "5"}
+        ended = scalewise(*LINE, verb="wandb-sweep", env=env)
+    assert ended.code == 1
+    assert "W&B made no sweep" in ended.err
+    assert "Traceback" not in ended.said
+    assert KEY not in ended.said

@@ -1,0 +1,249 @@
+"""Fractional factorials, the effects that they tell, and what the page says of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.reports import make_sweep
+
+from scalewise.reports import compare, page, records, screening
+from scalewise.reports.effects import Effects, effects, student
+from scalewise.reports.records import SweepRecord
+from scalewise.study.screen import Screen, fraction
+
+FACTORS = {
+    "precision": ["fp32", "bf16_mixed"],
+    "memory": ["none", "checkpoint_full"],
+    "compile": ["none", "block"],
+    "objective.loss_chunk": [None, 64],
+}
+
+
+def resolution(rows: Sequence[Sequence[int]]) -> float:
+    """The fewest columns whose product is constant, looked for among all."""
+    places = range(len(rows[0]))
+    for size in range(1, len(rows[0]) + 1):
+        for chosen in combinations(places, size):
+            if abs(sum(math.prod(row[place] for place in chosen) for row in rows)) == len(rows):
+                return size
+    return math.inf
+
+
+class TestDesigns:
+    @pytest.mark.parametrize(
+        ("factors", "wanted", "runs"),
+        # Box, Hunter and Hunter, 2nd edition, table 6.22; NIST/SEMATECH e-Handbook, 5.3.3.4.7
+        [
+            (3, 4, 8), (4, 4, 8), (5, 4, 16), (6, 4, 16), (7, 4, 16), (8, 4, 16), (9, 4, 32),
+            (11, 4, 32), (3, 5, 8), (4, 5, 16), (5, 5, 16), (6, 5, 32), (7, 5, 64), (8, 5, 64),
+            (9, 5, 128), (10, 5, 128), (11, 5, 128),
+        ],
+    )  # fmt: skip
+    def test_they_are_the_published_sizes(self, factors: int, wanted: int, runs: int) -> None:
+        rows = fraction(factors, wanted)
+        assert len(rows) == len(set(rows)) == runs
+        assert resolution(rows) >= wanted
+        assert all(sum(column) == 0 for column in zip(*rows, strict=True))
+        assert set(rows[0]) == {-1}
+
+    def test_the_first_job_has_all_at_rest_and_each_repeat_a_seed(self) -> None:
+        jobs = Screen(FACTORS, repeats=3).overrides()
+        assert len(jobs) == 24
+        assert jobs[0] == [
+            "precision=fp32", "memory=none", "compile=none", "objective.loss_chunk=null", "seed=1",
+        ]  # fmt: skip
+        assert len({tuple(job) for job in jobs}) == 24
+        assert [job[-1] for job in jobs].count("seed=3") == 8
+        assert jobs == Screen(FACTORS, repeats=3).overrides()
+        assert jobs != Screen(FACTORS, repeats=3, seed=2).overrides()
+
+    def test_one_repeat_names_no_seed(self) -> None:
+        jobs = Screen(FACTORS, interactions=True, repeats=1).overrides()
+        assert len(jobs) == 16
+        assert not any(line.startswith("seed") for job in jobs for line in job)
+
+    @pytest.mark.parametrize(
+        ("screen", "fixed", "words"),
+        [
+            (Screen({}), [], ["2 to 11 factors"]),
+            (Screen("precision"), [], ["2 to 11 factors"]),  # type: ignore[arg-type]
+            (Screen({**FACTORS, "a": [1], "b": [1, 1], "c": "ab"}), [], ["a=", "b=", "c="]),
+            (Screen(FACTORS, repeats=0), [], ["repeats"]),
+            (Screen(FACTORS), ["seed"], ["seed of its own"]),
+            (Screen(FACTORS), ["memory"], ["is a factor"]),
+        ],
+    )
+    def test_what_is_no_screen_is_refused(
+        self, screen: Screen, fixed: list[str], words: list[str]
+    ) -> None:
+        said = "\n".join(str(complaint) for complaint in screen.complaints(fixed))
+        assert all(word in said for word in words), said
+
+    def test_what_is_one_is_not(self) -> None:
+        assert list(Screen(FACTORS).complaints(["model"])) == []
+
+
+def named(found: Effects) -> dict[str, float]:
+    return {" x ".join(effect.name): effect.change for effect in found.found}
+
+
+class TestEffects:
+    def test_known_effects_are_found_again(self) -> None:
+        """Times made of factors: half with a, 30 % more with b, and 10 % off where both are on."""
+        rows = list(product((-1, 1), repeat=3))
+        times = [
+            8.0 * (0.5 if a > 0 else 1) * (1.3 if b > 0 else 1) * (0.9 if a > 0 < b else 1)
+            for a, b, _ in rows
+        ]
+        levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
+        told = named(effects(levels, times))
+        assert told["a"] == pytest.approx(0.5 * math.sqrt(0.9) - 1)
+        assert told["b"] == pytest.approx(1.3 * math.sqrt(0.9) - 1)
+        assert told["a x b"] == pytest.approx(math.sqrt(0.9) - 1)
+        assert told["c"] == pytest.approx(0, abs=1e-12)
+        assert next(iter(told)) == "a"
+
+    def test_a_published_example(self) -> None:
+        """The pilot plant of Box, Hunter and Hunter, 2nd edition, tables 5.2 and 5.3.
+
+        Eight settings of temperature, concentration and catalyst, each twice; their effects are
+        23, -5 and 1.5, of temperature with catalyst 10, and the runs' variance is 8. Here the
+        effect of all three, 0.5, is left to the noise.
+        """
+        pairs = [(59, 61), (74, 70), (50, 58), (69, 67), (50, 54), (81, 85), (46, 44), (79, 81)]
+        rows = [row[::-1] for row in product((-1, 1), repeat=3)]
+        scale = 100  # yields as logarithms, small enough to be exponents
+        levels = {
+            name: [row[place] for row in rows for _ in range(2)] for place, name in enumerate("TCK")
+        }
+        found = effects(levels, [math.exp(y / scale) for pair in pairs for y in pair])
+        told = {name: scale * math.log1p(change) for name, change in named(found).items()}
+        assert told == {
+            "T": pytest.approx(23),
+            "C": pytest.approx(-5),
+            "K": pytest.approx(1.5),
+            "T x C": pytest.approx(1.5),
+            "T x K": pytest.approx(10),
+            "C x K": pytest.approx(0, abs=1e-9),
+        }
+        assert found.freedom == 9
+        squares = 8 * 8 + 16 * 0.25**2  # of the repeats, and of the effect left out
+        reach = 2.262 * 2 * math.sqrt(squares / 9 / 16)
+        for effect in found.found:
+            assert effect.low is not None
+            low, change = scale * math.log1p(effect.low), scale * math.log1p(effect.change)
+            assert change - low == pytest.approx(reach, rel=1e-3)
+        assert {effect.name for effect in found.found if effect.clear} == {
+            ("T",), ("C",), ("T", "K"),
+        }  # fmt: skip
+
+    def test_an_interval_holds_the_truth_as_often_as_it_says(self) -> None:
+        draw, hits = random.Random(3), 0
+        rows = fraction(4, 4) * 2
+        levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
+        for _ in range(400):
+            times = [math.exp(0.1 * row[0] + draw.gauss(0, 0.05)) for row in rows]
+            (effect,) = [e for e in effects(levels, times).found if e.name == ("a",)]
+            assert effect.low is not None
+            assert effect.high is not None
+            hits += effect.low <= math.expm1(0.2) <= effect.high
+        assert 0.92 <= hits / 400 <= 0.98
+
+    def test_interactions_that_are_the_same_here_are_named(self) -> None:
+        rows = fraction(4, 4)
+        levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
+        found = effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
+        aliases = {effect.name: effect.aliases for effect in found.found if effect.aliases}
+        assert aliases == {
+            ("a", "b"): (("c", "d"),),
+            ("a", "c"): (("b", "d"),),
+            ("a", "d"): (("b", "c"),),
+        }
+        assert found.freedom == 0
+        assert all(effect.low is None and not effect.clear for effect in found.found)
+
+    def test_jobs_that_failed_cost_what_they_told(self) -> None:
+        rows = fraction(3, 4)[:-2]
+        levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
+        times = [math.exp(0.2 * row[0] - 0.1 * row[1]) for row in rows]
+        found = effects(levels, times)
+        assert len(found.found) + len(found.untold) == 6
+        assert found.untold
+        assert named(found)["a"] == pytest.approx(math.expm1(0.4))
+        assert named(found)["b"] == pytest.approx(math.expm1(-0.2))
+
+    @pytest.mark.parametrize(
+        ("freedom", "t"), [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (1000, 1.962)]
+    )
+    def test_students_t_is_that_of_the_tables(self, freedom: int, t: float) -> None:
+        assert student(freedom) == pytest.approx(t, abs=6e-4)
+
+
+def screen_job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+    noise = random.Random(number).gauss(0, 0.001)
+    fast = 0.6 if varied["precision"] == "bf16_mixed" else 1.0
+    slow, less = (1.3, 0.5) if varied["memory"] == "checkpoint_full" else (1.0, 1.0)
+    return {"step_s": 2 * fast * slow * math.exp(noise), "peak_gib": 4 * less, "seed": number}
+
+
+class TestThePage:
+    def screened(self, folder: Path, job: Any = screen_job, **more: list[Any]) -> SweepRecord:
+        two = ["none", "block"]
+        varying = {**{k: v for k, v in FACTORS.items() if k != "compile"}, "compile": two, **more}
+        record = records.read(make_sweep(folder, varying, job))
+        assert isinstance(record, SweepRecord)
+        return record
+
+    def test_it_says_what_moves_what(self, tmp_path: Path) -> None:
+        sweep = self.screened(tmp_path / "screen", seed=[1, 2])
+        section = screening.section(compare.of_sweep(sweep))
+        assert section is not None
+        assert section.finding == (
+            "Precision bf16_mixed moves step time most (\u221240%) and "
+            "memory checkpoint_full moves peak memory most (\u221250%)"
+        )
+        assert [panel.title for panel in section.panels] == ["Step time", "Peak memory"]
+        assert section.numbers is not None
+        assert len(section.numbers.rows) == 10
+        rows = dict(section.numbers.rows)
+        assert rows["memory checkpoint_full"][0] == "+30%"
+        assert rows["memory checkpoint_full"][2] == "\u221250%"
+        html = page.build(sweep)
+        assert 'id="effects"' in html
+        assert "precision \u00d7 memory" in html
+
+    def test_without_repeats_it_names_the_largest(self, tmp_path: Path) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
+            signs = [list(FACTORS[key]).index(value) for key, value in varied.items()]
+            return None if sum(signs) % 2 else screen_job(number, varied)  # half a factorial
+
+        section = screening.section(compare.of_sweep(self.screened(tmp_path / "screen", job)))
+        assert section is not None
+        assert "moves step time most (\u221240%)" in section.finding
+        notes = " ".join(str(note) for note in section.notes)
+        assert "No intervals" in notes
+        assert "precision \u00d7 memory = loss_chunk \u00d7 compile" in notes
+
+    def test_other_sweeps_have_none(self, sweep_folder: Path) -> None:
+        record = records.read(sweep_folder)
+        assert isinstance(record, SweepRecord)
+        assert screening.section(compare.of_sweep(record)) is None
+        assert 'id="effects"' not in page.build(record)
+
+    def test_three_values_are_no_screen(self, tmp_path: Path) -> None:
+        sweep = self.screened(tmp_path / "screen", **{"optimizer.lr": [1, 2, 3]})
+        assert screening.section(compare.of_sweep(sweep)) is None
+
+    def test_failed_jobs_are_told_of(self, tmp_path: Path) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
+            return None if number > 9 else screen_job(number, varied)
+
+        section = screening.section(compare.of_sweep(self.screened(tmp_path / "screen", job)))
+        assert section is not None
+        assert any("For want of jobs that finished" in str(note) for note in section.notes)
