@@ -41,12 +41,12 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Searches; raises ``ConfigError`` for options that cannot be had before any job runs."""
-        from scalewise.config import axes, door
+        from scalewise.config import door, search_axes
         from scalewise.errors import ConfigError
         from scalewise.study.spec import Search
 
         lines = [f"{key}={value}" for key, value in self.params.items()]
-        space, fixed = axes.read([*lines, *arguments], self.loader)
+        space, fixed = search_axes.read([*lines, *arguments], self.loader)
         search = Search.of(self.options)
         complaints = [*_of_package(), *search.complaints(space)]
         complaints += self._of_validation(search, space)

@@ -31,11 +31,11 @@ class ScreenSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Runs the screen; raises ``ConfigError`` for factors that cannot be had."""
-        from scalewise.config import axes
+        from scalewise.config import search_axes
         from scalewise.errors import Complaint, ConfigError
         from scalewise.study.screen import Screen
 
-        swept, fixed = axes.read(arguments, self.loader)
+        swept, fixed = search_axes.read(arguments, self.loader)
         screen = Screen(**self.options)
         cure = "give it two values under hydra.sweeper.factors, or one here"
         complaints = [

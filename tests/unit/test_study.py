@@ -12,8 +12,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from scalewise.config.axes import read
 from scalewise.config.own import own_hydra
+from scalewise.config.search_axes import read
 from scalewise.errors import ConfigError
 from scalewise.launch.worker import classify
 from scalewise.study import outcome, record, study

@@ -11,7 +11,7 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from scalewise.config import axes, door, mount, refuse
+from scalewise.config import door, mount, refuse, search_axes
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
 from scalewise.errors import ConfigError
@@ -59,7 +59,7 @@ def searched(arguments: Sequence[str]) -> Searched:
                 and not override.is_hydra_override()
                 and override.key_or_group != "sweep"
             ]
-            space, fixed = axes.read([*lines, *own_lines, *swept], loader)
+            space, fixed = search_axes.read([*lines, *own_lines, *swept], loader)
             run = read(config, fixed, here=False)
             name = Path(config.hydra.sweep.dir).parent.name
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
