@@ -22,6 +22,7 @@ from scalewise.reports.compare import (
     joined,
 )
 from scalewise.reports.layout import twice
+from scalewise.reports.live import Bars, Curves, Drawn, Summary
 from scalewise.reports.numbers import MemoryUnit
 from scalewise.reports.sections import Numbers, Panel, Section, chosen, left_out, window
 
@@ -59,10 +60,11 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         return None
     drawn, bars, key, table = stack
     found = headings.shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
-    notes: list[str | Markup] = [
+    notes: list[str | Markup] = []
+    reading = (
         "Blue is model state, ochre is activations, grey is what the peak holds beyond them: "
         "buffers, workspace and the allocator's reserve."
-    ]
+    )
     state = [
         (sum(size for part, size in breakdown(j, MEMORY[:3], "", MEMORY_REST).items()), j)
         for j in drawn
@@ -95,6 +97,8 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         key,
         tuple(notes),
         table,
+        (reading,),
+        live=_live_memory(comparison),
     )
 
 
@@ -112,8 +116,8 @@ def time(comparison: Comparison) -> Section | None:
     drawn, bars, key, table = stack
     found = headings.shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
-    if any(label.startswith(TIME_REST.label) for _, label in key):
-        notes.append("Pale grey is the rest of the step: what no timer covers.")
+    rest = any(label.startswith(TIME_REST.label) for _, label in key)
+    reading = ("Pale grey is the rest of the step: what no timer covers.",) if rest else ()
     if len(drawn) > 1:
         fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
         if BOTH_PASSES in {*fast, *slow}:
@@ -138,7 +142,26 @@ def time(comparison: Comparison) -> Section | None:
         key,
         tuple(notes),
         table,
+        reading,
+        live=_live_time(comparison),
     )
+
+
+def _live_memory(comparison: Comparison) -> tuple[Drawn, ...]:
+    if comparison.reference is None:
+        parts = tuple(part.key for part in MEMORY)
+        return (
+            Drawn("Memory of the fullest rank, bytes", Curves(parts, stacked=True)),
+            Drawn("Peak memory, bytes", Curves((PEAK,), from_zero=True)),
+        )
+    return (Drawn("Peak memory, bytes", Bars(Summary(PEAK))),)
+
+
+def _live_time(comparison: Comparison) -> tuple[Drawn, ...]:
+    if comparison.reference is None:
+        parts = tuple(part.key for part in TIME if part.key)
+        return (Drawn("Parts of a step, s", Curves(parts, stacked=True)),)
+    return (Drawn("Step time, s", Bars(Summary(STEP))),)
 
 
 def _stack(

@@ -8,6 +8,7 @@ from scalewise.reports import charts, headings, numbers
 from scalewise.reports.charts import Mark
 from scalewise.reports.compare import LOSS, PEAK, STEP, Comparison
 from scalewise.reports.layout import twice
+from scalewise.reports.live import Drawn, Scatter, Summary
 from scalewise.reports.numbers import MemoryUnit
 from scalewise.reports.sections import Numbers, Panel, Section, left_out
 
@@ -45,13 +46,17 @@ def trade(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         headings.trade_heading(comparison),
         (Panel(f"Peak memory, {unit.name}", "against step time; lower left is better", picture),),
         tuple(key),
+        tuple(left_out(comparison, jobs)),
+        Numbers("", ("step, ms", f"peak, {unit.name}", "train loss"), tuple(rows)),
         (
             "No other job beats those on the line on both time and memory. "
             "Names off the line are grey.",
-            *left_out(comparison, jobs),
         ),
-        Numbers("", ("step, ms", f"peak, {unit.name}", "train loss"), tuple(rows)),
-    )
+        live=(
+            Drawn("Peak memory against step time, loss as colour",
+                  Scatter(Summary(STEP), Summary(PEAK), Summary(LOSS))),
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
