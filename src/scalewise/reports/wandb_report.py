@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 from scalewise.reports import markdown, outline, records
 from scalewise.reports.outline import Outline
 from scalewise.reports.records import RunRecord, SweepRecord
-from scalewise.tracking.files import write_text
+from scalewise.reports.service import Service
+from scalewise.tracking.files import read_json, write_json, write_text
 
 FILE = "report_spec.json"
 PROJECT = "scalewise"
@@ -73,7 +76,7 @@ def content_of(report: Outline, place: str) -> dict[str, object]:
         "entity": entity,
         "group": group,
         "run_ids": held,
-        "spec": made.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "spec": json.loads(made.spec.model_dump_json(by_alias=True, exclude_none=True)),
     }
 
 
@@ -98,6 +101,70 @@ def _shared(record: RunRecord | SweepRecord, key: str) -> str | None:
     """Returns what all tracked runs say of ``key``, if they say the same."""
     said = {str(run.wandb[key]) for run in _runs(record) if run.wandb.get(key)}
     return said.pop() if len(said) == 1 else None
+
+
+def publish(folder: Path, *, entity: str | None, project: str) -> str:
+    """Saves the report of ``folder`` in a project and returns its address, which it notes there.
+
+    It is built anew. One that the folder or the project knows is updated, so that there is never
+    a second. ``entity`` None: the one that its runs name, else the account's. Raises
+    :class:`scalewise.errors.ScalewiseError` with what the service said, in one line.
+    """
+    from wandb_workspaces.reports.v2 import gql
+
+    content = json.loads(build(folder).read_text("utf-8"))
+    service = Service()
+    entity = entity or content["entity"] or service.entity
+    where = {"name": project, "entityName": entity, "id": service.project(entity, project)}
+    for block in content["spec"]["blocks"]:
+        for runs in block.get("metadata", {}).get("runSets", ()):
+            runs["project"] = where
+    known = _noted(folder, service, entity, project)
+    known = known or service.report(entity, project, content["name"])
+    sent = {
+        "id": known,
+        "name": content["name"],
+        "entityName": entity,
+        "projectName": project,
+        "description": content["description"],
+        "displayName": content["title"],
+        "type": "runs",
+        "spec": json.dumps(content["spec"]),
+    }
+    ident = service.ask(gql.upsert_view, sent)["upsertView"]["view"]["id"]
+    words = re.sub(r"\W+", "-", content["title"]).strip("-") or "report"
+    place = "/".join(quote(part) for part in (entity, project, "reports", f"{words}--"))
+    url = f"{service.address}/{place}{ident.rstrip('=')}"
+    _note(folder, url)
+    return url
+
+
+def _kept_in(folder: Path) -> Path:
+    sweep = folder / "sweep.json"
+    return sweep if sweep.is_file() else folder / "status.json"
+
+
+def _note(folder: Path, url: str) -> None:
+    """Writes the report's address into the folder's record, under ``wandb.report``."""
+    content = read_json(_kept_in(folder))
+    facts = content.get("wandb")
+    content["wandb"] = {**(facts if isinstance(facts, dict) else {}), "report": url}
+    write_json(_kept_in(folder), content)
+
+
+def _noted(folder: Path, service: Service, entity: str, project: str) -> str | None:
+    """Returns the id of the report that the folder notes, if the project still has it."""
+    from wandb_workspaces.reports.v2 import gql
+
+    facts = read_json(_kept_in(folder)).get("wandb")
+    url = str(facts.get("report") or "") if isinstance(facts, dict) else ""
+    ident = url.rpartition("--")[2]
+    if not ident:
+        return None
+    view = service.ask(gql.view_report, {"reportId": ident + "=" * (-len(ident) % 4)}).get("view")
+    there = (view or {}).get("project") or {}
+    same = (there.get("entityName"), there.get("name")) == (entity, project)
+    return str(view["id"]) if view and same else None
 
 
 if __name__ == "__main__":
