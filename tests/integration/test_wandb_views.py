@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import wandb_workspaces.reports.v2 as wr
+from fixtures.doors import Doors
 from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep
 from fixtures.wandb_server import ENTITY, WandbServer
 from fixtures.wandb_views import Views
 
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.reports import service, wandb_report
+from scalewise.reports import service, wandb_report, workspace
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -114,6 +115,61 @@ class TestPublish:
         for name in ("one", "two"):
             publish(make_run(tmp_path / name, steps=9))
         assert len(views.of("runs")) == 2
+
+
+class TestDashboard:
+    def test_is_made_with_its_sections(self, server: WandbServer, views: Views) -> None:
+        url = workspace.save("overview", entity=None, project="trials")
+        (view,) = views.of("project-view")
+        assert view.given["displayName"] == "overview"
+        sections = view.spec["section"]["panelBankConfig"]["sections"]
+        assert [s["name"] for s in sections] == [name for name, _ in workspace.SECTIONS]
+        assert [len(s["panels"]) for s in sections] == [len(d) for _, d in workspace.SECTIONS]
+        (runs,) = view.spec["section"]["runSets"]
+        assert runs["grouping"] == [{"section": "run", "name": "group"}]
+        slug = view.given["name"].removeprefix("nw-").removesuffix("-v")
+        assert url == f"{server.url}/{ENTITY}/trials?nw={slug}"
+
+    def test_again_it_is_the_same_and_keeps_what_people_set(
+        self, server: WandbServer, views: Views
+    ) -> None:
+        first = workspace.save("overview", entity=None, project="trials")
+        (view,) = views.of("project-view")
+        spec = view.spec
+        spec["section"]["runSets"][0]["search"] = {"query": "mine"}
+        spec["section"]["panelBankConfig"]["sections"] = []
+        view.given["spec"] = json.dumps(spec)
+        assert workspace.save("overview", entity=None, project="trials") == first
+        (view,) = views.of("project-view")
+        assert view.saves == 2
+        assert view.spec["section"]["runSets"][0]["search"]["query"] == "mine"
+        assert view.spec["section"]["panelBankConfig"]["sections"]
+
+    def test_another_name_is_another(self, server: WandbServer, views: Views) -> None:
+        for name in ("overview", "mine"):
+            workspace.save(name, entity=None, project="trials")
+        assert len(views.of("project-view")) == 2
+
+    def test_from_the_command_line(
+        self, server: WandbServer, views: Views, scalewise: Doors
+    ) -> None:
+        env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        ended = scalewise("overview", "tracking.project=mine", verb="dashboard", env=env).ok()
+        assert ended.out.startswith(f"{server.url}/{ENTITY}/mine?nw=")
+        assert views.projects == ["mine"]
+        assert KEY not in ended.said
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ((), "scalewise dashboard NAME"),
+            (("tracking.project=x",), "scalewise dashboard NAME"),
+            (("a", "tracking.projet=x"), "tracking.project"),
+            (("a",), "WANDB_API_KEY"),
+        ],
+    )
+    def test_refusals(self, line: tuple[str, ...], words: str, scalewise: Doors) -> None:
+        scalewise(*line, verb="dashboard").refused(words)
 
 
 class TestRefused:

@@ -15,6 +15,8 @@ SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
 PEAK = "memory/peak_bytes"
 FORESEEN_PEAK = "plan/peak_bytes"
+FORESEEN_STEP = "plan/step_s"
+PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
 

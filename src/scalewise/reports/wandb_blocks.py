@@ -78,13 +78,13 @@ class Blocks:
                 x=place * wide % COLUMNS, y=place * wide // COLUMNS * HEIGHT, w=wide, h=HEIGHT
             )
             self._panels += 1
-            panel = _panel(one, layout)
-            panel._id = f"panel{self._panels}"
-            panels.append(panel)
+            panels.append(panel(one, layout=layout))
+            panels[-1]._id = f"panel{self._panels}"
         yield wr.PanelGrid(runsets=[runset], panels=panels, hide_run_sets=self._grids > 1)
 
 
-def _panel(drawn: Drawn, layout: wr.Layout) -> Any:
+def panel(drawn: Drawn, **where: Any) -> Any:
+    """Returns the panel; ``where`` is its ``layout`` in a grid, if it stands in one."""
     what, title = drawn.what, drawn.title
     if isinstance(what, live.Curves):
         return wr.LinePlot(
@@ -93,23 +93,22 @@ def _panel(drawn: Drawn, layout: wr.Layout) -> Any:
             y=list(what.metrics),
             range_y=(0, None) if what.from_zero else (None, None),
             plot_type="stacked-area" if what.stacked else "line",
-            layout=layout,
+            **where,
         )
     if isinstance(what, live.Bars):
-        return wr.BarPlot(title=title, metrics=[what.number.name], layout=layout)
+        return wr.BarPlot(title=title, metrics=[what.number.name], **where)
     if isinstance(what, live.Scatter):
         colour = _column(what.colour) if what.colour else None
-        x, y = _column(what.x), _column(what.y)
-        return wr.ScatterPlot(title=title, x=x, y=y, z=colour, layout=layout)
+        return wr.ScatterPlot(title=title, x=_column(what.x), y=_column(what.y), z=colour, **where)
     if isinstance(what, live.Coordinates):
         columns = [
             wr.ParallelCoordinatesPlotColumn(metric=_column(axis), display_name=label)
             for axis, label in what.axes
         ]
-        return wr.ParallelCoordinatesPlot(title=title, columns=columns, layout=layout)
+        return wr.ParallelCoordinatesPlot(title=title, columns=columns, **where)
     if isinstance(what, live.Importance):
-        return wr.ParameterImportancePlot(with_respect_to=what.target.name, layout=layout)
-    return wr.RunComparer(diff_only=True, layout=layout)
+        return wr.ParameterImportancePlot(with_respect_to=what.target.name, **where)
+    return wr.RunComparer(diff_only=True, **where)
 
 
 def _column(axis: live.Setting | live.Summary) -> Any:
