@@ -170,8 +170,11 @@ def _varied(comparison: Comparison) -> Varied:
 
 
 def _compared(comparison: Comparison, unit: MemoryUnit) -> Compared:
+    columns = tuple(overview.table(comparison, unit))
     window, reference = sections.window(comparison.jobs), comparison.reference
     notes = [f"Times and rates are the {window}."] if window else []
+    if any(column.label == "error" for column in columns):
+        notes.append("Error is what the planner foresaw, less what was measured, over that.")
     if reference:
         notes.append(
             f"Distance is the largest difference of train loss from {reference.name} over the"
@@ -180,7 +183,7 @@ def _compared(comparison: Comparison, unit: MemoryUnit) -> Compared:
     return Compared(
         headings.comparison_heading(comparison),
         tuple(overview.order(comparison)),
-        tuple(overview.table(comparison, unit)),
+        columns,
         tuple(notes),
     )
 

@@ -10,6 +10,7 @@ from scalewise.reports import numbers
 from scalewise.reports.compare import (
     LOSS,
     PEAK,
+    PRICE,
     SHOWN,
     SPEED,
     STEP,
@@ -227,10 +228,21 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
             for place, v in enumerate(values)
         ), sort)  # fmt: skip
 
+    def off(key: str) -> Column | None:
+        errors = [job.error(key) if job.run.ok else None for job in jobs]
+        if all(number is None for number in errors):
+            return None
+        return Column("error", tuple(
+            Cell(numbers.error(e), "" if e is None else repr(abs(e))) for e in errors
+        ))  # fmt: skip
+
     found = [
         column("tokens/s", SPEED, -1, numbers.whole, bar=True),
         column("step, ms", STEP, 1, numbers.milliseconds),
+        off(STEP),
         column(f"peak, {unit.name}", PEAK, 1, unit.text, bar=True),
+        off(PEAK),
+        column("$ a billion tokens", PRICE, 1, dollars),
         column("MFU", "throughput/mfu", -1, share),
         column("train loss", LOSS, 1, numbers.loss),
         column("val loss", VALIDATION, 1, numbers.loss),
@@ -244,6 +256,11 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
         ]  # fmt: skip
         found.append(Column("distance", tuple(cells)))
     return [one for one in found if one is not None]
+
+
+def dollars(price: float | None) -> str:
+    """Returns a price, without its sign: ``0.42``, ``7,787``."""
+    return numbers.fixed(price, 2 if price is not None and price < 100 else 0)
 
 
 def share(fraction: float | None) -> str:
