@@ -75,21 +75,24 @@ class Mark:
     front: bool
 
 
-def stacks(bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = None) -> Drawing:
+def stacks(
+    bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = None, span: float = 0.0
+) -> Drawing:
     """Returns stacked bars in the order given, number and error in columns clear of the bars.
 
-    ``limit`` is a dashed line across, with its label.
+    ``limit`` is a dashed line across, with its label; the axis reaches ``span`` at least.
     """
     sheet, narrow = Sheet(), width == NARROW
     row, thick = (40, 15) if narrow else (34, 20)
-    errors = 0 if narrow else room([bar.error for bar in bars if bar.error] or [""], 70)
-    column = room([bar.number for bar in bars], 110) + (errors if errors > 12 else 0)
+    told = [bar.error for bar in bars if bar.error and not narrow]
+    errors = room(told, 70) + 6 if told else 0
+    column = room([bar.number for bar in bars], 110) + errors
     left = 1 if narrow or not any(b.name for b in bars) else room([b.name for b in bars], 240)
     right = 10 if narrow else column + 8
     inner = width - left - right
     ends = [sum(s.length for s in bar.segments) for bar in bars]
     ends += [bar.foreseen for bar in bars if bar.foreseen is not None]
-    most = max([*ends, limit[0] if limit else 0], default=0) or 1.0
+    most = max([*ends, limit[0] if limit else 0, span]) or 1.0
     marks = ticks(0, most, 4 if narrow else 6)
     rows, texts, seen = [], [], []
     for place, bar in enumerate(bars):
@@ -122,10 +125,10 @@ def stacks(bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = No
     layers = [drawn]
     if seen:
         across = alt.X("x:Q", scale=scale, axis=grid)
-        span = {"x": across, "y": alt.Y("y:Q", scale=down, axis=None), "y2": "z:Q"}
+        places = {"x": across, "y": alt.Y("y:Q", scale=down, axis=None), "y2": "z:Q"}
         layers += [
             sheet.chart(seen).mark_rule(color=colour, strokeWidth=thick_line, opacity=1)
-            .encode(**span)
+            .encode(**places)
             for colour, thick_line in ((PAGE, 5), (INK, 2))
         ]  # fmt: skip
     if limit:
@@ -137,10 +140,10 @@ def stacks(bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = No
         limit=inner - column if narrow else left - 8,
     ).encode(x=alt.value(0 if narrow else -8), y=below, text="name:N"))  # fmt: skip
     size = 12 if narrow else 13
-    at = inner if narrow else inner + right - (errors if errors > 12 else 0)
+    at = inner if narrow else inner + right - errors
     said = base.mark_text(align="right", baseline="middle", fontSize=size, color=INK)
     layers.append(said.encode(x=alt.value(at), y=below, text="number:N"))
-    if errors > 12:
+    if told:
         said = base.mark_text(align="right", baseline="middle", fontSize=size, color=GREY)
         layers.append(said.encode(x=alt.value(inner + right), y=below, text="error:N"))
     return frame(sheet, layers, width, height, (left, right, 18 if limit else 2, 24))

@@ -14,9 +14,12 @@ from markupsafe import Markup
 
 from scalewise.reports import (
     budgets,
+    changes,
     compare,
+    coordinates,
     findings,
     headings,
+    importance,
     learning,
     overview,
     sections,
@@ -143,10 +146,13 @@ def _of_sweep(comparison: Comparison, unit: MemoryUnit) -> Iterator[Part]:
     yield _varied(comparison)
     yield _compared(comparison, unit)
     drawn = (
+        changes.changes(comparison, unit),
         budgets.memory(comparison, unit),
         budgets.time(comparison),
         learning.loss(comparison),
         tradeoff.trade(comparison, unit),
+        coordinates.coordinates(comparison, unit),
+        importance.importance(comparison),
     )
     yield from (section for section in drawn if section is not None)
     yield from _failed(comparison)
@@ -173,7 +179,7 @@ def _compared(comparison: Comparison, unit: MemoryUnit) -> Compared:
     columns = tuple(overview.table(comparison, unit))
     window, reference = sections.window(comparison.jobs), comparison.reference
     notes = [f"Times and rates are the {window}."] if window else []
-    if any(column.label == "error" for column in columns):
+    if any(column.label.endswith(" error") for column in columns):
         notes.append("Error is what the planner foresaw, less what was measured, over that.")
     if reference:
         notes.append(

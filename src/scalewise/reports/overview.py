@@ -228,20 +228,20 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
             for place, v in enumerate(values)
         ), sort)  # fmt: skip
 
-    def off(key: str) -> Column | None:
+    def off(label: str, key: str) -> Column | None:
         errors = [job.error(key) if job.run.ok else None for job in jobs]
         if all(number is None for number in errors):
             return None
-        return Column("error", tuple(
+        return Column(label, tuple(
             Cell(numbers.error(e), "" if e is None else repr(abs(e))) for e in errors
         ))  # fmt: skip
 
     found = [
         column("tokens/s", SPEED, -1, numbers.whole, bar=True),
         column("step, ms", STEP, 1, numbers.milliseconds),
-        off(STEP),
+        off("step error", STEP),
         column(f"peak, {unit.name}", PEAK, 1, unit.text, bar=True),
-        off(PEAK),
+        off("peak error", PEAK),
         column("$ a billion tokens", PRICE, 1, dollars),
         column("MFU", "throughput/mfu", -1, share),
         column("train loss", LOSS, 1, numbers.loss),
