@@ -9,7 +9,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+from fixtures.reports import (
+    GRID,
+    LAYOUTS,
+    RUNGS,
+    grid_job,
+    layout_job,
+    make_run,
+    make_sweep,
+    out_of_memory,
+    rung_job,
+)
 
 from scalewise.reports import page
 
@@ -99,12 +109,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": page.write(make_run(root / "run")),
         "failed": page.write(make_run(root / "failed", **out_of_memory())),
         "sweep": page.write(make_sweep(root / "sweep", LAYOUTS, layout_job)),
+        "grid": page.write(make_sweep(root / "grid", GRID, grid_job)),
+        "ladder": page.write(make_sweep(root / "ladder", RUNGS, rung_job)),
     }
+
+
+PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 9}
+"""How many pictures each page shows at one width."""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("name", "pictures"), [("run", 6), ("sweep", 5), ("failed", 0)])
+@pytest.mark.parametrize(("name", "pictures"), PICTURES.items())
 def test_page(
     pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark: bool
 ) -> None:
@@ -116,4 +132,4 @@ def test_page(
     assert found["pictures"] == pictures
     assert pictures == 0 or found["fewest"] >= 1
     assert found["background"] == ("rgb(19, 20, 22)" if dark else "rgb(253, 253, 252)")
-    assert found["sorted"] == ("job" if name == "sweep" else None)
+    assert found["sorted"] == (None if name in ("run", "failed") else "job")

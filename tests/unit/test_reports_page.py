@@ -185,7 +185,8 @@ class TestSweep:
     def test_has_its_parts(self, sweep_folder: Path) -> None:
         source = text_of(page.write(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
-            "varied", "compare", "memory", "time", "loss", "trade", "failed", "repeat",
+            "varied", "compare", "changes", "memory", "time", "loss", "trade", "coordinates",
+            "failed", "repeat",
         ]  # fmt: skip
 
     def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:

@@ -137,7 +137,7 @@ def time(comparison: Comparison) -> Section | None:
     found = headings.shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
     rest = any(label.startswith(TIME_REST.label) for _, label in key)
-    reading = ("Pale grey is the rest of the step: what no timer covers.",) if rest else ()
+    reading = ("Grey at the end is the rest of the step: what no timer covers.",) if rest else ()
     if len(drawn) > 1:
         fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
         if BOTH_PASSES in {*fast, *slow}:

@@ -103,7 +103,8 @@ def stacks(
                          "c": f"var({part.colour})", "tip": part.tip})  # fmt: skip
             end += part.length
         if bar.foreseen is not None:
-            seen.append({"x": bar.foreseen, "y": top - 3, "z": top + thick + 3})
+            over = 0 if narrow else 3
+            seen.append({"x": bar.foreseen, "y": top - over, "z": top + thick + 3})
         both = f"{bar.number}, {bar.error}" if narrow and bar.error else bar.number
         texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
                       "number": both, "error": bar.error})  # fmt: skip

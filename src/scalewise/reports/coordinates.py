@@ -33,7 +33,7 @@ FEWEST = 3
 MOST_TICKS = 6
 """Values of a setting that are written at its axis; of more, the first and the last."""
 Rows = list[dict[str, Any]]
-ROW = 62
+ROW = 90
 """Pixels from one axis to the next where they lie below each other."""
 
 
