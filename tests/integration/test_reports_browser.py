@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from fixtures.reports import (
     GRID,
+    LARGE,
     LAYOUTS,
     RUNGS,
     grid_job,
+    large_job,
     layout_job,
     make_run,
     make_sweep,
@@ -133,3 +135,27 @@ def test_page(
     assert pictures == 0 or found["fewest"] >= 1
     assert found["background"] == ("rgb(19, 20, 22)" if dark else "rgb(253, 253, 252)")
     assert found["sorted"] == (None if name in ("run", "failed") else "job")
+
+
+OPENED = """<script>addEventListener("load", () => {
+  document.body.offsetHeight;  // lays it out
+  document.documentElement.dataset.opened = performance.now();
+});</script></body>"""
+
+
+@pytest.mark.timed
+def test_two_hundred_jobs_open_at_once(tmp_path: Path) -> None:
+    path = page.write(make_sweep(tmp_path / "large", LARGE, large_job))
+    assert path.stat().st_size < 10e6
+    path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
+    line = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom", path.as_uri()]  # fmt: skip
+    taken = []
+    for _ in range(3):
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+        found = re.search(r'<html[^>]*data-opened="([0-9.]+)"', done.stdout)
+        assert found is not None, done.stdout[:500]
+        taken.append(float(found[1]) / 1e3)
+    print(f"{path.stat().st_size / 1e6:.2f} MB, open after {min(taken):.2f} s")
+    assert min(taken) < 2

@@ -82,6 +82,8 @@ class Repeat:
     finding: str
     commands: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...]
+    report: str
+    """Address of the W&B report; empty where there is none."""
     changes: tuple[tuple[str, str, str], ...]
     facts: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     """Titles of tables with their rows of a name and a text."""
@@ -211,6 +213,7 @@ def _repeat(comparison: Comparison, record: RunRecord | SweepRecord) -> Repeat:
         "One command for the sweep, one for any job" if each else "One command for the run",
         tuple(overview.commands(comparison, record)),
         tuple(overview.links(comparison)),
+        overview.web(record.wandb.get("report")),
         tuple(overview.changes(comparison)),
         tuple((title, rows) for title, rows in tables if rows),
         (Drawn("What was set otherwise", Comparer()),) if each else (),

@@ -121,6 +121,7 @@ class SweepRecord:
     varying: Mapping[str, tuple[object, ...]]
     reference: int | None
     jobs: tuple[RunRecord, ...]
+    wandb: Mapping[str, object] = field(default_factory=dict)
 
 
 def read(folder: Path) -> RunRecord | SweepRecord:
@@ -208,6 +209,7 @@ def _sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
         varying=varying,
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
+        wandb=_mapping(sweep.get("wandb")),
     )
 
 
