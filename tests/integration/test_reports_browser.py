@@ -116,7 +116,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 9}
+PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 10}
 """How many pictures each page shows at one width."""
 
 

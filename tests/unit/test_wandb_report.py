@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import wandb_workspaces.reports.v2 as wr
-from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+from fixtures.reports import (
+    GRID,
+    LAYOUTS,
+    RUNGS,
+    grid_job,
+    layout_job,
+    make_run,
+    make_sweep,
+    out_of_memory,
+    rung_job,
+)
 
 from scalewise.errors import ScalewiseError
 from scalewise.reports import markdown, outline, page, records, wandb_report
@@ -182,6 +192,33 @@ class TestSweep:
         assert scatter["xAxis"] == "summary:final/time/step_s"
         assert scatter["yAxis"] == "summary:final/memory/peak_bytes"
         assert scatter["zAxis"] == "summary:final/train/loss"
+
+    def test_settings_and_what_they_tell(self, tmp_path: Path) -> None:
+        folder = make_sweep(tmp_path / "s", GRID, grid_job)
+        (lines,) = views(folder, "Parallel Coordinates Plot")
+        assert [column["accessor"] for column in lines["columns"]] == [
+            "config:choices.value.parallelism",
+            "config:choices.value.precision",
+            "config:optimizer.value.lr",
+            "summary:final/time/step_s",
+            "summary:final/memory/peak_bytes",
+            "summary:final/train/loss",
+        ]
+        targets = [view["targetKey"] for view in views(folder, "Parameter Importance")]
+        assert targets == ["final/time/step_s", "final/memory/peak_bytes", "final/train/loss"]
+        assert views(folder, "Run Comparer") == [{"diffOnly": True}]
+
+    def test_the_ladder_and_the_price(self, tmp_path: Path) -> None:
+        folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
+        assert "- **less** \\(memory=checkpoint\\_full\\) cut peak memory by 43%" in text(folder)
+        _, dear = views(folder, "Scatter Plot")
+        assert dear["xAxis"] == "summary:final/price/dollars_per_billion_tokens"
+        assert dear["yAxis"] == "summary:final/train/loss"
+
+    def test_what_was_foreseen_stands_beside(self, tmp_path: Path) -> None:
+        folder = make_sweep(tmp_path / "s", RUNGS, rung_job)
+        assert "step error | peak, GiB | peak error" in text(folder)
+        assert "The planner foresaw these peaks within 3%." in text(folder)
 
     def test_a_job_of_a_sweep_has_a_report_of_its_own(self, sweep_folder: Path) -> None:
         names = {content(folder)["name"] for folder in (sweep_folder, *sweep_folder.glob("[0-9]"))}

@@ -293,7 +293,7 @@ def _at(share: float, scale: alt.Scale) -> float:
 
 
 def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
-    """Returns step time (ms) against peak memory, the front as a stair."""
+    """Returns points of which lower and further left is better, their front as a stair."""
     sheet, narrow = Sheet(), width == NARROW
     left, right, height = 46, 16, 250 if narrow else 280
     bounds = []

@@ -120,12 +120,16 @@ class Comparison:
     @cached_property
     def front(self) -> tuple[Job, ...]:
         """Finished jobs that no other beats on both step time and peak memory, fastest first."""
+        return self.pareto(STEP, PEAK)
+
+    def pareto(self, one: str, other: str) -> tuple[Job, ...]:
+        """Returns the finished jobs that none beats on two metrics of which less is better."""
         best: list[Job] = []
         for job in sorted(
-            (j for j in self.ranked(STEP, False) if j.measured(PEAK) is not None),
-            key=lambda j: (j.measured(STEP), j.measured(PEAK)),
+            (j for j in self.ranked(one, False) if j.measured(other) is not None),
+            key=lambda j: (j.measured(one), j.measured(other)),
         ):
-            if not best or (job.measured(PEAK) or 0) < (best[-1].measured(PEAK) or 0):
+            if not best or (job.measured(other) or 0) < (best[-1].measured(other) or 0):
                 best.append(job)
         return tuple(best)
 

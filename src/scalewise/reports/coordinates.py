@@ -123,14 +123,17 @@ def _colours(jobs: Sequence[Job], key: str, shades: Sequence[Bin]) -> dict[Job, 
 
 
 def _finding(comparison: Comparison, jobs: Sequence[Job]) -> Markup:
-    """Returns which values the best jobs share, or how many there are."""
+    """Returns which values the fastest jobs share; of one setting alone, which job is fastest."""
+    if len(comparison.varying) == 1:
+        count = numbers.plural(len(jobs), "job")
+        return Markup("{} is the fastest of {}").format(jobs[0].name, count)
     best = jobs[: max(2, len(jobs) // 4)]
     shared = []
     for key in comparison.varying:
         values = {numbers.value(job.run.varied.get(key)) for job in best}
         if len(values) == 1:
             shared.append(f"{key}={values.pop()}")
-    count = numbers.plural(len(best), "fastest job").replace("one fastest", "the fastest")
+    count = numbers.plural(len(best), "fastest job")
     if not shared:
         return Markup("The {} share no setting").format(count)
     return Markup("The {} share {}").format(count, findings.listed(shared))
