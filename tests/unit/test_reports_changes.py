@@ -135,6 +135,15 @@ class TestSwaps:
         assert section.finding == "fsdp cut the step by 20% for 2.0× the memory"  # noqa: RUF001
         assert section.notes[0].startswith("All against single:")
 
+    def test_seeds_are_no_change_and_average_out(self) -> None:
+        rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
+        jobs = [run(n, {"parallelism": p, "seed": seed}, step=(2.0, 2.2, 1.0, 1.1)[n], peak=GIB)
+                for n, (p, seed) in enumerate(rows)]  # fmt: skip
+        (only,) = changes.swaps(sweep({"parallelism": ("single", "ddp"), "seed": (1, 2)}, jobs))
+        assert (only.value, only.pairs) == ("ddp", 2)
+        assert only.time == pytest.approx(0.5)
+        assert changes.changes(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
+
     def test_nothing_without_a_measured_pair(self) -> None:
         jobs = [RunRecord(str(n), n, "failed", varied={"seed": n}) for n in range(3)]
         assert changes.changes(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None

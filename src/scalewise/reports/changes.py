@@ -22,6 +22,8 @@ AT_ONCE = 2
 """Parts that a rung of a ladder may change at once."""
 ALIKE = 0.005
 """Share by which two numbers differ that are said to be the same."""
+CHANCE = "seed"
+"""The setting whose values are no change of anything, and tell chance from the rest."""
 HARDLY = 0.02
 """Share by which a setting must move time or memory to be told of by itself."""
 ASIDE = ("name", "question", "resume", "tracking", "launch", "checkpoint", "plan")
@@ -141,6 +143,8 @@ def swaps(comparison: Comparison) -> list[Swap]:
     }
     found = []
     for place, key in enumerate(keys):
+        if key == CHANCE:
+            continue
         base = numbers.value(reference.run.varied.get(key)) if reference else ""
         for item in comparison.varying[key]:
             value = numbers.value(item)
@@ -195,7 +199,7 @@ def _named(key: str, value: str) -> str:
 
 def _against_reference(comparison: Comparison) -> Section | None:
     base = comparison.reference
-    if base is None or not base.run.ok:
+    if base is None or not base.run.ok or set(comparison.varying) == {CHANCE}:
         return None
     others = [
         (job, said) for job in comparison.ranked(*comparison.headline)
