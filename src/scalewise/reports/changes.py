@@ -30,6 +30,9 @@ ASIDE = ("name", "question", "resume", "tracking", "launch", "checkpoint", "plan
 """Settings that change nothing of how a step is computed."""
 
 
+_BOLD = Markup("<b>{}</b>")
+
+
 @dataclass(frozen=True)
 class Rung:
     """A job of a ladder and what it adds to the one before it: ``key=value`` each."""
@@ -173,22 +176,21 @@ def _paired(comparison: Comparison) -> Section | None:
     moving = [swap for swap in found if swap.size >= HARDLY]
     still = [key for key in comparison.varying if key not in {swap.key for swap in moving}]
     still = [key for key in still if key in {swap.key for swap in found}]
-    said = [
-        Markup("<b>{}</b> instead of {} {}{}.").format(
-            _named(swap.key, swap.value), swap.base, effect(swap.time, swap.memory),
-            f", over {numbers.plural(swap.pairs, 'pair')} of jobs" if swap.pairs > 1 else "",
-        )
-        for swap in moving[:SENTENCES]
-    ]  # fmt: skip
-    if still:
+    said = [Markup("{}.").format(_swapped(swap, _BOLD)) for swap in moving[1:SENTENCES]]
+    if still and moving:
         less = f"moved time and memory by less than {numbers.percent(HARDLY)}"
         said.append(Markup("{} {}.").format(findings.listed(still), less))
-    first = found[0]
-    finding = Markup("{} instead of {} {}").format(
-        _named(first.key, first.value), first.base, effect(first.time, first.memory)
-    )
+    finding = _swapped(found[0], Markup("{}"))
     note = "Each value against the reference's, from jobs alike in all else; geometric means."
     return Section("changes", "Changes", finding, (), notes=(note,), said=tuple(said))
+
+
+def _swapped(swap: Swap, name: Markup) -> Markup:
+    """Returns what one swap did, its value in the form of ``name``."""
+    over = f", over {numbers.plural(swap.pairs, 'pair')} of jobs" if swap.pairs > 1 else ""
+    said = effect(swap.time, swap.memory)
+    value = name.format(_named(swap.key, swap.value))
+    return Markup("{} instead of {} {}{}").format(value, swap.base, said, over)
 
 
 def _named(key: str, value: str) -> str:
