@@ -10,6 +10,7 @@ import pytest
 from fixtures.reports import (
     LARGE,
     LAYOUTS,
+    foreseen,
     large_job,
     layout_job,
     make_run,
@@ -133,6 +134,12 @@ class TestFailedRun:
     def test_curves_of_a_run_that_broke_off_are_drawn(self, tmp_path: Path) -> None:
         source = text_of(page.write(make_run(tmp_path / "r", steps=30, status="interrupted")))
         assert {"failed", "loss", "time"} <= set(re.findall(r'<section id="(\w+)">', source))
+
+
+def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", **out_of_memory(plan=foreseen(4.6, 1.4, 4.25)))
+    said = words(part(text_of(page.write(folder)), "failed")).replace("\u00a0", " ")
+    assert "The planner foresaw a peak of 4.60 GiB; there are 4.25 GiB." in said
 
 
 class TestTorn:

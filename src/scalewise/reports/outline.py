@@ -22,6 +22,7 @@ from scalewise.reports import (
     importance,
     learning,
     overview,
+    repeat,
     sections,
     tradeoff,
 )
@@ -206,15 +207,15 @@ def _failed(comparison: Comparison) -> Iterator[Failed]:
 def _repeat(comparison: Comparison, record: RunRecord | SweepRecord) -> Repeat:
     each = isinstance(record, SweepRecord)
     tables = (
-        ("Environment", tuple(overview.environment(comparison))),
-        ("Versions", tuple(overview.versions(comparison))),
+        ("Environment", tuple(repeat.environment(comparison))),
+        ("Versions", tuple(repeat.versions(comparison))),
     )
     return Repeat(
         "One command for the sweep, one for any job" if each else "One command for the run",
-        tuple(overview.commands(comparison, record)),
-        tuple(overview.links(comparison)),
-        overview.web(record.wandb.get("report")),
-        tuple(overview.changes(comparison)),
+        tuple(repeat.commands(comparison, record)),
+        tuple(repeat.links(comparison)),
+        repeat.web(record.wandb.get("report")),
+        tuple(repeat.changes(comparison)),
         tuple((title, rows) for title, rows in tables if rows),
         (Drawn("What was set otherwise", Comparer()),) if each else (),
     )

@@ -1,11 +1,9 @@
-"""What a page says in words and tables: facts, what varied, comparison, failures, commands."""
+"""What a page says in words and tables: facts, what varied, comparison, failures."""
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from textwrap import dedent
 
 from scalewise.reports import numbers
@@ -23,9 +21,9 @@ from scalewise.reports.compare import (
     largest_distance,
 )
 from scalewise.reports.findings import counts, status_word
-from scalewise.reports.numbers import MemoryUnit
+from scalewise.reports.numbers import MemoryUnit, memory_unit
 from scalewise.reports.records import RunRecord, SweepRecord
-from scalewise.units import GIB, seconds_text
+from scalewise.units import seconds_text
 
 CARDS = 12
 """Failures that get a card; the others stand in one table below."""
@@ -299,7 +297,7 @@ def _card(job: Job, same: tuple[str, ...]) -> Card:
         name=job.name,
         status=run.status,
         where=", ".join(filter(None, where)),
-        reason=run.reason,
+        reason=" ".join(filter(None, (run.reason, _foreseen(job)))),
         log=tuple(dedent("\n".join(last)).splitlines()),
         cures=tuple((cure.override, cure.why) for cure in run.cures if cure.override),
         command=run.command,
@@ -307,78 +305,14 @@ def _card(job: Job, same: tuple[str, ...]) -> Card:
     )
 
 
-def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple[str, str]]:
-    """Returns what to paste, each under a line that says what it does."""
-    found = [("This run" if isinstance(record, RunRecord) else "The whole sweep", record.command)]
-    winners = comparison.ranked(*comparison.headline)
-    if isinstance(record, SweepRecord) and winners:
-        found.append((f"{winners[0].name} alone", winners[0].run.command))
-    if place := _unsent(comparison, record):
-        found.append(("Send it to W&B", f"scalewise publish {shlex.quote(place)}"))
-    return [(why, command) for why, command in found if command]
-
-
-def _unsent(comparison: Comparison, record: RunRecord | SweepRecord) -> str:
-    """Returns the folder as it was seen from where offline runs were begun; empty if there is none.
-
-    A W&B run lies in ``wandb/`` of its own folder, unless the environment had it elsewhere.
-    """
-    up = 1 if isinstance(record, RunRecord) else 2
-    for job in comparison.jobs:
-        parents = Path(str(job.run.wandb.get("folder") or "")).parents
-        offline = job.run.wandb.get("mode") == "offline"
-        if offline and len(parents) > up and parents[up].name == record.folder:
-            return str(parents[up])
-    return ""
-
-
-def changes(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Returns key, default and value of each setting that differs from the defaults."""
-    runs = [job.run for job in comparison.jobs]
-    defaults = {c.key: numbers.value(c.default) for run in runs for c in run.changed}
-    found = []
-    for key, default in defaults.items():
-        values = common(numbers.value(c.value) for run in runs for c in run.changed if c.key == key)
-        if key in comparison.varying:
-            values = f"{len(comparison.varying[key])} values"
-        found.append((key, default, values))
-    missing = [key for key in comparison.varying if key not in defaults]
-    return [*((key, "", f"{len(comparison.varying[key])} values") for key in missing), *found]
-
-
-def environment(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns where it ran."""
-    runs = [job.run for job in comparison.jobs if job.run.machine]
-    found = []
-    for key in ("device", "processor", "cores", "memory_bytes", "system"):
-        values = [run.machine[key] for run in runs if run.machine.get(key) is not None]
-        if key == "memory_bytes":
-            values = [f"{v / GIB:.2f} GiB" for v in values if isinstance(v, int | float)]
-        found.append((key.removesuffix("_bytes"), common(str(item) for item in values)))
-    sizes = [str(run.world_size) for run in runs]
-    found.append(("ranks", ", ".join(sorted(set(sizes), key=int))))
-    return [(key, text) for key, text in found if text]
-
-
-def versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns the software it ran with, and where W&B has it."""
-    runs = [job.run for job in comparison.jobs]
-    names = dict.fromkeys(name for run in runs for name in run.versions)
-    found = [(n, common(r.versions[n] for r in runs if n in r.versions)) for n in names]
-    commit = common(run.git_commit[:12] for run in runs if run.git_commit)
-    return [*found, *([("commit", commit)] if commit else [])]
-
-
-def links(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns name and address of the runs that W&B holds; only web addresses."""
-    pairs = [(job.name, web(job.run.wandb.get("url"))) for job in comparison.jobs]
-    return [(name, url) for name, url in pairs if url]
-
-
-def web(address: object) -> str:
-    """Returns a web address as it is; of anything else nothing."""
-    url = str(address or "")
-    return url if url.startswith(("https://", "http://")) else ""
+def _foreseen(job: Job) -> str:
+    """Returns what the planner had said of a job that ran out of memory."""
+    said, limit = job.foreseen(PEAK), job.run.foreseen.get("limit_bytes")
+    if job.run.status != "out_of_memory" or said is None:
+        return ""
+    unit = memory_unit([said])
+    there = f"; there are {unit.full(limit)}" if limit else ""
+    return f"The planner foresaw a peak of {unit.full(said)}{there}."
 
 
 def empty_cells(comparison: Comparison) -> int:
