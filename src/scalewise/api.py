@@ -21,7 +21,7 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     not an exception; data or a checkpoint that cannot be used raise ``ConfigError``. A run of
     several ranks starts processes, so call it below ``if __name__ == "__main__":``.
     """
-    from scalewise.reports import page
+    from scalewise.reports import files
 
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -29,5 +29,5 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     order = Order(run, command=command, changed=tuple(changed(run)))
     result = execute(order, Path(folder).absolute())
     if started.leads():
-        page.write(result.folder)
+        files.write([result.folder])
     return result

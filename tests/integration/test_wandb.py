@@ -99,7 +99,7 @@ def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
 
 
 def test_a_broken_server_costs_seconds_and_the_online_mode(scalewise: Doors) -> None:
-    with WandbServer(broken=True) as server:
+    with WandbServer(faults={"*": 500}) as server:
         ended = scalewise(*TINY, env=reaching(server)).ok()
     assert ended.seconds < 60
     assert_nothing_lost(ended.folder, 8)
@@ -116,7 +116,7 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors)
         if how == "dies":
             server.die()
         else:
-            server.broken = True
+            server.faults["*"] = 500
         ended = door.wait(90).ok()
         assert_nothing_lost(ended.folder, 400)
         assert ended.folder.status["seconds"] < 70

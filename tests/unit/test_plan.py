@@ -18,7 +18,7 @@ from scalewise.models.tape import Work
 from scalewise.parallelism.holds import shape
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
 from scalewise.plan.line import replaced
-from scalewise.plan.plan import planned
+from scalewise.plan.plan import planned, price, record
 from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, Verdict, judged
 from scalewise.run import Run
@@ -326,3 +326,17 @@ def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
             (4 if stage > 1 else 2) * count / share, rel=1e-3
         )
     assert sizes["gathered weights"] == pytest.approx(2e9, rel=0.01)
+
+
+def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
+    run = compose(*LLAMA, "hardware.dollars_per_hour=3", here=False)
+    assert price(run, 1000.0) == pytest.approx(3 * run.world_size * 1e9 / 1000 / 3600)
+    assert planned(run).dollars_for(2e9) == pytest.approx(
+        2 * (price(run, planned(run).tokens_per_s) or 0)
+    )
+    assert price(run, None) is None
+    assert price(compose(*LLAMA, "hardware.dollars_per_hour=null", here=False), 1000.0) is None
+
+
+def test_the_record_of_a_plan_tells_the_limit(compose: Compose) -> None:
+    assert record(compose(*LLAMA, here=False))["limit_bytes"] == 80 * GIB

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fixtures.reports import make_sweep
 
-from scalewise.reports import compare, page, records, screening
+from scalewise.reports import compare, outline, page, records, screening
 from scalewise.reports.effects import Effects, effects, student
 from scalewise.reports.records import SweepRecord
 from scalewise.study.screen import Screen, fraction
@@ -214,7 +214,7 @@ class TestThePage:
         rows = dict(section.numbers.rows)
         assert rows["memory checkpoint_full"][0] == "+30%"
         assert rows["memory checkpoint_full"][2] == "\u221250%"
-        html = page.build(sweep)
+        html = page.build(outline.of(sweep))
         assert 'id="effects"' in html
         assert "precision \u00d7 memory" in html
 
@@ -234,7 +234,7 @@ class TestThePage:
         record = records.read(sweep_folder)
         assert isinstance(record, SweepRecord)
         assert screening.section(compare.of_sweep(record)) is None
-        assert 'id="effects"' not in page.build(record)
+        assert 'id="effects"' not in page.build(outline.of(record))
 
     def test_three_values_are_no_screen(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", **{"optimizer.lr": [1, 2, 3]})

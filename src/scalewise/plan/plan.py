@@ -59,8 +59,8 @@ class Plan:
 
     def dollars_for(self, tokens: float) -> float | None:
         """Returns the price of training on so many tokens, US dollars."""
-        seconds, price = self.seconds_for(tokens), self.run.hardware.dollars_per_hour
-        return None if seconds is None or not price else self._device_hours(seconds) * price
+        each = price(self.run, self.tokens_per_s)
+        return None if each is None else each * tokens / 1e9
 
     def kwh_for(self, tokens: float) -> float | None:
         """Returns the energy of training on so many tokens, kWh."""
@@ -78,14 +78,27 @@ def planned(run: Run) -> Plan:
 
 def record(run: Run) -> dict[str, object]:
     """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of."""
-    ledger, step = judged(run).ledger, of_step(run)
+    fit, step = judged(run), of_step(run)
+    ledger = fit.ledger
     at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
     return {
         **foreseen(run),
         "fullest": ledger.fullest.value,
         "ledger": {what: size for what, size in at_peak.items() if size},
         "step_parts": {} if step is None else step.parts(),
+        "limit_bytes": fit.capacity,
     }
+
+
+def price(run: Run, tokens_per_s: float | None) -> float | None:
+    """Returns what a billion tokens cost at this speed, US dollars; None where no price is known.
+
+    ``tokens_per_s`` is of all ranks.
+    """
+    hourly = run.hardware.dollars_per_hour
+    if not tokens_per_s or not hourly:
+        return None
+    return hourly * run.world_size * 1e9 / tokens_per_s / HOUR
 
 
 def foreseen(run: Run) -> dict[str, float | None]:

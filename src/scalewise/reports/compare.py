@@ -15,6 +15,10 @@ SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
 PEAK = "memory/peak_bytes"
 FORESEEN_PEAK = "plan/peak_bytes"
+FORESEEN_STEP = "plan/step_s"
+FORESEEN = {PEAK: FORESEEN_PEAK, STEP: FORESEEN_STEP}
+"""What was measured: under which key it was foreseen."""
+PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
 
@@ -67,6 +71,16 @@ class Job:
         """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
         return measured(self.run, key)
 
+    def foreseen(self, key: str) -> float | None:
+        """Returns what the planner said of the peak or of the step, before the run."""
+        said = measured(self.run, FORESEEN[key])
+        return self.run.foreseen.get(FORESEEN[key]) if said is None else said
+
+    def error(self, key: str) -> float | None:
+        """Returns how far off the planner was, as a share of what was measured."""
+        said, came = self.foreseen(key), self.measured(key)
+        return said / came - 1 if said is not None and came else None
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -106,12 +120,16 @@ class Comparison:
     @cached_property
     def front(self) -> tuple[Job, ...]:
         """Finished jobs that no other beats on both step time and peak memory, fastest first."""
+        return self.pareto(STEP, PEAK)
+
+    def pareto(self, one: str, other: str) -> tuple[Job, ...]:
+        """Returns the finished jobs that none beats on two metrics of which less is better."""
         best: list[Job] = []
         for job in sorted(
-            (j for j in self.ranked(STEP, False) if j.measured(PEAK) is not None),
-            key=lambda j: (j.measured(STEP), j.measured(PEAK)),
+            (j for j in self.ranked(one, False) if j.measured(other) is not None),
+            key=lambda j: (j.measured(one), j.measured(other)),
         ):
-            if not best or (job.measured(PEAK) or 0) < (best[-1].measured(PEAK) or 0):
+            if not best or (job.measured(other) or 0) < (best[-1].measured(other) or 0):
                 best.append(job)
         return tuple(best)
 

@@ -1,4 +1,4 @@
-"""What a page says in words and tables: facts, what varied, comparison, failures, commands."""
+"""What a page says in words and tables: facts, what varied, comparison, failures."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +10,7 @@ from scalewise.reports import numbers
 from scalewise.reports.compare import (
     LOSS,
     PEAK,
+    PRICE,
     SHOWN,
     SPEED,
     STEP,
@@ -20,9 +21,9 @@ from scalewise.reports.compare import (
     largest_distance,
 )
 from scalewise.reports.findings import counts, status_word
-from scalewise.reports.numbers import MemoryUnit
+from scalewise.reports.numbers import MemoryUnit, memory_unit
 from scalewise.reports.records import RunRecord, SweepRecord
-from scalewise.units import GIB, seconds_text
+from scalewise.units import seconds_text
 
 CARDS = 12
 """Failures that get a card; the others stand in one table below."""
@@ -227,10 +228,21 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
             for place, v in enumerate(values)
         ), sort)  # fmt: skip
 
+    def off(label: str, key: str) -> Column | None:
+        errors = [job.error(key) if job.run.ok else None for job in jobs]
+        if all(number is None for number in errors):
+            return None
+        return Column(label, tuple(
+            Cell(numbers.error(e), "" if e is None else repr(abs(e))) for e in errors
+        ))  # fmt: skip
+
     found = [
         column("tokens/s", SPEED, -1, numbers.whole, bar=True),
         column("step, ms", STEP, 1, numbers.milliseconds),
+        off("step error", STEP),
         column(f"peak, {unit.name}", PEAK, 1, unit.text, bar=True),
+        off("peak error", PEAK),
+        column("$ a billion tokens", PRICE, 1, dollars),
         column("MFU", "throughput/mfu", -1, share),
         column("train loss", LOSS, 1, numbers.loss),
         column("val loss", VALIDATION, 1, numbers.loss),
@@ -244,6 +256,11 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
         ]  # fmt: skip
         found.append(Column("distance", tuple(cells)))
     return [one for one in found if one is not None]
+
+
+def dollars(price: float | None) -> str:
+    """Returns a price, without its sign: ``0.42``, ``7,787``."""
+    return numbers.fixed(price, 2 if price is not None and price < 100 else 0)
 
 
 def share(fraction: float | None) -> str:
@@ -280,7 +297,7 @@ def _card(job: Job, same: tuple[str, ...]) -> Card:
         name=job.name,
         status=run.status,
         where=", ".join(filter(None, where)),
-        reason=run.reason,
+        reason=" ".join(filter(None, (run.reason, _foreseen(job)))),
         log=tuple(dedent("\n".join(last)).splitlines()),
         cures=tuple((cure.override, cure.why) for cure in run.cures if cure.override),
         command=run.command,
@@ -288,64 +305,14 @@ def _card(job: Job, same: tuple[str, ...]) -> Card:
     )
 
 
-def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple[str, str]]:
-    """Returns what to paste, each under a line that says what it does."""
-    found = [("This run" if isinstance(record, RunRecord) else "The whole sweep", record.command)]
-    winners = comparison.ranked(*comparison.headline)
-    if isinstance(record, SweepRecord) and winners:
-        found.append((f"{winners[0].name} alone", winners[0].run.command))
-    offline = [
-        str(job.run.wandb["folder"])
-        for job in comparison.jobs
-        if job.run.wandb.get("mode") == "offline" and job.run.wandb.get("folder")
-    ]
-    if 0 < len(offline) <= 8:
-        what = "the offline run" if len(offline) == 1 else "the offline runs"
-        found.append((f"Send {what} to W&B", " ".join(["wandb sync", *offline])))
-    return [(why, command) for why, command in found if command]
-
-
-def changes(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Returns key, default and value of each setting that differs from the defaults."""
-    runs = [job.run for job in comparison.jobs]
-    defaults = {c.key: numbers.value(c.default) for run in runs for c in run.changed}
-    found = []
-    for key, default in defaults.items():
-        values = common(numbers.value(c.value) for run in runs for c in run.changed if c.key == key)
-        if key in comparison.varying:
-            values = f"{len(comparison.varying[key])} values"
-        found.append((key, default, values))
-    missing = [key for key in comparison.varying if key not in defaults]
-    return [*((key, "", f"{len(comparison.varying[key])} values") for key in missing), *found]
-
-
-def environment(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns where it ran."""
-    runs = [job.run for job in comparison.jobs if job.run.machine]
-    found = []
-    for key in ("device", "processor", "cores", "memory_bytes", "system"):
-        values = [run.machine[key] for run in runs if run.machine.get(key) is not None]
-        if key == "memory_bytes":
-            values = [f"{v / GIB:.2f} GiB" for v in values if isinstance(v, int | float)]
-        found.append((key.removesuffix("_bytes"), common(str(item) for item in values)))
-    sizes = [str(run.world_size) for run in runs]
-    found.append(("ranks", ", ".join(sorted(set(sizes), key=int))))
-    return [(key, text) for key, text in found if text]
-
-
-def versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns the software it ran with, and where W&B has it."""
-    runs = [job.run for job in comparison.jobs]
-    names = dict.fromkeys(name for run in runs for name in run.versions)
-    found = [(n, common(r.versions[n] for r in runs if n in r.versions)) for n in names]
-    commit = common(run.git_commit[:12] for run in runs if run.git_commit)
-    return [*found, *([("commit", commit)] if commit else [])]
-
-
-def links(comparison: Comparison) -> list[tuple[str, str]]:
-    """Returns name and address of the runs that W&B holds; only web addresses."""
-    pairs = [(job.name, str(job.run.wandb.get("url") or "")) for job in comparison.jobs]
-    return [(name, url) for name, url in pairs if url.startswith(("https://", "http://"))]
+def _foreseen(job: Job) -> str:
+    """Returns what the planner had said of a job that ran out of memory."""
+    said, limit = job.foreseen(PEAK), job.run.foreseen.get("limit_bytes")
+    if job.run.status != "out_of_memory" or said is None:
+        return ""
+    unit = memory_unit([said])
+    there = f"; there are {unit.full(limit)}" if limit else ""
+    return f"The planner foresaw a peak of {unit.full(said)}{there}."
 
 
 def empty_cells(comparison: Comparison) -> int:
