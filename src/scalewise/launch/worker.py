@@ -55,7 +55,7 @@ def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, objec
     except BaseException as error:
         ending = classify(error, place.rank)
     words.leave(folder, place.rank, ending)
-    session.finish(ending.exit_code)
+    session.finish(ending.status, ending.reason, ending.exit_code)
     return ending
 
 

@@ -6,15 +6,17 @@ import netrc
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from scalewise.errors import ScalewiseError
 from scalewise.run import Run
+from scalewise.tracking import tables
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
+from scalewise.tracking.tables import Table
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -34,13 +36,16 @@ class Session:
 
     facts: Mapping[str, object] = {"mode": "disabled", "url": None, "folder": None}
 
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Sends what is foreseen of the run: the content of ``plan.json``."""
+
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
 
     def summarize(self, summary: Mapping[str, object]) -> None:
-        """Sends what stays of the run."""
+        """Sends what stays of the run: the content of ``summary.json``."""
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run; called on every ending."""
 
 
@@ -61,10 +66,10 @@ class WandbSession(Session):
         given = {key: value for key, (name, value) in wanted.items() if name not in environment}
         self._run = wandb.init(
             **cast(dict[str, Any], given),
-            dir=str(folder),
+            dir=environment.get("WANDB_DIR") or str(folder),
             mode=cast(Literal["online", "offline", "disabled"], mode.value),
-            job_type="train",
-            tags=[*tracking.tags, *_part_tags(run)],
+            job_type=environment.get("WANDB_JOB_TYPE", "train"),
+            tags=[*_tags_of(environment), *tracking.tags, *_part_tags(run)],
             config={**run.as_dict(), **facts},
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
@@ -74,39 +79,39 @@ class WandbSession(Session):
                 show_errors=True,
             ),
         )
-        self._run.define_metric("step")
-        for key in METRICS:
-            if key != "step":
-                lowest = key.endswith("/loss")
-                summary = "min" if lowest else "last"
-                self._run.define_metric(key, step_metric="step", summary=summary)
+        define(self._run)
+        self._plan: Mapping[str, object] = {}
         self.facts = {
             "mode": mode.value,
             "id": self._run.id,
+            "entity": self._run.entity or None,
+            "project": self._run.project,
+            "group": self._run.group or None,
             "url": self._run.url if mode is Mode.online else None,
             "folder": _from_here(Path(self._run.dir).parent),
+            "resumed_from": facts.get("resumed_from"),
         }
+
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Writes what is foreseen into the run's summary, where what was measured will stand."""
+        self._plan = plan
+        numbers = {key: value for key, value in plan.items() if key.startswith("plan/")}
+        self._run.summary.update(numbers)
+        self._run.summary.update(as_media(tables.foreseen(plan)))
 
     def log(self, rows: list[Row]) -> None:
         """Sends the mean of each metric over the window, at the window's last step."""
-        last = rows[-1]
-        sent: Row = {}
-        for key in METRICS:
-            known = [row[key] for row in rows if row.get(key) is not None]
-            if known:
-                averaged = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
-                sent[key] = sum(known) / len(known) if averaged else known[-1]
-        self._run.log({**sent, "step": last["step"]})
+        self._run.log(averaged(rows))
 
     def summarize(self, summary: Mapping[str, object]) -> None:
-        """Writes the summary's numbers under ``final/``."""
+        """Writes the summary's numbers under ``final/``, and the tables of what was measured."""
+        self._run.summary.update(final(summary))
         metrics = cast(Mapping[str, object], summary["metrics"])
-        rest = {key: value for key, value in summary.items() if key != "metrics"}
-        self._run.summary.update({f"final/{key}": value for key, value in metrics.items()})
-        self._run.summary.update({f"final/{key}": value for key, value in rest.items()})
+        self._run.summary.update(as_media(tables.measured(self._plan, metrics)))
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run with its exit code, so that W&B tells failure from success."""
+        self._run.summary.update({"status": status, "reason": reason})
         self._run.finish(exit_code=exit_code)
 
 
@@ -117,6 +122,10 @@ class Shielded(Session):
         self._session, self._lost = session, False
         self.facts = session.facts
 
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Sends what is foreseen of the run."""
+        self._try(self._session.foresee, plan)
+
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
         self._try(self._session.log, rows)
@@ -125,20 +134,56 @@ class Shielded(Session):
         """Sends what stays of the run."""
         self._try(self._session.summarize, summary)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run, in time bounded by ``FINISH_WAIT``."""
-        self._try(self._session.finish, exit_code)
+        self._try(self._session.finish, status, reason, exit_code)
 
-    def _try(self, send: Callable[[Any], None], content: object) -> None:
+    def _try(self, send: Callable[..., None], *content: object) -> None:
         if self._lost:
             return
         try:
-            send(content)
+            send(*content)
         except ScalewiseError:
             raise
         except Exception as error:  # a tracker, whatever ails it, must not end a training
             self._lost = True
             print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)
+
+
+def define(run: Any) -> None:
+    """Makes the optimizer step the axis of every metric, and the lowest loss the one that stays."""
+    run.define_metric("step")
+    for key in METRICS:
+        if key != "step":
+            summary = "min" if key.endswith("/loss") else "last"
+            run.define_metric(key, step_metric="step", summary=summary)
+
+
+def averaged(rows: Sequence[Row]) -> Row:
+    """Returns one row of a window of steps: means of what a step measures, else the last value."""
+    sent: Row = {}
+    for key in METRICS:
+        known = [row[key] for row in rows if row.get(key) is not None]
+        if known:
+            mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
+            sent[key] = sum(known) / len(known) if mean else known[-1]
+    return sent
+
+
+def final(summary: Mapping[str, Any]) -> Row:
+    """Returns the numbers of a ``summary.json`` by their keys at W&B."""
+    rest = {key: value for key, value in summary.items() if key != "metrics"}
+    return {f"final/{key}": value for key, value in {**summary["metrics"], **rest}.items()}
+
+
+def as_media(named: Mapping[str, Table]) -> dict[str, Any]:
+    """Returns tables as W&B takes them into a run's summary."""
+    import wandb
+
+    return {
+        key: wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        for key, table in named.items()
+    }
 
 
 def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session:
@@ -223,6 +268,10 @@ def answers(server: str, wait: float = SERVER_WAIT) -> bool:
     thread.start()
     thread.join(wait)
     return reached.is_set()
+
+
+def _tags_of(environment: Mapping[str, str]) -> list[str]:
+    return [tag for tag in environment.get("WANDB_TAGS", "").split(",") if tag]
 
 
 def _part_tags(run: Run) -> list[str]:

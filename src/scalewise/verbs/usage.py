@@ -6,6 +6,7 @@ VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "report": "write report.html again for a run's or a sweep's folder",
+    "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
     "doctor": "say what this machine has, and what that means for a run",
@@ -43,6 +44,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
     ),
     "report": (("scalewise report FOLDER ...", "of runs or sweeps"),),
+    "publish": (("scalewise publish FOLDER ...", "of runs or sweeps, tracked offline or cut off"),),
     "bench": (
         ("scalewise bench collectives", "latency and bandwidth of each collective here"),
         ("scalewise bench ledger", "memory as planned beside small runs, and traces of large"),
