@@ -63,8 +63,8 @@ class Told:
         """Returns status, reason and exit code; of a run whose process is gone, those of that."""
         if self.status.get("exit_code") is None:
             return "failed", "its process is gone, and left no word of how it ended", 1
-        told = (str(self.status.get(key) or "") for key in ("status", "reason"))
-        return *told, int(self.status["exit_code"])
+        status, reason = (str(self.status.get(key) or "") for key in ("status", "reason"))
+        return status, reason, int(self.status["exit_code"])
 
     @cached_property
     def logs(self) -> list[Path]:
@@ -135,11 +135,13 @@ def settle(server: Server, told: Told, found: Any) -> int:
         return 0
     artifacts = list(_artifacts(told, run_id))
     heavy = sum(size for _, _, size in artifacts)
-    with server.reopened(entity, project, run_id, FINISH_WAIT + heavy / SLOWEST) as run:
+    wait = FINISH_WAIT + heavy / SLOWEST
+    exit_code = told.ending[2]
+    with server.reopened(entity, project, run_id, exit_code=exit_code, wait=wait) as run:
         for row in rest:
             run.log(row)
         _tell(run, told)
-        if not alerted and told.ending[2] and told.wandb.get("mode") == "online":
+        if not alerted and exit_code and told.wandb.get("mode") == "online":
             _alert(run, told)
         for name in _files(told):
             run.save(told.folder / name, base_path=told.folder, policy="now", glob=False)
@@ -147,7 +149,6 @@ def settle(server: Server, told: Told, found: Any) -> int:
             run.use_artifact(used)
         for artifact, aliases, _ in artifacts:
             run.log_artifact(artifact, aliases=aliases)
-        run.finish(exit_code=told.ending[2])
     write_json(told.folder / MARKER, marker)
     return len(rest)
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -88,11 +88,12 @@ class Server:
             raise ScalewiseError(said(told))
 
     @contextmanager
-    def reopened(self, entity: str, project: str, run_id: str, wait: float) -> Iterator[Any]:
-        """Opens a run again to add to it, as it stands at the server.
+    def reopened(
+        self, entity: str, project: str, run_id: str, *, exit_code: int, wait: float
+    ) -> Iterator[Any]:
+        """Opens a run again to add to it, as it stands at the server, then ends it so.
 
-        The block calls ``finish`` with the exit code; left by an exception, the run is one that
-        failed. ``wait``: seconds that sending may take at the end.
+        ``wait``: seconds that sending may take at the end; past them it is a ``ScalewiseError``.
         """
         import wandb
 
@@ -120,11 +121,11 @@ class Server:
             )
             define(run)
             yield run
-        except ScalewiseError:
-            raise
+            run.finish(exit_code=exit_code)
         except Exception as error:  # the client raises many kinds
             if run is not None and wandb.run is run:
-                run.finish(exit_code=1)
+                with suppress(Exception):
+                    run.finish(exit_code=exit_code)
             raise ScalewiseError(said(error)) from None
 
 
