@@ -16,7 +16,7 @@ from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
 from scalewise.tracking.files import read_json, read_metrics, write_json
 from scalewise.tracking.server import Server
-from scalewise.tracking.session import Row, as_media, averaged, final
+from scalewise.tracking.session import Row, averaged, final, foreseen
 from scalewise.tracking.spec import Artifacts
 
 MARKER = "wandb/published.json"
@@ -124,18 +124,16 @@ def settle(server: Server, told: Told, found: Any) -> int:
     Nothing is opened where nothing has changed since the last time. Raises ``ScalewiseError``.
     """
     entity, project, run_id = found.path
-    marker = {
-        "path": f"{server.url}/{entity}/{project}/{run_id}",
-        "files": {name: _digest(told.folder / name) for name in _files(told)},
-    }
-    rest = list(_rest(told, int(found.summary.get("step") or 0)))
-    before = read_json(told.folder / MARKER)
+    files = {name: _digest(told.folder / name) for name in _files(told)}
+    marker = {"path": f"{server.url}/{entity}/{project}/{run_id}", "files": files}
+    rest = _rest(told, found)
+    before: dict[str, Any] = read_json(told.folder / MARKER)
     alerted = before.get("path") == marker["path"]
+    there = before["files"] if alerted else {}
     if before == marker and not rest and found.state != "running":
         return 0
     artifacts = list(_artifacts(told, run_id))
-    heavy = sum(size for _, _, size in artifacts)
-    wait = FINISH_WAIT + heavy / SLOWEST
+    wait = FINISH_WAIT + sum(size for _, _, size in artifacts) / SLOWEST
     exit_code = told.ending[2]
     with server.reopened(entity, project, run_id, exit_code=exit_code, wait=wait) as run:
         for row in rest:
@@ -143,42 +141,54 @@ def settle(server: Server, told: Told, found: Any) -> int:
         _tell(run, told)
         if not alerted and exit_code and told.wandb.get("mode") == "online":
             _alert(run, told)
-        for name in _files(told):
-            run.save(told.folder / name, base_path=told.folder, policy="now", glob=False)
         if artifacts and (used := _origin(server, told, entity, project)):
             run.use_artifact(used)
         for artifact, aliases, _ in artifacts:
             run.log_artifact(artifact, aliases=aliases)
+    write_json(told.folder / MARKER, {**marker, "files": there})  # the alert is not for twice
+    names = [f"{entity}/{project}/{artifact.name}:{alias[-1]}" for artifact, alias, _ in artifacts]
+    server.take_files(found, told.folder, [n for n in files if files[n] != there.get(n)])
+    _verify(server, told, "/".join(found.path), names)
     write_json(told.folder / MARKER, marker)
     return len(rest)
 
 
-def _rest(told: Told, known: int) -> Iterator[Row]:
-    """Yields the rows after step ``known``, in windows as training would have sent them."""
-    after = max(known, told.first_step)
-    window: list[Row] = []
-    for row in read_metrics(told.folder / "metrics.csv"):
-        if cast(int, row["step"]) > after:
-            window.append(row)
-            if cast(int, row["step"]) % told.window == 0 or row.get("val/loss") is not None:
-                yield averaged(window)
-                window = []
-    if window:
-        yield averaged(window)
+def _verify(server: Server, told: Told, path: str, artifacts: list[str]) -> None:
+    """Asks whether all arrived: the client ends well even where the server took nothing."""
+    found = server.known(path)
+    lacking = [name for name in artifacts if not server.has_artifact(name)]
+    if found is None or found.state == "running" or lacking or _rest(told, found):
+        raise ScalewiseError("not all of it arrived; publish again later")
+
+
+def _rest(told: Told, found: Any) -> list[Row]:
+    """Returns the rows that a run lacks at the server, in windows as training sends them."""
+    after = max(int(found.summary.get("step") or 0), told.first_step)
+    rows = [r for r in read_metrics(told.folder / "metrics.csv") if cast(int, r["step"]) > after]
+    windows: list[list[Row]] = [[]]
+    for row in rows:
+        windows[-1].append(row)
+        if cast(int, row["step"]) % told.window == 0 or row.get("val/loss") is not None:
+            windows.append([])
+    return [averaged(window) for window in windows if window]
 
 
 def _tell(run: Any, told: Told) -> None:
-    """Writes into the summary how the run ended, and what it lacks where it was cut off."""
+    """Writes into the summary how the run ended, and what was foreseen beside what was measured."""
     plan, summary = (read_json(told.folder / name) for name in ("plan.json", "summary.json"))
     status, reason, _ = told.ending
+    run.summary.update({**foreseen(plan), "status": status, "reason": reason})
     metrics = cast(Mapping[str, Any], summary.get("metrics") or {})
-    numbers = {key: value for key, value in plan.items() if key.startswith("plan/")}
-    run.summary.update({**numbers, "status": status, "reason": reason})
     if metrics:
         run.summary.update(final(summary))
-    for named in (tables.foreseen(plan), tables.measured(plan, metrics)):
-        lacking = {key: table for key, table in named.items() if run.summary.get(key) is None}
-        run.summary.update(as_media(lacking))
+    named = {**tables.foreseen(plan), **tables.measured(plan, metrics)}
+    run.summary.update({key: _as_media(table) for key, table in named.items()})
+
+
+def _as_media(table: tables.Table) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
 
 
 def _alert(run: Any, told: Told) -> None:

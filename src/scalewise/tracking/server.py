@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +61,19 @@ class Server:
 
     def has_artifact(self, name: str) -> bool:
         """Returns whether ``entity/project/name:alias`` is there."""
-        return bool(self._api.artifact_exists(name))
+        try:
+            return bool(self._api.artifact_exists(name))
+        except Exception as error:  # the client raises many kinds
+            raise ScalewiseError(said(error)) from None
+
+    def take_files(self, run: Any, folder: Path, names: Iterable[str]) -> None:
+        """Uploads files of ``folder`` to a run that ``known`` returned."""
+        for name in names:
+            try:
+                run.upload_file(str(folder / name), root=str(folder))
+            except Exception as error:  # the client raises many kinds
+                if not isinstance(getattr(error, "exc", error), IndexError):  # not listed yet
+                    raise ScalewiseError(said(error)) from None
 
     def sync(self, log: Path, entity: str, project: str) -> None:
         """Sends the transaction log of a run that the server has nothing of.

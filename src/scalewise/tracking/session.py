@@ -13,10 +13,8 @@ from urllib.parse import urlsplit
 
 from scalewise.errors import ScalewiseError
 from scalewise.run import Run
-from scalewise.tracking import tables
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
-from scalewise.tracking.tables import Table
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -80,7 +78,6 @@ class WandbSession(Session):
             ),
         )
         define(self._run)
-        self._plan: Mapping[str, object] = {}
         self.facts = {
             "mode": mode.value,
             "id": self._run.id,
@@ -94,20 +91,15 @@ class WandbSession(Session):
 
     def foresee(self, plan: Mapping[str, object]) -> None:
         """Writes what is foreseen into the run's summary, where what was measured will stand."""
-        self._plan = plan
-        numbers = {key: value for key, value in plan.items() if key.startswith("plan/")}
-        self._run.summary.update(numbers)
-        self._run.summary.update(as_media(tables.foreseen(plan)))
+        self._run.summary.update(foreseen(plan))
 
     def log(self, rows: list[Row]) -> None:
         """Sends the mean of each metric over the window, at the window's last step."""
         self._run.log(averaged(rows))
 
     def summarize(self, summary: Mapping[str, object]) -> None:
-        """Writes the summary's numbers under ``final/``, and the tables of what was measured."""
+        """Writes the summary's numbers under ``final/``."""
         self._run.summary.update(final(summary))
-        metrics = cast(Mapping[str, object], summary["metrics"])
-        self._run.summary.update(as_media(tables.measured(self._plan, metrics)))
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run with its exit code, so that W&B tells failure from success."""
@@ -176,14 +168,9 @@ def final(summary: Mapping[str, Any]) -> Row:
     return {f"final/{key}": value for key, value in {**summary["metrics"], **rest}.items()}
 
 
-def as_media(named: Mapping[str, Table]) -> dict[str, Any]:
-    """Returns tables as W&B takes them into a run's summary."""
-    import wandb
-
-    return {
-        key: wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
-        for key, table in named.items()
-    }
+def foreseen(plan: Mapping[str, Any]) -> Row:
+    """Returns the numbers of a ``plan.json`` by their keys at W&B."""
+    return {key: value for key, value in plan.items() if key.startswith("plan/")}
 
 
 def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session:

@@ -83,6 +83,8 @@ class Publication:
             self._report(str(newest.entity), str(newest.project))
         for told, run in there:
             self._settle(told.folder, run)
+        if there and self._folder not in self._folders:
+            self._link(self._folder)
         return self._whole
 
     def _tracked(self) -> Iterable[Told]:
@@ -140,14 +142,22 @@ class Publication:
         print(f"W&B report {url}", flush=True)
 
     def _settle(self, folder: Path, run: Any) -> None:
-        from scalewise.reports import page
         from scalewise.tracking.delivery import Told, settle
 
         try:
-            page.write(folder)  # it links the run and the report now
+            self._link(folder)
             settle(self._server, Told.of(folder), run)
-        except (ScalewiseError, OSError) as error:
+        except ScalewiseError as error:
             self._lost(folder, error)
+
+    def _link(self, folder: Path) -> None:
+        """Writes a folder's page again, which knows now where W&B has it."""
+        from scalewise.reports import page
+
+        try:
+            page.write(folder)
+        except OSError as error:  # a full disk costs the page and nothing else
+            self._lost(folder, f"its page: {error}")
 
     def _lost(self, folder: Path, error: object) -> None:
         self._whole = False
