@@ -20,7 +20,7 @@ OF_REPORTS = {"ProjectInternalId", "GetProjects", "upsertView", "SpecificReport"
 FILES = {"resolved.yaml", "overrides.txt", "status.json", "plan.json", "summary.json"}
 FILES |= {"metrics.csv", "report.html"}
 LONGER = ("trainer.log_every=4", "trainer.validate_every=null")
-NO_TRIES = {f"WANDB__{name}_RETRY_MAX": "0" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
+ONE_TRY = {f"WANDB__{name}_RETRY_MAX": "1" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
 
 
 def reaching(server: WandbServer) -> dict[str, str]:
@@ -225,7 +225,7 @@ def test_what_the_server_drops_is_sent_the_next_time(
     """The client says that it sent, and marks the run so; the server is asked."""
     job = sweep.jobs[0]
     with WandbServer(faults={fault: 500}) as server:
-        ended = publish(scalewise, server, job.path, env=NO_TRIES)
+        ended = publish(scalewise, server, job.path, env=ONE_TRY)
         assert ended.code == 1
         assert "not sent" in ended.out
         assert "publish again later" in ended.out
@@ -265,7 +265,7 @@ def test_a_server_that_says_no_costs_one_line(
 ) -> None:
     before = sweep.text
     with WandbServer(faults={"*": fault}) as server:
-        ended = publish(scalewise, server, sweep.path, env=NO_TRIES)
+        ended = publish(scalewise, server, sweep.path, env=ONE_TRY)
     assert ended.code == code
     assert words in ended.err
     assert "Traceback" not in ended.said
@@ -278,7 +278,7 @@ def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> N
     """What had arrived comes no second time."""
     with WandbServer() as server:
         line = (*TINY, *LONGER, "trainer.max_steps=1500")
-        door = scalewise.start(*line, env={**reaching(server), **NO_TRIES})
+        door = scalewise.start(*line, env={**reaching(server), **ONE_TRY})
         door.until(lambda: any(run.history for run in server.runs.values()), "a row", 90)
         server.faults[STREAM] = 500
         ended = door.wait(120).ok()

@@ -14,7 +14,7 @@ import yaml
 
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
-from scalewise.tracking.files import read_json, read_metrics, write_json
+from scalewise.tracking.files import FACTS, read_json, read_metrics, write_json
 from scalewise.tracking.server import Server
 from scalewise.tracking.session import Row, averaged, final, foreseen
 from scalewise.tracking.spec import Artifacts
@@ -53,10 +53,11 @@ class Told:
             raise ScalewiseError("it has no readable status.json")
         return cls(folder, status)
 
-    @property
-    def wandb(self) -> Mapping[str, Any]:
-        """Returns the facts of its newest W&B run."""
-        return cast(Mapping[str, Any], self.status.get("wandb") or {})
+    @cached_property
+    def wandb(self) -> dict[str, Any]:
+        """Returns the facts of its newest W&B run; a run that was killed left them elsewhere."""
+        ended = cast(dict[str, Any], self.status.get("wandb") or {})
+        return ended if ended.get("id") else read_json(self.folder / FACTS)
 
     @property
     def ending(self) -> tuple[str, str, int]:

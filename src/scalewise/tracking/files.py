@@ -9,6 +9,9 @@ from pathlib import Path
 
 from scalewise.tracking.names import METRICS
 
+FACTS = "wandb/facts.json"
+"""What rank 0 tells about its W&B run while it trains, relative to the run's folder."""
+
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` so that a reader sees the old file or the new one, never a part."""

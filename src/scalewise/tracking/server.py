@@ -52,6 +52,7 @@ class Server:
         """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""
         from wandb.errors import CommError
 
+        self._api.flush()  # type: ignore[no-untyped-call]  # it keeps what it has once seen
         try:
             return self._api.run(path)
         except CommError as error:
