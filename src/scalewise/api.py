@@ -21,7 +21,7 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     not an exception; data or a checkpoint that cannot be used raise ``ConfigError``. A run of
     several ranks starts processes, so call it below ``if __name__ == "__main__":``.
     """
-    from scalewise.reports import page
+    from scalewise.reports import files
     from scalewise.verbs.publish import after_training
 
     if folder is None:
@@ -30,6 +30,6 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     order = Order(run, command=command, changed=tuple(changed(run)))
     result = execute(order, Path(folder).absolute())
     if started.leads():
-        page.write(result.folder)
+        files.write([result.folder])
         after_training(result.folder, [result.folder])
     return result

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 from fixtures.doors import TINY, Doors, Ended, Folder
 from fixtures.wandb_server import ENTITY, STREAM, UPLOAD, ServedRun, WandbServer
+from fixtures.wandb_views import Views
 
 LONG = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
 READS = {"Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
-OF_REPORTS = {"ProjectInternalId", "GetProjects", "upsertView", "SpecificReport", "CreateProject"}
+OF_REPORTS = set(Views().handlers)
 FILES = {"resolved.yaml", "overrides.txt", "status.json", "plan.json", "summary.json"}
 FILES |= {"metrics.csv", "report.html"}
 LONGER = ("trainer.log_every=4", "trainer.validate_every=null")
 ONE_TRY = {f"WANDB__{name}_RETRY_MAX": "1" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
+
+
+def serving(views: Views | None = None, **bad: Any) -> WandbServer:
+    """A server of runs and reports, and its bad days."""
+    return WandbServer(handlers=(views or Views()).handlers, **bad)
 
 
 def reaching(server: WandbServer) -> dict[str, str]:
@@ -78,9 +84,12 @@ class TestASweep:
         doors = doors_in("published")
         place = doors.cwd / offline.path.relative_to(offline.path.parents[2])
         shutil.copytree(offline.path, place, symlinks=True)
-        with WandbServer() as server:
+        views = Views()
+        with serving(views) as server:
             first = publish(doors, server, place).ok()
-            return server, Folder(place), first, publish(doors, server, place).ok()
+            again = publish(doors, server, place).ok()
+        assert [view.saves for view in views.of("runs")] == [2], "one report, updated"
+        return server, Folder(place), first, again
 
     Told = tuple[WandbServer, Folder, Ended, Ended]
 
@@ -186,7 +195,7 @@ def assert_key_is_nowhere(*places: Path) -> None:
 def test_weights_go_along_where_asked_for(scalewise: Doors) -> None:
     folder = scalewise(*TINY, "tracking.log_artifacts=checkpoints").ok().folder
     bare = scalewise(*TINY, "tracking.log_artifacts=none", "seed=5").ok().newest
-    with WandbServer() as server:
+    with serving() as server:
         publish(scalewise, server, folder.path, bare.path).ok()
     (checkpoint,) = server.artifacts
     assert checkpoint.run == folder.status["wandb"]["id"]
@@ -201,7 +210,7 @@ def test_two_attempts_are_two_runs_of_one_group(scalewise: Doors) -> None:
     scalewise(*TINY).ok()
     scalewise(*TINY, "trainer.max_steps=12", "resume=last").ok()
     first, second = Ended(0, "", "", 0, scalewise.cwd).folders
-    with WandbServer() as server:
+    with serving() as server:
         publish(scalewise, server, second.path, first.path).ok()
         publish(scalewise, server, first.path, second.path).ok()
     one, other = run_of(server, first), run_of(server, second)
@@ -224,7 +233,7 @@ def test_what_the_server_drops_is_sent_the_next_time(
 ) -> None:
     """The client says that it sent, and marks the run so; the server is asked."""
     job = sweep.jobs[0]
-    with WandbServer(faults={fault: 500}) as server:
+    with serving(faults={fault: 500}) as server:
         ended = publish(scalewise, server, job.path, env=ONE_TRY)
         assert ended.code == 1
         assert "not sent" in ended.out
@@ -242,7 +251,7 @@ def test_one_job_that_cannot_be_sent_does_not_stop_the_others(
     broken, whole = sweep.jobs
     (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
     log.write_bytes(b"torn")
-    with WandbServer() as server:
+    with serving() as server:
         ended = publish(scalewise, server, sweep.path)
     assert ended.code == 1
     assert "Traceback" not in ended.said
@@ -264,7 +273,7 @@ def test_a_server_that_says_no_costs_one_line(
     fault: int, code: int, words: str, sweep: Folder, scalewise: Doors, surroundings: dict[str, str]
 ) -> None:
     before = sweep.text
-    with WandbServer(faults={"*": fault}) as server:
+    with serving(faults={"*": fault}) as server:
         ended = publish(scalewise, server, sweep.path, env=ONE_TRY)
     assert ended.code == code
     assert words in ended.err
@@ -276,7 +285,7 @@ def test_a_server_that_says_no_costs_one_line(
 
 def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> None:
     """What had arrived comes no second time."""
-    with WandbServer() as server:
+    with serving() as server:
         line = (*TINY, *LONGER, "trainer.max_steps=1500")
         door = scalewise.start(*line, env={**reaching(server), **ONE_TRY})
         door.until(lambda: any(run.history for run in server.runs.values()), "a row", 90)
@@ -294,7 +303,7 @@ def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> N
 
 
 def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
-    with WandbServer() as server:
+    with serving() as server:
         line = (*TINY, *LONGER, "trainer.max_steps=20000")
         door = scalewise.start(*line, env=reaching(server))
         folder = Folder(door.until_step(20))
@@ -314,7 +323,7 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
 
 
 def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
-    with WandbServer(delay=0.4) as server:
+    with serving(delay=0.4) as server:
         ended = scalewise(*TINY, env=reaching(server)).ok()
     folder = ended.folder
     assert folder.steps == list(range(1, 9))
@@ -328,7 +337,7 @@ def test_the_variables_of_the_environment_are_honoured(scalewise: Doors) -> None
     names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}
     more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(elsewhere)}
     env = {f"WANDB_{name}": value for name, value in {**names, **more}.items()}
-    with WandbServer() as server:
+    with serving() as server:
         scalewise(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).ok()
         assert server.asked == []
         ended = publish(scalewise, server, Ended(0, "", "", 0, scalewise.cwd).folder.path, env=env)

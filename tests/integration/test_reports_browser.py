@@ -9,7 +9,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+from fixtures.reports import (
+    GRID,
+    LARGE,
+    LAYOUTS,
+    RUNGS,
+    grid_job,
+    large_job,
+    layout_job,
+    make_run,
+    make_sweep,
+    out_of_memory,
+    rung_job,
+)
 
 from scalewise.reports import page
 
@@ -99,12 +111,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": page.write(make_run(root / "run")),
         "failed": page.write(make_run(root / "failed", **out_of_memory())),
         "sweep": page.write(make_sweep(root / "sweep", LAYOUTS, layout_job)),
+        "grid": page.write(make_sweep(root / "grid", GRID, grid_job)),
+        "ladder": page.write(make_sweep(root / "ladder", RUNGS, rung_job)),
     }
+
+
+PICTURES = {"run": 6, "sweep": 6, "failed": 0, "grid": 9, "ladder": 9}
+"""How many pictures each page shows at one width."""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("name", "pictures"), [("run", 6), ("sweep", 5), ("failed", 0)])
+@pytest.mark.parametrize(("name", "pictures"), PICTURES.items())
 def test_page(
     pages: dict[str, Path], tmp_path: Path, name: str, pictures: int, width: int, dark: bool
 ) -> None:
@@ -116,4 +134,28 @@ def test_page(
     assert found["pictures"] == pictures
     assert pictures == 0 or found["fewest"] >= 1
     assert found["background"] == ("rgb(19, 20, 22)" if dark else "rgb(253, 253, 252)")
-    assert found["sorted"] == ("job" if name == "sweep" else None)
+    assert found["sorted"] == (None if name in ("run", "failed") else "job")
+
+
+OPENED = """<script>addEventListener("load", () => {
+  document.body.offsetHeight;  // lays it out
+  document.documentElement.dataset.opened = performance.now();
+});</script></body>"""
+
+
+@pytest.mark.timed
+def test_two_hundred_jobs_open_at_once(tmp_path: Path) -> None:
+    path = page.write(make_sweep(tmp_path / "large", LARGE, large_job))
+    assert path.stat().st_size < 10e6
+    path.write_text(path.read_text("utf-8").replace("</body>", OPENED), "utf-8")
+    line = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom", path.as_uri()]  # fmt: skip
+    taken = []
+    for _ in range(3):
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+        found = re.search(r'<html[^>]*data-opened="([0-9.]+)"', done.stdout)
+        assert found is not None, done.stdout[:500]
+        taken.append(float(found[1]) / 1e3)
+    print(f"{path.stat().st_size / 1e6:.2f} MB, open after {min(taken):.2f} s")
+    assert min(taken) < 2

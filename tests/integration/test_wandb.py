@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fixtures.doors import MARK, TINY, Doors, Ended, Folder
 from fixtures.wandb_server import ENTITY, WandbServer
+from fixtures.wandb_views import Views
 
 LONG = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -47,7 +48,7 @@ class TestOnline:
     @pytest.fixture(scope="class")
     @classmethod
     def told(cls, doors_in: Callable[[str], Doors]) -> tuple[WandbServer, Ended]:
-        with WandbServer() as server:
+        with WandbServer(handlers=Views().handlers) as server:
             line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
             return server, doors_in("online")(*line, env=reaching(server)).ok()
 
@@ -86,15 +87,30 @@ class TestOnline:
         for link in links:
             assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
 
+    def test_the_end_is_told_once_with_one_report(self, told: tuple[WandbServer, Ended]) -> None:
+        server, ended = told
+        assert ended.out.count("W&B report") == 1
+        assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
+        assert server.alerts == []
+        assert server.unknown == []
+        for job in ended.folder.jobs:
+            run = server.runs[job.status["wandb"]["id"]]
+            assert run.summary["status"] == "ok"
+            assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files)
+            assert "report" not in job.status["wandb"]
+
     def test_the_key_is_nowhere(self, told: tuple[WandbServer, Ended]) -> None:
         assert_key_is_nowhere(told[1])
 
 
 def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
-    with WandbServer() as server:
+    with WandbServer(handlers=Views().handlers) as server:
         ended = scalewise(*TINY, "+inject=raise", env=reaching(server))
     assert ended.code == 1
     assert list(server.exit_codes.values()) == [1]
+    (alert,) = server.alerts
+    assert alert["title"] == "failed: decoder_nano-single-fp32-adamw-lr3e-3"
+    assert "injected: this job raises on purpose" in alert["text"]
     assert_key_is_nowhere(ended)
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+from fixtures.reports import (
+    LARGE,
+    LAYOUTS,
+    large_job,
+    layout_job,
+    make_run,
+    make_sweep,
+    out_of_memory,
+)
 
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, records
@@ -185,7 +193,8 @@ class TestSweep:
     def test_has_its_parts(self, sweep_folder: Path) -> None:
         source = text_of(page.write(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
-            "varied", "compare", "memory", "time", "loss", "trade", "failed", "repeat",
+            "varied", "compare", "changes", "memory", "time", "loss", "trade", "coordinates",
+            "failed", "repeat",
         ]  # fmt: skip
 
     def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
@@ -310,31 +319,35 @@ def test_hostile_strings_are_escaped(tmp_path: Path) -> None:
     assert len(re.findall(r"\sonerror=", re.sub(r"&lt;img src=x onerror=", "", source))) == 0
 
 
-def big(number: int, varied: dict[str, Any]) -> dict[str, Any]:
-    if number % 17 == 5:
-        return out_of_memory()
-    return {
-        "step_s": 1 + 0.013 * (number * 37 % 200),
-        "peak_gib": 2 + 0.01 * (number * 61 % 200),
-        "offset": 0.002 * (number % 23),
-        "seed": number,
-        "steps": 120,
-        "validate": False,
-    }
-
-
 def test_two_hundred_jobs(tmp_path: Path) -> None:
-    varying: dict[str, list[Any]] = {
-        "parallelism": ["single", "ddp", "fsdp", "tensor", "pipeline"],
-        "precision": ["fp32", "bf16_mixed"],
-        "optimizer": ["adamw", "sgd", "lion", "muon"],
-        "optimizer.lr": [1e-4, 3e-4, 1e-3, 3e-3, 1e-2],
-    }
-    path = page.write(make_sweep(tmp_path / "s", varying, big))
+    path = page.write(make_sweep(tmp_path / "s", LARGE, large_job))
     source = text_of(path)
     assert path.stat().st_size < 1_500_000
     assert part(source, "compare").count("<tr") == 201
     assert "24 of 200 jobs" in words(part(source, "memory"))
+
+
+def test_publishing_is_one_command_from_where_it_ran(tmp_path: Path) -> None:
+    def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+        place = f"runs/mine/my sweep/{number}/wandb/offline-run-1-id{number}"
+        return {"steps": 5, "wandb": {"mode": "offline", "id": f"id{number}", "folder": place}}
+
+    folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job)
+    assert "scalewise publish 'runs/mine/my sweep'" in words(text_of(page.write(folder)))
+    moved = make_sweep(tmp_path / "moved", {"seed": [1, 2]}, job)
+    assert "scalewise publish" not in words(text_of(page.write(moved)))
+
+
+def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
+    def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+        return {"steps": 5, "wandb": {"mode": "online", "id": "i", "url": f"https://w/run{number}"}}
+
+    facts = {"report": "https://w/reports/x--1"}
+    folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job, wandb=facts)
+    source = part(text_of(page.write(folder)), "repeat")
+    assert re.findall(r'<a href="([^"]+)"', source) == [
+        "https://w/reports/x--1", "https://w/run0", "https://w/run1",
+    ]  # fmt: skip
 
 
 def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class Plan:
 
     def dollars_for(self, tokens: float) -> float | None:
         """Returns the price of training on so many tokens, US dollars."""
-        seconds, price = self.seconds_for(tokens), self.run.hardware.dollars_per_hour
-        return None if seconds is None or not price else self._device_hours(seconds) * price
+        each = price(self.run, self.tokens_per_s)
+        return None if each is None else each * tokens / 1e9
 
     def kwh_for(self, tokens: float) -> float | None:
         """Returns the energy of training on so many tokens, kWh."""
@@ -82,7 +82,8 @@ def record(run: Run) -> dict[str, object]:
     Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
     those that the layout declares for rank 0 and one step.
     """
-    ledger, step = judged(run).ledger, of_step(run)
+    fit, step = judged(run), of_step(run)
+    ledger = fit.ledger
     at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
     return {
         **foreseen(run),
@@ -100,7 +101,19 @@ def record(run: Run) -> dict[str, object]:
             }
             for sent in run.parallelism.collectives(run)
         ],
+        "limit_bytes": fit.capacity,
     }
+
+
+def price(run: Run, tokens_per_s: float | None) -> float | None:
+    """Returns what a billion tokens cost at this speed, US dollars; None where no price is known.
+
+    ``tokens_per_s`` is of all ranks.
+    """
+    hourly = run.hardware.dollars_per_hour
+    if not tokens_per_s or not hourly:
+        return None
+    return hourly * run.world_size * 1e9 / tokens_per_s / HOUR
 
 
 def foreseen(run: Run) -> dict[str, float | None]:

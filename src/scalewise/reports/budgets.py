@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from scalewise.reports import charts, headings, numbers
+from scalewise.reports import charts, findings, headings, numbers
 from scalewise.reports.charts import Bar, Segment
 from scalewise.reports.compare import (
     BOTH_PASSES,
-    FORESEEN_PEAK,
     MEMORY,
     MEMORY_REST,
     PEAK,
@@ -22,23 +21,34 @@ from scalewise.reports.compare import (
     joined,
 )
 from scalewise.reports.layout import twice
+from scalewise.reports.live import Bars, Curves, Drawn, Summary
 from scalewise.reports.numbers import MemoryUnit
 from scalewise.reports.sections import Numbers, Panel, Section, chosen, left_out, window
 
+LIMIT_SHOWN = 1.35
+"""How far above the largest peak a limit may lie and still be drawn: beyond it says nothing."""
 
-def _foreseen(jobs: Sequence[Job], unit: MemoryUnit) -> str | None:
-    """Returns how near the planner came to the peaks of the jobs; None where it said nothing."""
-    pairs = [
-        (said, measured)
-        for job in jobs
-        if job.run.ok and (said := job.measured(FORESEEN_PEAK)) and (measured := job.measured(PEAK))
-    ]
-    if not pairs:
+
+def _near(jobs: Sequence[Job], key: str, full: Callable[[float], str], noun: str) -> str | None:
+    """Returns how near the planner came to peaks or steps; None where it said nothing."""
+    errors = [(far, job) for job in jobs if job.run.ok and (far := job.error(key)) is not None]
+    if not errors:
         return None
-    worst = numbers.percent(max(abs(said / measured - 1) for said, measured in pairs))
-    if len(pairs) == 1:
-        return f"The planner foresaw a peak of {unit.full(pairs[0][0])}, {worst} off."
-    return f"The planner foresaw these peaks within {worst}."
+    worst = numbers.percent(max(abs(far) for far, _ in errors))
+    if len(errors) == 1:
+        said = errors[0][1].foreseen(key) or 0
+        return f"The planner foresaw a {noun} of {full(said)}, {worst} off."
+    return f"The planner foresaw these {noun}s within {worst}."
+
+
+def _limit(jobs: Sequence[Job], unit: MemoryUnit) -> tuple[float, str] | None:
+    """Returns the memory that all jobs may take, where it is near enough to matter."""
+    limits = {job.run.foreseen.get("limit_bytes") for job in jobs}
+    limit = limits.pop() if len(limits) == 1 else None
+    tops = [size for job in jobs for size in (job.measured(PEAK), job.foreseen(PEAK)) if size]
+    if limit is None or not tops or limit > LIMIT_SHOWN * max(tops):
+        return None
+    return limit / unit.size, f"limit {unit.full(limit)}"
 
 
 def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
@@ -59,10 +69,22 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         return None
     drawn, bars, key, table = stack
     found = headings.shares(comparison.jobs, MEMORY, PEAK, MEMORY_REST)
-    notes: list[str | Markup] = [
+    notes: list[str | Markup] = []
+    reading = [
         "Blue is model state, ochre is activations, grey is what the peak holds beyond them: "
         "buffers, workspace and the allocator's reserve."
     ]
+    lost = [
+        (job, said)
+        for job in jobs
+        if job not in drawn and job.run.status == "out_of_memory" and (said := job.foreseen(PEAK))
+    ]
+    for job, said in lost:
+        tip = f"{job.name}: {unit.full(said)} foreseen"
+        pale = Segment("--faint", said / unit.size, tip)
+        bars.insert(0, Bar(job.name, (pale,), findings.status_word(job.run.status)))
+    if lost:
+        reading.append("A pale bar was foreseen and never reached.")
     state = [
         (sum(size for part, size in breakdown(j, MEMORY[:3], "", MEMORY_REST).items()), j)
         for j in drawn
@@ -78,12 +100,12 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
                 unit.full(high[0]), high[1].name, unit.full(low[0]), low[1].name
             )
         )
-    if told := _foreseen(comparison.jobs, unit):
+    if told := _near(comparison.jobs, PEAK, unit.full, "peak"):
         notes.append(told)
     short = [job.name for job in drawn if not job.run.ok]
     if short and len(drawn) > 1:
         notes.append(f"Did not finish, drawn as far as measured: {', '.join(short)}.")
-    notes += left_out(comparison, drawn)
+    notes += left_out(comparison, [*drawn, *(job for job, _ in lost)])
     title = "Peak of the fullest rank" if any(job.run.world_size > 1 for job in drawn) else "Peak"
     sentence = f"Stacked bars: peak memory of {numbers.plural(len(drawn), 'job')} by what fills it."
     detail = f"{unit.name}{chosen(comparison, drawn)}"
@@ -91,10 +113,12 @@ def memory(comparison: Comparison, unit: MemoryUnit) -> Section | None:
         "memory",
         "Memory",
         headings.memory_heading(found, peaks, unit, MEMORY_REST),
-        (_panel(title, detail, bars, "memory", sentence),),
+        (_panel(title, detail, bars, "memory", sentence, _limit(comparison.jobs, unit)),),
         key,
         tuple(notes),
         table,
+        tuple(reading),
+        live=_live_memory(comparison),
     )
 
 
@@ -112,8 +136,8 @@ def time(comparison: Comparison) -> Section | None:
     drawn, bars, key, table = stack
     found = headings.shares(timed, TIME, STEP, TIME_REST)
     notes: list[str | Markup] = []
-    if any(label.startswith(TIME_REST.label) for _, label in key):
-        notes.append("Pale grey is the rest of the step: what no timer covers.")
+    rest = any(label.startswith(TIME_REST.label) for _, label in key)
+    reading = ("Grey at the end is the rest of the step: what no timer covers.",) if rest else ()
     if len(drawn) > 1:
         fast, slow = (breakdown(j, TIME, STEP, TIME_REST) for j in (drawn[0], drawn[-1]))
         if BOTH_PASSES in {*fast, *slow}:
@@ -127,6 +151,10 @@ def time(comparison: Comparison) -> Section | None:
             )
             spans = (numbers.milliseconds(fast[widest]), numbers.milliseconds(slow[widest]))
             notes.append(told.format(drawn[0].name, drawn[-1].name, widest.label, *spans))
+    if near := _near(
+        timed, STEP, lambda s: f"{numbers.milliseconds(s)}{numbers.NO_BREAK}ms", "step"
+    ):
+        notes.append(near)
     notes += left_out(comparison, drawn)
     detail = ", ".join(filter(None, ("ms", window(drawn)))) + chosen(comparison, drawn)
     sentence = f"Stacked bars: step time of {numbers.plural(len(drawn), 'job')} by phase."
@@ -138,7 +166,26 @@ def time(comparison: Comparison) -> Section | None:
         key,
         tuple(notes),
         table,
+        reading,
+        live=_live_time(comparison),
     )
+
+
+def _live_memory(comparison: Comparison) -> tuple[Drawn, ...]:
+    if comparison.reference is None:
+        parts = tuple(part.key for part in MEMORY)
+        return (
+            Drawn("Memory of the fullest rank, bytes", Curves(parts, stacked=True)),
+            Drawn("Peak memory, bytes", Curves((PEAK,), from_zero=True)),
+        )
+    return (Drawn("Peak memory, bytes", Bars(Summary(PEAK))),)
+
+
+def _live_time(comparison: Comparison) -> tuple[Drawn, ...]:
+    if comparison.reference is None:
+        parts = tuple(part.key for part in TIME if part.key)
+        return (Drawn("Parts of a step, s", Curves(parts, stacked=True)),)
+    return (Drawn("Step time, s", Bars(Summary(STEP))),)
 
 
 def _stack(
@@ -165,9 +212,12 @@ def _stack(
                 for part, size in split[job.name].items()
             ),
             f"{text(job.measured(total))} {unit}",
+            None if (said := job.foreseen(total)) is None else said * scale,
+            "" if job.error(total) is None else numbers.error(job.error(total)),
         )
         for job in drawn
     ]
+    told = any(bar.foreseen is not None for bar in bars)
     key = tuple((part.colour, part.label) for part in present)
     if len(drawn) == 1:
         whole = drawn[0].measured(total)
@@ -176,15 +226,31 @@ def _stack(
              + (f", {numbers.percent(size / whole)}" if whole else ""))
             for p, size in split[drawn[0].name].items()
         )  # fmt: skip
+    if told:
+        key = (*key, ("tick", "foreseen"))
     rows = tuple(
-        (job.name, (*(text(split[job.name].get(p)) for p in present), text(job.measured(total))))
+        (
+            job.name,
+            (
+                *(text(split[job.name].get(p)) for p in present),
+                text(job.measured(total)),
+                *((text(job.foreseen(total)), numbers.error(job.error(total))) if told else ()),
+            ),
+        )
         for job in drawn
     )
-    heads = (*(part.label for part in present), "whole")
+    heads = (*(part.label for part in present), "whole", *(("foreseen", "error") if told else ()))
     return drawn, bars, key, Numbers(unit, heads, rows)
 
 
-def _panel(title: str, detail: str, bars: Sequence[Bar], ident: str, sentence: str) -> Panel:
+def _panel(
+    title: str,
+    detail: str,
+    bars: Sequence[Bar],
+    ident: str,
+    sentence: str,
+    limit: tuple[float, str] | None = None,
+) -> Panel:
     told = f"{sentence} The same numbers stand in the table below."
-    picture = twice(lambda width: charts.stacks(bars, width), ident, told)
+    picture = twice(lambda width: charts.stacks(bars, width, limit), ident, told)
     return Panel(title, detail, picture)

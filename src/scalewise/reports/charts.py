@@ -37,11 +37,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stack under its name, with the number written beside it."""
+    """A stack under its name, with the number written beside it.
+
+    ``foreseen`` is where the planner saw its end, ``error`` how far off that is.
+    """
 
     name: str
     segments: tuple[Segment, ...]
     number: str
+    foreseen: float | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,26 @@ class Mark:
     front: bool
 
 
-def stacks(bars: Sequence[Bar], width: int) -> Drawing:
-    """Returns stacked bars in the order given, the number in a column clear of the bars."""
+def stacks(
+    bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = None, span: float = 0.0
+) -> Drawing:
+    """Returns stacked bars in the order given, number and error in columns clear of the bars.
+
+    ``limit`` is a dashed line across, with its label; the axis reaches ``span`` at least.
+    """
     sheet, narrow = Sheet(), width == NARROW
     row, thick = (40, 15) if narrow else (34, 20)
-    column = room([bar.number for bar in bars], 110)
+    told = [bar.error for bar in bars if bar.error and not narrow]
+    errors = room(told, 70) + 6 if told else 0
+    column = room([bar.number for bar in bars], 110) + errors
     left = 1 if narrow or not any(b.name for b in bars) else room([b.name for b in bars], 240)
     right = 10 if narrow else column + 8
     inner = width - left - right
-    most = max((sum(s.length for s in bar.segments) for bar in bars), default=0) or 1.0
+    ends = [sum(s.length for s in bar.segments) for bar in bars]
+    ends += [bar.foreseen for bar in bars if bar.foreseen is not None]
+    most = max([*ends, limit[0] if limit else 0, span]) or 1.0
     marks = ticks(0, most, 4 if narrow else 6)
-    rows, texts = [], []
+    rows, texts, seen = [], [], []
     for place, bar in enumerate(bars):
         top = place * row + (row - thick - 3 if narrow else (row - thick) / 2)
         end = 0.0
@@ -88,16 +102,20 @@ def stacks(bars: Sequence[Bar], width: int) -> Drawing:
             rows.append({"a": end, "b": end + part.length, "y": top, "z": top + thick,
                          "c": f"var({part.colour})", "tip": part.tip})  # fmt: skip
             end += part.length
+        if bar.foreseen is not None:
+            over = 0 if narrow else 3
+            seen.append({"x": bar.foreseen, "y": top - over, "z": top + thick + 3})
+        both = f"{bar.number}, {bar.error}" if narrow and bar.error else bar.number
         texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
-                      "number": bar.number})  # fmt: skip
+                      "number": both, "error": bar.error})  # fmt: skip
     height = len(bars) * row
-    scale = alt.Scale(domain=[0, most], nice=False, zero=True)
+    scale, grid = alt.Scale(domain=[0, most], nice=False, zero=True), axis(marks, grid=True)
     down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
     drawn = (
         sheet.chart(rows)
         .mark_rect(opacity=1, stroke=PAGE, strokeWidth=1)
         .encode(
-            x=alt.X("a:Q", scale=scale, axis=axis(marks, grid=True)),
+            x=alt.X("a:Q", scale=scale, axis=grid),
             x2="b:Q",
             y=alt.Y("y:Q", scale=down, axis=None),
             y2="z:Q",
@@ -105,16 +123,38 @@ def stacks(bars: Sequence[Bar], width: int) -> Drawing:
             description="tip:N",
         )
     )
+    layers = [drawn]
+    if seen:
+        across = alt.X("x:Q", scale=scale, axis=grid)
+        places = {"x": across, "y": alt.Y("y:Q", scale=down, axis=None), "y2": "z:Q"}
+        layers += [
+            sheet.chart(seen).mark_rule(color=colour, strokeWidth=thick_line, opacity=1)
+            .encode(**places)
+            for colour, thick_line in ((PAGE, 5), (INK, 2))
+        ]  # fmt: skip
+    if limit:
+        layers += _limit(sheet, limit, alt.X("x:Q", scale=scale, axis=grid))
     below = alt.Y("y:Q", scale=down, axis=None)
     base = sheet.chart(texts)
-    names = base.mark_text(
+    layers.append(base.mark_text(
         align="left" if narrow else "right", baseline="middle", fontSize=13, color=INK,
         limit=inner - column if narrow else left - 8,
-    ).encode(x=alt.value(0 if narrow else -8), y=below, text="name:N")  # fmt: skip
-    counted = base.mark_text(
-        align="right", baseline="middle", fontSize=12 if narrow else 13, color=INK
-    ).encode(x=alt.value(inner if narrow else inner + right), y=below, text="number:N")
-    return frame(sheet, [drawn, names, counted], width, height, (left, right, 2, 24))
+    ).encode(x=alt.value(0 if narrow else -8), y=below, text="name:N"))  # fmt: skip
+    size = 12 if narrow else 13
+    at = inner if narrow else inner + right - errors
+    said = base.mark_text(align="right", baseline="middle", fontSize=size, color=INK)
+    layers.append(said.encode(x=alt.value(at), y=below, text="number:N"))
+    if told:
+        said = base.mark_text(align="right", baseline="middle", fontSize=size, color=GREY)
+        layers.append(said.encode(x=alt.value(inner + right), y=below, text="error:N"))
+    return frame(sheet, layers, width, height, (left, right, 18 if limit else 2, 24))
+
+
+def _limit(sheet: Sheet, limit: tuple[float, str], x: alt.X) -> list[alt.Chart]:
+    chart = sheet.chart([{"x": limit[0], "t": limit[1]}])
+    rule = chart.mark_rule(color=INK, strokeDash=[3, 3], opacity=1).encode(x=x)
+    text = chart.mark_text(align="right", baseline="bottom", dy=-4, dx=4, fontSize=12, color=GREY)
+    return [rule, text.encode(x=x, y=alt.value(0), text="t:N")]
 
 
 def curves(

@@ -15,6 +15,10 @@ SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
 PEAK = "memory/peak_bytes"
 FORESEEN_PEAK = "plan/peak_bytes"
+FORESEEN_STEP = "plan/step_s"
+FORESEEN = {PEAK: FORESEEN_PEAK, STEP: FORESEEN_STEP}
+"""What was measured: under which key it was foreseen."""
+PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
 
@@ -66,6 +70,16 @@ class Job:
     def measured(self, key: str) -> float | None:
         """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
         return measured(self.run, key)
+
+    def foreseen(self, key: str) -> float | None:
+        """Returns what the planner said of the peak or of the step, before the run."""
+        said = measured(self.run, FORESEEN[key])
+        return self.run.foreseen.get(FORESEEN[key]) if said is None else said
+
+    def error(self, key: str) -> float | None:
+        """Returns how far off the planner was, as a share of what was measured."""
+        said, came = self.foreseen(key), self.measured(key)
+        return said / came - 1 if said is not None and came else None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from scalewise.reports.compare import FORESEEN_PEAK, PEAK, STEP
+from scalewise.reports.compare import FORESEEN, PEAK, STEP
 from scalewise.reports.records import RunRecord
 from scalewise.tracking.names import METRICS
 
-FORESEEN = {PEAK: FORESEEN_PEAK, STEP: "plan/step_s"}
-"""What was measured: under which key it was foreseen."""
 MEASURED = tuple(
     key
     for key in METRICS

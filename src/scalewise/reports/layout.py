@@ -44,20 +44,30 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Picture:
-    """One chart drawn twice; the page shows the one that fits."""
+    """One chart for two widths, drawn when the page asks; it shows the one that fits."""
 
-    wide: str
-    narrow: str
+    draw: Callable[[int], Drawing]
+    ident: str
+    sentence: str
+
+    @property
+    def wide(self) -> str:
+        """Returns the SVG for a desk."""
+        return self._rendered(WIDE)
+
+    @property
+    def narrow(self) -> str:
+        """Returns the SVG for a phone."""
+        return self._rendered(NARROW)
+
+    def _rendered(self, width: int) -> str:
+        made = self.draw(width)
+        return svg.render(made.chart, made.sheet.tables, f"{self.ident}-{width}", self.sentence)
 
 
 def twice(draw: Callable[[int], Drawing], ident: str, sentence: str) -> Picture:
-    """Returns what ``draw`` gives for both widths, rendered."""
-
-    def rendered(width: int) -> str:
-        made = draw(width)
-        return svg.render(made.chart, made.sheet.tables, f"{ident}-{width}", sentence)
-
-    return Picture(rendered(WIDE), rendered(NARROW))
+    """Returns what ``draw`` gives for both widths; ``sentence`` says what it shows."""
+    return Picture(draw, ident, sentence)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -19,6 +19,7 @@ from scalewise.reports.compare import (
     lttb,
 )
 from scalewise.reports.layout import Drawing, twice
+from scalewise.reports.live import Curves, Drawn
 from scalewise.reports.records import Series
 from scalewise.reports.sections import Numbers, Panel, Section, window
 from scalewise.units import count_text
@@ -67,8 +68,9 @@ def loss(comparison: Comparison) -> Section | None:
     distances = _distances(comparison, far, points, aside)
     panels += distances
     notes: list[str | Markup] = []
+    reading: list[str | Markup] = []
     if same and distances:
-        notes.append(
+        reading.append(
             "The curves cannot be told apart by eye: the panel of distances shows what is left."
         )
     if comparison.groups:
@@ -76,7 +78,7 @@ def loss(comparison: Comparison) -> Section | None:
             Markup('<b class="ct{}">{}</b>').format(place, name)
             for place, name in enumerate(comparison.groups)
         ]
-        notes.append(
+        reading.append(
             Markup("Colour is {}: {}.").format(comparison.group_key, findings.listed(names))
         )
     if far:
@@ -86,7 +88,16 @@ def loss(comparison: Comparison) -> Section | None:
         )
     table = _loss_numbers({job: curves[job] for job in drawn}) if drawn else None
     finding = headings.loss_heading(comparison)
-    return Section("loss", "Loss", finding, tuple(panels), (), tuple(notes), table)
+    return Section("loss", "Loss", finding, tuple(panels), (), tuple(notes), table,
+                   tuple(reading), live=_live(curves, validation))  # fmt: skip
+
+
+def _live(*shown: Mapping[Job, Series]) -> tuple[Drawn, ...]:
+    """Returns the panels of train and of validation loss, as far as there are any."""
+    kinds = ((LOSS, "Train loss"), (VALIDATION, "Validation loss"))
+    return tuple(
+        Drawn(title, Curves((key,))) for (key, title), of in zip(kinds, shown, strict=True) if of
+    )
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:
@@ -173,6 +184,7 @@ def loss_of_one(job: Job) -> Section | None:
     aside = max((line.label for line in lines), key=len)
     told = f"Curves: {what.lower()} over the steps."
     panels = [_lines(what, "nats per token", lines, "loss", told)]
+    live = [Drawn(what, Curves((LOSS, VALIDATION) if check.steps else (LOSS,)))]
     for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
         curve = lttb(series.get(key, Series()), 200)
         if len(curve.steps) > 1:
@@ -182,8 +194,10 @@ def loss_of_one(job: Job) -> Section | None:
             panels.append(
                 _lines(title, "", [line], ident, told, aside=aside, zero=True, height=110)
             )
+            live.append(Drawn(title, Curves((key,), from_zero=True)))
     return Section("loss", "Loss", headings.loss_heading_of_one(job), tuple(panels),
-                   notes=_amount(job), numbers=_loss_numbers({job: train}))  # fmt: skip
+                   notes=_amount(job), numbers=_loss_numbers({job: train}),
+                   live=tuple(live))  # fmt: skip
 
 
 def _amount(job: Job) -> tuple[str, ...]:
@@ -215,4 +229,6 @@ def throughput(job: Job) -> Section | None:
     return Section("throughput", "Throughput", headings.throughput_heading(curve.values),
                    (_lines("Tokens per second", "all ranks together", [line], "speed",
                            "Curve: tokens per second over the steps.", zero=True, height=150),),
-                   notes=tuple(notes))  # fmt: skip
+                   notes=tuple(notes),
+                   live=(Drawn("Tokens/s of all ranks", Curves((SPEED,), from_zero=True)),)
+                   )  # fmt: skip

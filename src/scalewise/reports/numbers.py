@@ -84,6 +84,14 @@ def percent(fraction: float | None) -> str:
     return text if text in (MISSING, "not finite") else f"{'<1' if text == '<1' else text}%"
 
 
+def error(fraction: float | None) -> str:
+    """Returns a difference with its sign: ``+0.4%``, with a true minus."""
+    text = fixed(None if fraction is None else fraction * 100, 1)
+    if text in (MISSING, "not finite", "0"):
+        return text
+    return f"{'' if text.startswith((MINUS, '<', '>')) else '+'}{text}%"
+
+
 def power(number: float | None) -> str:
     """Returns a small quantity by its size: 3.1e-6, with a true minus."""
     if number is None or not math.isfinite(number) or number == 0:

@@ -1,15 +1,18 @@
 """What a page says in words and tables: facts, what varied, comparison, failures, commands."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from textwrap import dedent
 
 from scalewise.reports import numbers
 from scalewise.reports.compare import (
     LOSS,
     PEAK,
+    PRICE,
     SHOWN,
     SPEED,
     STEP,
@@ -227,10 +230,21 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
             for place, v in enumerate(values)
         ), sort)  # fmt: skip
 
+    def off(label: str, key: str) -> Column | None:
+        errors = [job.error(key) if job.run.ok else None for job in jobs]
+        if all(number is None for number in errors):
+            return None
+        return Column(label, tuple(
+            Cell(numbers.error(e), "" if e is None else repr(abs(e))) for e in errors
+        ))  # fmt: skip
+
     found = [
         column("tokens/s", SPEED, -1, numbers.whole, bar=True),
         column("step, ms", STEP, 1, numbers.milliseconds),
+        off("step error", STEP),
         column(f"peak, {unit.name}", PEAK, 1, unit.text, bar=True),
+        off("peak error", PEAK),
+        column("$ a billion tokens", PRICE, 1, dollars),
         column("MFU", "throughput/mfu", -1, share),
         column("train loss", LOSS, 1, numbers.loss),
         column("val loss", VALIDATION, 1, numbers.loss),
@@ -244,6 +258,11 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
         ]  # fmt: skip
         found.append(Column("distance", tuple(cells)))
     return [one for one in found if one is not None]
+
+
+def dollars(price: float | None) -> str:
+    """Returns a price, without its sign: ``0.42``, ``7,787``."""
+    return numbers.fixed(price, 2 if price is not None and price < 100 else 0)
 
 
 def share(fraction: float | None) -> str:
@@ -294,15 +313,23 @@ def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tu
     winners = comparison.ranked(*comparison.headline)
     if isinstance(record, SweepRecord) and winners:
         found.append((f"{winners[0].name} alone", winners[0].run.command))
-    offline = [
-        str(job.run.wandb["folder"])
-        for job in comparison.jobs
-        if job.run.wandb.get("mode") == "offline" and job.run.wandb.get("folder")
-    ]
-    if 0 < len(offline) <= 8:
-        what = "the offline run" if len(offline) == 1 else "the offline runs"
-        found.append((f"Send {what} to W&B", " ".join(["wandb sync", *offline])))
+    if place := _unsent(comparison, record):
+        found.append(("Send it to W&B", f"scalewise publish {shlex.quote(place)}"))
     return [(why, command) for why, command in found if command]
+
+
+def _unsent(comparison: Comparison, record: RunRecord | SweepRecord) -> str:
+    """Returns the folder as it was seen from where offline runs were begun; empty if there is none.
+
+    A W&B run lies in ``wandb/`` of its own folder, unless the environment had it elsewhere.
+    """
+    up = 1 if isinstance(record, RunRecord) else 2
+    for job in comparison.jobs:
+        parents = Path(str(job.run.wandb.get("folder") or "")).parents
+        offline = job.run.wandb.get("mode") == "offline"
+        if offline and len(parents) > up and parents[up].name == record.folder:
+            return str(parents[up])
+    return ""
 
 
 def changes(comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -344,8 +371,14 @@ def versions(comparison: Comparison) -> list[tuple[str, str]]:
 
 def links(comparison: Comparison) -> list[tuple[str, str]]:
     """Returns name and address of the runs that W&B holds; only web addresses."""
-    pairs = [(job.name, str(job.run.wandb.get("url") or "")) for job in comparison.jobs]
-    return [(name, url) for name, url in pairs if url.startswith(("https://", "http://"))]
+    pairs = [(job.name, web(job.run.wandb.get("url"))) for job in comparison.jobs]
+    return [(name, url) for name, url in pairs if url]
+
+
+def web(address: object) -> str:
+    """Returns a web address as it is; of anything else nothing."""
+    url = str(address or "")
+    return url if url.startswith(("https://", "http://")) else ""
 
 
 def empty_cells(comparison: Comparison) -> int:

@@ -98,6 +98,8 @@ class RunRecord:
     """Bytes that were foreseen at the peak, by line."""
     step_parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that were foreseen, by what they go into."""
+    foreseen: Mapping[str, float] = field(default_factory=dict)
+    """``plan/peak_bytes``, ``plan/step_s`` and ``limit_bytes``, as far as they are known."""
 
     @property
     def ok(self) -> bool:
@@ -119,6 +121,7 @@ class SweepRecord:
     varying: Mapping[str, tuple[object, ...]]
     reference: int | None
     jobs: tuple[RunRecord, ...]
+    wandb: Mapping[str, object] = field(default_factory=dict)
 
 
 def read(folder: Path) -> RunRecord | SweepRecord:
@@ -181,6 +184,7 @@ def read_run(folder: Path) -> RunRecord | None:
         series=_series(folder / "metrics.csv"),
         ledger=_numbers(plan.get("ledger")),
         step_parts=_numbers(plan.get("step_parts")),
+        foreseen=_numbers(plan),
     )
 
 
@@ -205,6 +209,7 @@ def _sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
         varying=varying,
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
+        wandb=_mapping(sweep.get("wandb")),
     )
 
 

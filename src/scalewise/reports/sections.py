@@ -1,4 +1,4 @@
-"""What a drawn part of the page is made of, and what the parts say in common."""
+"""What a drawn part of a report is made of, and what the parts say in common."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from markupsafe import Markup
 from scalewise.reports import findings
 from scalewise.reports.compare import SHOWN, Comparison, Job
 from scalewise.reports.layout import Picture
+from scalewise.reports.live import Drawn
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Section:
-    """One drawn part of the page; ``key`` holds colour variables (or a shape) and their labels."""
+    """One drawn part of a report.
+
+    ``key`` holds colour variables (or a shape) and their labels, ``reading`` how to read the
+    panels, ``notes`` what follows, ``said`` sentences that stand where a picture would, ``live``
+    what W&B draws in the place of ``panels``.
+    """
 
     ident: str
     topic: str
@@ -39,6 +45,9 @@ class Section:
     key: tuple[tuple[str, str], ...] = ()
     notes: tuple[str | Markup, ...] = ()
     numbers: Numbers | None = None
+    reading: tuple[str | Markup, ...] = ()
+    said: tuple[str | Markup, ...] = ()
+    live: tuple[Drawn, ...] = ()
 
 
 def chosen(comparison: Comparison, drawn: Sequence[Job]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -20,7 +21,7 @@ from scalewise.checkpoints import store
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
-from scalewise.plan.plan import foreseen, record
+from scalewise.plan.plan import foreseen, price, record
 from scalewise.run import Run
 from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.session import Session
@@ -138,6 +139,9 @@ def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
     metrics |= foreseen(run)
+    metrics["price/dollars_per_billion_tokens"] = price(
+        run, cast(float | None, metrics.get("throughput/tokens_per_s"))
+    )
     return {
         "parameters": run.model.parameters,
         "steps": steps,

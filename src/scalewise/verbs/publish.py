@@ -69,7 +69,6 @@ class Publication:
         self._server, self._folder = server, folder
         self._entity, self._project = entity, project
         sweep = read_json(folder / "sweep.json")
-        self._record = "sweep.json" if sweep else "status.json"
         jobs: Any = sweep.get("jobs") or []
         listed = sorted(jobs, key=lambda job: int(job["number"]))
         self._folders = [folder / str(job["folder"]) for job in listed] or [folder]
@@ -121,25 +120,16 @@ class Publication:
         return run
 
     def _report(self, entity: str, project: str) -> None:
-        """Publishes the report of the whole, and notes where it is; a job's is its sweep's."""
+        """Publishes the report of the whole, which notes where it is; a job's is its sweep's."""
         if (self._folder.parent / "sweep.json").is_file():
             return
         from scalewise.reports.wandb_report import publish
+        from scalewise.tracking.server import said
 
         try:
-            url = publish(self._folder, entity=entity, project=project)
+            print(f"W&B report {publish(self._folder, entity=entity, project=project)}", flush=True)
         except Exception as error:  # the client raises many kinds
-            from scalewise.tracking.server import said
-
             self._lost(self._folder, f"its report: {said(error)}")
-            return
-        record = read_json(self._folder / self._record)
-        facts = record.get("wandb")
-        _note(
-            self._folder / self._record,
-            {**(facts if isinstance(facts, dict) else {}), "report": url},
-        )
-        print(f"W&B report {url}", flush=True)
 
     def _settle(self, folder: Path, run: Any) -> None:
         from scalewise.tracking.delivery import Told, settle
@@ -152,10 +142,10 @@ class Publication:
 
     def _link(self, folder: Path) -> None:
         """Writes a folder's page again, which knows now where W&B has it."""
-        from scalewise.reports import page
+        from scalewise.reports import files
 
         try:
-            page.write(folder)
+            files.write([folder])
         except OSError as error:  # a full disk costs the page and nothing else
             self._lost(folder, f"its page: {error}")
 

@@ -1,22 +1,21 @@
-"""``scalewise report PATH...``: the report of a run or a sweep, written again."""
+"""``scalewise report PATH...``: the reports of runs and sweeps, written again."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalewise.errors import ConfigError
-from scalewise.reports import page
+from scalewise.errors import Complaint, ConfigError
+from scalewise.reports import files
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``report.html`` into each folder given and prints its path."""
+    """Writes ``report.html`` and ``report_spec.json`` into each folder given; prints the pages."""
     if not arguments:
         raise ConfigError.one("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
-    for argument in arguments:
-        folder = Path(argument).expanduser()
-        if not folder.is_dir():
-            raise ConfigError.one("", "", f"{argument} is no folder")
-        print(page.write(folder), file=sys.stdout)
+    folders = [Path(argument).expanduser() for argument in arguments]
+    if absent := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise ConfigError(Complaint("", "", f"{name} is no folder") for name in absent)
+    for path in files.write(folders):
+        print(path)
     return 0

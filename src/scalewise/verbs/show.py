@@ -54,17 +54,12 @@ def ended(result: Result) -> None:
     """Writes a job's report, and prints how it ended and where it is."""
     if result.status != "ok":
         print(f"{result.status}: {result.reason}")
-    report = _report(result.folder)
-    print(f"report {_short(report)}" if report else f"folder {_short(result.folder)}", flush=True)
+    _report([result.folder])
 
 
 def sweep_ended(results: Sequence[Result], folder: Path) -> None:
     """Writes the reports of a sweep and prints where it is."""
-    for result in results:
-        if result.folder.is_dir():
-            _report(result.folder)
-    report = _report(folder)
-    print(f"report {_short(report)}" if report else f"folder {_short(folder)}", flush=True)
+    _report([*(result.folder for result in results if result.folder.is_dir()), folder])
 
 
 def table(tasks: Sequence[Task], results: Sequence[Result]) -> None:
@@ -108,10 +103,11 @@ def _place(order: Order) -> str:
     return f"{run.world_size} {device} rank{'s' if run.world_size > 1 else ''}"
 
 
-def _report(folder: Path) -> Path | None:
-    from scalewise.reports import page
+def _report(folders: Sequence[Path]) -> None:
+    """Writes the reports of these folders and prints where the last one's is."""
+    from scalewise.reports import files
 
-    return page.write(folder)
+    print(f"report {_short(files.write(folders)[-1])}", flush=True)
 
 
 def _short(path: Path) -> str:

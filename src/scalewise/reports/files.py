@@ -1,0 +1,39 @@
+"""Writes reports in both renderings: ``report.html`` and ``report_spec.json``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalewise.reports import outline, page, records, wandb_report
+
+
+def write(folders: Sequence[Path]) -> list[Path]:
+    """Writes the reports of runs and sweeps into their folders; returns the pages' paths.
+
+    Those that W&B has runs of, or will have, get a W&B report as well. Raises
+    :class:`scalewise.errors.ScalewiseError` for a folder that holds neither.
+    """
+    reports = {folder: outline.of(records.read(folder)) for folder in folders}
+    tracked = [folder for folder, report in reports.items() if wandb_report.ids(report.record)]
+    with _wandb_reports(tracked):
+        return [page.save(report, folder) for folder, report in reports.items()]
+
+
+@contextmanager
+def _wandb_reports(folders: Sequence[Path]) -> Iterator[None]:
+    """Writes the W&B reports meanwhile, in a process of its own: its packages load for a second."""
+    if not folders:
+        yield
+        return
+    line = [sys.executable, "-P", "-m", wandb_report.__name__, *map(str, folders)]
+    with subprocess.Popen(  # noqa: S603 (a list of our own words)
+        line, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as beside:
+        yield
+        _, said = beside.communicate()
+    if beside.returncode:
+        print(f"no {wandb_report.FILE}: {(said.splitlines() or ['no word why'])[-1]}", flush=True)

@@ -1,0 +1,91 @@
+"""The W&B service, for reports and dashboards: asked only where there is a key and an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.reports import redact
+from scalewise.tracking.session import answers, base_url, has_key
+
+TIMEOUT = 20
+"""Seconds that a request may take, its repetitions included."""
+
+
+class Service:
+    """A connection; its queries are those that the client's own reports make.
+
+    Raises :class:`ConfigError` without a key or an answering server: the client would prompt, or
+    try for minutes.
+    """
+
+    def __init__(self) -> None:
+        server = base_url()
+        if not has_key(server):
+            cure = "wandb login, or set WANDB_API_KEY"
+            raise ConfigError.one("", "", f"no W&B key for {redact.text(server)}", cure)
+        if not answers(server):
+            cure = "try again with a network, or set WANDB_BASE_URL"
+            raise ConfigError.one("", "", f"{redact.text(server)} does not answer", cure)
+        import wandb
+
+        with told():
+            self._api = wandb.Api(timeout=TIMEOUT)
+
+    def ask(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
+        """Returns the data that answers a GraphQL query."""
+        from wandb_workspaces._graphql import execute_graphql
+
+        with told():
+            found: dict[str, Any] = execute_graphql(self._api, query, variables)
+            return found
+
+    @property
+    def entity(self) -> str:
+        """Returns the account's own entity."""
+        with told():
+            return str(self._api.default_entity)
+
+    @property
+    def address(self) -> str:
+        """Returns where people look at it, without a last slash."""
+        from wandb_workspaces._graphql import get_app_url
+
+        return str(get_app_url(self._api)).rstrip("/")
+
+    def project(self, entity: str, name: str) -> str:
+        """Returns the inner id of a project, which is made where there is none."""
+        from wandb_workspaces.reports.v2 import gql
+
+        asked = {"entityName": entity, "projectName": name}
+        for attempt in range(2):
+            found = self.ask(gql.projectInternalId, asked).get("project")
+            if found:
+                return str(found["internalId"])
+            if attempt == 0:
+                with told():
+                    self._api.create_project(name, entity)
+        raise ScalewiseError(f"W&B has no project {entity}/{name}, and made none")
+
+    def report(self, entity: str, project: str, name: str) -> str | None:
+        """Returns the id of a report by its name in a project; None where there is none."""
+        with told():
+            found = [
+                view for view in self._api.reports(f"{entity}/{project}", name=name)
+                if view.name == name
+            ]  # fmt: skip
+        return str(found[0].id) if found else None
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turns whatever the client raises into one line, without a key in it."""
+    try:
+        yield
+    except ScalewiseError:
+        raise
+    except Exception as error:  # the client's errors are of many kinds
+        text = redact.text(" ".join(str(error).split()))[:300] or type(error).__name__
+        raise ScalewiseError(f"W&B refused: {text}") from error

@@ -1,0 +1,201 @@
+"""Reports and dashboards at the service: the real clients against a server of our own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb_workspaces.reports.v2 as wr
+from fixtures.doors import Doors
+from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep
+from fixtures.wandb_server import ENTITY, WandbServer
+from fixtures.wandb_views import Views
+
+from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.reports import service, wandb_report, workspace
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def views() -> Views:
+    return Views()
+
+
+@pytest.fixture
+def server(views: Views, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    with WandbServer(handlers=views.handlers) as found:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", found.url)
+        yield found
+        assert found.unknown == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_sweep(tmp_path / "layouts_cpu", LAYOUTS, layout_job)
+
+
+def publish(folder: Path, **where: str | None) -> str:
+    return wandb_report.publish(folder, **({"entity": None, "project": "trials"} | where))
+
+
+class TestPublish:
+    def test_a_sweep_is_saved_with_its_runs(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
+        url = publish(folder)
+        (view,) = views.of("runs")
+        assert view.given["entityName"] == ENTITY
+        assert view.given["projectName"] == "trials"
+        assert view.given["displayName"].startswith("Which layout trains decoder_nano fastest")
+        grids = [block for block in view.spec["blocks"] if block["type"] == "panel-grid"]
+        assert grids
+        for grid in grids:
+            (runs,) = grid["metadata"]["runSets"]
+            assert runs["project"]["id"] == "UHJvamVjdEludGVybmFsSWQ6MQ=="
+            assert (runs["project"]["entityName"], runs["project"]["name"]) == (ENTITY, "trials")
+        assert url.startswith(f"{server.url}/{ENTITY}/trials/reports/Which-layout-trains")
+
+    def test_the_address_opens_it(self, server: WandbServer, views: Views, folder: Path) -> None:
+        report = wr.Report.from_url(publish(folder))
+        assert report.title == next(iter(views.of("runs"))).given["displayName"]
+        assert next(b for b in report.blocks if isinstance(b, wr.PanelGrid)).runsets[0].filters
+
+    def test_the_folder_keeps_its_address(self, server: WandbServer, folder: Path) -> None:
+        url = publish(folder)
+        assert json.loads((folder / "sweep.json").read_text("utf-8"))["wandb"]["report"] == url
+        job = folder / "0"
+        own = publish(job)
+        facts = json.loads((job / "status.json").read_text("utf-8"))["wandb"]
+        assert facts["report"] == own != url
+        assert facts["id"] == "id0"
+
+    def test_again_it_is_the_same_report(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
+        first = publish(folder)
+        spec = json.loads((folder / "sweep.json").read_text("utf-8"))
+        (folder / "sweep.json").write_text(json.dumps(spec | {"question": "What now?"}), "utf-8")
+        second = publish(folder)
+        (view,) = views.of("runs")
+        assert view.saves == 2
+        assert view.given["displayName"] == "What now?"
+        assert first.rpartition("--")[2] == second.rpartition("--")[2]
+
+    def test_a_folder_that_forgot_finds_its_report(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
+        before = (folder / "sweep.json").read_bytes()
+        first = publish(folder)
+        (folder / "sweep.json").write_bytes(before)
+        assert publish(folder) == first
+        assert len(views.of("runs")) == 1
+
+    def test_one_that_was_deleted_is_made_again(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
+        publish(folder)
+        views.views.clear()
+        publish(folder)
+        assert [view.saves for view in views.of("runs")] == [1]
+
+    def test_another_project_gets_its_own(
+        self, server: WandbServer, views: Views, folder: Path
+    ) -> None:
+        publish(folder)
+        publish(folder, project="others")
+        assert {view.project for view in views.of("runs")} == {"trials", "others"}
+        assert views.projects == ["trials", "others"]
+
+    def test_two_sweeps_have_two(self, server: WandbServer, views: Views, tmp_path: Path) -> None:
+        for name in ("one", "two"):
+            publish(make_run(tmp_path / name, steps=9))
+        assert len(views.of("runs")) == 2
+
+
+class TestDashboard:
+    def test_is_made_with_its_sections(self, server: WandbServer, views: Views) -> None:
+        url = workspace.save("overview", entity=None, project="trials")
+        (view,) = views.of("project-view")
+        assert view.given["displayName"] == "overview"
+        sections = view.spec["section"]["panelBankConfig"]["sections"]
+        assert [s["name"] for s in sections] == [name for name, _ in workspace.SECTIONS]
+        assert [len(s["panels"]) for s in sections] == [len(d) for _, d in workspace.SECTIONS]
+        (runs,) = view.spec["section"]["runSets"]
+        assert runs["grouping"] == [{"section": "run", "name": "group"}]
+        slug = view.given["name"].removeprefix("nw-").removesuffix("-v")
+        assert url == f"{server.url}/{ENTITY}/trials?nw={slug}"
+
+    def test_again_it_is_the_same_and_keeps_what_people_set(
+        self, server: WandbServer, views: Views
+    ) -> None:
+        first = workspace.save("overview", entity=None, project="trials")
+        (view,) = views.of("project-view")
+        spec = view.spec
+        spec["section"]["runSets"][0]["search"] = {"query": "mine"}
+        spec["section"]["panelBankConfig"]["sections"] = []
+        view.given["spec"] = json.dumps(spec)
+        assert workspace.save("overview", entity=None, project="trials") == first
+        (view,) = views.of("project-view")
+        assert view.saves == 2
+        assert view.spec["section"]["runSets"][0]["search"]["query"] == "mine"
+        assert view.spec["section"]["panelBankConfig"]["sections"]
+
+    def test_another_name_is_another(self, server: WandbServer, views: Views) -> None:
+        for name in ("overview", "mine"):
+            workspace.save(name, entity=None, project="trials")
+        assert len(views.of("project-view")) == 2
+
+    def test_from_the_command_line(
+        self, server: WandbServer, views: Views, scalewise: Doors
+    ) -> None:
+        env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        ended = scalewise("overview", "tracking.project=mine", verb="dashboard", env=env).ok()
+        assert ended.out.startswith(f"{server.url}/{ENTITY}/mine?nw=")
+        assert views.projects == ["mine"]
+        assert KEY not in ended.said
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ((), "scalewise dashboard NAME"),
+            (("tracking.project=x",), "scalewise dashboard NAME"),
+            (("a", "tracking.projet=x"), "tracking.project"),
+            (("a",), "WANDB_API_KEY"),
+        ],
+    )
+    def test_refusals(self, line: tuple[str, ...], words: str, scalewise: Doors) -> None:
+        scalewise(*line, verb="dashboard").refused(words)
+
+
+class TestRefused:
+    def test_without_a_key(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        monkeypatch.setenv("NETRC", str(folder / "none"))
+        with pytest.raises(ConfigError, match=r"no W&B key .*; wandb login, or set WANDB_API_KEY"):
+            publish(folder)
+
+    def test_without_a_server(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match="does not answer"):
+            publish(folder)
+
+    @pytest.mark.parametrize("code", [401, 403, 404, 429, 500])
+    def test_by_the_server(
+        self, server: WandbServer, folder: Path, code: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "TIMEOUT", 2)  # the client tries again after 429 and 500
+        before = (folder / "sweep.json").read_bytes()
+        server.faults["upsertView"] = code
+        with pytest.raises(ScalewiseError, match="W&B refused") as caught:
+            publish(folder)
+        assert KEY not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert (folder / "sweep.json").read_bytes() == before

@@ -1,0 +1,226 @@
+"""What was changed by what: rungs of a ladder, values of settings, shares of the spread."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fixtures.reports import GRID, RUNGS, grid_job, make_sweep, rung_job
+
+from scalewise.reports import changes, compare, coordinates, importance, numbers, outline, records
+from scalewise.reports.compare import LOSS, PEAK, STEP, Comparison
+from scalewise.reports.records import Change, RunRecord, Summary, SweepRecord
+from scalewise.reports.sections import Section
+
+GIB = 1024**3
+UNIT = numbers.memory_unit([GIB])
+
+
+def run(number: int, varied: dict[str, Any], **metrics: float) -> RunRecord:
+    known = {"step": STEP, "peak": PEAK, "loss": LOSS}
+    summary = Summary(metrics={known[key]: value for key, value in metrics.items()})
+    return RunRecord(str(number), number, "ok", varied=varied, summary=summary)
+
+
+def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> Comparison:
+    return compare.of_sweep(
+        SweepRecord("s", "s", "", "", "train", None, None, varying, None, tuple(jobs))
+    )
+
+
+def rungs(*settings: dict[str, Any]) -> Comparison:
+    jobs = [
+        RunRecord(
+            str(n), n, "ok", varied={"experiment": f"e{n}"},
+            changed=tuple(Change(key, None, value) for key, value in found.items()),
+            summary=Summary(metrics={STEP: 1.0 + n}),
+        )
+        for n, found in enumerate(settings)
+    ]  # fmt: skip
+    return sweep({"experiment": tuple(f"e{n}" for n in range(len(jobs)))}, jobs)
+
+
+class TestEffect:
+    @pytest.mark.parametrize(
+        ("time", "memory", "want"),
+        [
+            (1.07, 0.56, "cut peak memory by 44% for 7% more time"),
+            (0.8, 1.03, "cut the step by 20% for 3% more memory"),
+            (0.8, 0.9, "cut peak memory by 10% and the step by 20%"),
+            (1.07, 1.2, "took 20% more memory and 7% more time"),
+            (1.0, 0.5, "cut peak memory by 50% for no more time"),
+            (1.0, 1.5, "took 50% more memory for no less time"),
+            (2.8, 0.5, "cut peak memory by 50% for 2.8× the time"),  # noqa: RUF001
+            (1.001, 0.999, "changed neither memory nor time"),
+            (0.8, None, "cut the step by 20%"),
+            (1.0, None, "left time as it was"),
+            (None, None, ""),
+        ],
+    )
+    def test_reads(self, time: float | None, memory: float | None, want: str) -> None:
+        assert changes.effect(time, memory) == want
+
+
+class TestLadder:
+    def test_each_rung_keeps_and_adds(self) -> None:
+        found = changes.ladder(rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3}))
+        assert [rung.added for rung in found] == [(), ("a=2",), ("b=3",)]
+
+    def test_fields_of_a_new_option_go_without_saying(self) -> None:
+        new = {"memory": "x", "memory.every": 2}
+        found = changes.ladder(rungs({}, new, new | {"b": 3}))
+        assert found[1].added == ("memory=x",)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            ({}, {"a": 1}),
+            ({}, {"a": 1}, {"a": 2}),
+            ({}, {"a": 1}, {"b": 1}),
+            ({}, {"a": 1}, {"a": 1}),
+            ({}, {"a": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}),
+        ],
+        ids=["two", "one setting twice", "taken back", "nothing", "much at once"],
+    )
+    def test_what_is_none(self, settings: tuple[dict[str, Any], ...]) -> None:
+        assert changes.ladder(rungs(*settings)) == ()
+
+    def test_names_and_places_are_no_techniques(self) -> None:
+        asides = [{"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)]
+        assert changes.ladder(rungs(*asides)) == ()
+
+    def test_is_told_rung_by_rung(self, tmp_path: Path) -> None:
+        section = part(make_sweep(tmp_path / "s", RUNGS, rung_job), "changes")
+        assert section.topic == "Ladder"
+        assert section.finding == (
+            "Four techniques together cut peak memory by 78% and the step by 36%"
+        )
+        assert [sentence.striptags() for sentence in section.said] == [
+            "bf16 (precision=bf16_mixed) cut peak memory by 30% and the step by 38%.",
+            "block (compile=block) cut peak memory by 4% and the step by 19%.",
+            "less (memory=checkpoint_full) cut peak memory by 43% for 22% more time.",
+            "fsdp (parallelism=fsdp) cut peak memory by 42% for 5% more time.",
+        ]
+        last = dict(section.numbers.rows)["fsdp"]
+        assert last[:6] == ("parallelism=fsdp", "640", "+4.9%", "−36.0%", "1.80", "−41.9%")  # noqa: RUF001
+        assert last[7] == "192"
+
+
+class TestSwaps:
+    def test_pairs_differ_in_one_setting(self, tmp_path: Path) -> None:
+        found = {
+            (swap.key, swap.value): swap
+            for swap in changes.swaps(comparison(make_sweep(tmp_path / "s", GRID, grid_job)))
+        }
+        assert found["precision", "bf16_mixed"].pairs == 8
+        assert found["precision", "bf16_mixed"].time == pytest.approx(0.7)
+        assert found["precision", "bf16_mixed"].memory == pytest.approx(0.75)
+        assert found["parallelism", "ddp"].pairs == 5
+        assert found["parallelism", "ddp"].time == pytest.approx(0.6)
+        assert ("parallelism", "single") not in found
+
+    def test_are_told_the_largest_first_and_the_idle_together(self, tmp_path: Path) -> None:
+        section = part(make_sweep(tmp_path / "s", GRID, grid_job), "changes")
+        assert section.finding == "ddp instead of single cut the step by 40% for 5% more memory"
+        said = [sentence.striptags() for sentence in section.said]
+        assert said[0] == f"{section.finding}, over five pairs of jobs."
+        assert said[-1] == "optimizer.lr moved time and memory by less than 2%."
+
+    def test_one_setting_is_told_against_the_reference(self) -> None:
+        jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB * (2 + n))
+                for n, p in enumerate(("single", "ddp", "fsdp"))]  # fmt: skip
+        section = changes.changes(sweep({"parallelism": ("single", "ddp", "fsdp")}, jobs), UNIT)
+        assert section is not None
+        assert section.finding == "fsdp cut the step by 20% for 2.0× the memory"  # noqa: RUF001
+        assert section.notes[0].startswith("All against single:")
+
+    def test_nothing_without_a_measured_pair(self) -> None:
+        jobs = [RunRecord(str(n), n, "failed", varied={"seed": n}) for n in range(3)]
+        assert changes.changes(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None
+
+
+def comparison(folder: Path) -> Comparison:
+    return outline.of(records.read(folder)).comparison
+
+
+def part(folder: Path, ident: str) -> Any:
+    (found,) = [p for p in outline.of(records.read(folder)).parts if p.ident == ident]
+    assert isinstance(found, Section)
+    return found
+
+
+class TestImportance:
+    def test_a_full_grid_is_shared_out(self, tmp_path: Path) -> None:
+        """Of additive effects on the logarithm the shares are those of the variance itself."""
+        found = importance.of(comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log)
+        assert sum(found.values()) == pytest.approx(1, abs=0.1)
+        assert max(found, key=lambda key: found[key]) == "parallelism"
+        assert found["optimizer.lr"] == 0
+
+    def test_equals_a_published_analysis_of_variance(self) -> None:
+        """Dried weights of plants (A. J. Dobson, 1983; R's PlantGrowth): F is 4.8461 on 2 and 27.
+
+        Epsilon squared is (F - 1) 2 / (2 F + 27).
+        """
+        weights = {
+            "control": (4.17, 5.58, 5.18, 6.11, 4.50, 4.61, 5.17, 4.53, 5.33, 5.14),
+            "one": (4.81, 4.17, 4.41, 3.59, 5.87, 3.83, 6.03, 4.89, 4.32, 4.69),
+            "other": (6.31, 5.12, 5.54, 5.50, 5.37, 5.29, 4.92, 6.15, 5.80, 5.26),
+        }
+        rows = [(name, weight) for name, found in weights.items() for weight in found]
+        jobs = [run(n, {"data": name}, loss=weight) for n, (name, weight) in enumerate(rows)]
+        found = importance.of(sweep({"data": tuple(weights)}, jobs), LOSS)
+        assert found["data"] == pytest.approx((4.8461 - 1) * 2 / (2 * 4.8461 + 27), abs=1e-4)
+
+    def test_numbers_that_none_share_are_ranked(self) -> None:
+        rates = [10.0**-n for n in range(8)]
+        jobs = [run(n, {"optimizer.lr": r, "seed": n % 2}, loss=float(n) ** 3 + 1)
+                for n, r in enumerate(rates)]  # fmt: skip
+        found = importance.of(sweep({"optimizer.lr": tuple(rates), "seed": (0, 1)}, jobs), LOSS)
+        assert found["optimizer.lr"] == pytest.approx(1)
+
+    def test_words_that_none_share_are_left_out(self) -> None:
+        jobs = [run(n, {"data": f"d{n}", "seed": n % 2}, loss=1.0 + n) for n in range(6)]
+        varying = {"data": tuple(f"d{n}" for n in range(6)), "seed": (0, 1)}
+        assert set(importance.of(sweep(varying, jobs), LOSS)) == {"seed"}
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_few_jobs_say_nothing(self, count: int) -> None:
+        jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=1.0 + n) for n in range(count)]
+        assert importance.importance(sweep({"a": (0, 1), "b": (0, 1)}, jobs)) is None
+
+    def test_a_flat_number_says_nothing(self) -> None:
+        jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=3.0 + 1e-5 * n) for n in range(4)]
+        assert importance.of(sweep({"a": (0, 1), "b": (0, 1)}, jobs), LOSS) == {}
+
+    def test_chance_is_taken_off(self) -> None:
+        """Of pure noise a setting with many values would else seem to tell a lot."""
+        noise, shares = np.random.default_rng(3), []
+        for _ in range(100):
+            jobs = [run(n, {"a": n % 8, "b": n % 2}, loss=float(math.exp(noise.normal())))
+                    for n in range(16)]  # fmt: skip
+            shares.append(
+                importance.of(sweep({"a": tuple(range(8)), "b": (0, 1)}, jobs), LOSS)["a"]
+            )
+        assert np.mean(shares) < 0.25
+
+
+class TestCoordinates:
+    def test_has_an_axis_for_each_setting_and_result(self, tmp_path: Path) -> None:
+        section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
+        (drawn,) = section.live
+        assert [label for _, label in drawn.what.axes] == [
+            "parallelism", "precision", "optimizer.lr", "step, ms", "peak, GiB", "train loss",
+        ]  # fmt: skip
+        assert section.finding == "The four fastest jobs share precision=bf16_mixed"
+
+    def test_settings_are_where_runs_log_them(self, tmp_path: Path) -> None:
+        section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
+        names = [axis.name for axis, _ in section.live[0].what.axes]
+        assert names[:3] == ["choices.parallelism", "choices.precision", "optimizer.lr"]
+        assert names[3:] == [f"final/{key}" for key in (STEP, PEAK, LOSS)]
+
+    def test_two_jobs_need_no_lines(self) -> None:
+        jobs = [run(n, {"seed": n}, step=1.0 + n, peak=GIB) for n in range(2)]
+        assert coordinates.coordinates(sweep({"seed": (0, 1)}, jobs), UNIT) is None

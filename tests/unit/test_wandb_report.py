@@ -1,0 +1,211 @@
+"""The W&B report of a folder: made offline, the same each time, saying what the page says."""
+
+import html
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb_workspaces.reports.v2 as wr
+from fixtures.reports import LAYOUTS, layout_job, make_run, make_sweep, out_of_memory
+
+from scalewise.errors import ScalewiseError
+from scalewise.reports import markdown, outline, page, records, wandb_report
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a key nor a network is there."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a report was to be made without a network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(wandb_report.build(folder).read_text("utf-8"))
+    return found
+
+
+def blocks(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [block for block in content(folder)["spec"]["blocks"] if block["type"] == kind]
+
+
+def headings(folder: Path) -> list[str]:
+    return [block["children"][0]["text"] for block in blocks(folder, "heading")]
+
+
+def text(folder: Path) -> str:
+    return "\n\n".join(block["content"] for block in blocks(folder, "markdown-block"))
+
+
+def panels(folder: Path) -> list[dict[str, Any]]:
+    grids = blocks(folder, "panel-grid")
+    return [p for g in grids for p in g["metadata"]["panelBankSectionConfig"]["panels"]]
+
+
+def views(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [panel["config"] for panel in panels(folder) if panel["viewType"] == kind]
+
+
+class TestBuild:
+    def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
+        first = wandb_report.build(sweep_folder).read_bytes()
+        assert wandb_report.build(sweep_folder).read_bytes() == first
+
+    def test_the_library_reads_it_back(self, sweep_folder: Path) -> None:
+        found = content(sweep_folder)
+        model = wr.internal.ReportViewspec(
+            display_name=found["title"],
+            project=wr.internal.Project(name="any"),
+            spec=wr.internal.Spec.model_validate(found["spec"]),
+        )
+        report = wr.Report._from_model(model)
+        grids = [block for block in report.blocks if isinstance(block, wr.PanelGrid)]
+        made = [*report.blocks, *(panel for grid in grids for panel in grid.panels)]
+        assert len(made) > 20
+        assert not [one for one in made if type(one).__name__.startswith("Unknown")]
+
+    def test_panels_do_not_overlap(self, sweep_folder: Path) -> None:
+        for grid in blocks(sweep_folder, "panel-grid"):
+            found = [p["layout"] for p in grid["metadata"]["panelBankSectionConfig"]["panels"]]
+            taken = [(p["x"], p["y"]) for p in found]
+            assert len(set(taken)) == len(taken)
+            assert all(p["x"] + p["w"] <= 24 for p in found)
+
+    def test_neither_a_run_nor_a_sweep(self, tmp_path: Path) -> None:
+        with pytest.raises(ScalewiseError, match="neither a run"):
+            wandb_report.build(tmp_path)
+
+    def test_a_long_question_is_cut_to_what_the_service_takes(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "r", steps=9, question="why " * 100)
+        assert len(content(folder)["title"]) == wandb_report.LONGEST_TITLE
+
+
+class TestOneOutline:
+    @pytest.mark.parametrize("which", ["run", "failed", "sweep"])
+    def test_both_renderings_say_the_same(self, tmp_path: Path, which: str) -> None:
+        folder = {
+            "run": lambda: make_run(tmp_path / "r", steps=40),
+            "failed": lambda: make_run(tmp_path / "r", **out_of_memory()),
+            "sweep": lambda: make_sweep(tmp_path / "s", LAYOUTS, layout_job),
+        }[which]()
+        report = outline.of(records.read(folder))
+        source = page.write(folder).read_text("utf-8")
+        bare = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
+        parts = [f"{part.topic}. {markdown.plain(part.finding)}" for part in report.parts]
+        assert headings(folder) == parts
+        for said in [*parts, markdown.plain(report.verdict)]:
+            assert " ".join(said.split()) in bare
+        assert markdown.of(report.verdict) in text(folder)
+
+
+class TestRun:
+    def test_draws_its_run(self, run_folder: Path) -> None:
+        assert content(run_folder)["run_ids"] == ["k3v9x2aa"]
+        assert content(run_folder)["group"] == ""
+        (filters,) = {
+            json.dumps(grid["metadata"]["runSets"][0]["filters"])
+            for grid in blocks(run_folder, "panel-grid")
+        }
+        assert '"name": "name"' in filters
+        assert "k3v9x2aa" in filters
+
+    def test_has_the_panels_of_a_run(self, run_folder: Path) -> None:
+        lines = views(run_folder, "Run History Line Plot")
+        assert {line["xAxis"] for line in lines} == {"step"}
+        drawn = [tuple(line["metrics"]) for line in lines]
+        assert ("train/loss", "val/loss") in drawn
+        assert ("throughput/tokens_per_s",) in drawn
+        stacked = [line["metrics"] for line in lines if line["plotType"] == "stacked-area"]
+        assert "memory/activations_bytes" in stacked[0]
+        assert "time/backward_s" in stacked[1]
+
+    def test_tells_why_it_failed(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "r", **out_of_memory())
+        assert "ran out of memory in the first backward" in text(folder)
+        assert "memory=checkpoint\\_full" not in text(folder)
+        assert "```\nmemory=checkpoint_full\n```" in text(folder)
+
+    def test_without_runs_at_the_service_there_are_no_panels(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "r", steps=20, wandb={"mode": "disabled"})
+        assert panels(folder) == []
+        assert headings(folder)
+
+
+class TestSweep:
+    def test_its_runs_are_a_group(self, sweep_folder: Path) -> None:
+        group = f"{sweep_folder.parent.name}/{sweep_folder.name}"
+        assert content(sweep_folder)["group"] == group
+        grids = blocks(sweep_folder, "panel-grid")
+        assert grids
+        for grid in grids:
+            (runs,) = grid["metadata"]["runSets"]
+            (only,) = runs["filters"]["filters"]
+            assert only["key"] == {"section": "run", "name": "group"}
+            assert only["value"] == group
+            assert "project" not in runs
+
+    def test_a_group_of_the_users_own_is_taken(self, tmp_path: Path) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+            return {"steps": 9, "wandb": {"mode": "online", "id": f"i{number}", "group": "m'\"n"}}
+
+        folder = make_sweep(tmp_path / "s", {"seed": [1, 2, 3]}, job)
+        assert content(folder)["group"] == "m'\"n"
+        (runs,) = blocks(folder, "panel-grid")[0]["metadata"]["runSets"]
+        assert runs["filters"]["filters"][0]["value"] == "m'\"n"
+
+    def test_runs_of_several_groups_are_named_one_by_one(self, tmp_path: Path) -> None:
+        def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+            facts = {"mode": "online", "id": f"i{number}", "group": f"g{number}"}
+            return {"steps": 9, "wandb": facts}
+
+        folder = make_sweep(tmp_path / "s", {"seed": [1, 2]}, job)
+        (runs,) = blocks(folder, "panel-grid")[0]["metadata"]["runSets"]
+        assert runs["filters"]["filters"][0]["value"] == ["i0", "i1"]
+
+    def test_compares_in_a_table(self, sweep_folder: Path) -> None:
+        texts = [block["content"] for block in blocks(sweep_folder, "markdown-block")]
+        table = next(content for content in texts if "tokens/s" in content)
+        lines = table.splitlines()
+        assert len(lines) == 2 + 4
+        assert len({line.count(" | ") for line in lines}) == 1
+        assert "| ddp · bf16 | ok | **1,436** |" in table
+
+    def test_settings_are_where_runs_log_them(self, sweep_folder: Path) -> None:
+        (scatter,) = views(sweep_folder, "Scatter Plot")
+        assert scatter["xAxis"] == "summary:final/time/step_s"
+        assert scatter["yAxis"] == "summary:final/memory/peak_bytes"
+        assert scatter["zAxis"] == "summary:final/train/loss"
+
+    def test_a_job_of_a_sweep_has_a_report_of_its_own(self, sweep_folder: Path) -> None:
+        names = {content(folder)["name"] for folder in (sweep_folder, *sweep_folder.glob("[0-9]"))}
+        assert len(names) == 5
+
+
+HOSTILE = "</script>| a [x](javascript:alert(1)) `b` ![i](http://e) <img src=x> $m$ **"
+
+
+def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+    def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+        bad = out_of_memory(reason=HOSTILE, log_tail=["```", HOSTILE], command=HOSTILE)
+        return bad if number else {"steps": 9, "machine": {"device": HOSTILE}}
+
+    folder = make_sweep(tmp_path / "s", {"data": [HOSTILE, "b"]}, job, question=HOSTILE)
+    unfenced = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text(folder))
+    assert "\\[x\\]\\(javascript" in unfenced
+    for active in ("](", "<img", "![i]", "</script>"):
+        assert active not in re.sub(r"\\.", "", unfenced)
+    rows = [line for line in unfenced.splitlines() if line.startswith("| ")]
+    assert rows
+
+
+def test_hides_homes_and_secrets(run_folder: Path) -> None:
+    source = wandb_report.build(run_folder).read_text("utf-8")
+    assert "/home/" not in source
+    assert "hf_abcdef" not in source
