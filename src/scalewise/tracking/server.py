@@ -87,6 +87,7 @@ class Server:
         try:
             done = subprocess.run(  # noqa: S603 (a list of our own words)
                 line,
+                env={**os.environ, "WANDB_SILENT": "false"},  # it says there what went wrong
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
