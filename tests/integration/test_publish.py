@@ -324,8 +324,10 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
 
 def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
     with serving(delay=0.4) as server:
-        ended = scalewise(*TINY, env=reaching(server)).ok()
+        ended = scalewise(*TINY, "parallelism=ddp", env=reaching(server)).ok()
     folder = ended.folder
+    assert len(server.runs) == 1
+    assert ended.out.count("W&B report") == 1, "of two ranks one speaks"
     assert folder.steps == list(range(1, 9))
     assert folder.status["wandb"]["mode"] == "online"
     assert_rows_are_those_of(folder, run_of(server, folder))

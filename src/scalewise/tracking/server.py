@@ -36,8 +36,7 @@ class Server:
         self.url = base_url()
         if not has_key(self.url):
             raise ConfigError.one("", "", f"there is no key for {self.url}", LOGIN)
-        if not answers(self.url):
-            raise ScalewiseError(f"{self.url} does not answer; publish again when it does")
+        self.must_answer()
         import wandb
 
         try:
@@ -47,6 +46,11 @@ class Server:
             if " 401" in str(error):
                 raise ConfigError.one("", "", f"{self.url} refuses the key", LOGIN) from None
             raise ScalewiseError(f"{self.url}: {said(error)}") from None
+
+    def must_answer(self) -> None:
+        """Raises ``ScalewiseError`` where nobody takes a connection: all else would wait long."""
+        if not answers(self.url):
+            raise ScalewiseError(f"{self.url} does not answer; publish again when it does")
 
     def known(self, path: str) -> Any:
         """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""

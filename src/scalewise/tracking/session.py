@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,8 @@ class WandbSession(Session):
             "notes": ("WANDB_NOTES", tracking.notes or run.question or None),
         }
         given = {key: value for key, (name, value) in wanted.items() if name not in environment}
+        if facts.get("attempt", 1) != 1:
+            given["id"] = secrets.token_hex(4)  # WANDB_RUN_ID names the first attempt
         self._run = wandb.init(
             **cast(dict[str, Any], given),
             dir=environment.get("WANDB_DIR") or str(folder),

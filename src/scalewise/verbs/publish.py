@@ -71,7 +71,9 @@ class Publication:
         sweep = read_json(folder / "sweep.json")
         jobs: Any = sweep.get("jobs") or []
         listed = sorted(jobs, key=lambda job: int(job["number"]))
-        self._folders = [folder / str(job["folder"]) for job in listed] or [folder]
+        inside = [folder / str(job["folder"]) for job in listed]
+        inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
+        self._folders = inside or [folder]
         self._count, self._whole = len(self._folders), True
 
     def publish(self) -> bool:
@@ -152,6 +154,7 @@ class Publication:
     def _lost(self, folder: Path, error: object) -> None:
         self._whole = False
         self._say(folder, f"not sent: {error}")
+        self._server.must_answer()
 
     def _say(self, folder: Path, what: str) -> None:
         place = f"{self._folders.index(folder) + 1}/{self._count} " if self._count > 1 else ""
