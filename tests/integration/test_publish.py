@@ -192,15 +192,19 @@ def assert_key_is_nowhere(*places: Path) -> None:
     assert [str(file) for file in files if KEY.encode() in file.read_bytes()] == []
 
 
-def test_weights_go_along_where_asked_for(scalewise: Doors) -> None:
-    folder = scalewise(*TINY, "tracking.log_artifacts=checkpoints").ok().folder
-    bare = scalewise(*TINY, "tracking.log_artifacts=none", "seed=5").ok().newest
+def test_weights_go_along_where_asked_for(sweep: Folder, scalewise: Doors) -> None:
+    whole, bare = sweep.jobs
+    for job, asked in ((whole, "checkpoints"), (bare, "none")):
+        text = (job.path / "resolved.yaml").read_text("utf-8")
+        assert "log_artifacts: files" in text
+        changed = text.replace("log_artifacts: files", f"log_artifacts: {asked}")
+        (job.path / "resolved.yaml").write_text(changed)
     with serving() as server:
-        publish(scalewise, server, folder.path, bare.path).ok()
+        publish(scalewise, server, whole.path, bare.path).ok()
     (checkpoint,) = server.artifacts
-    assert checkpoint.run == folder.status["wandb"]["id"]
+    assert checkpoint.run == whole.status["wandb"]["id"]
     for name, content in checkpoint.files.items():
-        assert content == (folder.checkpoint(8) / name).read_bytes()
+        assert content == (whole.checkpoint(8) / name).read_bytes()
     assert set(checkpoint.files) > {"manifest.json", "training.pt"}
     assert not FILES & set(run_of(server, bare).files)
 
@@ -323,7 +327,7 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
 
 
 def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
-    with serving(delay=0.4) as server:
+    with serving(delay=0.2) as server:
         ended = scalewise(*TINY, "parallelism=ddp", env=reaching(server)).ok()
     folder = ended.folder
     assert len(server.runs) == 1

@@ -114,8 +114,9 @@ def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
     assert_key_is_nowhere(ended)
 
 
-def test_a_broken_server_costs_seconds_and_the_online_mode(scalewise: Doors) -> None:
-    with WandbServer(faults={"*": 500}) as server:
+@pytest.mark.parametrize("fault", [500, 401, pytest.param(429, marks=LONG)])
+def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise: Doors) -> None:
+    with WandbServer(faults={"*": fault}) as server:
         ended = scalewise(*TINY, env=reaching(server)).ok()
     assert ended.seconds < 60
     assert_nothing_lost(ended.folder, 8)
@@ -138,6 +139,12 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors)
         assert ended.folder.status["seconds"] < 70
         assert ended.folder.status["wandb"]["mode"] == "online"
     assert door.leftovers() == []
+    with WandbServer(handlers=Views().handlers) as later:
+        path = str(ended.folder.path)
+        scalewise(path, verb="publish", env=reaching(later)).ok()
+        (run,) = later.runs.values()
+    assert [row["step"] for row in run.history] == list(range(1, 401))
+    assert [row["train/loss"] for row in run.history] == ended.folder.column("train/loss")
 
 
 @pytest.mark.parametrize(
