@@ -103,6 +103,8 @@ class Server:
         errors = [text for text in done.stderr.splitlines() if "ERROR" in text]
         if errors or done.returncode:
             told = errors[-1] if errors else done.stderr or f"exit code {done.returncode}"
+            if "error while uploading" in told:
+                told = "the server dropped some of it; publish again later"
             raise ScalewiseError(said(told))
 
     @contextmanager
@@ -173,4 +175,4 @@ def said(error: object) -> str:
         what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
         cure = LOGIN if code in (401, 403) else "publish again later"
         return f"the server {what.get(code, 'has failed')} (HTTP {code}); {cure}"
-    return text.removeprefix("wandb: ERROR ")[:200] or type(error).__name__
+    return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__
