@@ -22,6 +22,7 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     several ranks starts processes, so call it below ``if __name__ == "__main__":``.
     """
     from scalewise.reports import files
+    from scalewise.verbs.publish import after_training
 
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -30,4 +31,5 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     result = execute(order, Path(folder).absolute())
     if started.leads():
         files.write([result.folder])
+        after_training(result.folder, [result.folder])
     return result

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fixtures.doors import MARK, TINY, Doors, Ended, Folder
 from fixtures.wandb_server import ENTITY, WandbServer
+from fixtures.wandb_views import Views
 
 LONG = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -47,7 +48,7 @@ class TestOnline:
     @pytest.fixture(scope="class")
     @classmethod
     def told(cls, doors_in: Callable[[str], Doors]) -> tuple[WandbServer, Ended]:
-        with WandbServer() as server:
+        with WandbServer(handlers=Views().handlers) as server:
             line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
             return server, doors_in("online")(*line, env=reaching(server)).ok()
 
@@ -86,20 +87,36 @@ class TestOnline:
         for link in links:
             assert link["url"].startswith(f"{server.url}/{ENTITY}/scalewise/runs/")
 
+    def test_the_end_is_told_once_with_one_report(self, told: tuple[WandbServer, Ended]) -> None:
+        server, ended = told
+        assert ended.out.count("W&B report") == 1
+        assert ended.folder.json("sweep.json")["wandb"]["report"] in ended.out
+        assert server.alerts == []
+        assert server.unknown == []
+        for job in ended.folder.jobs:
+            run = server.runs[job.status["wandb"]["id"]]
+            assert run.summary["status"] == "ok"
+            assert {"report.html", "status.json", "resolved.yaml"} <= set(run.files)
+            assert "report" not in job.status["wandb"]
+
     def test_the_key_is_nowhere(self, told: tuple[WandbServer, Ended]) -> None:
         assert_key_is_nowhere(told[1])
 
 
 def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
-    with WandbServer() as server:
+    with WandbServer(handlers=Views().handlers) as server:
         ended = scalewise(*TINY, "+inject=raise", env=reaching(server))
     assert ended.code == 1
     assert list(server.exit_codes.values()) == [1]
+    (alert,) = server.alerts
+    assert alert["title"] == "failed: decoder_nano-single-fp32-adamw-lr3e-3"
+    assert "injected: this job raises on purpose" in alert["text"]
     assert_key_is_nowhere(ended)
 
 
-def test_a_broken_server_costs_seconds_and_the_online_mode(scalewise: Doors) -> None:
-    with WandbServer(faults={"*": 500}) as server:
+@pytest.mark.parametrize("fault", [500, 401, pytest.param(429, marks=LONG)])
+def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise: Doors) -> None:
+    with WandbServer(faults={"*": fault}) as server:
         ended = scalewise(*TINY, env=reaching(server)).ok()
     assert ended.seconds < 60
     assert_nothing_lost(ended.folder, 8)
@@ -122,6 +139,12 @@ def test_a_server_that_is_lost_mid_run_stops_nothing(how: str, scalewise: Doors)
         assert ended.folder.status["seconds"] < 70
         assert ended.folder.status["wandb"]["mode"] == "online"
     assert door.leftovers() == []
+    with WandbServer(handlers=Views().handlers) as later:
+        path = str(ended.folder.path)
+        scalewise(path, verb="publish", env=reaching(later)).ok()
+        (run,) = later.runs.values()
+    assert [row["step"] for row in run.history] == list(range(1, 401))
+    assert [row["train/loss"] for row in run.history] == ended.folder.column("train/loss")
 
 
 @pytest.mark.parametrize(

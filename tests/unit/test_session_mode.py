@@ -113,7 +113,8 @@ def test_no_tracker_takes_everything() -> None:
     nothing = Session()
     nothing.log([{"step": 1}])
     nothing.summarize({})
-    nothing.finish(0)
+    nothing.foresee({})
+    nothing.finish("ok", "", 0)
     assert nothing.facts["mode"] == "disabled"
 
 
@@ -149,7 +150,7 @@ def test_a_network_that_dies_costs_one_line(
     tracker = open_session(compose(), tmp_path, {})
     for _ in range(3):
         tracker.log([])
-    tracker.finish(0)
+    tracker.finish("ok", "", 0)
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     assert "gone away" in said

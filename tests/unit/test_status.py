@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from scalewise.launch import status
 from scalewise.launch.status import Ending, Status, command_line, cures, git_state
 from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.files import FACTS, read_json, write_json
 
 
 def a_status(**changes: Any) -> Status:
@@ -90,7 +89,7 @@ def test_only_what_left_a_checkpoint_can_be_resumed(
 
 def test_a_status_that_ended(compose: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
-    write_json(tmp_path / status.WANDB_FACTS, {"mode": "offline", "id": "x"})
+    write_json(tmp_path / FACTS, {"mode": "offline", "id": "x"})
     ending = Ending("out_of_memory", "no memory", 1, ("last", "lines"))
     a_status().ended_as(ending, compose(), 2, tmp_path).write(tmp_path)
     found = read_json(tmp_path / "status.json")

@@ -17,6 +17,7 @@ def test_verbs() -> None:
         "train",
         "plan",
         "report",
+        "publish",
         "dashboard",
         "bench",
         "calibrate",

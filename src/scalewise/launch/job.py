@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -170,7 +171,7 @@ def _attempt(
         return _in_process(order, folder, resume, facts)
     from scalewise.launch.elastic import run_ranks
 
-    return run_ranks(_tracked(order), folder, resume, facts)
+    return run_ranks(_tracked(order, folder, resume), folder, resume, facts)
 
 
 def _in_process(
@@ -179,7 +180,7 @@ def _in_process(
     from scalewise.launch.worker import attempt
 
     with signals.kept():
-        return attempt(_tracked(order), folder, resume, facts)
+        return attempt(_tracked(order, folder, resume), folder, resume, facts)
 
 
 def _in_place(order: Order, folder: Path) -> Result:
@@ -215,7 +216,7 @@ def _in_place(order: Order, folder: Path) -> Result:
             folder.rmdir()  # Hydra made one for each rank
     facts = _facts(order, status, own, resume, 1) if status else {}
     with signals.kept():
-        ending = attempt(_tracked(order), own, resume, facts)
+        ending = attempt(_tracked(order, own, resume), own, resume, facts)
     if ending.exit_code == 0:
         dist.destroy_process_group()
     if status is None:
@@ -223,12 +224,24 @@ def _in_place(order: Order, folder: Path) -> Result:
     return _end(status, ending, order, 1, own)
 
 
-def _tracked(order: Order) -> Run:
-    """Returns the run with the sweep as its W&B group, where it names none."""
+def _tracked(order: Order, folder: Path, resume: Path | None) -> Run:
+    """Returns the run with a W&B group, where it names none.
+
+    That is its sweep, else the group of the run that it resumes, else its own folder: each
+    attempt is a W&B run of its own, and the group holds them together.
+    """
     run = order.run
-    if order.sweep is None or run.tracking.group is not None:
+    if run.tracking.group is not None:
         return run
-    return replace(run, tracking=replace(run.tracking, group=order.sweep))
+    own = f"{folder.parent.name}/{folder.name}"
+    group = order.sweep or (_group_of(resume.parents[1]) if resume else None) or own
+    return replace(run, tracking=replace(run.tracking, group=group))
+
+
+def _group_of(folder: Path) -> str | None:
+    told = read_json(folder / "status.json").get("wandb")
+    group = told.get("group") if isinstance(told, dict) else None
+    return None if group is None else str(group)
 
 
 def _facts(
@@ -239,6 +252,7 @@ def _facts(
     kept = ("command", "git_commit", "git_dirty", "versions", "machine", "world_size")
     return {
         **{key: known[key] for key in kept},
+        "host": socket.gethostname(),
         "folder": str(folder),
         "varied": dict(order.varied),
         "attempt": attempt,

@@ -16,7 +16,7 @@ from typing import Any
 from scalewise.errors import EXIT_CODES
 from scalewise.hardware import this_machine
 from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.files import FACTS, read_json, write_json
 
 VERSIONS = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
 
@@ -92,16 +92,12 @@ class Status:
             rank=ending.rank,
             log_tail=ending.log_tail,
             cures=tuple(cures(ending, run, resumable=_saved(folder))),
-            wandb=read_json(folder / WANDB_FACTS) or self.wandb,
+            wandb=read_json(folder / FACTS) or self.wandb,
         )
 
     def write(self, folder: Path) -> None:
         """Writes ``status.json``, whole or not at all."""
         write_json(folder / "status.json", asdict(self))
-
-
-WANDB_FACTS = "wandb/facts.json"
-"""What rank 0 tells about its W&B run, relative to the run's folder."""
 
 
 def _saved(folder: Path) -> bool:

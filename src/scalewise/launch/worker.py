@@ -13,9 +13,9 @@ from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import words
 from scalewise.launch.processes import limit_memory
-from scalewise.launch.status import WANDB_FACTS, Ending
+from scalewise.launch.status import Ending
 from scalewise.run import Run
-from scalewise.tracking.files import write_json
+from scalewise.tracking.files import FACTS, write_json
 from scalewise.tracking.session import Session, open_session
 from scalewise.training.callbacks.pruning import Pruned
 from scalewise.training.fit import Place, fit
@@ -48,7 +48,7 @@ def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, objec
     try:
         if place.rank == 0:
             session = open_session(run, folder, facts)
-            write_json(folder / WANDB_FACTS, session.facts)
+            write_json(folder / FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
             limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
         fit(run, folder, place, resume, session)
@@ -56,7 +56,7 @@ def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, objec
     except BaseException as error:
         ending = classify(error, place.rank)
     words.leave(folder, place.rank, ending)
-    session.finish(ending.exit_code)
+    session.finish(ending.status, ending.reason, ending.exit_code)
     return ending
 
 

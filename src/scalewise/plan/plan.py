@@ -77,7 +77,11 @@ def planned(run: Run) -> Plan:
 
 
 def record(run: Run) -> dict[str, object]:
-    """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of."""
+    """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of.
+
+    Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
+    those that the layout declares for rank 0 and one step.
+    """
     fit, step = judged(run), of_step(run)
     ledger = fit.ledger
     at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
@@ -85,7 +89,18 @@ def record(run: Run) -> dict[str, object]:
         **foreseen(run),
         "fullest": ledger.fullest.value,
         "ledger": {what: size for what, size in at_peak.items() if size},
+        "phases": {phase.value: size for phase, size in ledger.phases.items() if size},
         "step_parts": {} if step is None else step.parts(),
+        "collectives": [
+            {
+                "kind": sent.kind.value,
+                "axes": list(sent.axes),
+                "what": sent.what,
+                "bytes": sent.bytes,
+                "count": sent.count,
+            }
+            for sent in run.parallelism.collectives(run)
+        ],
         "limit_bytes": fit.capacity,
     }
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from scalewise.tracking.names import METRICS
 
+FACTS = "wandb/facts.json"
+"""What rank 0 tells about its W&B run while it trains, relative to the run's folder."""
+
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` so that a reader sees the old file or the new one, never a part."""
@@ -45,7 +48,7 @@ class MetricsFile:
         source = path if path.is_file() else earlier
         kept = [row for row in _rows(source) if int(row["step"]) <= after_step]
         self._path = path
-        self.earlier = [{key: _number(text) for key, text in row.items()} for row in kept]
+        self.earlier = _parsed(kept)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(METRICS), lineterminator="\n")
         writer.writeheader()
@@ -56,6 +59,15 @@ class MetricsFile:
         """Appends rows; a metric that a row lacks is left empty."""
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
+
+
+def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
+    """Returns the rows of a ``metrics.csv``, a step each; none where it is absent or torn."""
+    return _parsed(_rows(path))
+
+
+def _parsed(rows: Iterable[Mapping[str, str]]) -> list[dict[str, float | int | None]]:
+    return [{key: _number(text) for key, text in row.items()} for row in rows]
 
 
 def _number(text: str) -> float | int | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -35,13 +36,16 @@ class Session:
 
     facts: Mapping[str, object] = {"mode": "disabled", "url": None, "folder": None}
 
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Sends what is foreseen of the run: the content of ``plan.json``."""
+
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
 
     def summarize(self, summary: Mapping[str, object]) -> None:
-        """Sends what stays of the run."""
+        """Sends what stays of the run: the content of ``summary.json``."""
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run; called on every ending."""
 
 
@@ -60,12 +64,14 @@ class WandbSession(Session):
             "notes": ("WANDB_NOTES", tracking.notes or run.question or None),
         }
         given = {key: value for key, (name, value) in wanted.items() if name not in environment}
+        if facts.get("attempt", 1) != 1:
+            given["id"] = secrets.token_hex(4)  # WANDB_RUN_ID names the first attempt
         self._run = wandb.init(
             **cast(dict[str, Any], given),
-            dir=str(folder),
+            dir=environment.get("WANDB_DIR") or str(folder),
             mode=cast(Literal["online", "offline", "disabled"], mode.value),
-            job_type="train",
-            tags=[*tracking.tags, *_part_tags(run)],
+            job_type=environment.get("WANDB_JOB_TYPE", "train"),
+            tags=[*_tags_of(environment), *tracking.tags, *_part_tags(run)],
             config={**_beside(run.as_dict()), **facts},
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
@@ -75,39 +81,33 @@ class WandbSession(Session):
                 show_errors=True,
             ),
         )
-        self._run.define_metric("step")
-        for key in METRICS:
-            if key != "step":
-                lowest = key.endswith("/loss")
-                summary = "min" if lowest else "last"
-                self._run.define_metric(key, step_metric="step", summary=summary)
+        define(self._run)
         self.facts = {
             "mode": mode.value,
             "id": self._run.id,
+            "entity": self._run.entity or None,
+            "project": self._run.project,
+            "group": self._run.group or None,
             "url": self._run.url if mode is Mode.online else None,
             "folder": _from_here(Path(self._run.dir).parent),
+            "resumed_from": facts.get("resumed_from"),
         }
+
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Writes what is foreseen into the run's summary, where what was measured will stand."""
+        self._run.summary.update(foreseen(plan))
 
     def log(self, rows: list[Row]) -> None:
         """Sends the mean of each metric over the window, at the window's last step."""
-        last = rows[-1]
-        sent: Row = {}
-        for key in METRICS:
-            known = [row[key] for row in rows if row.get(key) is not None]
-            if known:
-                averaged = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
-                sent[key] = sum(known) / len(known) if averaged else known[-1]
-        self._run.log({**sent, "step": last["step"]})
+        self._run.log(averaged(rows))
 
     def summarize(self, summary: Mapping[str, object]) -> None:
         """Writes the summary's numbers under ``final/``."""
-        metrics = cast(Mapping[str, object], summary["metrics"])
-        rest = {key: value for key, value in summary.items() if key != "metrics"}
-        self._run.summary.update({f"final/{key}": value for key, value in metrics.items()})
-        self._run.summary.update({f"final/{key}": value for key, value in rest.items()})
+        self._run.summary.update(final(summary))
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run with its exit code, so that W&B tells failure from success."""
+        self._run.summary.update({"status": status, "reason": reason})
         self._run.finish(exit_code=exit_code)
 
 
@@ -118,6 +118,10 @@ class Shielded(Session):
         self._session, self._lost = session, False
         self.facts = session.facts
 
+    def foresee(self, plan: Mapping[str, object]) -> None:
+        """Sends what is foreseen of the run."""
+        self._try(self._session.foresee, plan)
+
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
         self._try(self._session.log, rows)
@@ -126,20 +130,51 @@ class Shielded(Session):
         """Sends what stays of the run."""
         self._try(self._session.summarize, summary)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run, in time bounded by ``FINISH_WAIT``."""
-        self._try(self._session.finish, exit_code)
+        self._try(self._session.finish, status, reason, exit_code)
 
-    def _try(self, send: Callable[[Any], None], content: object) -> None:
+    def _try(self, send: Callable[..., None], *content: object) -> None:
         if self._lost:
             return
         try:
-            send(content)
+            send(*content)
         except ScalewiseError:
             raise
         except Exception as error:  # a tracker, whatever ails it, must not end a training
             self._lost = True
             print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)
+
+
+def define(run: Any) -> None:
+    """Makes the optimizer step the axis of every metric, and the lowest loss the one that stays."""
+    run.define_metric("step")
+    for key in METRICS:
+        if key != "step":
+            summary = "min" if key.endswith("/loss") else "last"
+            run.define_metric(key, step_metric="step", summary=summary)
+
+
+def averaged(rows: Sequence[Row]) -> Row:
+    """Returns one row of a window of steps: means of what a step measures, else the last value."""
+    sent: Row = {}
+    for key in METRICS:
+        known = [row[key] for row in rows if row.get(key) is not None]
+        if known:
+            mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))
+            sent[key] = sum(known) / len(known) if mean else known[-1]
+    return sent
+
+
+def final(summary: Mapping[str, Any]) -> Row:
+    """Returns the numbers of a ``summary.json`` by their keys at W&B."""
+    rest = {key: value for key, value in summary.items() if key != "metrics"}
+    return {f"final/{key}": value for key, value in {**summary["metrics"], **rest}.items()}
+
+
+def foreseen(plan: Mapping[str, Any]) -> Row:
+    """Returns the numbers of a ``plan.json`` by their keys at W&B."""
+    return {key: value for key, value in plan.items() if key.startswith("plan/")}
 
 
 def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session:
@@ -236,6 +271,10 @@ def _beside(config: Mapping[str, object]) -> dict[str, object]:
     if not taken:
         return dict(config)
     return {**{key: part for key, part in config.items() if key not in taken}, "parts": taken}
+
+
+def _tags_of(environment: Mapping[str, str]) -> list[str]:
+    return [tag for tag in environment.get("WANDB_TAGS", "").split(",") if tag]
 
 
 def _part_tags(run: Run) -> list[str]:

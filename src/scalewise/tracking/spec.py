@@ -21,6 +21,18 @@ class Mode(StrEnum):
     disabled = "disabled"
 
 
+class Artifacts(StrEnum):
+    """What a published run takes along from its folder.
+
+    ``files``: the small ones, with artifacts that say where checkpoints lie; ``checkpoints``:
+    their bytes as well.
+    """
+
+    none = "none"
+    files = "files"
+    checkpoints = "checkpoints"
+
+
 VARIABLE = {
     "online": Mode.online,
     "offline": Mode.offline,
@@ -48,6 +60,8 @@ class Wandb:
     """Tags beside those that the run's parts give."""
     notes: str = ""
     """A free description."""
+    log_artifacts: Artifacts = Artifacts.files
+    """What goes to W&B beside rows and tables when the run is published."""
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields a project that W&B would not take."""

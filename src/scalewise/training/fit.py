@@ -62,7 +62,9 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
-        write_json(folder / "plan.json", record(run))
+        plan = record(run)
+        write_json(folder / "plan.json", plan)
+        session.foresee(plan)
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,

@@ -10,11 +10,11 @@ from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.errors import ConfigError
 from scalewise.launch import engines, signals, started
 from scalewise.launch.engine import Task
-from scalewise.launch.job import Order, execute
+from scalewise.launch.job import Order, Result, execute
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import execute_all
 from scalewise.run import Run
-from scalewise.verbs import show
+from scalewise.verbs import publish, show
 from scalewise.verbs.fit import all_fitted, fitted
 
 
@@ -38,6 +38,7 @@ class Train(Verb):
             result = execute(order, folder)
             if started.leads():
                 show.ended(result)
+                publish.after_training(result.folder, [result.folder])
             return result.exit_code
 
     def admit_many(self) -> None:
@@ -85,11 +86,19 @@ class Train(Verb):
             command=self._command,
             question=question,
             announce=show.announce,
-            report=show.outcome,
+            report=_told,
         )
         show.table(tasks, results)
         show.sweep_ended(results, folder)
+        publish.after_training(folder, [result.folder for result in results])
         return [End(result.exit_code, result.objective) for result in results]
+
+
+def _told(task: Task, result: Result) -> None:
+    """Says how a job ended; W&B hears at once of one that ended badly."""
+    show.outcome(task, result)
+    if result.exit_code:
+        publish.after_training(result.folder, [result.folder])
 
 
 def main(arguments: Sequence[str]) -> int:

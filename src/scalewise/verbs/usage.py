@@ -6,6 +6,7 @@ VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "report": "write the reports again of a run's or a sweep's folder",
+    "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
     "dashboard": "make or update a saved W&B workspace of a project",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
@@ -46,6 +47,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
     ),
     "report": (("scalewise report FOLDER ...", "report.html, and report_spec.json for W&B"),),
+    "publish": (("scalewise publish FOLDER ...", "of runs or sweeps, tracked offline or cut off"),),
     "dashboard": (
         ("scalewise dashboard NAME", "of the project scalewise, or of WANDB_PROJECT"),
         ("... tracking.project=NAME", "of another; tracking.entity=NAME, of a team"),

@@ -1,0 +1,132 @@
+"""Sends a run or a sweep to Weights & Biases, with its report; no run stops the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scalewise.errors import ScalewiseError
+from scalewise.reports import page, wandb_report
+from scalewise.tracking.delivery import Told, deliver, settle
+from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.server import Server, said
+
+
+class Publication:
+    """One run or sweep on its way to the server."""
+
+    def __init__(
+        self, server: Server, folder: Path, entity: str | None, project: str | None
+    ) -> None:
+        """``entity`` and ``project`` are those that the environment asks for."""
+        self._server, self._folder = server, folder
+        self._entity, self._project = entity, project
+        sweep = read_json(folder / "sweep.json")
+        jobs: Any = sweep.get("jobs") or []
+        listed = sorted(jobs, key=lambda job: int(job["number"]))
+        inside = [folder / str(job["folder"]) for job in listed]
+        inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
+        self._folders = inside or [folder]
+        self._count, self._whole = len(self._folders), True
+
+    def publish(self) -> bool:
+        """Returns whether all of it is at the server now; says what is not."""
+        there = [(told, run) for told in self._tracked() if (run := self._delivered(told))]
+        if there:
+            _, newest = there[-1]
+            self._report(str(newest.entity), str(newest.project))
+        for told, run in there:
+            self._settle(told.folder, run)
+        if there and self._folder not in self._folders:
+            self._link(self._folder)
+        return self._whole
+
+    def _tracked(self) -> Iterable[Told]:
+        """Yields the runs that have something to send."""
+        for folder in self._folders:
+            try:
+                told = Told.of(folder)
+            except ScalewiseError as error:
+                self._say(folder, f"left out: {error}")
+                continue
+            if not told.wandb.get("id"):
+                self._say(folder, "left out: it was not tracked")
+            elif _lives(told):
+                self._say(folder, "left out: it still runs; publish it when it has ended")
+                self._whole = False
+            else:
+                yield told
+
+    def _delivered(self, told: Told) -> Any:
+        entity = self._entity or str(told.wandb.get("entity") or self._server.account)
+        project = self._project or str(told.wandb["project"])
+        try:
+            run = deliver(self._server, told, entity, project)
+        except ScalewiseError as error:
+            self._lost(told.folder, error)
+            return None
+        facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
+        _note(told.folder / "status.json", facts)
+        self._say(told.folder, str(run.url))
+        return run
+
+    def _report(self, entity: str, project: str) -> None:
+        """Publishes the report of the whole, which notes where it is; a job's is its sweep's."""
+        if (self._folder.parent / "sweep.json").is_file():
+            return
+        try:
+            url = wandb_report.publish(self._folder, entity=entity, project=project)
+        except Exception as error:  # the client raises many kinds
+            self._lost(self._folder, f"its report: {said(error)}")
+        else:
+            print(f"W&B report {url}", flush=True)
+
+    def _settle(self, folder: Path, run: Any) -> None:
+        try:
+            self._link(folder)
+            settle(self._server, Told.of(folder), run)
+        except ScalewiseError as error:
+            self._lost(folder, error)
+
+    def _link(self, folder: Path) -> None:
+        """Writes a folder's page again, which knows now where W&B has it."""
+        try:
+            page.write(folder)
+        except OSError as error:  # a full disk costs the page and nothing else
+            self._lost(folder, f"its page: {error}")
+
+    def _lost(self, folder: Path, error: object) -> None:
+        self._whole = False
+        self._say(folder, f"not sent: {error}")
+        self._server.must_answer()
+
+    def _say(self, folder: Path, what: str) -> None:
+        listed = self._count > 1 and folder in self._folders
+        place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
+        print(f"{place}{_short(folder)}  {what}", flush=True)
+
+
+def _note(path: Path, facts: dict[str, object]) -> None:
+    record = read_json(path)
+    if record.get("wandb") != facts:
+        write_json(path, {**record, "wandb": facts})
+
+
+def _lives(told: Told) -> bool:
+    """Returns whether the process that trains this run is at work, on this machine."""
+    if told.status.get("status") != "running":
+        return False
+    try:
+        begun = psutil.Process(int(told.status["process"])).create_time()
+    except (psutil.Error, KeyError, ValueError):
+        return False
+    return begun <= datetime.fromisoformat(told.status["started"]).timestamp()
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,270 @@
+"""Sends what a run's folder holds and Weights & Biases lacks: rows, endings, files, artifacts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from scalewise.errors import ScalewiseError
+from scalewise.tracking import tables
+from scalewise.tracking.files import FACTS, read_json, read_metrics, write_json
+from scalewise.tracking.server import Server
+from scalewise.tracking.session import Row, averaged, final, foreseen
+from scalewise.tracking.spec import Artifacts
+
+MARKER = "wandb/published.json"
+"""What was sent of a run's folder, and where to."""
+FILES = (
+    "resolved.yaml",
+    "overrides.txt",
+    "status.json",
+    "plan.json",
+    "summary.json",
+    "metrics.csv",
+    "report.html",
+)
+"""Files of a run's folder that become files of the W&B run."""
+
+FINISH_WAIT = 60.0
+"""Seconds that small files may take."""
+SLOWEST = 2e6
+"""Bytes/s at which an artifact is given up."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run as its folder tells of it."""
+
+    folder: Path
+    status: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path) -> Told:
+        """Returns what ``status.json`` tells; raises ``ScalewiseError`` where it is unreadable."""
+        status = read_json(folder / "status.json")
+        if not status:
+            raise ScalewiseError("it has no readable status.json")
+        return cls(folder, status)
+
+    @cached_property
+    def wandb(self) -> dict[str, Any]:
+        """Returns the facts of its newest W&B run; a run that was killed left them elsewhere."""
+        ended = cast(dict[str, Any], self.status.get("wandb") or {})
+        return ended if ended.get("id") else read_json(self.folder / FACTS)
+
+    @property
+    def ending(self) -> tuple[str, str, int]:
+        """Returns status, reason and exit code; of a run whose process is gone, those of that."""
+        if self.status.get("exit_code") is None:
+            return "failed", "its process is gone, and left no word of how it ended", 1
+        status, reason = (str(self.status.get(key) or "") for key in ("status", "reason"))
+        return status, reason, int(self.status["exit_code"])
+
+    @cached_property
+    def logs(self) -> list[Path]:
+        """Returns the transaction logs of its attempts, the oldest first."""
+        found = {path.resolve() for path in self.folder.glob("wandb/*run-*/run-*.wandb")}
+        if named := self.wandb.get("folder"):  # WANDB_DIR may have put it elsewhere
+            found |= {path.resolve() for path in Path(named).glob("run-*.wandb")}
+        return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
+
+    @cached_property
+    def tracking(self) -> Mapping[str, Any]:
+        """Returns the ``tracking`` part of its configuration."""
+        return cast(Mapping[str, Any], self._resolved.get("tracking") or {})
+
+    @cached_property
+    def window(self) -> int:
+        """Returns how many steps a row of W&B stands for."""
+        return int((self._resolved.get("trainer") or {}).get("log_every") or 1)
+
+    @property
+    def first_step(self) -> int:
+        """Returns the step that it went on from."""
+        step = re.search(r"step-(\d+)$", str(self.wandb.get("resumed_from") or ""))
+        return int(step[1]) if step else 0
+
+    @cached_property
+    def _resolved(self) -> Mapping[str, Any]:
+        try:
+            found = yaml.safe_load((self.folder / "resolved.yaml").read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def deliver(server: Server, told: Told, entity: str, project: str) -> Any:
+    """Returns the newest W&B run of a folder as the server has it, its attempts being sent.
+
+    What the server has something of is not sent again. Raises ``ScalewiseError``.
+    """
+    for log in told.logs:
+        run_id = log.stem.removeprefix("run-")
+        path = f"{entity}/{project}/{run_id}"
+        if server.known(path) is None:
+            if read_json(told.folder / MARKER).get("path") == f"{server.url}/{path}":
+                raise ScalewiseError("it was sent before and is not there any more: deleted?")
+            server.sync(log, entity, project)
+    found = server.known(f"{entity}/{project}/{told.wandb['id']}")
+    if found is None:
+        raise ScalewiseError("the server did not take it; publish again later")
+    return found
+
+
+def settle(server: Server, told: Told, found: Any) -> int:
+    """Sends what the run ``found`` lacks of its folder; returns the rows that it lacked.
+
+    Those are rows, how it ended, an alert where it ended badly while online, files and artifacts.
+    Nothing is opened where nothing has changed since the last time. Raises ``ScalewiseError``.
+    """
+    entity, project, run_id = found.path
+    files = {name: _digest(told.folder / name) for name in _files(told)}
+    marker = {"path": f"{server.url}/{entity}/{project}/{run_id}", "files": files}
+    rest = _rest(told, found)
+    before: dict[str, Any] = read_json(told.folder / MARKER)
+    alerted = before.get("path") == marker["path"]
+    there = before["files"] if alerted else {}
+    if before == marker and not rest and found.state != "running":
+        return 0
+    artifacts = list(_artifacts(told, run_id))
+    wait = FINISH_WAIT + sum(size for _, _, size in artifacts) / SLOWEST
+    exit_code = told.ending[2]
+    with server.reopened(entity, project, run_id, exit_code=exit_code, wait=wait) as run:
+        for row in rest:
+            run.log(row)
+        _tell(run, told)
+        if not alerted and exit_code and told.wandb.get("mode") == "online":
+            _alert(run, told)
+        if artifacts and (used := _origin(server, told, entity, project)):
+            run.use_artifact(used)
+        for artifact, aliases, _ in artifacts:
+            run.log_artifact(artifact, aliases=aliases)
+    write_json(told.folder / MARKER, {**marker, "files": there})  # the alert is not for twice
+    names = [f"{entity}/{project}/{artifact.name}:{alias[-1]}" for artifact, alias, _ in artifacts]
+    server.take_files(found, told.folder, [n for n in files if files[n] != there.get(n)])
+    _verify(server, told, "/".join(found.path), names)
+    write_json(told.folder / MARKER, marker)
+    return len(rest)
+
+
+def _verify(server: Server, told: Told, path: str, artifacts: list[str]) -> None:
+    """Asks whether all arrived: the client ends well even where the server took nothing."""
+    found = server.known(path)
+    lacking = [name for name in artifacts if not server.has_artifact(name)]
+    if found is None or found.state == "running" or lacking or _rest(told, found):
+        raise ScalewiseError("not all of it arrived; publish again later")
+
+
+def _rest(told: Told, found: Any) -> list[Row]:
+    """Returns the rows that a run lacks at the server, in windows as training sends them."""
+    after = max(int(found.summary.get("step") or 0), told.first_step)
+    rows = [r for r in read_metrics(told.folder / "metrics.csv") if cast(int, r["step"]) > after]
+    windows: list[list[Row]] = [[]]
+    for row in rows:
+        windows[-1].append(row)
+        if cast(int, row["step"]) % told.window == 0 or row.get("val/loss") is not None:
+            windows.append([])
+    return [averaged(window) for window in windows if window]
+
+
+def _tell(run: Any, told: Told) -> None:
+    """Writes into the summary how the run ended, and what was foreseen beside what was measured."""
+    plan, summary = (read_json(told.folder / name) for name in ("plan.json", "summary.json"))
+    status, reason, _ = told.ending
+    run.summary.update({**foreseen(plan), "status": status, "reason": reason})
+    metrics = cast(Mapping[str, Any], summary.get("metrics") or {})
+    if metrics:
+        run.summary.update(final(summary))
+    named = {**tables.foreseen(plan), **tables.measured(plan, metrics)}
+    run.summary.update({key: _as_media(table) for key, table in named.items()})
+
+
+def _as_media(table: tables.Table) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+
+
+def _alert(run: Any, told: Told) -> None:
+    status, reason, _ = told.ending
+    level = "WARN" if status == "interrupted" else "ERROR"
+    text = f"{reason}\n\n{told.status.get('command')}\n{told.folder}"
+    run.alert(f"{status}: {told.status.get('name')}"[:63], text, level=level)
+
+
+def _files(told: Told) -> list[str]:
+    if told.tracking.get("log_artifacts") == Artifacts.none.value:
+        return []
+    return [name for name in FILES if (told.folder / name).is_file()]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _origin(server: Server, told: Told, entity: str, project: str) -> str | None:
+    """Returns the name of the checkpoint artifact that a run went on from, if it is published."""
+    checkpoint = Path(str(told.wandb.get("resumed_from") or ""))
+    if not told.first_step:
+        return None
+    earlier = read_json(checkpoint.parents[1] / MARKER).get("path")
+    run_id = str(earlier or "").rpartition("/")[2]
+    name = f"{entity}/{project}/checkpoint-{run_id}:{checkpoint.name}"
+    return name if run_id and server.has_artifact(name) else None
+
+
+def _artifacts(told: Told, run_id: str) -> Iterator[tuple[Any, list[str], int]]:
+    """Yields artifacts with their aliases and the bytes to send: last and best, and an adapter.
+
+    A checkpoint stays on the disk, and its artifact says where, unless ``log_artifacts`` asks for
+    its bytes; an adapter is small and always sent.
+    """
+    import wandb
+
+    asked = told.tracking.get("log_artifacts")
+    steps = sorted(told.folder.glob("checkpoints/step-*"))
+    if asked == Artifacts.none.value or not steps:
+        return
+    whole = asked == Artifacts.checkpoints.value
+    best = read_json(told.folder / "checkpoints" / "best.json").get("step")
+    aliases = {
+        path: ["last"] * (path == steps[-1]) + ["best"] * (int(path.name[5:]) == best)
+        for path in steps
+    }
+    for path, names in aliases.items():
+        if not names:
+            continue
+        facts = {"step": int(path.name[5:]), "folder": str(path.resolve())}
+        artifact = wandb.Artifact(f"checkpoint-{run_id}", "checkpoint", metadata=facts)
+        if whole:
+            artifact.add_dir(str(path), policy="immutable", skip_cache=True)
+        else:
+            artifact.add_reference(f"file://{path.resolve()}", checksum=False)
+        yield artifact, [*names, path.name], _bytes_of(path) if whole else 0
+    if (told.status.get("choices") or {}).get("adapter", "none") != "none":
+        file = _adapter(steps[-1], told.folder / "wandb" / "adapter.safetensors")
+        artifact = wandb.Artifact(f"adapter-{run_id}", "adapter")
+        artifact.add_file(str(file), policy="mutable")
+        yield artifact, ["last", steps[-1].name], file.stat().st_size
+
+
+def _adapter(checkpoint: Path, file: Path) -> Path:
+    """Writes the adapter's tensors of a checkpoint alone, and returns the file."""
+    from safetensors.torch import save_file
+
+    from scalewise.checkpoints import store
+
+    tensors = store.whole(checkpoint)
+    save_file({name: tensors[name] for name in tensors if ".lora_" in name}, file)
+    return file
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

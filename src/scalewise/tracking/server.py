@@ -1,0 +1,178 @@
+"""Weights & Biases as ``publish`` speaks to it: what it has of a run, and the run opened again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.tracking.session import answers, base_url, define, has_key
+
+ANSWER_WAIT = 20
+"""Seconds that one question may take, tries included."""
+SYNC_WAIT = 300.0
+"""Seconds that ``wandb sync`` may take for one run."""
+
+TRIES = {"GRAPHQL": "2", "FILE_STREAM": "3", "FILE_TRANSFER": "3"}
+"""How often the client tries again, where the environment does not say."""
+OF_A_RUN = ("MODE", "RUN_ID", "RUN_GROUP", "NAME", "NOTES", "TAGS", "JOB_TYPE", "RESUME", "DIR")
+"""Variables that are about a run to be made: those that are sent here were made before."""
+
+LOGIN = "run `wandb login`, or set WANDB_API_KEY"
+
+
+class Server:
+    """One server and one account."""
+
+    def __init__(self) -> None:
+        """Raises ``ConfigError`` without a key that it takes, ``ScalewiseError`` if it is ill."""
+        self.url = base_url()
+        if not has_key(self.url):
+            raise ConfigError.one("", "", f"there is no key for {self.url}", LOGIN)
+        self.must_answer()
+        import wandb
+
+        try:
+            self._api = wandb.Api(timeout=ANSWER_WAIT)
+            self.account = str(self._api.default_entity)
+        except Exception as error:  # the client raises many kinds
+            if " 401" in str(error):
+                raise ConfigError.one("", "", f"{self.url} refuses the key", LOGIN) from None
+            raise ScalewiseError(f"{self.url}: {said(error)}") from None
+
+    def must_answer(self) -> None:
+        """Raises ``ScalewiseError`` where nobody takes a connection: all else would wait long."""
+        if not answers(self.url):
+            raise ScalewiseError(f"{self.url} does not answer; publish again when it does")
+
+    def known(self, path: str) -> Any:
+        """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""
+        from wandb.errors import CommError
+
+        self._api.flush()  # type: ignore[no-untyped-call]  # it keeps what it has once seen
+        try:
+            return self._api.run(path)
+        except CommError as error:
+            if isinstance(error.exc, ValueError):  # it answered, and there is none
+                return None
+            raise ScalewiseError(said(error)) from None
+
+    def has_artifact(self, name: str) -> bool:
+        """Returns whether ``entity/project/name:alias`` is there."""
+        try:
+            return bool(self._api.artifact_exists(name))
+        except Exception as error:  # the client raises many kinds
+            raise ScalewiseError(said(error)) from None
+
+    def take_files(self, run: Any, folder: Path, names: Iterable[str]) -> None:
+        """Uploads files of ``folder`` to a run that ``known`` returned."""
+        for name in names:
+            try:
+                run.upload_file(str(folder / name), root=str(folder))
+            except Exception as error:  # the client raises many kinds
+                if not isinstance(getattr(error, "exc", error), IndexError):  # not listed yet
+                    raise ScalewiseError(said(error)) from None
+
+    def sync(self, log: Path, entity: str, project: str) -> None:
+        """Sends the transaction log of a run that the server has nothing of.
+
+        Of one that it knows all rows would come a second time. The client ends well, and marks
+        the log as sent, whether the server took it or not: ask ``known`` afterwards.
+        """
+        line = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced"]
+        line += ["--entity", entity, "--project", project, str(log)]
+        try:
+            done = subprocess.run(  # noqa: S603 (a list of our own words)
+                line,
+                env={**os.environ, "WANDB_SILENT": "false"},  # it says there what went wrong
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=SYNC_WAIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ScalewiseError(f"not sent within {SYNC_WAIT:g} s") from None
+        errors = [text for text in done.stderr.splitlines() if "ERROR" in text]
+        if errors or done.returncode:
+            told = errors[-1] if errors else done.stderr or f"exit code {done.returncode}"
+            if "error while uploading" in told:
+                told = "the server dropped some of it; publish again later"
+            raise ScalewiseError(said(told))
+
+    @contextmanager
+    def reopened(
+        self, entity: str, project: str, run_id: str, *, exit_code: int, wait: float
+    ) -> Iterator[Any]:
+        """Opens a run again to add to it, as it stands at the server, then ends it so.
+
+        ``wait``: seconds that sending may take at the end; past them it is a ``ScalewiseError``.
+        """
+        import wandb
+
+        run = None
+        try:
+            run = wandb.init(
+                entity=entity,
+                project=project,
+                id=run_id,
+                resume="must",
+                mode="online",
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    finish_timeout=wait,
+                    finish_timeout_raises=True,
+                    init_timeout=ANSWER_WAIT,
+                    x_disable_stats=True,
+                    x_disable_meta=True,
+                    x_save_requirements=False,
+                    disable_git=True,
+                    disable_code=True,
+                    disable_job_creation=True,
+                ),
+            )
+            define(run)
+            yield run
+            run.finish(exit_code=exit_code)
+        except Exception as error:  # the client raises many kinds
+            if run is not None and wandb.run is run:
+                with suppress(Exception):
+                    run.finish(exit_code=exit_code)
+            raise ScalewiseError(said(error)) from None
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """Keeps the client quick to give up, and what it leaves on disk in a folder that goes."""
+    before = dict(os.environ)
+    for name in OF_A_RUN:
+        os.environ.pop(f"WANDB_{name}", None)
+    for name, tries in TRIES.items():
+        os.environ.setdefault(f"WANDB__{name}_RETRY_MAX", tries)
+    os.environ["WANDB_SILENT"] = "true"
+    try:
+        with TemporaryDirectory(prefix="scalewise-publish-") as folder:
+            os.environ["WANDB_DIR"] = folder
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def said(error: object) -> str:
+    """Returns what went wrong at the server in one line, with what to do about it."""
+    text = " ".join(str(error).split())
+    if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
+        code = int(status[1])
+        what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
+        cure = LOGIN if code in (401, 403) else "publish again later"
+        return f"the server {what.get(code, 'has failed')} (HTTP {code}); {cure}"
+    return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__

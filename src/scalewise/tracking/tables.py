@@ -1,0 +1,64 @@
+"""What W&B shows as tables: what was foreseen of a run, and how it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalewise.tracking.names import METRICS
+
+PAIRS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
+"""What was foreseen, and the metric that it is to be held against."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[object, ...]]
+
+
+def foreseen(plan: Mapping[str, Any]) -> dict[str, Table]:
+    """Returns the tables of a ``plan.json``, by key: bytes of the fullest device, seconds."""
+    sent = [
+        (c["kind"], " ".join(c["axes"]), c["what"], c["bytes"], c["count"], c["bytes"] * c["count"])
+        for c in plan.get("collectives", ())
+    ]
+    collectives = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
+    tables = {
+        "plan/ledger": Table(("line", "bytes_at_peak"), _items(plan, "ledger")),
+        "plan/phases": Table(("phase", "bytes"), _items(plan, "phases")),
+        "plan/step_parts": Table(("part", "seconds"), _items(plan, "step_parts")),
+        "plan/collectives": Table(collectives, sent),
+    }
+    return {key: table for key, table in tables.items() if table.rows}
+
+
+def measured(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Table]:
+    """Returns what a run measured, and beside it what was foreseen; ``metrics`` of its summary."""
+    memory = [
+        (key.removeprefix("memory/").removesuffix("_bytes"), metrics[key])
+        for key in METRICS
+        if key.startswith("memory/") and metrics.get(key) is not None
+    ]
+    tables = {
+        "memory/measured": Table(("part", "bytes"), memory),
+        "plan/against_measured": Table(
+            ("metric", "unit", "foreseen", "measured", "foreseen_over_measured"),
+            list(_compared(plan, metrics)),
+        ),
+    }
+    return {key: table for key, table in tables.items() if table.rows}
+
+
+def _items(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]:
+    return list((plan.get(key) or {}).items())
+
+
+def _compared(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    for said, key in PAIRS.items():
+        if plan.get(said) is not None and metrics.get(key):
+            ratio = plan[said] / metrics[key]
+            yield key, METRICS[key].unit, float(plan[said]), float(metrics[key]), ratio

@@ -1,0 +1,362 @@
+"""``scalewise publish`` and the real client: what arrives, once, and what becomes of bad days."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from fixtures.doors import TINY, Doors, Ended, Folder
+from fixtures.wandb_server import ENTITY, STREAM, UPLOAD, ServedRun, WandbServer
+from fixtures.wandb_views import Views
+
+LONG = pytest.mark.exhaustive
+KEY = "0123456789abcdef0123456789abcdef01234567"
+READS = {"Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
+OF_REPORTS = set(Views().handlers)
+FILES = {"resolved.yaml", "overrides.txt", "status.json", "plan.json", "summary.json"}
+FILES |= {"metrics.csv", "report.html"}
+LONGER = ("trainer.log_every=4", "trainer.validate_every=null")
+ONE_TRY = {f"WANDB__{name}_RETRY_MAX": "1" for name in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
+
+
+def serving(views: Views | None = None, **bad: Any) -> WandbServer:
+    """A server of runs and reports, and its bad days."""
+    return WandbServer(handlers=(views or Views()).handlers, **bad)
+
+
+def reaching(server: WandbServer) -> dict[str, str]:
+    return {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+
+
+def publish(
+    doors: Doors, server: WandbServer, *paths: Path, env: dict[str, str] | None = None
+) -> Ended:
+    server.asked.clear()
+    line = [str(path) for path in paths]
+    return doors(*line, verb="publish", env={**reaching(server), **(env or {})})
+
+
+def writes(server: WandbServer) -> set[str]:
+    return {name for name in server.asked if not name.startswith("/sdk/")} - READS - OF_REPORTS
+
+
+def run_of(server: WandbServer, folder: Folder) -> ServedRun:
+    return server.runs[folder.status["wandb"]["id"]]
+
+
+def assert_rows_are_those_of(folder: Folder, run: ServedRun, after: int = 0) -> None:
+    """Every step of the folder is in one row at the server, and in one only."""
+    losses = {int(row["step"]): float(row["train/loss"]) for row in folder.metrics}
+    for row in run.history:
+        window = [losses[step] for step in range(after + 1, row["step"] + 1)]
+        assert row["train/loss"] == pytest.approx(mean(window))
+        after = row["step"]
+    assert after == max(losses)
+
+
+@pytest.fixture(scope="module")
+def offline(doors_in: Callable[[str], Doors]) -> Folder:
+    """A sweep of two jobs without an account, one with an adapter."""
+    return doors_in("offline")("-m", *TINY, "adapter=none,lora", "seed=3").ok().folder
+
+
+@pytest.fixture
+def sweep(offline: Folder, tmp_path: Path) -> Folder:
+    """A copy of that sweep, for a test that publishes it in its own way."""
+    place = tmp_path / offline.path.relative_to(offline.path.parents[2])
+    shutil.copytree(offline.path, place, symlinks=True)
+    return Folder(place)
+
+
+class TestASweep:
+    """A sweep that was tracked offline, published once and once more."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def told(
+        cls, offline: Folder, doors_in: Callable[[str], Doors]
+    ) -> tuple[WandbServer, Folder, Ended, Ended]:
+        doors = doors_in("published")
+        place = doors.cwd / offline.path.relative_to(offline.path.parents[2])
+        shutil.copytree(offline.path, place, symlinks=True)
+        views = Views()
+        with serving(views) as server:
+            first = publish(doors, server, place).ok()
+            again = publish(doors, server, place).ok()
+        assert [view.saves for view in views.of("runs")] == [2], "one report, updated"
+        return server, Folder(place), first, again
+
+    Told = tuple[WandbServer, Folder, Ended, Ended]
+
+    def test_its_jobs_are_runs_of_one_group_in_order(self, told: Told) -> None:
+        server, sweep, *_ = told
+        assert list(server.runs) == [job.status["wandb"]["id"] for job in sweep.jobs]
+        group = f"{sweep.path.parent.name}/{sweep.path.name}"
+        assert [run.input["groupName"] for run in server.runs.values()] == [group, group]
+        assert {run.input["jobType"] for run in server.runs.values()} == {"train"}
+        assert {run.state for run in server.runs.values()} == {"finished"}
+        assert server.unknown == []
+
+    def test_every_step_arrived_once(self, told: Told) -> None:
+        server, sweep, *_ = told
+        for job in sweep.jobs:
+            assert_rows_are_those_of(job, run_of(server, job))
+            assert run_of(server, job).summary["status"] == "ok"
+
+    def test_the_config_says_where_the_run_is(self, told: Told) -> None:
+        server, sweep, *_ = told
+        for job in sweep.jobs:
+            config = run_of(server, job).config
+            assert config["folder"].endswith(str(job.path.relative_to(job.path.parents[3])))
+            assert config["host"]
+            assert config["model"]["width"] == 32
+
+    def test_files_are_those_of_the_folder(self, told: Told) -> None:
+        server, sweep, *_ = told
+        for job in sweep.jobs:
+            files = run_of(server, job).files
+            assert set(files) >= FILES
+            for name in FILES:
+                assert files[name] == (job.path / name).read_bytes(), name
+
+    def test_what_was_foreseen_stands_beside_what_was_measured(self, told: Told) -> None:
+        server, sweep, *_ = told
+        plain, _ = sweep.jobs
+        run, plan = run_of(server, plain), plain.json("plan.json")
+        metrics = plain.summary["metrics"]
+        assert run.summary["plan/peak_bytes"] == plan["plan/peak_bytes"]
+        assert run.summary["final/memory/peak_bytes"] == metrics["memory/peak_bytes"]
+        ledger = table_of(run, "plan/ledger")
+        assert ledger["columns"] == ["line", "bytes_at_peak"]
+        assert sum(size for _, size in ledger["data"]) == plan["plan/peak_bytes"]
+        assert (
+            max(size for _, size in table_of(run, "plan/phases")["data"]) == plan["plan/peak_bytes"]
+        )
+        compared = {row[0]: row[2:] for row in table_of(run, "plan/against_measured")["data"]}
+        said, found, ratio = compared["memory/peak_bytes"]
+        assert (said, found) == (plan["plan/peak_bytes"], metrics["memory/peak_bytes"])
+        assert ratio == pytest.approx(said / found)
+        assert dict(table_of(run, "memory/measured")["data"])["peak"] == found
+
+    def test_checkpoints_are_artifacts_that_say_where_they_lie(self, told: Told) -> None:
+        server, sweep, *_ = told
+        plain, adapted = sweep.jobs
+        last = plain.checkpoint(8)
+        (checkpoint,) = [a for a in server.artifacts if a.run == plain.status["wandb"]["id"]]
+        assert checkpoint.aliases >= {"last", "best", last.name}
+        assert checkpoint.files == {}
+        for name, entry in checkpoint.manifest["contents"].items():
+            assert entry["ref"] == f"file://{last.resolve() / name}"
+        kinds = {a.kind: a for a in server.artifacts if a.run == adapted.status["wandb"]["id"]}
+        assert set(kinds) == {"checkpoint", "adapter"}
+        assert set(kinds["adapter"].files) == {"adapter.safetensors"}
+
+    def test_the_folder_links_the_runs_and_the_report(self, told: Told) -> None:
+        _, sweep, first, _ = told
+        urls = [job.status["wandb"]["url"] for job in sweep.jobs]
+        assert all(f"/{ENTITY}/scalewise/runs/" in url for url in urls)
+        assert all(url in first.out for url in urls)
+        report = sweep.json("sweep.json")["wandb"]["report"]
+        assert first.out.count(report) == 1
+        assert all(url in (sweep.path / "report.html").read_text("utf-8") for url in urls)
+
+    def test_again_sends_nothing(self, told: Told) -> None:
+        server, *_, again = told
+        assert [run.times_created for run in server.runs.values()] == [
+            run.times_created for run in server.runs.values()
+        ]
+        assert {
+            name for name in writes(server) if "iew" not in name and "roject" not in name
+        } == set()
+        assert "not sent" not in again.out
+
+    def test_the_key_is_nowhere(self, told: Told) -> None:
+        _, _, first, again = told
+        for ended in (first, again):
+            assert KEY not in ended.said
+        assert_key_is_nowhere(told[1].path)
+
+
+def table_of(run: ServedRun, key: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(run.files[run.summary[key]["path"]])
+    return content
+
+
+def assert_key_is_nowhere(*places: Path) -> None:
+    files = [file for place in places for file in place.rglob("*") if file.is_file()]
+    assert [str(file) for file in files if KEY.encode() in file.read_bytes()] == []
+
+
+def test_weights_go_along_where_asked_for(sweep: Folder, scalewise: Doors) -> None:
+    whole, bare = sweep.jobs
+    for job, asked in ((whole, "checkpoints"), (bare, "none")):
+        text = (job.path / "resolved.yaml").read_text("utf-8")
+        assert "log_artifacts: files" in text
+        changed = text.replace("log_artifacts: files", f"log_artifacts: {asked}")
+        (job.path / "resolved.yaml").write_text(changed)
+    with serving() as server:
+        publish(scalewise, server, whole.path, bare.path).ok()
+    (checkpoint,) = server.artifacts
+    assert checkpoint.run == whole.status["wandb"]["id"]
+    for name, content in checkpoint.files.items():
+        assert content == (whole.checkpoint(8) / name).read_bytes()
+    assert set(checkpoint.files) > {"manifest.json", "training.pt"}
+    assert not FILES & set(run_of(server, bare).files)
+
+
+def test_two_attempts_are_two_runs_of_one_group(scalewise: Doors) -> None:
+    """Each has an id of its own, its own rows, and the second says which checkpoint it used."""
+    scalewise(*TINY).ok()
+    scalewise(*TINY, "trainer.max_steps=12", "resume=last").ok()
+    first, second = Ended(0, "", "", 0, scalewise.cwd).folders
+    with serving() as server:
+        publish(scalewise, server, second.path, first.path).ok()
+        publish(scalewise, server, first.path, second.path).ok()
+    one, other = run_of(server, first), run_of(server, second)
+    assert one is not other
+    assert one.input["groupName"] == other.input["groupName"]
+    assert one.input["groupName"] == f"{first.path.parent.name}/{first.path.name}"
+    assert_rows_are_those_of(first, one)
+    assert_rows_are_those_of(second, other, after=8)
+    assert other.config["resumed_from"] == str(first.checkpoint(8))
+    (source,) = [artifact for artifact in server.artifacts if artifact.run == one.name]
+    assert source.used_by in ([], [other.name])  # the first was published after the second
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [STREAM, pytest.param(UPLOAD, marks=LONG), pytest.param("CommitArtifact", marks=LONG)],
+)
+def test_what_the_server_drops_is_sent_the_next_time(
+    fault: str, sweep: Folder, scalewise: Doors
+) -> None:
+    """The client says that it sent, and marks the run so; the server is asked."""
+    job = sweep.jobs[0]
+    with serving(faults={fault: 500}) as server:
+        ended = publish(scalewise, server, job.path, env=ONE_TRY)
+        assert ended.code == 1
+        assert "not sent" in ended.out
+        assert "publish again later" in ended.out
+        server.faults.clear()
+        publish(scalewise, server, job.path).ok()
+    assert_rows_are_those_of(job, run_of(server, job))
+    assert set(run_of(server, job).files) >= FILES
+    assert [artifact.state for artifact in server.artifacts].count("COMMITTED") == 1
+
+
+def test_a_job_and_a_report_that_cannot_be_sent_do_not_stop_the_others(
+    sweep: Folder, scalewise: Doors
+) -> None:
+    broken, whole = sweep.jobs
+    (log,) = broken.path.glob("wandb/*run-*/run-*.wandb")
+    log.write_bytes(b"torn")
+    with serving(faults={"upsertView": 403}) as server:
+        ended = publish(scalewise, server, sweep.path)
+    assert ended.code == 1
+    assert "Traceback" not in ended.said
+    line, report = [line for line in ended.out.splitlines() if "not sent" in line]
+    assert line.startswith("1/2 ")
+    assert f"{sweep.path.name}  not sent: its report: " in report
+    assert list(server.exit_codes.values()) == [0]
+    assert_rows_are_those_of(whole, run_of(server, whole))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (401, 2, "refuses the key; run `wandb login`, or set WANDB_API_KEY"),
+        (429, 1, "asks to wait (HTTP 429); publish again later"),
+        pytest.param(500, 1, "has failed (HTTP 500); publish again later", marks=LONG),
+    ],
+)
+def test_a_server_that_says_no_costs_one_line(
+    fault: int, code: int, words: str, sweep: Folder, scalewise: Doors, surroundings: dict[str, str]
+) -> None:
+    before = sweep.text
+    with serving(faults={"*": fault}) as server:
+        ended = publish(scalewise, server, sweep.path, env=ONE_TRY)
+    assert ended.code == code
+    assert words in ended.err
+    assert "Traceback" not in ended.said
+    assert sweep.text == before
+    assert KEY not in ended.said
+    assert_key_is_nowhere(scalewise.cwd, Path(surroundings["HOME"]))
+
+
+def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> None:
+    """What had arrived comes no second time."""
+    with serving() as server:
+        line = (*TINY, *LONGER, "trainer.max_steps=1500")
+        door = scalewise.start(*line, env={**reaching(server), **ONE_TRY})
+        door.until(lambda: any(run.history for run in server.runs.values()), "a row", 90)
+        server.faults[STREAM] = 500
+        ended = door.wait(120).ok()
+        folder, (run,) = ended.folder, server.runs.values()
+        assert folder.steps == list(range(1, 1501))
+        arrived = len(run.history)
+        assert 0 < arrived < 375
+        assert "publish again later" in ended.out
+        server.faults.clear()
+        publish(scalewise, server, folder.path).ok()
+        assert_rows_are_those_of(folder, run)
+        assert run.state == "finished"
+
+
+def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
+    with serving() as server:
+        line = (*TINY, *LONGER, "trainer.max_steps=20000")
+        door = scalewise.start(*line, env=reaching(server))
+        folder = Folder(door.until_step(20))
+        alive = publish(scalewise, server, folder.path)
+        assert alive.code == 1
+        assert "it still runs; publish it when it has ended" in alive.out
+        assert writes(server) <= {STREAM, "UpsertBucket", "CreateRunFiles", UPLOAD}
+        door.kill()
+        door.wait()
+        publish(scalewise, server, folder.path).ok()
+        (run,) = server.runs.values()
+    assert run.state == "failed"
+    assert run.summary["status"] == "failed"
+    assert "its process is gone" in run.summary["reason"]
+    assert_rows_are_those_of(folder, run)
+    assert [alert["title"][:6] for alert in server.alerts] == ["failed"]
+
+
+def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
+    with serving(delay=0.2) as server:
+        ended = scalewise(*TINY, "parallelism=ddp", env=reaching(server)).ok()
+    folder = ended.folder
+    assert len(server.runs) == 1
+    assert ended.out.count("W&B report") == 1, "of two ranks one speaks"
+    assert folder.steps == list(range(1, 9))
+    assert folder.status["wandb"]["mode"] == "online"
+    assert_rows_are_those_of(folder, run_of(server, folder))
+
+
+def test_the_variables_of_the_environment_are_honoured(scalewise: Doors) -> None:
+    elsewhere = scalewise.cwd / "elsewhere"
+    elsewhere.mkdir()
+    names = {"PROJECT": "own", "ENTITY": "team", "RUN_GROUP": "together", "NAME": "named"}
+    more = {"NOTES": "noted", "TAGS": "a,b", "JOB_TYPE": "trial", "DIR": str(elsewhere)}
+    env = {f"WANDB_{name}": value for name, value in {**names, **more}.items()}
+    with serving() as server:
+        scalewise(*TINY, env={**env, **reaching(server), "WANDB_MODE": "offline"}).ok()
+        assert server.asked == []
+        ended = publish(scalewise, server, Ended(0, "", "", 0, scalewise.cwd).folder.path, env=env)
+    folder, (run,) = ended.ok().folder, server.runs.values()
+    assert {a["project"] for a in [run.input]} == {"own"}
+    assert run.input["entity"] == "team"
+    assert run.input["groupName"] == "together"
+    assert run.input["displayName"] == "named"
+    assert run.input["notes"] == "noted"
+    assert run.input["jobType"] == "trial"
+    assert set(run.input["tags"]) >= {"a", "b", "smoke"}
+    assert [path.name for path in elsewhere.glob("wandb/offline-run-*")] == [
+        Path(folder.status["wandb"]["folder"]).name
+    ]
+    assert_rows_are_those_of(folder, run)

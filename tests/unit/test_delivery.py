@@ -1,0 +1,226 @@
+"""What a folder tells of its W&B run, and what of it is still to be sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise import cli
+from scalewise.launch.job import Order, _tracked
+from scalewise.plan.plan import record
+from scalewise.run import Run
+from scalewise.tracking import delivery, server, tables
+from scalewise.tracking.delivery import Told, _rest
+from scalewise.tracking.files import FACTS, MetricsFile
+from scalewise.tracking.server import own_environment, said
+
+
+@dataclass
+class Found:
+    """A run as the server's answer tells of it."""
+
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def folder_of(tmp_path: Path, steps: int, **status: Any) -> Told:
+    (tmp_path / "resolved.yaml").write_text("trainer: {log_every: 4}\ntracking: {}\n")
+    (tmp_path / "status.json").write_text(json.dumps({"status": "ok", **status}))
+    rows = [{"step": step, "train/loss": float(step)} for step in range(1, steps + 1)]
+    MetricsFile(tmp_path / "metrics.csv").append(rows)
+    return Told.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("known", "windows"),
+    [
+        (None, [(4, 2.5), (8, 6.5), (10, 9.5)]),
+        (4, [(8, 6.5), (10, 9.5)]),
+        (6, [(8, 7.5), (10, 9.5)]),
+        (10, []),
+    ],
+)
+def test_what_is_missing_is_what_comes_after_the_last_step_there(
+    known: int | None, windows: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    told = folder_of(tmp_path, 10)
+    found = Found({} if known is None else {"step": known})
+    assert [(row["step"], row["train/loss"]) for row in _rest(told, found)] == windows
+
+
+def test_the_steps_before_a_resume_are_another_runs(tmp_path: Path) -> None:
+    facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
+    told = folder_of(tmp_path, 10, wandb=facts)
+    assert [row["step"] for row in _rest(told, Found())] == [10]
+
+
+def test_a_validation_ends_a_window(tmp_path: Path) -> None:
+    told = folder_of(tmp_path, 2)
+    file = MetricsFile(tmp_path / "metrics.csv", after_step=2)
+    file.append([{"step": 3, "train/loss": 1.0, "val/loss": 5.0}, {"step": 4, "train/loss": 2.0}])
+    assert [(row["step"], row.get("val/loss")) for row in _rest(told, Found())] == [
+        (3, 5),
+        (4, None),
+    ]
+
+
+def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
+    told = folder_of(tmp_path, 1, status="running", exit_code=None)
+    status, reason, code = told.ending
+    assert (status, code) == ("failed", 1)
+    assert "gone" in reason
+    assert Told(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).ending == (
+        "timeout",
+        "r",
+        4,
+    )
+
+
+def test_a_run_that_was_killed_left_its_facts(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / FACTS).write_text('{"id": "abc", "project": "p"}')
+    told = folder_of(tmp_path, 1, wandb={"mode": "disabled", "url": None})
+    assert told.wandb["id"] == "abc"
+
+
+def test_attempts_are_in_the_order_of_their_time(tmp_path: Path) -> None:
+    names = ("run-20260102_000000-b", "offline-run-20260101_000000-a", "run-20260103_000000-c")
+    for name in names:
+        own = tmp_path / "wandb" / name
+        own.mkdir(parents=True)
+        (own / f"run-{name[-1]}.wandb").touch()
+    assert [log.stem for log in Told(tmp_path, {}).logs] == ["run-a", "run-b", "run-c"]
+
+
+def test_a_table_of_every_part_of_a_plan(compose: Callable[..., Run]) -> None:
+    run = compose("experiment=smoke", "parallelism=ddp", "hardware=cpu")
+    plan: dict[str, Any] = record(run)
+    found = tables.foreseen(plan)
+    assert {"plan/ledger", "plan/phases", "plan/collectives"} <= set(found)
+    assert sum(size for _, size in found["plan/ledger"].rows) == plan["plan/peak_bytes"]
+    for kind, axes, what, size, count, whole in found["plan/collectives"].rows:
+        assert whole == size * count
+        assert kind
+        assert what
+        assert isinstance(axes, str)
+    declared = [sent.bytes * sent.count for sent in run.parallelism.collectives(run)]
+    assert sum(row[-1] for row in found["plan/collectives"].rows) == sum(declared)
+
+
+def test_what_was_not_measured_has_no_row() -> None:
+    plan = {"plan/peak_bytes": 80, "plan/step_s": None}
+    found = tables.measured(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
+    assert found["plan/against_measured"].rows == [("memory/peak_bytes", "B", 80.0, 100.0, 0.8)]
+    assert found["memory/measured"].rows == [("peak", 100)]
+    assert tables.measured({}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("giving up\nwhile retrying: HTTP 429: {}", "asks to wait (HTTP 429)"),
+        ("returned error 401: {}", "refuses the key (HTTP 401); run `wandb login`"),
+        ("HTTP 503: gone", "has failed (HTTP 503); publish again later"),
+        ("wandb: ERROR torn\n", "torn"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_what_the_client_says_becomes_one_line(error: object, told: str) -> None:
+    assert told in said(error)
+    assert "\n" not in said(error)
+
+
+def test_variables_about_a_run_are_not_for_those_that_were_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {"WANDB_MODE": "offline", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_ENTITY": "e"}
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+    with own_environment():
+        assert "WANDB_MODE" not in server.os.environ
+        assert "WANDB_NAME" not in server.os.environ
+        assert server.os.environ["WANDB_DIR"] != "/d"
+        assert server.os.environ["WANDB_ENTITY"] == "e"
+    assert {name: server.os.environ[name] for name in kept} == kept
+
+
+class TestRefusals:
+    def test_no_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["publish"]) == 2
+        assert "scalewise publish runs/NAME/TIMESTAMP" in capsys.readouterr().err
+
+    def test_every_folder_that_is_none(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder_of(tmp_path, 1)
+        assert cli.main(["publish", str(tmp_path), "nowhere", str(tmp_path / "x")]) == 2
+        told = capsys.readouterr().err
+        assert "refused, 2 problems" in told
+        assert "nowhere is no folder of a run or a sweep" in told
+
+    def test_no_key(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder_of(tmp_path, 1)
+        assert cli.main(["publish", str(tmp_path)]) == 2
+        assert "there is no key for" in (told := capsys.readouterr().err)
+        assert "run `wandb login`, or set WANDB_API_KEY" in told
+
+    def test_no_server(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        folder_of(tmp_path, 1)
+        assert cli.main(["publish", str(tmp_path)]) == 1
+        told = capsys.readouterr().err
+        assert told == "scalewise: http://127.0.0.1:9 does not answer; publish again when it does\n"
+
+
+class TestGroup:
+    def test_a_run_alone_has_its_folder_for_a_group(
+        self, compose: Callable[..., Run], tmp_path: Path
+    ) -> None:
+        run = compose("experiment=smoke")
+        folder = tmp_path / "name" / "time"
+        assert _tracked(Order(run), folder, None).tracking.group == "name/time"
+        assert _tracked(Order(run, sweep="s/t"), folder, None).tracking.group == "s/t"
+        named = compose("experiment=smoke", "tracking.group=mine")
+        assert _tracked(Order(named, sweep="s/t"), folder, None).tracking.group == "mine"
+
+    def test_an_attempt_joins_the_one_that_it_goes_on_from(
+        self, compose: Callable[..., Run], tmp_path: Path
+    ) -> None:
+        earlier = tmp_path / "name" / "first"
+        earlier.mkdir(parents=True)
+        resume = earlier / "checkpoints" / "step-00000008"
+        order, folder = Order(compose("experiment=smoke")), tmp_path / "name" / "second"
+        assert _tracked(order, folder, resume).tracking.group == "name/second"
+        (earlier / "status.json").write_text('{"wandb": {"group": "name/zeroth"}}')
+        assert _tracked(order, folder, resume).tracking.group == "name/zeroth"
+
+
+def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
+    """Deleted at W&B: it is not made again behind the user's back."""
+    told = folder_of(tmp_path, 1, wandb={"id": "x", "project": "p"})
+    own = tmp_path / "wandb" / "run-20260101_000000-x"
+    own.mkdir(parents=True)
+    (own / "run-x.wandb").touch()
+    (tmp_path / delivery.MARKER).write_text('{"path": "http://here/e/p/x"}')
+
+    class Empty:
+        url = "http://here"
+
+        def known(self, path: str) -> None:
+            return None
+
+        def sync(self, *_: object) -> None:
+            raise AssertionError("sent again")
+
+    with pytest.raises(delivery.ScalewiseError, match="deleted"):
+        delivery.deliver(Empty(), told, "e", "p")  # type: ignore[arg-type]
