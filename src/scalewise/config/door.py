@@ -55,8 +55,12 @@ class Verb:
         """Runs a single job into ``folder`` and returns the exit code."""
         raise NotImplementedError
 
-    def admit_many(self) -> None:
-        """Raises ``ConfigError`` where no multirun can run; called before it has a folder."""
+    def admit_many(self, folder: Path) -> Path:
+        """Returns the folder of a multirun, which need not exist, for the ``folder`` proposed.
+
+        Raises ``ConfigError`` where no multirun can run.
+        """
+        return folder
 
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
@@ -80,7 +84,9 @@ class Passage:
     raised: list[Exception] = field(default_factory=list)
     """What the verb itself raised."""
     folder: Path | None = None
-    """The folder of a multirun, which Hydra makes before it looks at the jobs."""
+    """The folder of a multirun."""
+    axes: Sequence[str] = ()
+    """The axes that a sweep's file adds to what was typed."""
 
 
 _passages: list[Passage] = []
@@ -124,7 +130,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     except Exception as error:  # whatever Hydra made of it is translated below
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        raise refuse.translated(error, flags.overrides, here=verb.here) from error
+        lines = [*passage.axes, *flags.overrides]
+        raise refuse.translated(error, lines, here=verb.here) from error
     finally:
         if passage.folder is not None:
             _remove_empty(passage.folder)
@@ -163,7 +170,8 @@ def launch(
     engine: Mapping[str, object],
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
-    passage, folder = _passages[-1], sweep_folder(config)
+    passage = _passages[-1]
+    folder = passage.folder or sweep_folder(config)
     jobs = _validated(loader, config, job_overrides, first, folder)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
@@ -177,9 +185,16 @@ def launch(
 def sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
     setup_globals()
-    _passages[-1].verb.admit_many()
-    _passages[-1].folder = folder = Path(config.hydra.sweep.dir).absolute()
+    folder = _passages[-1].verb.admit_many(Path(config.hydra.sweep.dir).absolute())
+    with read_write(config), open_dict(config):
+        config.hydra.sweep.dir = str(folder)
+    _passages[-1].folder = folder
     return folder
+
+
+def remember_axes(lines: Sequence[str]) -> None:
+    """Keeps the axes of a sweep's file in mind, for complaints about them; for Hydra's sweeper."""
+    _passages[-1].axes = lines
 
 
 def _validated(

@@ -53,6 +53,8 @@ class Order:
     changed: Sequence[Mapping[str, object]] = ()
     sweep: str | None = None
     """Name of the sweep that this job belongs to."""
+    attempts: Sequence[Path] = ()
+    """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
 
 
 def execute(order: Order, folder: Path) -> Result:
@@ -82,12 +84,24 @@ def _checked(order: Order, folder: Path) -> Path | None:
         checked(run)
     run.parallelism.prepare(run)
     splits = run.data.prepare(run.model.vocabulary, run.seed)
+    steps = run.steps(len(splits.train))
+    if own := _own_checkpoint(order, steps):
+        return own
     if run.resume is None:
         return None
     from scalewise.launch.resume import checkpoint_for
 
-    steps = run.steps(len(splits.train))
     return checkpoint_for(run, folder, steps, in_sweep=order.sweep is not None)
+
+
+def _own_checkpoint(order: Order, steps: int) -> Path | None:
+    """Returns the newest checkpoint of a job's own that leaves something to do."""
+    if not order.attempts:
+        return None
+    from scalewise.checkpoints import store
+
+    found = (store.latest(attempt / "checkpoints", steps) for attempt in order.attempts)
+    return next(filter(None, found), None)
 
 
 def claim(folder: Path) -> Path:
