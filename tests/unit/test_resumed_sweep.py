@@ -16,8 +16,8 @@ from scalewise.errors import ConfigError
 from scalewise.launch import resumed_sweep
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import Task
-from scalewise.launch.job import Order
-from scalewise.launch.resumed_sweep import Earlier, asked, attempts, earlier, folder_of, matched
+from scalewise.launch.job import Order, attempts
+from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
 from scalewise.launch.sweep import unused
 from scalewise.run import Run
 from scalewise.tracking.files import write_json

@@ -118,6 +118,16 @@ def claim(folder: Path) -> Path:
     raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
 
 
+def attempts(planned: Path) -> tuple[Path, ...]:
+    """Returns the folders of a job's attempts, the newest first."""
+    found: list[Path] = []
+    place = planned
+    while (place / "overrides.txt").exists():
+        found.insert(0, place)
+        place = planned.with_name(f"{planned.name}-{len(found) + 1}")
+    return tuple(found)
+
+
 def begin(order: Order, folder: Path, resume: Path | None) -> Status:
     """Writes what a job is before it starts, and returns its status."""
     run = order.run

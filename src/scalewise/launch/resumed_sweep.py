@@ -19,7 +19,7 @@ from scalewise.config.near import meant
 from scalewise.errors import EXIT_CODES, Complaint, ConfigError
 from scalewise.launch.config_hash import config_hash, same
 from scalewise.launch.engine import Task
-from scalewise.launch.job import Result
+from scalewise.launch.job import Result, attempts
 from scalewise.tracking.files import read_json
 
 RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
@@ -144,16 +144,6 @@ def placed(
         if job.result is not None:
             kept[job.number] = job.result
     return own, kept
-
-
-def attempts(planned: Path) -> tuple[Path, ...]:
-    """Returns the folders of a job's attempts, the newest first."""
-    found: list[Path] = []
-    place = planned
-    while (place / "overrides.txt").exists():
-        found.insert(0, place)
-        place = planned.with_name(f"{planned.name}-{len(found) + 1}")
-    return tuple(found)
 
 
 def _earlier(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> Earlier:
