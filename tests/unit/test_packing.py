@@ -14,7 +14,16 @@ from scalewise.hardware import Machine
 from scalewise.launch import engines, packed, packing
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order
-from scalewise.launch.packing import Demand, Room, demand, next_to_start, refusal, seats, share
+from scalewise.launch.packing import (
+    Demand,
+    Room,
+    demand,
+    makespan,
+    next_to_start,
+    refusal,
+    seats,
+    share,
+)
 from scalewise.plan import memory
 from scalewise.run import Run
 from scalewise.units import GIB
@@ -41,6 +50,25 @@ def test_the_first_that_fits_starts(
 ) -> None:
     room = Room(tuple(range(slots)), free)
     assert next_to_start([Demand(*one) for one in waiting], room) == place
+
+
+@pytest.mark.parametrize(
+    ("jobs", "slots", "memory", "seconds"),
+    [
+        ([], 2, 8, 0),
+        ([(1, 1, 5)], 2, 8, 5),
+        ([(1, 1, 5), (1, 1, 3), (1, 1, 2)], 2, 8, 5),
+        ([(1, 1, 5), (1, 1, 3), (1, 1, 2)], 1, 8, 10),
+        ([(1, 5, 5), (1, 5, 3), (1, 1, 2)], 2, 8, 8),
+        ([(2, 1, 4), (1, 1, 3), (1, 1, 3)], 2, 8, 7),
+        ([(3, 1, 4), (1, 9, 3), (1, 1, 1)], 2, 8, 1),
+    ],
+)
+def test_how_long_a_packed_sweep_takes(
+    jobs: list[tuple[int, int, float]], slots: int, memory: int, seconds: float
+) -> None:
+    room = Room(tuple(range(slots)), memory)
+    assert makespan([(Demand(s, m), time) for s, m, time in jobs], room) == seconds
 
 
 def test_slots_are_devices_or_pairs_of_cores() -> None:

@@ -47,6 +47,28 @@ def next_to_start(waiting: Sequence[Demand], free: Room) -> int | None:
     return next((place for place, demand in enumerate(waiting) if free.holds(demand)), None)
 
 
+def makespan(jobs: Sequence[tuple[Demand, float]], room: Room) -> float:
+    """Returns the seconds until the last job ends, each given with its own seconds.
+
+    Jobs start as ``next_to_start`` has it; those that never fit are left out.
+    """
+    waiting = [job for job in jobs if room.holds(job[0])]
+    running: list[tuple[float, Demand]] = []
+    now, slots, memory = 0.0, len(room.slots), room.memory
+    while waiting or running:
+        free = Room(room.slots[:slots], memory)
+        place = next_to_start([demand for demand, _ in waiting], free)
+        if place is None:
+            ended = min(running, key=lambda job: job[0])
+            running.remove(ended)
+            now, slots, memory = ended[0], slots + ended[1].slots, memory + ended[1].memory
+            continue
+        demand, seconds = waiting.pop(place)
+        running.append((now + seconds, demand))
+        slots, memory = slots - demand.slots, memory - demand.memory
+    return now
+
+
 def seats(machine: Machine, slots: int | None, *, on_cuda: bool) -> Room:
     """Returns the whole machine as slots: its GPUs, or shares of its cores."""
     most = len(machine.gpus) if on_cuda else max(1, machine.cores // CORES_A_SLOT)
