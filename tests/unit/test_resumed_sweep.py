@@ -155,6 +155,12 @@ class TestWhatIsMissing:
         assert found[4].result.folder == sweep / "4-3"
         assert [path.name for path in found[1].attempts] == ["1-2", "1"]
 
+    def test_is_a_folder_that_was_only_just_made(self, sweep: Path) -> None:
+        (sweep / "5").mkdir()
+        (sweep / "5" / "overrides.txt").touch()
+        assert self.missing(sweep) == [3, 4, 5]
+        assert earlier(sweep, ())[5].attempts == (sweep / "5",)
+
     def test_a_refusal_keeps_its_words(self, sweep: Path) -> None:
         result = earlier(sweep, ())[6].result
         assert result is not None

@@ -24,6 +24,7 @@ from scalewise.launch.seat import Seat
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
 
+SUPERVISOR = "scalewise.launch.supervisor"
 MARK = "SCALEWISE_SUPERVISOR"
 """Environment variable by which all that a supervisor has started is found when it is gone."""
 ORPHAN_GRACE = 10.0
@@ -37,6 +38,9 @@ class _Supervisor:
     orders: Connection
     mark: str
     task: Task | None = None
+    """The job under way."""
+    number: int = 0
+    """The job whose lines come: the last of them when it has ended."""
 
 
 class Crew:
@@ -78,10 +82,11 @@ class Crew:
 
     def start(self, task: Task, seat: Seat) -> None:
         """Starts a job in an idle supervisor, a new one where there is none."""
-        idle = next((one for one in self._all if one.task is None), None) or self._hired()
-        idle.task = task
-        with suppress(BrokenPipeError):  # it was killed while idle: ``ended`` tells
-            idle.orders.send((task, seat))
+        idle = (one for one in self._all if one.task is None and one.process.poll() is None)
+        supervisor = next(idle, None) or self._hired()
+        supervisor.task, supervisor.number = task, task.number
+        with suppress(BrokenPipeError):  # it was killed just now: ``ended`` tells
+            supervisor.orders.send((task, seat))
 
     def ended(self) -> Iterator[tuple[Task, Result]]:
         """Waits until a job ends, and yields those that have."""
@@ -102,7 +107,7 @@ class Crew:
         ours, theirs = Pipe()
         mark = uuid.uuid4().hex
         process = subprocess.Popen(  # noqa: S603 (a list of our own words)
-            [sys.executable, "-m", "scalewise.launch.supervisor", str(theirs.fileno())],
+            [sys.executable, "-m", SUPERVISOR, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -155,6 +160,5 @@ def _tell(supervisor: _Supervisor) -> None:
     assert supervisor.process.stdout is not None
     with suppress(ValueError):  # closed
         for line in supervisor.process.stdout:
-            if (task := supervisor.task) is not None:
-                sys.stdout.write(f"{task.number:>3} | {line.rstrip()}\n")
-                sys.stdout.flush()
+            sys.stdout.write(f"{supervisor.number:>3} | {line.rstrip()}\n")
+            sys.stdout.flush()

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from scalewise.hardware import DeviceKind, Machine
 from scalewise.plan import host, memory
-from scalewise.plan.host import PROCESS_GIB
 from scalewise.run import Run
 from scalewise.units import GIB, bytes_text
 
-SUPERVISOR_BYTES = int(2 * PROCESS_GIB[DeviceKind.cpu] * GIB)
-"""Main memory of what stands beside the ranks: their supervisor, and its fork server."""
+SUPERVISOR_BYTES = int(0.5 * GIB)
+"""Main memory of a supervisor and its fork server, as measured with torch 2.13."""
 CORES_A_SLOT = 2
 """Cores of a slot on the CPU, where the number of slots is not given."""
 

@@ -130,7 +130,8 @@ def placed(
     """
     wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
     found = matched(wanted, known)
-    further = 1 + max(int(row["number"]) for row in _rows(read_json(folder / "sweep.json")))
+    numbers = (int(row["number"]) for row in _rows(read_json(folder / "sweep.json")))
+    further = 1 + max(numbers, default=-1)
     own: list[Task] = []
     kept: dict[int, Result] = {}
     for task, job in zip(tasks, found, strict=True):

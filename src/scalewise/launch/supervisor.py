@@ -1,13 +1,14 @@
 """A process that runs one job after the other for a sweep that runs several at once.
 
 What ends a job's processes ends all that were started from this process, so that each of the jobs
-under way needs one of its own. ``python -m scalewise.launch.supervisor FD`` reads orders from a
-pipe that its sweep holds, and ends with it.
+under way needs one of its own. ``python -m scalewise.launch.supervisor FD PARENT`` reads orders from a
+pipe that its sweep, the process PARENT, holds, and ends with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -21,10 +22,12 @@ from scalewise.launch.engine import executed
 PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, parent: int) -> None:
     """Runs the jobs that come, until the pipe is closed."""
     with suppress(OSError, AttributeError):  # Linux: jobs are saved when the sweep is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it was, before this process could ask to be told
+        return
     processes.start_nursery()
     orders = Connection(descriptor)
     with output.shielded(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
@@ -36,4 +39,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))
