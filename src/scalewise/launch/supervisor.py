@@ -1,8 +1,8 @@
 """A process that runs one job after the other for a sweep that runs several at once.
 
 What ends a job's processes ends all that were started from this process, so that each of the jobs
-under way needs one of its own. ``python -m scalewise.launch.supervisor FD PARENT`` reads orders from a
-pipe that its sweep, the process PARENT, holds, and ends with it.
+under way needs one of its own. ``python -m scalewise.launch.supervisor FD PARENT`` reads orders
+from a pipe that its sweep, the process PARENT, holds, and ends with it.
 """
 
 from __future__ import annotations
