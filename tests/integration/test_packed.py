@@ -104,6 +104,18 @@ def test_a_signal_ends_all_and_saves_each(number: int, group: bool, scalewise: D
     assert door.leftovers(within=2) == []
 
 
+def test_a_signal_before_anything_trains(scalewise: Doors) -> None:
+    door = scalewise.start(*PACKED, *LONG_RUN, "hydra.launcher.slots=2", "seed=1,2,3")
+    door.until_file("runs/*/*/sweep.json")
+    door.signal(signal.SIGINT, group=True)
+    ended = door.wait(30)
+    assert ended.code == 130, ended.said
+    assert "Traceback" not in ended.said
+    record = ended.folder.json("sweep.json")
+    assert [job["status"] for job in record["jobs"]] == ["interrupted"] * 3
+    assert door.leftovers(within=2) == []
+
+
 def test_jobs_save_themselves_when_the_sweep_is_killed(scalewise: Doors) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
     door = scalewise.start(*line)

@@ -102,10 +102,11 @@ def test_no_finished_job_is_lost(write: int, finished: list[str], scalewise: Doo
     assert cut.code == -signal.SIGKILL, cut.said
     before = done(cut.folder)
     assert sorted({name.split("/")[0] for name in before}) == finished
-    ended = scalewise(*line, "resume_sweep=last").ok()
+    ended = scalewise(*SWEEP, "seed=2", "resume_sweep=last").ok()  # another grid than before
     assert unchanged(before, ended.folder)
     assert [job.path.name for job in ended.folder.jobs] == ["0", "1"]
-    assert [job.status["status"] for job in ended.folder.jobs] == ["ok", "ok"]
+    noted = [job["status"] for job in ended.folder.json("sweep.json")["jobs"]]
+    assert noted == ["ok" if finished else "interrupted", "ok"]
     assert ended.folder.json("sweep.json")["ended"] is not None
 
 

@@ -15,10 +15,10 @@ from scalewise.config.door import open_door
 from scalewise.errors import ConfigError
 from scalewise.launch import resumed_sweep
 from scalewise.launch.config_hash import config_hash
-from scalewise.launch.engine import Task
+from scalewise.launch.engine import InTurn, Task
 from scalewise.launch.job import Order, attempts
 from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
-from scalewise.launch.sweep import unused
+from scalewise.launch.sweep import execute_all, unused
 from scalewise.run import Run
 from scalewise.tracking.files import write_json
 from scalewise.verbs.train import Train
@@ -183,6 +183,17 @@ def test_attempts_are_the_newest_first(tmp_path: Path) -> None:
     for name in ("3", "3-2", "3-4"):
         leave(tmp_path / name, "failed")
     assert [path.name for path in attempts(tmp_path / "3")] == ["3-2", "3"]
+
+
+def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> None:
+    leave(sweep / "4-2", "ok")
+    said: list[object] = []
+    none: dict[str, Any] = {"announce": said.append, "report": said.append}
+    assert execute_all([], sweep, InTurn(), command="", question="", **none) == []
+    rows = resumed_sweep.read_json(sweep / "sweep.json")["jobs"]
+    statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]
+    assert [row["status"] for row in rows] == statuses
+    assert rows[4]["folder"] == "4-2"
 
 
 class TestFolder:

@@ -41,6 +41,9 @@ class _Supervisor:
     """The job under way."""
     number: int = 0
     """The job whose lines come: the last of them when it has ended."""
+    ready: bool = False
+    """Whether it has imported what it needs, and handles signals."""
+    signalled: bool = False
 
 
 class Crew:
@@ -78,7 +81,11 @@ class Crew:
         self.stopped = self.stopped or number
         for supervisor in self._all:
             if supervisor.task is not None:
-                supervisor.process.send_signal(number)
+                self._pass(number, supervisor)
+
+    def _pass(self, number: int, supervisor: _Supervisor) -> None:
+        supervisor.signalled = True
+        supervisor.process.send_signal(number if supervisor.ready else signal.SIGTERM)
 
     def start(self, task: Task, seat: Seat) -> None:
         """Starts a job in an idle supervisor, a new one where there is none."""
@@ -87,6 +94,8 @@ class Crew:
         supervisor.task, supervisor.number = task, task.number
         with suppress(BrokenPipeError):  # it was killed just now: ``ended`` tells
             supervisor.orders.send((task, seat))
+        if self.stopped and not supervisor.signalled:  # a signal came while it was hired
+            self._pass(self.stopped, supervisor)
 
     def ended(self) -> Iterator[tuple[Task, Result]]:
         """Waits until a job ends, and yields those that have."""
@@ -100,6 +109,9 @@ class Crew:
             except (EOFError, ConnectionResetError):
                 self._all.remove(supervisor)
                 result = self._died(supervisor, task)
+            if result is None:
+                supervisor.ready = True
+                continue
             supervisor.task = None
             yield task, result
 

@@ -31,6 +31,7 @@ def main(descriptor: int, parent: int) -> None:
     processes.start_nursery()
     orders = Connection(descriptor)
     with output.shielded(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        orders.send(None)  # ready
         while True:
             task, own = orders.recv()
             seat.take(own)

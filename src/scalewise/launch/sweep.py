@@ -10,7 +10,7 @@ from typing import Any
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import INTERRUPTED, Engine, Task
 from scalewise.launch.job import Result
-from scalewise.launch.resumed_sweep import this_process
+from scalewise.launch.resumed_sweep import earlier, this_process
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -89,7 +89,19 @@ def _record(folder: Path, command: str, question: str) -> dict[str, Any]:
         "jobs": [],
     }
     now = {"question": question, "command": command, "ended": None, "process": this_process()}
-    return {**begun, **read_json(folder / "sweep.json"), **now}
+    left: dict[str, Any] = read_json(folder / "sweep.json")
+    if left and left["process"] != now["process"]:
+        _settle(left["jobs"], folder)
+    return {**begun, **left, **now}
+
+
+def _settle(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Makes rows that another process has left true, as the folders of its jobs have it."""
+    for row, job in zip(rows, earlier(folder, ()), strict=True):
+        if job.result is not None:
+            _note(row, job.result, folder)
+        elif row["status"] in ("running", "waiting"):
+            row["status"] = "interrupted"
 
 
 def _now() -> str:
