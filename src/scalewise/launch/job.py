@@ -87,6 +87,8 @@ def _checked(order: Order, folder: Path) -> Path | None:
         checked(run)
     run.parallelism.prepare(run)
     splits = run.data.prepare(run.model.vocabulary, run.seed)
+    if run.resume is None and not order.attempts:
+        return None
     steps = run.steps(len(splits.train))
     if own := _own_checkpoint(order, steps):
         return own
@@ -99,8 +101,6 @@ def _checked(order: Order, folder: Path) -> Path | None:
 
 def _own_checkpoint(order: Order, steps: int) -> Path | None:
     """Returns the newest checkpoint of a job's own that leaves something to do."""
-    if not order.attempts:
-        return None
     from scalewise.checkpoints import store
 
     found = (store.latest(attempt / "checkpoints", steps) for attempt in order.attempts)
