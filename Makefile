@@ -50,6 +50,7 @@ matrix: $(READY) native ## run every layout with every option, and write experim
 bench: $(READY) ## measure links and overhead, and write experiments/records (slow_link: Linux, root)
 	$(BIN)/scalewise bench collectives record=true
 	$(BIN)/scalewise bench parallel record=true
+	$(BIN)/scalewise bench sweep record=true
 	$(BIN)/scalewise bench slow_link record=true || [ "$$(id -u)" != 0 ]
 
 browser: # the report's tests open pages in Chromium; where it can be installed, it is

@@ -37,9 +37,16 @@ class ScalewiseLauncher(Launcher):
         return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
 
-ConfigStore.instance().store(
-    group="hydra/launcher",
-    name="scalewise",
-    node={"_target_": f"{__name__}.{ScalewiseLauncher.__name__}", "engine": "in_turn"},
-    provider="scalewise",
-)
+LAUNCHERS: dict[str, dict[str, object]] = {
+    "scalewise": {"engine": "in_turn"},
+    "packed": {"engine": "packed", "slots": None},
+}
+"""Names of ``hydra/launcher``, with the engine of each and its options."""
+
+for name, options in LAUNCHERS.items():
+    ConfigStore.instance().store(
+        group="hydra/launcher",
+        name=name,
+        node={"_target_": f"{__name__}.{ScalewiseLauncher.__name__}", **options},
+        provider="scalewise",
+    )

@@ -34,6 +34,9 @@ class OptunaSweeper(Sweeper):
         """Keeps what trials are composed with."""
         from hydra.core.plugins import Plugins
 
+        from scalewise.config import door
+
+        door.searches()
         self.loader, self.asked = hydra_context.config_loader, config
         self.batches = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config

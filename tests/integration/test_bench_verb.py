@@ -120,3 +120,15 @@ def test_a_slow_link_slows_who_sends_most(scalewise: Doors) -> None:
     assert ddp["sent_bytes"] == pytest.approx(ddp["declared_bytes"], rel=0.05)
     assert ddp["slow_s"] == pytest.approx(ddp["predicted_s"], rel=0.3)
     assert found["powersgd"]["slow_s"] < ddp["slow_s"] < found["fsdp"]["slow_s"]
+
+
+@pytest.mark.timed
+def test_a_job_of_a_sweep_costs_a_tenth_of_a_process(scalewise: Doors) -> None:
+    ended = scalewise("sweep", "pairs=3", verb="bench").ok()
+    found = ended.folder.json("sweep.json")
+    ratio = found["ratio"]
+    assert ratio["pairs"] == 3
+    assert ratio["low"] <= found["bounds"]["ratio"] == 0.1, found
+    assert found["warm_s"]["median"] > 0
+    folders = sorted(path.name for path in ended.folder.path.glob("*/*"))
+    assert folders == ["0", "1", "1", "2", "2", "3", "3", "first"]

@@ -209,3 +209,16 @@ def test_data_refused_within_a_sweep_stops_nobody(scalewise: Doors) -> None:
     record = ended.folder.json("sweep.json")
     assert [job["status"] for job in record["jobs"]] == ["refused", "ok"], ended.said
     assert ended.code == 2
+
+
+def test_what_the_plan_is_sure_of_is_refused_and_the_sweep_goes_on(scalewise: Doors) -> None:
+    limits = ("launch.memory_limit_gib=0.001,4", "launch.refuse_unfit=true")
+    ended = scalewise("-m", *UNTRACKED, *limits, "trainer.max_steps=3")
+    assert ended.code == 2, ended.said
+    assert "Traceback" not in ended.said
+    refused, ran = ended.folder.json("sweep.json")["jobs"]
+    assert (refused["status"], ran["status"]) == ("refused", "ok")
+    assert "launch.refuse_unfit=true: out_of_memory: " in refused["reason"]
+    assert "of 1.02 MiB (" in refused["reason"]
+    assert not (ended.folder.path / "0").exists()
+    assert "out_of_memory: " in (ended.folder.path / "report.html").read_text("utf-8")

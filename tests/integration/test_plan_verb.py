@@ -25,13 +25,15 @@ def test_a_grid_is_one_table(scalewise: Doors) -> None:
     rest = [part for part in LLAMA_8B if not part.startswith("precision")]
     ended = scalewise("-m", *rest, *axes, "trainer.micro_batch=1", verb="plan")
     assert ended.code == 3  # of the first row
-    head, *rows = ended.out.splitlines()
+    head, *rows, _, summed = ended.out.splitlines()
     assert head.split()[:3] == ["precision", "memory", "verdict"]
     assert [row.split()[:2] for row in rows] == [
         [precision, memory]
         for precision in ("fp32", "bf16_mixed")
         for memory in ("none", "checkpoint_full")
     ]
+    assert summed.startswith("4 jobs; 1 cannot fit (train launch.refuse_unfit=true skips that); ")
+    assert "one after the other; $" in summed
     assert not (scalewise.cwd / "runs").exists()
 
 

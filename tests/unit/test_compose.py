@@ -1,6 +1,5 @@
 """Every file of conf/, experiments/ and sweeps/ composes; what is typed wins over what is filed."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +8,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from scalewise.config import naming, tree
+from scalewise.config import axes, naming, tree
 from scalewise.config.compose import changed, choices, compose, flat
+from scalewise.config.own import own_hydra
 from scalewise.config.searched import searched
 from scalewise.run import Run
 from scalewise.study.screen import Screen
@@ -75,11 +75,13 @@ def test_every_corner_of_a_search_composes(name: str) -> None:
 def test_every_job_of_every_sweep_composes(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
-    axes = content["hydra"]["sweeper"]["params"]
-    assert axes
-    lines = [[f"{key}={value}" for value in text.split(",")] for key, text in axes.items()]
-    names = {compose([f"sweep={name}", *job], here=False).name for job in itertools.product(*lines)}
-    assert len(names) == len(list(itertools.product(*lines)))
+    sweeper = content["hydra"]["sweeper"]
+    assert set(sweeper) <= {"params", "zip"}
+    with own_hydra() as loader:
+        filed = axes.lines(sweeper.get("params", {}), sweeper.get("zip", {}))
+        jobs = axes.jobs(filed, [], list(sweeper.get("zip", {})), loader)
+    runs = [compose([f"sweep={name}", *job], here=False) for job in jobs]
+    assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
 
 def test_a_line_wins_over_an_experiment_and_that_over_the_parts() -> None:

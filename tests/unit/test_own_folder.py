@@ -1,12 +1,12 @@
 """A folder of the user's by ``-cd``: files copied from the tree work there as they are."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from fixtures.verbs import Noted
 
 from scalewise.config import tree
-from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.config.door import open_door
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -21,23 +21,6 @@ FILES = {
     "sweep/copy.yaml": (tree.root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
     "model/mine.yaml": (tree.root() / "conf" / "model" / "decoder_nano.yaml").read_text("utf-8"),
 }
-
-
-class Noted(Verb):
-    """Keeps what it is handed."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def one(self, run: Run, folder: Path) -> int:
-        self.runs.append(run)
-        return 0
-
-    def many(
-        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
-    ) -> list[End]:
-        self.runs += [job.run for job in jobs]
-        return [End(0, 0.0) for _ in jobs]
 
 
 @pytest.fixture

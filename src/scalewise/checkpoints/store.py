@@ -261,9 +261,14 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def latest(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over."""
-    for path in reversed(steps(folder).values()):
+def latest(folder: Path, below: int | None = None) -> Path | None:
+    """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over.
+
+    ``below``: of those alone of an earlier step.
+    """
+    for step, path in reversed(steps(folder).items()):
+        if below is not None and step >= below:
+            continue
         try:
             verify(path)
         except CheckpointError:

@@ -50,6 +50,8 @@ class Verb:
 
     here = True
     """Whether runs must be able to run on the present machine."""
+    searching = False
+    """Whether a search hands it jobs, which keeps account of them itself."""
     measures = False
     """Whether its jobs leave folders with measurements, which a search goes by."""
 
@@ -57,8 +59,12 @@ class Verb:
         """Runs a single job into ``folder`` and returns the exit code."""
         raise NotImplementedError
 
-    def admit_many(self) -> None:
-        """Raises ``ConfigError`` where no multirun can run; called before it has a folder."""
+    def admit_many(self, folder: Path) -> Path:
+        """Returns the folder of a multirun, which need not exist, for the ``folder`` proposed.
+
+        Raises ``ConfigError`` where no multirun can run.
+        """
+        return folder
 
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
@@ -82,9 +88,11 @@ class Passage:
     raised: list[Exception] = field(default_factory=list)
     """What the verb itself raised."""
     folder: Path | None = None
-    """The folder of a multirun, which Hydra makes before it looks at the jobs."""
+    """The folder of a multirun."""
     axes: Sequence[str] = ()
     """Keys that a search varies, though the jobs of one batch may not differ in them."""
+    filed: Sequence[str] = ()
+    """The axes that a sweep's file adds to what was typed."""
 
 
 _passages: list[Passage] = []
@@ -128,7 +136,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     except Exception as error:  # whatever Hydra made of it is translated below
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        raise refuse.translated(error, flags.overrides, here=verb.here) from error
+        lines = [*passage.filed, *flags.overrides]
+        raise refuse.translated(error, lines, here=verb.here) from error
     finally:
         if passage.folder is not None:
             _remove_empty(passage.folder)
@@ -167,7 +176,8 @@ def launch(
     engine: Mapping[str, object],
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
-    passage, folder = _passages[-1], sweep_folder(config)
+    passage = _passages[-1]
+    folder = passage.folder or sweep_folder(config)
     jobs = _validated(loader, config, job_overrides, first, folder)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
@@ -181,14 +191,21 @@ def launch(
 def sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
     setup_globals()
-    _passages[-1].verb.admit_many()
-    _passages[-1].folder = folder = Path(config.hydra.sweep.dir).absolute()
+    folder = _passages[-1].verb.admit_many(Path(config.hydra.sweep.dir).absolute())
+    with read_write(config), open_dict(config):
+        config.hydra.sweep.dir = str(folder)
+    _passages[-1].folder = folder
     return folder
 
 
 def measures() -> bool:
     """Returns whether the verb under way leaves measurements that a search can go by."""
     return _passages[-1].verb.measures
+
+
+def searches() -> None:
+    """Tells the verb under way that a search will hand it jobs, batch by batch."""
+    _passages[-1].verb.searching = True
 
 
 def vary(axes: Sequence[str]) -> None:
@@ -210,6 +227,11 @@ def refusal(
     except ConfigError as error:
         return error
     return None
+
+
+def remember_axes(lines: Sequence[str]) -> None:
+    """Keeps the axes of a sweep's file in mind, for complaints about them; for Hydra's sweeper."""
+    _passages[-1].filed = lines
 
 
 def _validated(

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scalewise.launch import processes, signals, words
-from scalewise.launch.rank import work
+from scalewise.launch import processes, seat, signals, words
+from scalewise.launch.rank import seated, work
 from scalewise.launch.spec import Launch
 from scalewise.launch.status import Ending
 from scalewise.run import Run
@@ -62,7 +62,7 @@ def run_in(
     watchdog = Watchdog(launch.timeout, folder)
     try:
         with signals.handled_by(_Stop()), _quiet(), watchdog:
-            elastic_launch(config, entry)(*arguments)
+            elastic_launch(config, seated)(seat.of_this_process(), entry, *arguments)
         ending = next((w for w in words.said(folder) if w.status == "pruned"), Ending("ok"))
     except SignalException as error:
         ending = _of_signal(error.sigval, folder)

@@ -44,13 +44,14 @@ class InTurn:
     def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
         """Yields each task with how it ended."""
         for task in tasks:
-            result = _executed(task, began)
+            result = executed(task, began)
             yield task, result
             if result.exit_code in INTERRUPTED:
                 return
 
 
-def _executed(task: Task, began: Began) -> Result:
+def executed(task: Task, began: Began) -> Result:
+    """Returns how a task ended; a refusal and a signal are endings like others."""
     try:
         with signals.raised("before the job began"):
             began(task)

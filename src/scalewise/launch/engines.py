@@ -12,7 +12,13 @@ def _in_turn() -> Engine:
     return InTurn()
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {"in_turn": _in_turn}
+def _packed(slots: int | None = None) -> Engine:
+    from scalewise.launch.packed import Packed
+
+    return Packed(slots)
+
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {"in_turn": _in_turn, "packed": _packed}
 """What makes each engine from its options; it imports what that engine needs."""
 
 

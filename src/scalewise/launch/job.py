@@ -17,6 +17,7 @@ from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import processes, signals, started, words
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
+from scalewise.plan.verdict import refuse_unfit
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_text
 from scalewise.training.callbacks.spec import is_own
@@ -54,6 +55,8 @@ class Order:
     changed: Sequence[Mapping[str, object]] = ()
     sweep: str | None = None
     """Name of the sweep that this job belongs to."""
+    attempts: Sequence[Path] = ()
+    """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
 
 
 def execute(order: Order, folder: Path) -> Result:
@@ -77,18 +80,32 @@ def execute(order: Order, folder: Path) -> Result:
 def _checked(order: Order, folder: Path) -> Path | None:
     """Prepares data and layout, returns the checkpoint to resume; refuses what cannot be used."""
     run = order.run
+    if run.launch.refuse_unfit:
+        refuse_unfit(run)
     if not all(is_own(callback["_target_"]) for callback in run.callbacks.values()):
         from scalewise.training.callbacks.open import checked  # imports Lightning
 
         checked(run)
     run.parallelism.prepare(run)
     splits = run.data.prepare(run.model.vocabulary, run.seed)
+    if run.resume is None and not order.attempts:
+        return None
+    steps = run.steps(len(splits.train))
+    if own := _own_checkpoint(order, steps):
+        return own
     if run.resume is None:
         return None
     from scalewise.launch.resume import checkpoint_for
 
-    steps = run.steps(len(splits.train))
     return checkpoint_for(run, folder, steps, in_sweep=order.sweep is not None)
+
+
+def _own_checkpoint(order: Order, steps: int) -> Path | None:
+    """Returns the newest checkpoint of a job's own that leaves something to do."""
+    from scalewise.checkpoints import store
+
+    found = (store.latest(attempt / "checkpoints", steps) for attempt in order.attempts)
+    return next(filter(None, found), None)
 
 
 def claim(folder: Path) -> Path:
@@ -107,6 +124,16 @@ def claim(folder: Path) -> Path:
             continue
         return own
     raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
+
+
+def attempts(planned: Path) -> tuple[Path, ...]:
+    """Returns the folders of a job's attempts, the newest first."""
+    found: list[Path] = []
+    place = planned
+    while (place / "overrides.txt").exists():
+        found.insert(0, place)
+        place = planned.with_name(f"{planned.name}-{len(found) + 1}")
+    return tuple(found)
 
 
 def begin(order: Order, folder: Path, resume: Path | None) -> Status:

@@ -79,6 +79,18 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Returns every process that was started with this variable in its environment."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name) == value and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 def ranks() -> list[psutil.Process]:
     """Returns those of the descendants that are ranks: born from the fork server, as it looks."""
     return [process for process in descendants() if _is_server(process)]

@@ -8,9 +8,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from scalewise.launch import words
+from scalewise.launch.seat import Seat, compute_in
 from scalewise.launch.status import Ending
 from scalewise.run import Run
 
@@ -19,6 +21,12 @@ ORPHAN_GRACE = 10.0
 
 BEREFT_WAIT = 1.0
 """Seconds by which a rank outlives the one it lost, so that the launcher sees that one first."""
+
+
+def seated(seat: Seat, entry: Callable[..., None], *arguments: object) -> None:
+    """Calls ``entry(*arguments)`` where its launcher computes, and not where it was forked."""
+    compute_in(seat)
+    entry(*arguments)
 
 
 def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> None:

@@ -33,6 +33,8 @@ class Launch:
     """Memory that training may take of a rank's device, GiB, or on the CPU of it; None: any."""
     grace: float = 30.0
     """Seconds a rank has to write a checkpoint after SIGTERM before it is killed."""
+    refuse_unfit: bool = False
+    """Whether a job that the plan is sure is out of memory is refused, and not tried."""
 
     @property
     def needs_process(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -69,6 +70,7 @@ class Status:
     cures: tuple[Mapping[str, str], ...] = ()
     resumed_from: str | None = None
     process: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
     machine: Mapping[str, object] = field(default_factory=lambda: machine_facts())
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
     git_commit: str | None = None

@@ -7,8 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import INTERRUPTED, Engine, Task
 from scalewise.launch.job import Result
+from scalewise.launch.resumed_sweep import earlier, this_process
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -21,60 +23,110 @@ def execute_all(
     question: str,
     announce: Callable[[Task, int], None],
     report: Callable[[Task, Result], None],
+    kept: Mapping[int, Result] | None = None,
 ) -> list[Result]:
     """Runs jobs into their folders and returns how each ended; none stops the others.
 
-    Keeps ``sweep.json`` in ``folder`` true at any moment. A signal ends the sweep: what had not
-    begun is noted as ``interrupted``.
+    ``kept`` holds the results of jobs that ended before, by number: those do not run. Keeps
+    ``sweep.json`` in ``folder`` true at any moment. A signal ends the sweep: what had not begun
+    is noted as ``interrupted``.
     """
-    earlier = read_json(folder / "sweep.json")
-    record: dict[str, Any] = earlier or {
-        "name": folder.parent.name,
-        "question": question,
-        "command": command,
-        "verb": "train",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ended": None,
-        "reference": None,
-        "jobs": [],
-    }
-    jobs = {task.number: _planned(task, folder) for task in tasks}
-    record["jobs"] += jobs.values()
-    record["varying"] = _varying([job["varied"] for job in record["jobs"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    record = _record(folder, command, question)
+    results = dict(kept or {})
+    rows = {row["number"]: row for row in record["jobs"]}
+    for task in tasks:
+        rows[task.number] = _planned(task, folder)
+        if task.number in results:
+            _note(rows[task.number], results[task.number], folder)
+    record["jobs"] = [rows[number] for number in sorted(rows)]
+    record["varying"] = _varying([row["varied"] for row in record["jobs"]])
+    write_json(folder / "sweep.json", record)
 
     def began(task: Task) -> None:
-        jobs[task.number]["status"] = "running"
+        rows[task.number]["status"] = "running"
         write_json(folder / "sweep.json", record)
         announce(task, len(tasks))
 
-    results: dict[int, Result] = {}
-    for task, result in engine.results(tasks, began):
+    ended: list[Result] = []
+    for task, result in engine.results([t for t in tasks if t.number not in results], began):
+        ended.append(result)
         results[task.number] = result
-        jobs[task.number]["folder"] = str(result.folder.relative_to(folder))
-        jobs[task.number]["status"] = result.status
+        _note(rows[task.number], result, folder)
         write_json(folder / "sweep.json", record)
         report(task, result)
-    stopped = next((r for r in results.values() if r.exit_code in INTERRUPTED), None)
+    stopped = next((result for result in ended if result.exit_code in INTERRUPTED), None)
     for task in tasks:
         if task.number not in results:
             assert stopped is not None, f"job {task.number} has no result"
-            jobs[task.number]["status"] = "interrupted"
+            rows[task.number]["status"] = "interrupted"
             results[task.number] = Result(
                 "interrupted", stopped.reason, stopped.exit_code, task.folder, {}
             )
-    record["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+    record["ended"] = _now()
     write_json(folder / "sweep.json", record)
     return [results[task.number] for task in tasks]
 
 
+def unused(folder: Path) -> Path:
+    """Returns ``folder``, or a numbered one beside it, where no other sweep is."""
+    number, own = 1, folder
+    while (own / "sweep.json").exists():
+        number += 1
+        own = folder.with_name(f"{folder.name}-{number}")
+    return own
+
+
+def _record(folder: Path, command: str, question: str) -> dict[str, Any]:
+    """Returns the sweep's record, as it was left or new, under way in this process."""
+    begun: dict[str, Any] = {
+        "name": folder.parent.name,
+        "question": question,
+        "command": command,
+        "verb": "train",
+        "started": _now(),
+        "reference": None,
+        "jobs": [],
+    }
+    now = {"question": question, "command": command, "ended": None, "process": this_process()}
+    left: dict[str, Any] = read_json(folder / "sweep.json")
+    if left and left["process"] != now["process"]:
+        _settle(left["jobs"], folder)
+    return {**begun, **left, **now}
+
+
+def _settle(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Makes rows that another process has left true, as the folders of its jobs have it."""
+    for row, job in zip(rows, earlier(folder, ()), strict=True):
+        if job.result is not None:
+            _note(row, job.result, folder)
+        elif row["status"] in ("running", "waiting"):
+            row["status"] = "interrupted"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def _planned(task: Task, folder: Path) -> dict[str, Any]:
+    """Returns the row of a job that waits; beside its folder the one that a second attempt gets."""
+    place = str(task.folder.relative_to(folder))
     return {
         "number": task.number,
-        "folder": str(task.folder.relative_to(folder)),
+        "folder": place,
+        "planned_folder": place,
+        "config_hash": config_hash(task.order.run),
         "overrides": list(task.order.run.overrides),
         "varied": dict(task.order.varied),
         "status": "waiting",
     }
+
+
+def _note(row: dict[str, Any], result: Result, folder: Path) -> None:
+    row["folder"] = str(result.folder.relative_to(folder))
+    row["status"] = result.status
+    if result.reason:
+        row["reason"] = result.reason
 
 
 def _varying(varied: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
 from scalewise.plan import host, memory
 from scalewise.plan.ledger import Ledger
-from scalewise.units import GIB
+from scalewise.units import GIB, bytes_text
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -43,6 +44,8 @@ class Verdict(StrEnum):
         return self in (Verdict.out_of_memory, Verdict.host_out_of_memory)
 
 
+SAID = 3
+"""So many lines of a ledger are told by a refusal."""
 UNCOUNTED = 2.0
 """What a layout of which the ledger leaves something out may take of what it counts, at the most.
 
@@ -123,6 +126,22 @@ def judged(run: Run) -> Fit:
     if node is None or on_cpu:  # there the devices are the node
         return fit
     return replace(fit, host=host.of_node(run), host_capacity=int(node * GIB))
+
+
+def refuse_unfit(run: Run) -> None:
+    """Raises ``ConfigError``, with the ledger's words, for a run that is surely out of memory."""
+    fit = judged(run)
+    if not fit.verdict.bad:
+        return
+    ledger, needed, capacity = fit.ledger, fit.reserved[0], fit.capacity
+    if fit.verdict is Verdict.host_out_of_memory and fit.host is not None:
+        ledger, needed, capacity = fit.host, fit.host.peak, fit.host_capacity
+    largest = sorted(ledger.lines, key=lambda line: -line.bytes.get(ledger.fullest, 0))[:SAID]
+    parts = ", ".join(
+        f"{line.what} {bytes_text(line.bytes.get(ledger.fullest, 0))}" for line in largest
+    )
+    reason = f"{fit.verdict}: {bytes_text(needed)} of {bytes_text(capacity or 0)} ({parts})"
+    raise ConfigError.one("launch.refuse_unfit", True, reason, "see `scalewise plan`")
 
 
 def _beside(run: Run, peak: int) -> int:

@@ -225,7 +225,8 @@ def _job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
             folder=name,
             name=name,
             status=listed,
-            reason="" if listed == "not_run" else "The job left no readable status.json.",
+            reason=_text(row.get("reason"))
+            or ("" if listed == "not_run" else "The job left no readable status.json."),
             overrides=_lines(row.get("overrides")),
         )
     return replace(run, number=number, varied=_mapping(row.get("varied")) or run.varied)

@@ -17,7 +17,7 @@ from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
 
-BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link")
+BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.hardware import DeviceKind, this_machine
 from scalewise.plan import memory
 from scalewise.plan.plan import Plan, planned
 from scalewise.plan.search import searched
 from scalewise.plan.spec import Method, Search
+from scalewise.plan.total import tokens_of, total
 from scalewise.run import Run
 from scalewise.verbs import show_plan, show_search
 
@@ -44,6 +47,7 @@ class Planner(Verb):
         """Prints a row a job; of a job with a search the best that it finds."""
         plans = [_of_job(job.run) for job in jobs]
         show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
+        show_plan.summed(total(plans), _wall(plans, engine))
         return [
             End(
                 3 if plan.fit.verdict.bad else 0,
@@ -51,6 +55,26 @@ class Planner(Verb):
             )
             for plan in plans
         ]
+
+
+def _wall(plans: Sequence[Plan], engine: Mapping[str, object]) -> tuple[int, float] | None:
+    """Returns the slots of a packed sweep and the time until its last job ends; None elsewhere."""
+    if engine.get("engine") != "packed":
+        return None
+    from scalewise.launch import packing
+
+    hardware = plans[0].run.hardware
+    on_cuda = hardware.device is DeviceKind.cuda
+    slots = cast(int | None, engine["slots"]) or (hardware.devices if on_cuda else None)
+    room = packing.seats(this_machine(), slots, on_cuda=on_cuda)
+    jobs = [
+        (packing.demand(plan.run, room), plan.seconds_for(tokens) or 0.0)
+        for plan in plans
+        if not plan.fit.verdict.bad and (tokens := tokens_of(plan)) is not None
+    ]
+    if on_cuda:  # the main memory of that machine is not known
+        room = replace(room, memory=sum(demand.memory for demand, _ in jobs))
+    return len(room.slots), packing.makespan(jobs, room)
 
 
 def _of_job(run: Run) -> Plan:

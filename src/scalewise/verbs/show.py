@@ -44,6 +44,11 @@ def announce(task: Task, count: int) -> None:
     heading(task.order)
 
 
+def resumed(jobs: int, kept: int, folder: Path) -> None:
+    """Prints what of a sweep is left to do."""
+    print(f"going on in {_short(folder)}: {kept} of {jobs} jobs have ended, {jobs - kept} to run")
+
+
 def outcome(task: Task, result: Result) -> None:
     """Prints how a job of a sweep ended, if not well."""
     if result.status != "ok":

@@ -16,6 +16,7 @@ from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import Plan
 from scalewise.plan.spec import Fitting
+from scalewise.plan.total import Total
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.units import GIGA, bytes_text, count_text, dollars_text, seconds_text
@@ -102,6 +103,24 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
             " ".join(plan.told) or (plan.cure.line if plan.cure else ""),
         )
     output.console().print(shown)
+
+
+def summed(total: Total, wall: tuple[int, float] | None) -> None:
+    """Prints what the jobs of a sweep take together; ``wall``: packed on so many slots, s."""
+    told = [f"{total.jobs} job{'s' * (total.jobs != 1)}"]
+    if total.unfit:
+        told.append(f"{total.unfit} cannot fit (train launch.refuse_unfit=true skips that)")
+    timed = total.jobs - total.unfit - total.untimed
+    if timed:
+        told.append(f"{seconds_text(total.seconds)} one after the other")
+    if wall is not None and timed:
+        slots, seconds = wall
+        told.append(f"{seconds_text(seconds)} on {slots} slot{'s' * (slots != 1)}")
+    if total.dollars is not None:
+        told.append(dollars_text(total.dollars))
+    if total.untimed:
+        told.append(f"of {total.untimed} the time is not known")
+    output.console().print("\n" + "; ".join(told), soft_wrap=True)
 
 
 def train_line(run: Run, told: Sequence[str]) -> str:

@@ -8,11 +8,12 @@ from pathlib import Path
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.errors import ConfigError
-from scalewise.launch import engines, signals, started
+from scalewise.launch import engines, resumed_sweep, signals, started
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result, execute
+from scalewise.launch.resumed_sweep import Earlier, Resumption
 from scalewise.launch.status import command_line
-from scalewise.launch.sweep import execute_all
+from scalewise.launch.sweep import execute_all, unused
 from scalewise.run import Run
 from scalewise.verbs import publish, show
 from scalewise.verbs.fit import all_fitted, fitted
@@ -23,11 +24,17 @@ class Train(Verb):
 
     measures = True
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], resumption: Resumption | None = None) -> None:
         self._command = command_line("train", tuple(arguments))
+        self._resumption = resumption
+        self._earlier: list[Earlier] = []
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
+        if self._resumption is not None:
+            cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
+            reason = "this line is a single run"
+            raise ConfigError.one("resume_sweep", self._resumption.sweep, reason, cure)
         with signals.raised("outside of training"):
             fit = fitted(run)
             if started.leads():
@@ -41,8 +48,10 @@ class Train(Verb):
                 publish.after_training(result.folder, [result.folder])
             return result.exit_code
 
-    def admit_many(self) -> None:
-        """Refuses a sweep among ranks that somebody else started.
+    def admit_many(self, folder: Path) -> Path:
+        """Returns the sweep's folder: a new one, or that of the sweep to go on with.
+
+        Refuses a sweep among ranks that somebody else started.
 
         A process that has been a rank cannot be one of the next job: of a job that failed it keeps
         the process group, the memory limit and the collectives under way, and the next may want
@@ -56,6 +65,11 @@ class Train(Verb):
                 "a sweep starts the ranks of each job itself; here torchrun or srun started them",
                 f"without them run: {self._command}",
             )
+        if self._resumption is None:
+            return folder if self.searching else unused(folder)
+        found = resumed_sweep.folder_of(self._resumption.sweep, folder)
+        self._earlier = resumed_sweep.earlier(found, self._resumption.retry)
+        return found
 
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
@@ -79,6 +93,10 @@ class Train(Verb):
             for job, run in zip(jobs, runs, strict=True)
         ]
         folder.mkdir(parents=True, exist_ok=True)  # Hydra's own sweeper has made it
+        kept: dict[int, Result] = {}
+        if self._resumption is not None and not self.searching:
+            tasks, kept = resumed_sweep.placed(tasks, self._earlier, folder)
+            show.resumed(len(tasks), len(kept), folder)
         results = execute_all(
             tasks,
             folder,
@@ -87,6 +105,7 @@ class Train(Verb):
             question=question,
             announce=show.announce,
             report=_told,
+            kept=kept,
         )
         show.table(tasks, results)
         show.sweep_ended(results, folder)
@@ -104,4 +123,5 @@ def _told(task: Task, result: Result) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of ``scalewise train ARGUMENTS``."""
     with signals.raised("before there was a run"):
-        return open_door(Train(arguments), arguments)
+        resumption, rest = resumed_sweep.asked(arguments)
+        return open_door(Train(rest, resumption), rest)

@@ -33,6 +33,9 @@ FORMS: dict[str, Rows] = {
         ("scalewise train -m [a=1,2 ...]", "every combination of the values"),
         ("scalewise train sweep=NAME", "the combinations of sweeps/NAME.yaml"),
         ("scalewise train ... hydra/sweeper=optuna", "search the axes; prints the best"),
+        ("... hydra/launcher=packed", "several jobs at once, each on devices of its own"),
+        ("... resume_sweep=last|DIR", "what is missing of that sweep, in its folder"),
+        ("    retry=failed,timeout", "and the jobs that ended so"),
         ("scalewise train ... resume=last", "go on from the newest run of this name"),
         ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
         ("scalewise train ... --cfg job", "show what would run; nothing runs"),
@@ -58,6 +61,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise bench parallel", "ddp and fsdp beside hand-written torch loops"),
         ("scalewise bench planner data=FILE", "plans beside rows that others measured"),
         ("scalewise bench slow_link mbit=100", "a slow cable between two ranks; Linux, root"),
+        ("scalewise bench sweep", "a job of a sweep beside a process for the same line"),
         ("... record=true", "keep the figures in experiments/records"),
     ),
     "calibrate": (

@@ -1,0 +1,129 @@
+"""What a job of a sweep costs beyond its training, beside a fresh process for the same line.
+
+A sweep's job leaves the calling process, so that nothing of it stays there; it is forked from a
+server that has imported everything. Whoever starts a process for each job has the same isolation,
+and imports everything each time.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from scalewise.bench import options, pairs
+from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.launch import processes
+from scalewise.launch.job import Order, execute
+from scalewise.reports import page
+from scalewise.run import Run
+from scalewise.tracking.files import read_json
+from scalewise.units import seconds_text
+
+BOUND = 0.10
+"""A warm job may cost this much of a fresh process, training aside, at the most."""
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "job": (
+        "data=synthetic",
+        "data.sequence=64",
+        "schedule.warmup_steps=2",
+        "trainer.max_steps=8",
+        "trainer.validate_every=null",
+        "checkpoint=none",
+        "tracking=none",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Options(options.Options):
+    """How much is measured."""
+
+    pairs: int = 10
+    """Jobs of the sweep, each between two fresh processes."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one job took beyond its steps, seconds."""
+
+    job: float
+    """From its start, a process's or an order's, to its status."""
+    whole: float
+    """With its report, and the process's own end."""
+
+
+def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+    """Returns seconds beyond training of both, and their ratio with its interval."""
+    run = runs["job"]
+    if run.world_size > 1:
+        chosen = run.choices.get("parallelism")
+        raise ConfigError.one("parallelism", chosen, "a job of one process is compared")
+    began = time.perf_counter()
+    processes.start_nursery()
+    processes.await_nursery()
+    nursery = time.perf_counter() - began
+    _warm(run, folder / "warm" / "first")  # prepares data, imports what this process needs
+    fresh, warm = [_fresh(run, folder / "fresh" / "0")], []
+    for number in range(1, options.pairs + 1):
+        warm.append(_warm(run, folder / "warm" / str(number)))
+        fresh.append(_fresh(run, folder / "fresh" / str(number)))
+    found = pairs.ratio(_jobs(warm), _jobs(fresh))
+    whole = pairs.ratio([one.whole for one in warm], [one.whole for one in fresh])
+    print(
+        f"beyond its steps a job takes {seconds_text(median(_jobs(warm)))} in a sweep and "
+        f"{seconds_text(median(_jobs(fresh)))} as a process of its own: {found.median:.3f} "
+        f"({found.low:.3f} to {found.high:.3f}), with its report {whole.median:.3f}; "
+        f"a sweep is warm after {seconds_text(nursery)}"
+    )
+    return {
+        "bounds": {"ratio": BOUND},
+        "model": {"parameters": run.model.parameters, "option": run.choices["model"]},
+        "steps": run.trainer.max_steps,
+        "fresh_s": {"median": median(_jobs(fresh)), "all": [asdict(one) for one in fresh]},
+        "warm_s": {"median": median(_jobs(warm)), "all": [asdict(one) for one in warm]},
+        "ratio": asdict(found),
+        "ratio_with_report": asdict(whole),
+        "nursery_s": nursery,
+    }
+
+
+def _jobs(costs: Sequence[Cost]) -> list[float]:
+    return [cost.job for cost in costs]
+
+
+def _warm(run: Run, folder: Path) -> Cost:
+    """Returns what a job of a sweep takes in this process."""
+    began = time.time()
+    result = execute(Order(run, sweep="bench/sweep"), folder)
+    page.write(result.folder)
+    if result.status != "ok":
+        raise ScalewiseError(f"the job to measure {result.status}: {result.reason}")
+    return _cost(folder, began)
+
+
+def _fresh(run: Run, folder: Path) -> Cost:
+    """Returns what a process for the same line takes."""
+    line = [sys.executable, "-m", "scalewise", "train", *run.overrides, f"hydra.run.dir={folder}"]
+    began = time.time()
+    ended = subprocess.run(  # noqa: S603 (a list of our own words)
+        line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        raise ScalewiseError(f"the process to measure failed: {ended.stderr.strip()[-500:]}")
+    return _cost(folder, began)
+
+
+def _cost(folder: Path, began: float) -> Cost:
+    """Returns what was taken until now, since ``began``, beyond the steps of the run."""
+    now = time.time()
+    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        steps = sum(float(row["time/step_s"]) for row in csv.DictReader(file))
+    ended = datetime.fromisoformat(str(read_json(folder / "status.json")["ended"])).timestamp()
+    return Cost(ended - began - steps, now - began - steps)

@@ -1,0 +1,47 @@
+"""What makes two jobs the same: a hash of all that determines a result, and of nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from scalewise.run import Run
+
+LEFT_OUT = (
+    "name",
+    "question",
+    "overrides",
+    "choices",  # their values are in the groups
+    "launch",
+    "tracking",
+    "plan",
+    "checkpoint",  # what is kept on the disk
+    "trusted_packages",
+    "hardware",  # figures for planning, some read off the machine of the moment; but for its kind
+    "resume",  # but for a path: it brings weights of another run
+)
+"""Parts of a run that a finished job may differ in and still be the job that is asked for."""
+DIGITS = 16
+
+
+def config_hash(run: Run) -> str:
+    """Returns 16 hex digits that differ where results would.
+
+    Of ``hardware`` the kind of device counts, and of ``resume`` a path. What a path holds (texts,
+    tokens, a checkpoint) is not looked at.
+    """
+    told = {key: value for key, value in run.as_dict().items() if key not in LEFT_OUT}
+    told["device"] = run.hardware.device.value
+    told["from"] = None if run.resume in ("last", "auto") else run.resume
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Returns whether two jobs of one hash are the same, by what their sweeps varied.
+
+    A sweep may vary what the hash leaves out: ``launch.memory_limit_gib=1,2`` makes two jobs.
+    """
+    shared = (key for key in one.keys() & other.keys() if key.split(".")[0] in LEFT_OUT)
+    return all(one[key] == other[key] for key in shared)

@@ -1,0 +1,224 @@
+"""A sweep that goes on in its folder: what of it is done, and what is missing.
+
+``status.json`` of each job is the truth; ``sweep.json`` says which jobs there are.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scalewise.config.near import meant
+from scalewise.errors import EXIT_CODES, Complaint, ConfigError
+from scalewise.launch.config_hash import config_hash, same
+from scalewise.launch.engine import Task
+from scalewise.launch.job import Result, attempts
+from scalewise.tracking.files import read_json
+
+RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
+"""Endings that are final, unless ``retry`` names them."""
+CLOCKS_APART = 2.0
+"""Seconds that a process may seem younger than what it wrote."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What ``resume_sweep=DIR|last retry=failed,timeout`` asks for."""
+
+    sweep: str
+    retry: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A job of the sweep as it was left."""
+
+    number: int
+    config_hash: str
+    varied: Mapping[str, str]
+    planned: Path
+    """The folder of its first attempt; others are numbered: ``3``, ``3-2``."""
+    attempts: tuple[Path, ...]
+    """The folders that there are, the newest first."""
+    result: Result | None
+    """How it ended for good; None where it is missing."""
+
+
+def asked(words: Sequence[str]) -> tuple[Resumption | None, list[str]]:
+    """Returns what the words of a command line ask for, and the other words."""
+    mine = [word.split("=", 1) for word in words if word.startswith(("resume_sweep=", "retry="))]
+    rest = [word for word in words if not word.startswith(("resume_sweep=", "retry="))]
+    given = dict(mine)
+    retry = tuple(filter(None, given.get("retry", "").split(",")))
+    complaints = [
+        Complaint("retry", status, "is no ending to try again", meant(status, RETRIED))
+        for status in retry
+        if status not in RETRIED
+    ]
+    if mine and not given.get("resume_sweep"):
+        cure = "add resume_sweep=last, or resume_sweep=DIR"
+        complaints.append(Complaint("", "", "no sweep is named to go on with", cure))
+    if complaints:
+        raise ConfigError(complaints)
+    return (Resumption(given["resume_sweep"], retry) if mine else None), rest
+
+
+def folder_of(asked: str, fresh: Path) -> Path:
+    """Returns the folder of the sweep that is asked for; ``fresh`` would be that of a new one.
+
+    Raises ``ConfigError`` where there is none, or it still runs.
+    """
+    if asked == "last":
+        found = [file.parent for file in fresh.parent.glob("*/sweep.json")]
+        folder = max(found, key=lambda path: path.name, default=None)
+        if folder is None:
+            reason = f"there is no sweep under {fresh.parent}"
+            raise ConfigError.one("resume_sweep", asked, reason, "give its folder")
+    else:
+        folder = Path(asked).expanduser().absolute()
+    record = read_json(folder / "sweep.json")
+    if not record:
+        reason = "holds no readable sweep.json"
+        raise ConfigError.one("resume_sweep", asked, f"{folder} {reason}", "give a sweep's folder")
+    if any("config_hash" not in row for row in _rows(record)):
+        reason = f"{folder} was written by a version that could not resume sweeps"
+        raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
+    _refuse_living(asked, folder, record)
+    return folder
+
+
+def this_process() -> dict[str, object]:
+    """Returns what tells this process from all others: ``pid``, ``started`` and ``host``."""
+    own = psutil.Process()
+    return {"pid": own.pid, "started": own.create_time(), "host": socket.gethostname()}
+
+
+def earlier(folder: Path, retry: Sequence[str]) -> list[Earlier]:
+    """Returns the jobs of the sweep in ``folder``, by number."""
+    record = read_json(folder / "sweep.json")
+    return [_earlier(folder, row, retry) for row in _rows(record)]
+
+
+def matched(
+    wanted: Sequence[tuple[str, Mapping[str, str]]], known: Sequence[Earlier]
+) -> list[Earlier | None]:
+    """Returns for each wanted job, by hash and what it varies, the one that it is; each once."""
+    left = list(known)
+    found: list[Earlier | None] = []
+    for digest, varied in wanted:
+        fits = (job for job in left if job.config_hash == digest and same(job.varied, varied))
+        job = next(fits, None)
+        if job is not None:
+            left.remove(job)
+        found.append(job)
+    return found
+
+
+def placed(
+    tasks: Sequence[Task], known: list[Earlier], folder: Path
+) -> tuple[list[Task], dict[int, Result]]:
+    """Returns the tasks under the numbers that they have in ``folder``, and results that are kept.
+
+    A job that is new gets a further number. What is found is taken out of ``known``.
+    """
+    wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
+    found = matched(wanted, known)
+    numbers = (int(row["number"]) for row in _rows(read_json(folder / "sweep.json")))
+    further = 1 + max(numbers, default=-1)
+    own: list[Task] = []
+    kept: dict[int, Result] = {}
+    for task, job in zip(tasks, found, strict=True):
+        if job is None:
+            own.append(replace(task, number=further, folder=folder / str(further)))
+            further += 1
+            continue
+        known.remove(job)
+        order = replace(task.order, attempts=job.attempts)
+        own.append(Task(job.number, order, job.planned))
+        if job.result is not None:
+            kept[job.number] = job.result
+    return own, kept
+
+
+def _earlier(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> Earlier:
+    planned = folder / str(row["planned_folder"])
+    tries = attempts(planned)
+    ended = [_result(attempt) for attempt in tries]
+    result = next((end for end in ended if end.status == "ok"), ended[0] if ended else None)
+    if result is None and row["status"] == "refused":  # before it had a folder
+        reason = str(row.get("reason", ""))
+        result = Result("refused", reason, EXIT_CODES["refused"], planned, {})
+    final = result is not None and (result.status == "ok" or result.status in RETRIED)
+    if final and result is not None and result.status in retry:
+        final = False
+    return Earlier(
+        int(row["number"]),
+        str(row["config_hash"]),
+        dict(row["varied"]),
+        planned,
+        tries,
+        result if final else None,
+    )
+
+
+def _result(attempt: Path) -> Result:
+    status = read_json(attempt / "status.json")
+    code = status.get("exit_code")
+    return Result(
+        str(status.get("status", "running")),
+        str(status.get("reason", "")),
+        code if isinstance(code, int) else 1,
+        attempt,
+        read_json(attempt / "summary.json"),
+    )
+
+
+def _refuse_living(asked: str, folder: Path, record: Mapping[str, object]) -> None:
+    """Refuses a sweep whose process, or one of whose jobs, lives."""
+    process: Any = record.get("process")
+    host = process["host"]
+    if record.get("ended") is None and host != socket.gethostname():
+        reason = f"{folder} was not ended by its process {process['pid']} on {host}"
+        cure = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
+        raise ConfigError.one("resume_sweep", asked, reason, cure)
+    if host != socket.gethostname():
+        return
+    living = {}
+    if record.get("ended") is None and _lives(process["pid"], process["started"]):
+        living[process["pid"]] = "it"
+    for row in _rows(record):
+        for attempt in attempts(folder / str(row["planned_folder"])):
+            status = read_json(attempt / "status.json")
+            if status.get("status") == "running" and status.get("host") == host:
+                started = datetime.fromisoformat(str(status["started"])).timestamp()
+                if _lives(int(str(status["process"])), started):
+                    living.setdefault(status["process"], f"its job {row['number']}")
+    if living:
+        (pid, what), *_ = living.items()
+        reason = f"{what} still runs, as process {pid}"
+        raise ConfigError.one("resume_sweep", asked, reason, f"wait for it, or end it: kill {pid}")
+
+
+def _lives(pid: int, at: float) -> bool:
+    """Returns whether the process that had ``pid`` at a time has it still."""
+    if pid == os.getpid():
+        return False
+    try:
+        process = psutil.Process(pid)
+        return bool(
+            process.create_time() <= at + CLOCKS_APART and process.status() != psutil.STATUS_ZOMBIE
+        )
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _rows(record: Mapping[str, object]) -> list[Mapping[str, Any]]:
+    rows = record.get("jobs")
+    return rows if isinstance(rows, list) else []

@@ -1,0 +1,43 @@
+"""A process that runs one job after the other for a sweep that runs several at once.
+
+What ends a job's processes ends all that were started from this process, so that each of the jobs
+under way needs one of its own. ``python -m scalewise.launch.supervisor FD PARENT`` reads orders
+from a pipe that its sweep, the process PARENT, holds, and ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from scalewise import output
+from scalewise.hardware import this_machine
+from scalewise.launch import processes, seat
+from scalewise.launch.engine import executed
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Runs the jobs that come, until the pipe is closed."""
+    with suppress(OSError, AttributeError):  # Linux: jobs are saved when the sweep is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it was, before this process could ask to be told
+        return
+    processes.start_nursery()
+    orders = Connection(descriptor)
+    with output.shielded(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        orders.send(None)  # ready
+        while True:
+            task, own = orders.recv()
+            seat.take(own)
+            this_machine.cache_clear()  # a job tells of the share that it has
+            orders.send(executed(task, lambda _: None))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

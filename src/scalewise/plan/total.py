@@ -1,0 +1,45 @@
+"""What all jobs of a sweep will take together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scalewise.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sums over the jobs of a sweep that may fit."""
+
+    jobs: int
+    """All jobs."""
+    unfit: int
+    """Jobs that are surely out of memory; they take no time."""
+    seconds: float
+    """Time of the jobs whose time is known, one after the other."""
+    dollars: float | None
+    """Their price; None where no price is known."""
+    untimed: int
+    """Jobs that may fit and whose time is not known."""
+
+
+def total(plans: Sequence[Plan]) -> Total:
+    """Returns the sums over the plans of a sweep."""
+    tried = [plan for plan in plans if not plan.fit.verdict.bad]
+    timed = [(plan, tokens) for plan in tried if (tokens := tokens_of(plan)) is not None]
+    prices = [price for plan, tokens in timed if (price := plan.dollars_for(tokens)) is not None]
+    return Total(
+        len(plans),
+        len(plans) - len(tried),
+        sum(plan.seconds_for(tokens) or 0.0 for plan, tokens in timed),
+        sum(prices) if prices else None,
+        len(tried) - len(timed),
+    )
+
+
+def tokens_of(plan: Plan) -> int | None:
+    """Returns the tokens that a run of known speed trains on; None: epochs of unknown length."""
+    if plan.step is None or plan.run.trainer.max_epochs is not None:
+        return None
+    return plan.run.tokens_per_step * plan.run.steps(rows=0)

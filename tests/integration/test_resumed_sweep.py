@@ -1,0 +1,159 @@
+"""Sweeps that were cut off go on where they were; sweeps that were edited keep what is done."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fixtures.doors import UNTRACKED, Doors, Folder
+
+LONG = pytest.mark.exhaustive
+SWEEP = ("-m", *UNTRACKED, "checkpoint.every=2", "trusted_packages=[fixtures]")
+KILLED_IN_JOB_1 = (
+    "+callbacks.accident._target_=fixtures.accidents.KillLauncher",
+    "+callbacks.accident.job=1",
+    "+callbacks.accident.step=5",
+)
+SLOW = "+callbacks.slow._target_=fixtures.accidents.Slow"
+
+
+def done(sweep: Folder) -> dict[str, bytes]:
+    """What every job that ended well has left, by the job's folder."""
+    found = {}
+    for file in sweep.path.glob("*/status.json"):
+        if json.loads(file.read_text("utf-8"))["status"] == "ok":
+            found |= {
+                str(each.relative_to(sweep.path)): each.read_bytes()
+                for each in file.parent.rglob("*")
+                if each.is_file() and each.name != "report.html"
+            }
+    return found
+
+
+def unchanged(before: dict[str, bytes], sweep: Folder) -> bool:
+    return all((sweep.path / name).read_bytes() == content for name, content in before.items())
+
+
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
+def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors) -> None:
+    line = (*SWEEP, "seed=1,2,3", f"parallelism={layout}", *KILLED_IN_JOB_1)
+    door = scalewise.start(*line)
+    cut = door.wait()
+    assert cut.code == -signal.SIGKILL, cut.said
+    assert door.leftovers(within=15) == []
+    sweep, before = cut.folder, done(cut.folder)
+    assert [job["status"] for job in sweep.json("sweep.json")["jobs"]] == [
+        "ok",
+        "running",
+        "waiting",
+    ]
+    assert {name.split("/")[0] for name in before} == {"0"}
+
+    ended = scalewise(*line, "resume_sweep=last").ok()
+    assert f"going on in {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
+    assert ended.folder.path == sweep.path
+    assert unchanged(before, sweep)
+    record = sweep.json("sweep.json")
+    assert [job["folder"] for job in record["jobs"]] == ["0", "1-2", "2"]
+    assert [job["status"] for job in record["jobs"]] == ["ok"] * 3
+    assert "resume_sweep" not in record["command"]
+    second = sweep.jobs[1]
+    assert str(sweep.path / "1" / "checkpoints") in second.status["resumed_from"]
+    assert second.steps == list(range(1, 9))
+
+
+KILL_BEFORE_WRITE = """
+import os, signal, sys
+from scalewise import cli
+from scalewise.launch import sweep
+
+writes, last, write = 0, int(sys.argv[1]), sweep.write_json
+
+def counted(path, content):
+    global writes
+    writes += 1
+    if writes == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, content)
+
+sweep.write_json = counted
+cli.main(["train", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "finished"),
+    [
+        pytest.param(2, [], marks=LONG, id="before the first job"),
+        pytest.param(3, ["0"], id="between a job's end and the record"),
+        pytest.param(4, ["0"], marks=LONG, id="between two jobs"),
+        pytest.param(5, ["0", "1"], marks=LONG, id="after the last job"),
+        pytest.param(6, ["0", "1"], marks=LONG, id="before the record is closed"),
+    ],
+)
+def test_no_finished_job_is_lost(write: int, finished: list[str], scalewise: Doors) -> None:
+    line = (*SWEEP, "seed=1,2")
+    program = [sys.executable, "-c", KILL_BEFORE_WRITE, str(write), *line]
+    cut = scalewise.command(program).wait()
+    assert cut.code == -signal.SIGKILL, cut.said
+    before = done(cut.folder)
+    assert sorted({name.split("/")[0] for name in before}) == finished
+    ended = scalewise(*SWEEP, "seed=2", "resume_sweep=last").ok()  # another grid than before
+    assert unchanged(before, ended.folder)
+    assert [job.path.name for job in ended.folder.jobs] == ["0", "1"]
+    noted = [job["status"] for job in ended.folder.json("sweep.json")["jobs"]]
+    assert noted == ["ok" if finished else "interrupted", "ok"]
+    assert ended.folder.json("sweep.json")["ended"] is not None
+
+
+def test_an_edited_grid_adds_jobs_and_retries_on_request(scalewise: Doors) -> None:
+    """A limit is no part of what a job is: the one that ran out of time gets more of it."""
+    slow = (*SWEEP, SLOW)
+    ended = scalewise(*slow, "seed=1,2", "launch.timeout=4")
+    assert ended.code == 4, ended.said
+    sweep = ended.folder
+    assert [job.status["status"] for job in sweep.jobs] == ["timeout"] * 2
+
+    kept = scalewise(*slow, "seed=1,2", "resume_sweep=last", "launch.timeout=60")
+    assert kept.code == 4, kept.said
+    assert "2 of 2 jobs have ended, 0 to run" in kept.out
+
+    other = ("seed=2,3", "resume_sweep=last", "launch.timeout=60")
+    more = scalewise(*slow, *other, "retry=timeout,failed").ok()
+    record = more.folder.json("sweep.json")
+    assert more.folder.path == sweep.path
+    assert [(job["number"], job["folder"], job["status"]) for job in record["jobs"]] == [
+        (0, "0", "timeout"),
+        (1, "1-2", "ok"),
+        (2, "2", "ok"),
+    ]
+    assert record["varying"] == {"seed": ["1", "2", "3"]}
+    retried = more.folder.jobs[1]
+    assert retried.status["resumed_from"] is not None
+    assert retried.steps == list(range(1, 9))
+
+
+@pytest.fixture
+def running(scalewise: Doors) -> Iterator[tuple[Doors, Path]]:
+    """A sweep under way."""
+    door = scalewise.start(*SWEEP, SLOW, "trainer.max_steps=1000", "seed=1,2")
+    folder = door.until_step(2).parent
+    yield scalewise, folder
+    assert door.process.poll() is None
+    door.signal(signal.SIGINT, group=True)
+    assert door.wait(30).code == 130
+
+
+def test_a_sweep_that_runs_is_not_gone_on_with(running: tuple[Doors, Path]) -> None:
+    scalewise, folder = running
+    record = (folder / "sweep.json").read_text("utf-8")
+    pid = json.loads(record)["process"]["pid"]
+    line = (*SWEEP, "seed=1,2")
+    for asked in ("last", str(folder)):
+        refused = scalewise(*line, f"resume_sweep={asked}").refused(f"process {pid}")
+        assert "still runs" in refused.err
+    assert (folder / "sweep.json").read_text("utf-8") == record

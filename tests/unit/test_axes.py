@@ -1,0 +1,119 @@
+"""What a sweep varies: crossed, paired, listed, ranged; what the line replaces; what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from fixtures.verbs import Noted
+
+from scalewise.config.door import Job, open_door
+from scalewise.errors import ConfigError
+
+Jobs = Callable[..., list[Job]]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Returns the jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
+    monkeypatch.chdir(tmp_path)
+
+    def found(*typed: str, **sweeper: object) -> list[Job]:
+        file = tmp_path / "own" / "sweeps" / "own.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
+        file.write_text(yaml.safe_dump(content, sort_keys=False))
+        verb = Noted()
+        assert open_door(verb, ["-cd", "own", "sweep=own", *typed]) == 0
+        return verb.jobs
+
+    return found
+
+
+def varied(jobs: Sequence[Job], *keys: str) -> list[tuple[str, ...]]:
+    return [tuple(job.varied[key] for key in keys) for job in jobs]
+
+
+ZIP = {"model.layers": "2,4", "optimizer.lr": "1e-3,5e-4"}
+
+
+def test_params_are_crossed_and_the_last_varies_fastest(jobs: Jobs) -> None:
+    found = jobs(params={"seed": "choice(1,2)", "question": "same"})
+    assert varied(found, "seed") == [("1",), ("2",)]
+    found = jobs(params={"seed": "1,2", "model.layers": "range(2,7,2)"})
+    crossed = list(itertools.product("12", "246"))
+    assert varied(found, "seed", "model.layers") == crossed
+    assert [(job.run.seed, job.run.model.layers) for job in found] == [
+        (int(seed), int(layers)) for seed, layers in crossed
+    ]
+    assert [job.number for job in found] == [*range(6)]
+    assert [job.folder.name for job in found] == [*"012345"]
+
+
+def test_zip_is_paired(jobs: Jobs) -> None:
+    found = jobs(zip=ZIP)
+    assert varied(found, *ZIP) == [("2", "0.001"), ("4", "0.0005")]
+
+
+def test_zip_is_crossed_with_params_and_with_the_line(jobs: Jobs) -> None:
+    found = jobs("precision=fp32,bf16_mixed", zip=ZIP, params={"seed": "1,2,3"})
+    assert len(found) == 2 * 3 * 2
+    pairs = {(job.run.model.layers, job.run.optimizer.lr) for job in found}
+    assert pairs == {(2, 1e-3), (4, 5e-4)}
+
+
+def test_the_line_replaces_an_axis(jobs: Jobs) -> None:
+    (alone,) = jobs("seed=7", params={"seed": "1,2,3"})
+    assert alone.run.seed == 7
+    others = jobs("seed=7,8", params={"seed": "1,2,3"})
+    assert [job.run.seed for job in others] == [7, 8]
+
+
+def test_the_line_takes_a_key_out_of_a_zip(jobs: Jobs) -> None:
+    found = jobs("optimizer.lr=1e-5,1e-4,1e-3", zip={**ZIP, "seed": "5,6"})
+    assert len(found) == 6
+    assert {(job.run.model.layers, job.run.seed) for job in found} == {(2, 5), (4, 6)}
+
+
+def test_experiments_run_in_the_order_that_names_them(jobs: Jobs) -> None:
+    found = jobs(params={"experiment": "smoke,demo,communication/slow_link"})
+    names = [job.run.choices["experiment"] for job in found]
+    assert names == ["smoke", "demo", "communication/slow_link"]
+    assert len({job.run.question for job in found}) == 3
+
+
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_with_and_without_the_flag(flags: tuple[str, ...], jobs: Jobs) -> None:
+    assert [job.run.seed for job in jobs(*flags, params={"seed": "1,2"})] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "complaint"),
+    [
+        (
+            {"zip": {"model.layers": "2,4,6", "optimizer.lr": "1e-3,5e-4"}},
+            "hydra.sweeper.zip=[model.layers,optimizer.lr]: paired values need equal numbers: "
+            "model.layers 3, optimizer.lr 2; give each key as many",
+        ),
+        ({"zip": {"seed": "1,2"}, "params": {"seed": "3,4"}}, "zip.seed=1,2: is in params too"),
+        ({"params": {"seed": [1, 2]}}, "seed=[1,2]: is no text of values; write its values as one"),
+        ({"params": {"seed": "interval(1,2)"}}, "seed=interval(1,2): is no list of values"),
+        ({"params": {"seed": "range(5,1)"}}, "seed=range(5,1): names no value"),
+        ({"params": {"optimizer.lrr": "1,2"}}, "no such key; did you mean optimizer.lr?"),
+        ({"zip": {"sede": "1,2"}}, "no such key; did you mean seed?"),
+        ({"params": {"optimizer": "adamw,adamv"}}, "no such option; did you mean adamw?"),
+        ({"params": {"seed": "1,,2"}}, "cannot read the override 'seed=1,,2'"),
+        ({"params": {"optimizer.lr": "1e-3,-1"}}, "optimizer.lr=-1"),
+    ],
+)
+def test_a_sweep_is_refused_in_our_words_and_leaves_nothing(
+    sweeper: dict[str, object], complaint: str, jobs: Jobs, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        jobs(**sweeper)
+    (found,) = caught.value.complaints
+    assert complaint in str(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]

@@ -1,0 +1,272 @@
+"""What makes two jobs the same, what of a sweep is missing, and what cannot be gone on with."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scalewise.config.door import open_door
+from scalewise.errors import ConfigError
+from scalewise.launch import resumed_sweep
+from scalewise.launch.config_hash import config_hash
+from scalewise.launch.engine import InTurn, Task
+from scalewise.launch.job import Order, attempts
+from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
+from scalewise.launch.sweep import execute_all, unused
+from scalewise.run import Run
+from scalewise.tracking.files import write_json
+from scalewise.verbs.train import Train
+
+Compose = Callable[..., Run]
+
+
+class TestHash:
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "seed=2",
+            "optimizer.lr=1e-4",
+            "optimizer=sgd",
+            "model.layers=3",
+            "trainer.max_steps=7",
+            "parallelism=ddp",
+            "precision=bf16_mixed",
+            "memory=checkpoint_full",
+            "callbacks.guard.factor=3",
+            "data.sequence=64",
+            "resume=.",
+            "hardware=h100",
+        ],
+    )
+    def test_what_a_result_depends_on(self, override: str, compose: Compose) -> None:
+        assert config_hash(compose(override, here=False)) != config_hash(compose(here=False))
+
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "name=other",
+            "question=Why?",
+            "launch.timeout=60",
+            "tracking=none",
+            "plan.fit=auto",
+            "checkpoint.every=5",
+            "resume=auto",
+            "hardware.memory_gib=3",
+            "trusted_packages=[fixtures]",
+            "optimizer.lr=0.0003",
+            "model=decoder_nano",
+        ],
+    )
+    def test_what_it_does_not(self, override: str, compose: Compose) -> None:
+        assert config_hash(compose(override)) == config_hash(compose())
+
+
+def job(number: int, digest: str = "a", **varied: str) -> Earlier:
+    named = {key.replace("__", "."): value for key, value in varied.items()}
+    return Earlier(number, digest, named, Path(str(number)), (), None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "numbers"),
+    [
+        ([("a", {}), ("b", {})], [job(0, "b"), job(1, "a")], [1, 0]),
+        ([("a", {}), ("a", {})], [job(0)], [0, None]),
+        ([("a", {}), ("a", {}), ("a", {})], [job(0), job(1)], [0, 1, None]),
+        ([("a", {"launch.timeout": "2"})], [job(0, launch__timeout="1")], [None]),
+        (
+            [("a", {"launch.timeout": "2"}), ("a", {"launch.timeout": "1"})],
+            [job(0, launch__timeout="1"), job(1, launch__timeout="2")],
+            [1, 0],
+        ),
+        ([("a", {"launch.timeout": "2"})], [job(0, seed="1")], [0]),
+        ([("a", {"optimizer.lr": "1e-3"})], [job(0, optimizer__lr="0.001")], [0]),
+        ([("c", {})], [job(0)], [None]),
+    ],
+)
+def test_jobs_are_matched_once(
+    wanted: list[Any], known: list[Earlier], numbers: list[int | None]
+) -> None:
+    found = [None if one is None else one.number for one in matched(wanted, known)]
+    assert found == numbers
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """The folder of a sweep that left jobs of every kind."""
+    folder = tmp_path / "name" / "2026-01-01_00-00-00"
+    statuses = ["ok", "failed", "timeout", "interrupted", "running", "waiting", "refused"]
+    rows = []
+    for number, status in enumerate(statuses):
+        rows.append(
+            {
+                "number": number,
+                "planned_folder": str(number),
+                "folder": str(number),
+                "config_hash": str(number),
+                "varied": {"seed": str(number)},
+                "status": status,
+                "reason": "by the plan" if status == "refused" else "",
+            }
+        )
+        if status not in ("waiting", "refused"):
+            leave(folder / str(number), status)
+    process = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
+    write_json(folder / "sweep.json", {"jobs": rows, "ended": None, "process": process})
+    return folder
+
+
+def leave(attempt: Path, status: str) -> None:
+    attempt.mkdir(parents=True)
+    (attempt / "overrides.txt").touch()
+    codes = {"ok": 0, "failed": 1, "timeout": 4, "interrupted": 143}
+    content = {"status": status, "exit_code": codes.get(status), "process": 2**22 + 1}
+    host = {"host": socket.gethostname(), "started": "2026-01-01T00:00:00+00:00"}
+    write_json(attempt / "status.json", {**content, **host})
+
+
+def changed_record(folder: Path, **changes: object) -> None:
+    content = resumed_sweep.read_json(folder / "sweep.json")
+    write_json(folder / "sweep.json", {**content, **changes})
+
+
+class TestWhatIsMissing:
+    def missing(self, folder: Path, *retry: str) -> list[int]:
+        return [job.number for job in earlier(folder, retry) if job.result is None]
+
+    def test_is_what_did_not_end(self, sweep: Path) -> None:
+        assert self.missing(sweep) == [3, 4, 5]
+
+    def test_and_on_request_what_ended_badly(self, sweep: Path) -> None:
+        assert self.missing(sweep, "failed") == [1, 3, 4, 5]
+        assert self.missing(sweep, "timeout", "refused") == [2, 3, 4, 5, 6]
+
+    def test_is_told_by_the_folders_and_not_by_the_record(self, sweep: Path) -> None:
+        for name, status in (("4-2", "interrupted"), ("4-3", "ok"), ("1-2", "interrupted")):
+            leave(sweep / name, status)
+        assert self.missing(sweep) == [1, 3, 5]
+        found = earlier(sweep, ())
+        assert found[4].result is not None
+        assert found[4].result.folder == sweep / "4-3"
+        assert [path.name for path in found[1].attempts] == ["1-2", "1"]
+
+    def test_is_a_folder_that_was_only_just_made(self, sweep: Path) -> None:
+        (sweep / "5").mkdir()
+        (sweep / "5" / "overrides.txt").touch()
+        assert self.missing(sweep) == [3, 4, 5]
+        assert earlier(sweep, ())[5].attempts == (sweep / "5",)
+
+    def test_a_refusal_keeps_its_words(self, sweep: Path) -> None:
+        result = earlier(sweep, ())[6].result
+        assert result is not None
+        assert (result.status, result.reason, result.exit_code) == ("refused", "by the plan", 2)
+
+
+def test_a_job_that_is_new_gets_a_further_number(sweep: Path, compose: Compose) -> None:
+    known = earlier(sweep, ())
+    tasks = [
+        Task(number, Order(compose(f"seed={number + 1}"), varied={}), sweep / str(number))
+        for number in range(2)
+    ]
+    own, kept = resumed_sweep.placed(tasks, known, sweep)
+    assert [(task.number, task.folder.name) for task in own] == [(7, "7"), (8, "8")]
+    assert kept == {}
+
+
+def test_attempts_are_the_newest_first(tmp_path: Path) -> None:
+    assert attempts(tmp_path / "3") == ()
+    for name in ("3", "3-2", "3-4"):
+        leave(tmp_path / name, "failed")
+    assert [path.name for path in attempts(tmp_path / "3")] == ["3-2", "3"]
+
+
+def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> None:
+    leave(sweep / "4-2", "ok")
+    said: list[object] = []
+    none: dict[str, Any] = {"announce": said.append, "report": said.append}
+    assert execute_all([], sweep, InTurn(), command="", question="", **none) == []
+    rows = resumed_sweep.read_json(sweep / "sweep.json")["jobs"]
+    statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]
+    assert [row["status"] for row in rows] == statuses
+    assert rows[4]["folder"] == "4-2"
+
+
+class TestFolder:
+    def test_last_is_the_newest_of_the_name(self, sweep: Path) -> None:
+        assert folder_of("last", sweep.with_name("2026-02-01_00-00-00")) == sweep
+
+    def test_a_new_sweep_never_joins_another(self, sweep: Path) -> None:
+        assert unused(sweep).name == f"{sweep.name}-2"
+        assert unused(sweep.with_name("other")).name == "other"
+
+    def test_there_must_be_one(self, tmp_path: Path) -> None:
+        for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):
+            with pytest.raises(ConfigError, match=reason):
+                folder_of(word, tmp_path / "name" / "now")
+
+    def test_it_must_be_of_this_version(self, sweep: Path) -> None:
+        changed_record(sweep, jobs=[{"number": 0}])
+        with pytest.raises(ConfigError, match="could not resume"):
+            folder_of(str(sweep), sweep)
+
+    def test_its_process_must_be_gone(self, sweep: Path) -> None:
+        parent = psutil.Process(os.getppid())
+        process = {"pid": parent.pid, "started": parent.create_time()}
+        changed_record(sweep, process={**process, "host": socket.gethostname()})
+        with pytest.raises(ConfigError, match=f"it still runs, as process {parent.pid}"):
+            folder_of(str(sweep), sweep)
+        changed_record(sweep, process={**process, "host": "elsewhere"})
+        with pytest.raises(ConfigError, match=f"its process {parent.pid} on elsewhere"):
+            folder_of(str(sweep), sweep)
+        changed_record(sweep, ended="2026-01-01T00:00:00+00:00")
+        assert folder_of(str(sweep), sweep) == sweep
+
+    def test_a_process_that_only_has_the_number_is_another(self, sweep: Path) -> None:
+        process = {"pid": os.getppid(), "started": 1.0, "host": socket.gethostname()}
+        changed_record(sweep, process=process)
+        assert folder_of(str(sweep), sweep) == sweep
+
+    def test_its_jobs_must_be_gone(self, sweep: Path) -> None:
+        status = resumed_sweep.read_json(sweep / "4" / "status.json")
+        now = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
+        write_json(sweep / "4" / "status.json", {**status, **now})
+        with pytest.raises(ConfigError, match=f"its job 4 still runs, as process {os.getppid()}"):
+            folder_of(str(sweep), sweep)
+
+
+class TestWords:
+    def test_are_taken_from_the_line(self) -> None:
+        found, rest = asked(["-m", "seed=1,2", "resume_sweep=last", "retry=failed,timeout"])
+        assert rest == ["-m", "seed=1,2"]
+        assert found is not None
+        assert (found.sweep, found.retry) == ("last", ("failed", "timeout"))
+        assert asked(["-m", "seed=1,2"]) == (None, ["-m", "seed=1,2"])
+
+    @pytest.mark.parametrize(
+        ("words", "complaint"),
+        [
+            (["retry=failed"], "no sweep is named to go on with; add resume_sweep=last"),
+            (["resume_sweep="], "no sweep is named"),
+            (["resume_sweep=last", "retry=fialed"], "retry=fialed: is no ending to try again; did"),
+            (["resume_sweep=last", "retry=ok"], "retry=ok: is no ending to try again"),
+        ],
+    )
+    def test_are_refused(self, words: list[str], complaint: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            asked(words)
+        assert complaint in str(caught.value)
+
+    @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
+    def test_leave_nothing_when_refused(
+        self, line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        found, rest = asked([*line, "resume_sweep=last"])
+        with pytest.raises(ConfigError, match="single run" if not line else "there is no sweep"):
+            open_door(Train(rest, found), rest)
+        assert list(tmp_path.iterdir()) == []

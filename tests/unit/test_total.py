@@ -1,0 +1,52 @@
+"""What a sweep takes in all, and what of it is refused before it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fixtures.layouts import LLAMA_8B
+
+from scalewise.errors import ConfigError
+from scalewise.plan.plan import planned
+from scalewise.plan.total import total
+from scalewise.plan.verdict import refuse_unfit
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
+
+
+def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
+    lines = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
+    plans = [planned(compose(*H100, *line, here=False)) for line in lines]
+    found = total(plans)
+    assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
+    step = plans[0].step
+    assert step is not None
+    assert found.seconds == pytest.approx(2 * 1000 * step.seconds)
+    price = plans[0].run.hardware.dollars_per_hour
+    assert price is not None
+    assert found.dollars == pytest.approx(found.seconds / 3600 * price)
+
+
+def test_what_is_not_known_is_counted(compose: Compose) -> None:
+    epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
+    lines = (H100, (*H100, *epochs), ("hardware=cpu",))
+    found = total([planned(compose(*line, here=False)) for line in lines])
+    assert (found.jobs, found.unfit, found.untimed) == (3, 0, 2)
+    assert found.seconds > 0
+    assert total([planned(compose("hardware=cpu"))]).dollars is None
+
+
+def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
+    refuse_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
+    with pytest.raises(ConfigError) as caught:
+        refuse_unfit(compose("model=llama3_70b", *H100, here=False))
+    (complaint,) = caught.value.complaints
+    assert complaint.key == "launch.refuse_unfit"
+    assert complaint.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
+    fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
+    node = ("parallelism.cpu_offload=true", "hardware.host_memory_gib=64")
+    with pytest.raises(ConfigError, match=r"host_out_of_memory: .* of 64.00 GiB \(offloaded"):
+        refuse_unfit(compose(*LLAMA_8B, *fitting, *node, here=False))
