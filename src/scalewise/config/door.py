@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,8 @@ class Verb:
 
     here = True
     """Whether runs must be able to run on the present machine."""
+    elsewhere: Collection[str] = ()
+    """Launchers whose jobs run on other machines."""
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
@@ -92,9 +94,13 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
     flags = _flags(arguments)
+    away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
+    typed = [line.partition("=") for line in flags.overrides]
+    if foreign := [c for key, _, name in typed if key == "hydra/launcher" for c in _foreign(name)]:
+        raise ConfigError(foreign)
 
     def task(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()
@@ -102,6 +108,9 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
         try:
+            if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
+                cure = "add -m: a sweep of one job"
+                raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
             run = read(config, _lines(config.hydra), here=verb.here)
             passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
@@ -124,7 +133,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     except Exception as error:  # whatever Hydra made of it is translated below
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        raise refuse.translated(error, flags.overrides, here=verb.here) from error
+        raise refuse.translated(error, flags.overrides, here=verb.here and not away) from error
     finally:
         if passage.folder is not None:
             _remove_empty(passage.folder)
@@ -134,6 +143,16 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
     return _exit_code(passage.codes)
+
+
+def _foreign(launcher: str) -> Iterator[Complaint]:
+    """Yields that a launcher is not ours: its jobs would be neither validated nor recorded."""
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
+    if launcher not in LAUNCHERS:
+        reason = "runs jobs unseen: no check before the first starts, no record of how they end"
+        cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
+        yield Complaint("hydra/launcher", launcher, reason, cure)
 
 
 def _flags(arguments: Sequence[str]) -> Namespace:
@@ -164,7 +183,8 @@ def launch(
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
     passage, folder = _passages[-1], sweep_folder(config)
-    jobs = _validated(loader, config, job_overrides, first, folder)
+    here = passage.verb.here and engine["engine"] not in passage.verb.elsewhere
+    jobs = _validated(loader, config, job_overrides, first, folder, here=here)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
@@ -188,6 +208,8 @@ def _validated(
     job_overrides: Sequence[Sequence[str]],
     first: int,
     folder: Path,
+    *,
+    here: bool,
 ) -> list[Job]:
     varied = _varied(job_overrides)
     jobs: list[Job] = []
@@ -204,7 +226,7 @@ def _validated(
         try:
             # Alone, a job is its own overrides: the axes would make it a sweep again.
             lines = [line for line in _lines(composed.hydra) if not line.startswith("sweep=")]
-            run = read(composed, lines, here=_passages[-1].verb.here)
+            run = read(composed, lines, here=here)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue

@@ -12,8 +12,18 @@ def _in_turn() -> Engine:
     return InTurn()
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {"in_turn": _in_turn}
+def _slurm(**options: Any) -> Engine:
+    from scalewise.launch.slurm import Slurm
+
+    return Slurm(**options)
+
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {"in_turn": _in_turn, "slurm": _slurm}
 """What makes each engine from its options; it imports what that engine needs."""
+
+
+ELSEWHERE = ("slurm",)
+"""Engines whose jobs run on other machines than the present one."""
 
 
 def named(options: Mapping[str, Any]) -> Engine:

@@ -21,6 +21,8 @@ from scalewise.verbs.fit import all_fitted, fitted
 class Train(Verb):
     """Runs jobs and writes their reports."""
 
+    elsewhere = engines.ELSEWHERE
+
     def __init__(self, arguments: Sequence[str]) -> None:
         self._command = command_line("train", tuple(arguments))
 

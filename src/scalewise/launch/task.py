@@ -1,0 +1,93 @@
+"""One task of a job under Slurm: ``python -m scalewise.launch.task FOLDER NUMBER TIMEOUTS``.
+
+``FOLDER`` holds the orders of a sweep, ``NUMBER`` picks one, and ``TIMEOUTS`` says how often the
+job may wait in the queue again because its time was up. Each task is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise import output
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.launch import orders, signals, squeue, started
+from scalewise.launch.engine import INTERRUPTED, Task
+from scalewise.launch.job import Result, begin, claim, end
+from scalewise.launch.status import Ending
+from scalewise.tracking.files import read_json, write_json
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of this rank, once the job has a status or waits again."""
+    folder, number, timeouts = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    started.adopt(os.environ, least=1)
+    with output.shielded():
+        try:
+            task = orders.read(folder / f"{number}.json")
+            result = _result(task)
+        except ScalewiseError as error:
+            print(f"scalewise: {error}", file=sys.stderr)
+            return error.exit_code
+        if started.leads() and result.exit_code in INTERRUPTED:
+            warning = result.exit_code - 128 == signal.SIGUSR2
+            told = _again(folder / f"{number}-timeouts.json", timeouts if warning else None)
+            print(f"job {number} {result.status}: {result.reason}; {told}", flush=True)
+        return result.exit_code
+
+
+def _result(task: Task) -> Result:
+    """Runs this rank, in the job's folder of an earlier attempt if there was one."""
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    again = requeued and (task.folder / "status.json").is_file()
+    try:
+        with signals.raised("before training began"):
+            if complaints := list(task.order.run.machine_complaints()):
+                raise ConfigError(complaints)
+            from scalewise.launch.in_place import run_rank
+
+            return run_rank(task.order, task.folder, again=again)
+    except ConfigError as error:
+        reason = "; ".join(str(complaint) for complaint in error.complaints)
+        ending = Ending("refused", reason, int(os.environ["RANK"]))
+    except Interrupted as error:
+        ending = Ending("interrupted", str(error), None, (), error.signal_number)
+    if not started.leads():
+        return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
+    earlier = read_json(task.folder / "status.json")
+    folder = task.folder if again else claim(task.folder)
+    status = begin(task.order, folder, None, earlier)
+    return end(status, ending, task.order, status.attempts, folder)
+
+
+def _again(count: Path, timeouts: int | None) -> str:
+    """Lets an interrupted job wait in the queue again where it may, and says what became of it.
+
+    It may when it was preempted, and as often as ``timeouts`` when its time was nearly up. Where
+    somebody cancelled it, or Slurm has requeued it already, it is not running any more.
+    """
+    job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    facts = squeue.facts(job)
+    if facts.get("JobState") != "RUNNING":
+        return f"Slurm says {facts.get('JobState', 'nothing')}"
+    if timeouts is None:
+        if facts.get("PreemptTime", "None") == "None":
+            return "nobody asked for its place"
+    else:
+        so_far = int(str(read_json(count).get("timeouts", 0)))
+        if so_far >= timeouts:
+            return f"its time was up {so_far + 1} times, hydra.launcher.max_num_timeout={timeouts}"
+        write_json(count, {"timeouts": so_far + 1})
+    return "it waits in the queue again" if squeue.requeue(job) else "Slurm did not requeue it"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a broken process group would hold the interpreter back.
+    os._exit(code)
