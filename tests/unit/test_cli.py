@@ -71,7 +71,7 @@ def test_help_names_every_benchmark() -> None:
     ("verb", "hint"),
     [
         ("tarin", "did you mean train?"),
-        ("zzz", "verbs: train, plan, report, bench, calibrate, doctor"),
+        ("zzz", "verbs: train, plan, status, report, bench, calibrate, doctor"),
     ],
 )
 def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_verbs() -> None:
-    assert list(cli.VERBS) == ["train", "plan", "report", "bench", "calibrate", "doctor"]
+    assert list(cli.VERBS) == ["train", "plan", "status", "report", "bench", "calibrate", "doctor"]
 
 
 def test_groups_and_their_options() -> None:

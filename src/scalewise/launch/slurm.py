@@ -22,8 +22,8 @@ from scalewise.launch.job import Result
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
 
-JOBS = "jobs.json"
-"""Which job of Slurm's (``12_0``) each job of the sweep is, beside their orders."""
+FOLDER, JOBS = "slurm", "jobs.json"
+"""Beside the jobs' folders: orders, logs, and which job of Slurm's (``12_0``) each job is."""
 SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
 """Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
 SETTLING = 10.0

@@ -59,7 +59,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
-        write_json(folder / "plan.json", record(run))
+        write_json(folder / "plan.json", {"steps": steps, **record(run)})
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,

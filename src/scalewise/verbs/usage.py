@@ -5,6 +5,7 @@ from __future__ import annotations
 VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
+    "status": "say how far the jobs of a sweep are, wherever they run; live on a terminal",
     "report": "write report.html again for a run's or a sweep's folder",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
     "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
@@ -30,6 +31,7 @@ FORMS: dict[str, Rows] = {
         ("scalewise train -m [a=1,2 ...]", "every combination of the values"),
         ("scalewise train sweep=NAME", "the combinations of sweeps/NAME.yaml"),
         ("scalewise train ... resume=last", "go on from the newest run of this name"),
+        ("scalewise train -m hydra/launcher=slurm ...", "every combination as a job of Slurm's"),
         ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
         ("scalewise train ... --cfg job", "show what would run; nothing runs"),
     ),
@@ -42,6 +44,7 @@ FORMS: dict[str, Rows] = {
         ("                plan.full_depth=true", "every layer, and no shallow copies"),
         ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
     ),
+    "status": (("scalewise status FOLDER ...", "of sweeps or runs"),),
     "report": (("scalewise report FOLDER ...", "of runs or sweeps"),),
     "bench": (
         ("scalewise bench collectives", "latency and bandwidth of each collective here"),
