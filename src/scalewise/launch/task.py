@@ -33,8 +33,14 @@ def main(arguments: Sequence[str]) -> int:
             print(f"scalewise: {error}", file=sys.stderr)
             return error.exit_code
         if started.leads() and result.exit_code in INTERRUPTED:
-            warning = result.exit_code - 128 == signal.SIGUSR2
-            told = _again(folder / f"{number}-timeouts.json", timeouts if warning else None)
+            warned = result.exit_code - 128 == signal.SIGUSR2
+            if warned and not _may_take_longer(folder / f"{number}-timeouts.json", timeouts):
+                told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
+                status = read_json(result.folder / "status.json")
+                reason = f"{result.reason}; {told}"
+                write_json(result.folder / "status.json", {**status, "reason": reason})
+            else:
+                told = _again(warned)
             print(f"job {number} {result.status}: {result.reason}; {told}", flush=True)
         return result.exit_code
 
@@ -63,24 +69,25 @@ def _result(task: Task) -> Result:
     return end(status, ending, task.order, status.attempts, folder)
 
 
-def _again(count: Path, timeouts: int | None) -> str:
-    """Lets an interrupted job wait in the queue again where it may, and says what became of it.
+def _may_take_longer(count: Path, timeouts: int) -> bool:
+    """Counts that the time of a job was nearly up; returns whether it may have more."""
+    so_far = int(str(read_json(count).get("timeouts", 0)))
+    write_json(count, {"timeouts": so_far + 1})
+    return so_far < timeouts
 
-    It may when it was preempted, and as often as ``timeouts`` when its time was nearly up. Where
-    somebody cancelled it, or Slurm has requeued it already, it is not running any more.
+
+def _again(warned: bool) -> str:
+    """Lets an interrupted job wait in the queue again, and says what became of it.
+
+    If it was ``warned`` of its time or is preempted: where somebody cancelled it, or Slurm itself
+    has requeued it, it is not running any more.
     """
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     facts = squeue.facts(job)
     if facts.get("JobState") != "RUNNING":
         return f"Slurm says {facts.get('JobState', 'nothing')}"
-    if timeouts is None:
-        if facts.get("PreemptTime", "None") == "None":
-            return "nobody asked for its place"
-    else:
-        so_far = int(str(read_json(count).get("timeouts", 0)))
-        if so_far >= timeouts:
-            return f"its time was up {so_far + 1} times, hydra.launcher.max_num_timeout={timeouts}"
-        write_json(count, {"timeouts": so_far + 1})
+    if not warned and facts.get("PreemptTime", "None") == "None":
+        return "nobody asked for its place"
     return "it waits in the queue again" if squeue.requeue(job) else "Slurm did not requeue it"
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import netrc
 import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -61,22 +59,21 @@ class WandbSession(Session):
             "notes": ("WANDB_NOTES", tracking.notes or run.question or None),
         }
         given = {key: value for key, (name, value) in wanted.items() if name not in environment}
-        with _deaf_to_sigterm():
-            self._run = wandb.init(
-                **cast(dict[str, Any], given),
-                dir=str(folder),
-                mode=cast(Literal["online", "offline", "disabled"], mode.value),
-                job_type="train",
-                tags=[*tracking.tags, *_part_tags(run)],
-                config={**run.as_dict(), **facts},
-                settings=wandb.Settings(
-                    x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
-                    finish_timeout=FINISH_WAIT,
-                    init_timeout=INIT_WAIT,
-                    silent=True,
-                    show_errors=True,
-                ),
-            )
+        self._run = wandb.init(
+            **cast(dict[str, Any], given),
+            dir=str(folder),
+            mode=cast(Literal["online", "offline", "disabled"], mode.value),
+            job_type="train",
+            tags=[*tracking.tags, *_part_tags(run)],
+            config={**run.as_dict(), **facts},
+            settings=wandb.Settings(
+                x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
+                finish_timeout=FINISH_WAIT,
+                init_timeout=INIT_WAIT,
+                silent=True,
+                show_errors=True,
+            ),
+        )
         self._run.define_metric("step")
         for key in METRICS:
             if key != "step":
@@ -111,19 +108,6 @@ class WandbSession(Session):
     def finish(self, exit_code: int) -> None:
         """Ends the run with its exit code, so that W&B tells failure from success."""
         self._run.finish(exit_code=exit_code)
-
-
-@contextmanager
-def _deaf_to_sigterm() -> Iterator[None]:
-    """Lets what is started here hear no SIGTERM, which Slurm sends to every process of a job.
-
-    W&B's own process would end before the run could tell it so; it ends with this one.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Shielded(Session):

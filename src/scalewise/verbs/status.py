@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -56,9 +57,7 @@ def shown(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
     for folder in folders:
         jobs = progress.of(folder)
         under_way = under_way or any(job.under_way for job in jobs)
-        counts = {state: 0 for state in dict.fromkeys(job.state for job in jobs)}
-        for job in jobs:
-            counts[job.state] += 1
+        counts = Counter(job.state for job in jobs)
         said = ", ".join(f"{count} {state}" for state, count in counts.items())
         parts += [Text(f"{folder}: {said}"), table(jobs)]
     return Group(*parts), under_way
