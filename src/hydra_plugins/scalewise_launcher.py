@@ -52,8 +52,7 @@ def _slurm() -> object:
     try:
         from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
     except ImportError:
-        absent = {"_target_": target, "engine": "slurm", "absent": "slurm"}
-        return OmegaConf.create(absent, flags={"struct": False})
+        return OmegaConf.create({"_target_": target, "engine": "slurm"}, flags={"struct": False})
     derived = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
     ours = {
         "_target_": target,

@@ -16,6 +16,8 @@ import pytest
 from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened
 from fixtures.slurm import Cluster, cluster, lacking
 
+from scalewise.tracking.files import read_json
+
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm here: {lacking()}")
 
 LONG = pytest.mark.exhaustive
@@ -73,7 +75,7 @@ class Sweep:
             time.sleep(0.5)
             if self.slurm.jobs().get(self.id(number)) == "PENDING":
                 self.slurm.hurry(self.id(number))
-            return int(self.job(number).status["attempts"]) == 2
+            return read_json(self.job(number).path / "status.json").get("attempts") == 2
 
         self.submitted(0)
         self.until(again, f"second attempt at job {number}")
@@ -186,7 +188,8 @@ def inspected(file: Path) -> dict[str, Any]:
     """Returns the first record of each type that W&B wrote of a run."""
     line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     said = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
-    return {record["type"]: record for record in map(json.loads, reversed(said.splitlines()))}
+    records = map(json.loads, reversed(said.splitlines()))
+    return {record["type"]: record[record["type"]] for record in records}
 
 
 def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: Doors) -> None:

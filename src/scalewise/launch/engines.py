@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from scalewise.errors import ConfigError
 from scalewise.launch.engine import Engine, InTurn
 
 
@@ -13,6 +15,9 @@ def _in_turn() -> Engine:
 
 
 def _slurm(**options: Any) -> Engine:
+    if find_spec("submitit") is None:
+        cure = "pip install 'scalewise[slurm]'"
+        raise ConfigError.one("hydra/launcher", "slurm", "needs hydra-submitit-launcher", cure)
     from scalewise.launch.slurm import Slurm
 
     return Slurm(**options)

@@ -95,7 +95,8 @@ class Slurm:
 
     def _nodes_of(self, run: Run) -> int:
         """Returns the nodes of a run: as many as asked for, or as its ranks need."""
-        each = self._options["gpus_per_node"] or run.world_size
+        of_profile = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
+        each = self._options["gpus_per_node"] or of_profile or run.world_size
         return min(run.world_size, max(self._nodes, -(-run.world_size // each)))
 
     def _submitted(self, tasks: Sequence[Task]) -> dict[int, str]:

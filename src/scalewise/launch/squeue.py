@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 
-WAIT = 30.0
-"""Seconds that one question may take; a controller that restarts answers later."""
+WAIT, ATTEMPTS = 30.0, 3
+"""Seconds that one question may take, and how often it is asked of a controller that is busy."""
 
 
 def present() -> bool:
@@ -43,10 +45,11 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def _ask(*line: str) -> str | None:
-    try:
-        done = subprocess.run(  # noqa: S603 (Slurm's commands, and ids that it gave)
-            line, capture_output=True, text=True, timeout=WAIT, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    """Returns what a command says; None where it fails again and again."""
+    for attempt in range(ATTEMPTS):
+        time.sleep(attempt)
+        with suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(  # noqa: S603 (Slurm's commands, and ids that it gave)
+                line, capture_output=True, text=True, timeout=WAIT, check=True
+            ).stdout
+    return None
