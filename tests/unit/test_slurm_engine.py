@@ -130,6 +130,24 @@ def test_refusals(
     assert not (tmp_path / "slurm").exists()
 
 
+def test_cancelled_while_it_waited(
+    options: dict[str, Any],
+    sbatch: Path,
+    compose: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a sweep that is gone on with: what an earlier job has left there says nothing."""
+    monkeypatch.setattr(squeue, "facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"})
+    (tmp_path / "0").mkdir()
+    write_json(tmp_path / "0" / "status.json", {"status": "ok", "reason": "", "exit_code": 0})
+    task = Task(0, Order(compose()), tmp_path / "0")
+    ((_, result),) = engine(options).results([task], lambda task: None)
+    assert (result.status, result.exit_code) == ("interrupted", 143)
+    assert "CANCELLED" in result.reason
+    assert result.folder == tmp_path / "0-2"
+
+
 def test_a_machine_without_slurm(
     options: dict[str, Any],
     compose: Callable[..., Run],

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,15 @@ class Slurm:
         """
         if complaints := list(self._complaints(tasks)):
             raise ConfigError({str(complaint): complaint for complaint in complaints}.values())
+        tasks = [replace(task, folder=_unused(task.folder)) for task in tasks]
         jobs = self._submitted(tasks)
         for task in tasks:
             began(task)
+        arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
+        print(f"\nin Slurm's queue: {arrays}; scalewise status {self._folder.parent}", flush=True)
         try:
             yield from self._watched({jobs[task.number]: task for task in tasks})
         except Interrupted as error:
-            arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
             raise Interrupted(
                 error.signal_number,
                 f"{error}; the jobs go on: scalewise status {self._folder.parent} shows them, "
@@ -185,6 +188,12 @@ class Slurm:
                     bury(task.folder, job, self._folder)
                 del waiting[job]
                 yield task, _result(task, job)
+
+
+def _unused(folder: Path) -> Path:
+    """Returns the folder that the job will claim: what an earlier job left there says nothing."""
+    tries = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
+    return next(own for own in tries if not own.exists())
 
 
 def bury(folder: Path, job: str, logs: Path) -> None:
