@@ -168,26 +168,31 @@ class Slurm:
             with signals.raised("while the jobs were waited for"):
                 time.sleep(min(LONGEST_POLL, SHORTEST_POLL + (time.monotonic() - began) / 30))
                 states = squeue.states()
-            now = time.monotonic()
+                ended = [job for job in waiting if self._has_ended(waiting[job], job, states, gone)]
+            for job in ended:
+                task = waiting.pop(job)
+                yield task, _result(task, job)
             if states is not None:
-                answered = now
-            elif now - answered > SILENCE:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > SILENCE:
                 raise ScalewiseError(
                     f"Slurm has not answered for {SILENCE:.0f} s; its jobs may go on: "
                     f"scalewise status {self._folder.parent} shows what they leave"
                 )
-            for job, task in list(waiting.items()):
-                status = read_json(task.folder / "status.json").get("status", "waiting")
-                if states is None or job in states:
-                    gone.pop(job, None)
-                    if status in ("waiting", "running", "interrupted"):
-                        continue
-                elif status in ("waiting", "running"):
-                    if now - gone.setdefault(job, now) < SETTLING:
-                        continue
-                    bury(task.folder, job, self._folder)
-                del waiting[job]
-                yield task, _result(task, job)
+
+    def _has_ended(
+        self, task: Task, job: str, states: Mapping[str, str] | None, gone: dict[str, float]
+    ) -> bool:
+        """Returns whether a job has ended for good; writes how, where it could not itself."""
+        status = read_json(task.folder / "status.json").get("status", "waiting")
+        if states is None or job in states:
+            gone.pop(job, None)
+            return status not in ("waiting", "running", "interrupted")
+        if status in ("waiting", "running"):
+            if time.monotonic() - gone.setdefault(job, time.monotonic()) < SETTLING:
+                return False
+            bury(task.folder, job, self._folder)
+        return True
 
 
 def _unused(folder: Path) -> Path:

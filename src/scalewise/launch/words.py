@@ -73,7 +73,10 @@ def cause(folder: Path, ranks: int) -> Ending | None:
     silent = sorted(set(range(ranks)) - {ending.rank for ending in endings})
     if not silent:
         return None
-    return Ending("failed", f"rank {silent[0]} was killed: it left no word", silent[0])
+    if len(silent) == 1:
+        return Ending("failed", f"rank {silent[0]} was killed: it left no word", silent[0])
+    names = ", ".join(map(str, silent))
+    return Ending("failed", f"ranks {names} were killed: they left no word")
 
 
 def tell_where(folder: Path, rank: int) -> None:
