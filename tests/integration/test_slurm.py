@@ -74,6 +74,7 @@ class Sweep:
         def again() -> bool:
             time.sleep(0.5)
             if self.slurm.jobs().get(self.id(number)) == "PENDING":
+                time.sleep(2)  # a node takes no job within the second in which it ended it
                 self.slurm.hurry(self.id(number))
             return read_json(self.job(number).path / "status.json").get("attempts") == 2
 
@@ -154,7 +155,7 @@ def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
     assert re.fullmatch(r"SIGTERM after step \d+; its checkpoint is saved", status["reason"])
     assert sweep.job(2).checkpoints
     said = (sweep.folder.path / "slurm" / f"{warned}_0_log.out").read_text("utf-8")
-    assert "job 1 interrupted: SIGUSR2 after step" in said
+    assert "interrupted: SIGUSR2 after step" in said
     assert "it waits in the queue again" in said
 
 

@@ -33,15 +33,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"scalewise: {error}", file=sys.stderr)
             return error.exit_code
         if started.leads() and result.exit_code in INTERRUPTED:
-            warned = result.exit_code - 128 == signal.SIGUSR2
-            if warned and not _may_take_longer(folder / f"{number}-timeouts.json", timeouts):
-                told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
-                status = read_json(result.folder / "status.json")
-                reason = f"{result.reason}; {told}"
-                write_json(result.folder / "status.json", {**status, "reason": reason})
-            else:
-                told = _again(warned)
-            print(f"job {number} {result.status}: {result.reason}; {told}", flush=True)
+            with signals.ignored():  # a requeue sends them to those whom it ends
+                _go_on(folder / f"{number}-timeouts.json", timeouts, result)
         return result.exit_code
 
 
@@ -67,6 +60,21 @@ def _result(task: Task) -> Result:
     folder = task.folder if again else claim(task.folder)
     status = begin(task.order, folder, None, earlier)
     return end(status, ending, task.order, status.attempts, folder)
+
+
+def _go_on(count: Path, timeouts: int, result: Result) -> None:
+    """Lets an interrupted job wait in the queue again where it may, and prints what became of it.
+
+    ``count`` is the file that knows how often its time was up so far.
+    """
+    warned = result.exit_code - 128 == signal.SIGUSR2
+    if warned and not _may_take_longer(count, timeouts):
+        told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
+        status = read_json(result.folder / "status.json")
+        write_json(result.folder / "status.json", {**status, "reason": f"{result.reason}; {told}"})
+    else:
+        told = _again(warned)
+    print(f"{result.status}: {result.reason}; {told}", flush=True)
 
 
 def _may_take_longer(count: Path, timeouts: int) -> bool:
