@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: matrix bench help install demo check test exhaustive gpu browser native lock clean
+.PHONY: matrix bench help install demo check test exhaustive gpu browser native slurm lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,7 +30,7 @@ check: $(READY) ## ruff, mypy on src, unit tests: under two minutes
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit -q -n $(WORKERS)
 
-test: $(READY) browser ## everything CI runs, with coverage
+test: $(READY) browser slurm ## everything CI runs, with coverage
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,7 +38,7 @@ test: $(READY) browser ## everything CI runs, with coverage
 	$(BIN)/pytest tests -m "not exhaustive and not gpu and not timed" -n $(WORKERS) --dist loadfile --cov=scalewise --cov-report=
 	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu" --cov=scalewise --cov-append --cov-report=term:skip-covered --cov-fail-under=85
 
-exhaustive: $(READY) browser native ## the long cases that CI leaves out
+exhaustive: $(READY) browser native slurm ## the long cases that CI leaves out
 	$(BIN)/pytest tests -m exhaustive -n $(WORKERS) --dist loadfile
 
 gpu: $(READY) ## the tests that need a CUDA device
@@ -64,6 +64,12 @@ native: # DeepSpeed compiles against libaio to swap to disk; where it can be ins
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends libaio-dev >/dev/null; \
 	  else echo "no libaio here: what swaps to disk is skipped"; fi
+
+slurm: # sweeps are tested under a Slurm of their own; where it can be installed, it is
+	@[ -x /usr/sbin/slurmctld ] || command -v slurmctld >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; \
+	  else echo "no Slurm here: its tests are skipped"; fi
 
 lock: $(READY) ## write requirements.lock anew from what .venv holds
 	$(BIN)/python -m pip freeze --exclude-editable --exclude pip | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock

@@ -4,19 +4,25 @@ Hydra imports every module here in every application, so nothing heavy is import
 """
 
 from collections.abc import Sequence
+from dataclasses import fields, make_dataclass
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 class ScalewiseLauncher(Launcher):
     """Validates every job of a batch before the first starts; its options name an engine."""
 
     def __init__(self, **options: object) -> None:
-        self.options = options
+        self.options = {
+            key: OmegaConf.to_container(value, resolve=True)
+            if OmegaConf.is_config(value)
+            else value
+            for key, value in options.items()
+        }
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -37,16 +43,37 @@ class ScalewiseLauncher(Launcher):
         return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
 
-LAUNCHERS: dict[str, dict[str, object]] = {
-    "scalewise": {"engine": "in_turn"},
-    "packed": {"engine": "packed", "slots": None},
+TARGET = f"{__name__}.{ScalewiseLauncher.__name__}"
+
+
+def _slurm() -> object:
+    """Returns the options of the Slurm engine: those of hydra-submitit-launcher, less its ranks.
+
+    Without that package there are none, and whatever is given for one is refused in our words.
+    """
+    try:
+        from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
+    except ImportError:
+        return OmegaConf.create({"_target_": TARGET, "engine": "slurm"}, flags={"struct": False})
+    derived = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
+    ours = {
+        "_target_": TARGET,
+        "engine": "slurm",
+        "name": "scalewise",
+        "submitit_folder": "${hydra.sweep.dir}/slurm",
+        "max_num_timeout": 3,
+    }
+    kept = [entry for entry in fields(SlurmQueueConf) if entry.name not in {*derived, *ours}]
+    settings = [(name, type(value), value) for name, value in ours.items()]
+    return make_dataclass("Slurm", [*((f.name, f.type, f) for f in kept), *settings])
+
+
+LAUNCHERS = {
+    "scalewise": {"_target_": TARGET, "engine": "in_turn"},
+    "packed": {"_target_": TARGET, "engine": "packed", "slots": None},
+    "slurm": _slurm(),
 }
 """Names of ``hydra/launcher``, with the engine of each and its options."""
 
-for name, options in LAUNCHERS.items():
-    ConfigStore.instance().store(
-        group="hydra/launcher",
-        name=name,
-        node={"_target_": f"{__name__}.{ScalewiseLauncher.__name__}", **options},
-        provider="scalewise",
-    )
+for name, node in LAUNCHERS.items():
+    ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="scalewise")

@@ -44,20 +44,20 @@ class SaveAfter(lightning.Callback):
 def fit(folder, callbacks=(), checkpoint=None):
     rows = PackedRows([np.arange(401, dtype=np.uint16)], 4)
     loader, module = Loader(rows, Share(8, 4), seed=0, steps=6), Witness()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        max_steps=6,
-        callbacks=list(callbacks),
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
     with lightning_quiet():
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            max_steps=6,
+            callbacks=list(callbacks),
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=folder,
+        )
         trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=False)
     return module.seen
 

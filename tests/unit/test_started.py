@@ -42,6 +42,14 @@ def test_what_is_no_step_of_ranks_stays(change: dict[str, str]) -> None:
     assert environment == STEP | change
 
 
+def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
+    alone = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    environment = alone | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    adopt(environment, least=1)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
+
+
 def test_what_sbatch_runs_is_alone() -> None:
     batch = {key: value for key, value in STEP.items() if "STEP" not in key} | {"SLURM_NTASKS": "8"}
     environment = dict(batch)

@@ -16,6 +16,7 @@ def test_verbs() -> None:
     assert list(cli.VERBS) == [
         "train",
         "plan",
+        "status",
         "report",
         "publish",
         "dashboard",

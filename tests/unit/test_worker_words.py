@@ -143,3 +143,34 @@ def test_a_word_that_cannot_be_written_stops_nothing(
     monkeypatch.setattr(words, "write_json", full)
     words.leave(tmp_path, 0, Ending("ok"))
     assert "no space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("endings", "reason", "rank"),
+    [
+        (
+            [Ending("failed", "lost", 0, bereft=True), Ending("failed", "it broke", 1)],
+            "it broke",
+            1,
+        ),
+        ([Ending("failed", "lost", 0, bereft=True)], "rank 1 was killed: it left no word", 1),
+        ([], "ranks 0, 1 were killed: they left no word", None),
+    ],
+)
+def test_why_a_rank_was_lost(
+    endings: list[Ending], reason: str, rank: int | None, tmp_path: Path
+) -> None:
+    words.clear(tmp_path)
+    for ending in endings:
+        assert ending.rank is not None
+        words.leave(tmp_path, ending.rank, ending)
+    found = words.cause(tmp_path, 2)
+    assert found is not None
+    assert (found.reason, found.rank) == (reason, rank)
+
+
+def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:
+    words.clear(tmp_path)
+    for rank in (0, 1):
+        words.leave(tmp_path, rank, Ending("failed", "lost", rank, bereft=True))
+    assert words.cause(tmp_path, 2) is None

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +54,8 @@ class Verb:
     """Whether a search hands it jobs, which keeps account of them itself."""
     measures = False
     """Whether its jobs leave folders with measurements, which a search goes by."""
+    elsewhere: Collection[str] = ()
+    """Launchers whose jobs run on other machines."""
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
@@ -104,9 +106,13 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
     flags = flags_of(arguments)
+    away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
+    typed = [line.partition("=") for line in flags.overrides]
+    if foreign := [c for key, _, name in typed if key == "hydra/launcher" for c in _foreign(name)]:
+        raise ConfigError(foreign)
 
     def task(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()
@@ -114,6 +120,9 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
         try:
+            if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
+                cure = "add -m: a sweep of one job"
+                raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
             run = read(config, _lines(config.hydra), here=verb.here)
             passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
@@ -137,7 +146,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
         lines = [*passage.filed, *flags.overrides]
-        raise refuse.translated(error, lines, here=verb.here) from error
+        raise refuse.translated(error, lines, here=verb.here and not away) from error
     finally:
         if passage.folder is not None:
             _remove_empty(passage.folder)
@@ -147,6 +156,16 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
     return _exit_code(passage.codes)
+
+
+def _foreign(launcher: str) -> Iterator[Complaint]:
+    """Yields that a launcher is not ours: its jobs would be neither validated nor recorded."""
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
+    if launcher not in LAUNCHERS:
+        reason = "runs jobs unseen: no check before the first starts, no record of how they end"
+        cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
+        yield Complaint("hydra/launcher", launcher, reason, cure)
 
 
 def flags_of(arguments: Sequence[str]) -> Namespace:
@@ -178,7 +197,8 @@ def launch(
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
     passage = _passages[-1]
     folder = passage.folder or sweep_folder(config)
-    jobs = _validated(loader, config, job_overrides, first, folder)
+    here = passage.verb.here and engine["engine"] not in passage.verb.elsewhere
+    jobs = _validated(loader, config, job_overrides, first, folder, here=here)
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
@@ -223,7 +243,7 @@ def refusal(
 ) -> ConfigError | None:
     """Returns why a job with these overrides could not run; None where it can."""
     try:
-        _validated(loader, config, [overrides], 0, Path())
+        _validated(loader, config, [overrides], 0, Path(), here=_passages[-1].verb.here)
     except ConfigError as error:
         return error
     return None
@@ -240,6 +260,8 @@ def _validated(
     job_overrides: Sequence[Sequence[str]],
     first: int,
     folder: Path,
+    *,
+    here: bool,
 ) -> list[Job]:
     varied = _varied(job_overrides, _passages[-1].axes)
     jobs: list[Job] = []
@@ -256,7 +278,7 @@ def _validated(
         try:
             # Alone, a job is its own overrides: the axes would make it a sweep again.
             lines = [line for line in _lines(composed.hydra) if not line.startswith("sweep=")]
-            run = read(composed, lines, here=_passages[-1].verb.here)
+            run = read(composed, lines, here=here)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from scalewise.errors import ConfigError
 from scalewise.launch.engine import Engine, InTurn
 
 
@@ -18,8 +20,25 @@ def _packed(slots: int | None = None) -> Engine:
     return Packed(slots)
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {"in_turn": _in_turn, "packed": _packed}
+def _slurm(**options: Any) -> Engine:
+    if find_spec("submitit") is None:
+        cure = "pip install 'scalewise[slurm]'"
+        raise ConfigError.one("hydra/launcher", "slurm", "needs hydra-submitit-launcher", cure)
+    from scalewise.launch.slurm import Slurm
+
+    return Slurm(**options)
+
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {
+    "in_turn": _in_turn,
+    "packed": _packed,
+    "slurm": _slurm,
+}
 """What makes each engine from its options; it imports what that engine needs."""
+
+
+ELSEWHERE = ("slurm",)
+"""Engines whose jobs run on other machines than the present one."""
 
 
 def named(options: Mapping[str, Any]) -> Engine:

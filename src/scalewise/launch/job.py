@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,17 +65,19 @@ def execute(order: Order, folder: Path) -> Result:
     """
     with signals.raised("before training began"):
         if started.by_others():
-            return _in_place(order, folder)
+            from scalewise.launch.in_place import run_rank  # imports torch
+
+            return run_rank(order, folder)
         if isolated(order):
             processes.start_nursery()  # it imports while this process looks at the data
-        resume = _checked(order, folder)
+        resume = checked(order, folder)
         folder = claim(folder)
         status = begin(order, folder, resume)
         ending, attempts = _attempts(order, folder, resume, status)
-        return _end(status, ending, order, attempts, folder)
+        return end(status, ending, order, attempts, folder)
 
 
-def _checked(order: Order, folder: Path) -> Path | None:
+def checked(order: Order, folder: Path) -> Path | None:
     """Prepares data and layout, returns the checkpoint to resume; refuses what cannot be used."""
     run = order.run
     if run.launch.refuse_unfit:
@@ -136,8 +136,13 @@ def attempts(planned: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def begin(order: Order, folder: Path, resume: Path | None) -> Status:
-    """Writes what a job is before it starts, and returns its status."""
+def begin(
+    order: Order, folder: Path, resume: Path | None, earlier: Mapping[str, Any] | None = None
+) -> Status:
+    """Writes what a job is before it starts, and returns its status.
+
+    ``earlier`` is the ``status.json`` of the attempt that this one follows.
+    """
     run = order.run
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
@@ -145,6 +150,7 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
     for name in ("checkpoints", "wandb"):
         (folder / name).mkdir(exist_ok=True)
     words.clear(folder)
+    before = earlier or {}
     status = Status(
         verb=order.verb,
         name=run.name,
@@ -155,7 +161,8 @@ def begin(order: Order, folder: Path, resume: Path | None) -> Status:
         varied=dict(order.varied),
         changed=tuple(order.changed),
         world_size=run.world_size,
-        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        started=before.get("started") or datetime.now(UTC).isoformat(timespec="milliseconds"),
+        attempts=before.get("attempts", 0) + 1,
         resumed_from=str(resume) if resume else None,
         **git_state(),
     )
@@ -193,65 +200,24 @@ def _attempts(
 def _attempt(
     order: Order, folder: Path, resume: Path | None, status: Status, number: int
 ) -> Ending:
-    facts = _facts(order, status, folder, resume, number)
+    known = facts(order, status, folder, resume, number)
     if not isolated(order):
-        return _in_process(order, folder, resume, facts)
+        return _in_process(order, folder, resume, known)
     from scalewise.launch.elastic import run_ranks
 
-    return run_ranks(_tracked(order, folder, resume), folder, resume, facts)
+    return run_ranks(tracked(order, folder, resume), folder, resume, known)
 
 
 def _in_process(
-    order: Order, folder: Path, resume: Path | None, facts: dict[str, object]
+    order: Order, folder: Path, resume: Path | None, known: dict[str, object]
 ) -> Ending:
     from scalewise.launch.worker import attempt
 
     with signals.kept():
-        return attempt(_tracked(order, folder, resume), folder, resume, facts)
+        return attempt(tracked(order, folder, resume), folder, resume, known)
 
 
-def _in_place(order: Order, folder: Path) -> Result:
-    """Runs this process's rank of a job whose other ranks somebody else started."""
-    import torch
-    import torch.distributed as dist
-
-    from scalewise.launch.worker import attempt
-
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size != order.run.world_size:
-        raise ConfigError.one(
-            "parallelism",
-            order.run.choices.get("parallelism", ""),
-            f"is a layout of {order.run.world_size} ranks; {world_size} were started",
-        )
-    status = None
-    if rank == 0:
-        resume = _checked(order, folder)
-        own = claim(folder)
-        status = begin(order, own, resume)
-        shared: list[Any] = [own, resume]
-    else:
-        shared = [None, None]
-    on_cuda = order.run.hardware.device == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    dist.broadcast_object_list(shared)
-    own, resume = shared
-    if own != folder:
-        with suppress(OSError):
-            folder.rmdir()  # Hydra made one for each rank
-    facts = _facts(order, status, own, resume, 1) if status else {}
-    with signals.kept():
-        ending = attempt(_tracked(order, own, resume), own, resume, facts)
-    if ending.exit_code == 0:
-        dist.destroy_process_group()
-    if status is None:
-        return Result(ending.status, ending.reason, ending.exit_code, own, {})
-    return _end(status, ending, order, 1, own)
-
-
-def _tracked(order: Order, folder: Path, resume: Path | None) -> Run:
+def tracked(order: Order, folder: Path, resume: Path | None) -> Run:
     """Returns the run with a W&B group, where it names none.
 
     That is its sweep, else the group of the run that it resumes, else its own folder: each
@@ -271,7 +237,7 @@ def _group_of(folder: Path) -> str | None:
     return None if group is None else str(group)
 
 
-def _facts(
+def facts(
     order: Order, status: Status, folder: Path, resume: Path | None, attempt: int
 ) -> dict[str, object]:
     """Returns what W&B is told beside the config."""
@@ -287,7 +253,8 @@ def _facts(
     }
 
 
-def _end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
+def end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
+    """Writes how a job ended, and returns it."""
     with signals.ignored():
         status.ended_as(ending, order.run, attempts, folder).write(folder)
         words.remove(folder)

@@ -1,4 +1,7 @@
-"""SIGTERM, SIGINT and SIGHUP outside training: an exception where a job can still be called off."""
+"""Signals outside training: an exception where a job can still be called off.
+
+SIGUSR2 is how Slurm says that a job's time is nearly up.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from types import FrameType
 
 from scalewise.errors import Interrupted
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 class _Signalled(BaseException):

@@ -39,24 +39,25 @@ def let_rank_0_speak() -> None:
         sys.exit(EXIT_CODES["refused"])
 
 
-def adopt(environment: MutableMapping[str, str]) -> None:
-    """Says what srun says in the words of torchrun, if srun started several tasks.
+def adopt(environment: MutableMapping[str, str], least: int = 2) -> None:
+    """Says what srun says in the words of torchrun, if srun started ``least`` tasks or more.
 
     Not for what ``sbatch`` runs without ``srun``: that is one process, whatever was allocated.
     """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks < 2 or "RANK" in environment:
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
+    if tasks < least or "RANK" in environment:
         return
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "127.0.0.1"))
     job = int(environment.get("SLURM_JOB_ID", "0"))
     each = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NTASKS_PER_NODE"))
+    one_node = environment.get("SLURM_STEP_NUM_NODES") == "1"  # its name need not be known there
     told = {
         "RANK": environment["SLURM_PROCID"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "GROUP_RANK": environment.get("SLURM_NODEID", "0"),
         "WORLD_SIZE": str(tasks),
         "LOCAL_WORLD_SIZE": re.split(r"\D", each or str(tasks))[0],
-        "MASTER_ADDR": first_host(hosts),
+        "MASTER_ADDR": "127.0.0.1" if one_node else first_host(hosts),
         "MASTER_PORT": str(FIRST_PORT + job % PORTS),
     }
     for key, value in told.items():

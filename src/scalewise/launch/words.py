@@ -64,6 +64,21 @@ def said(folder: Path) -> list[Ending]:
     return [ending for _, ending in sorted(found, key=lambda pair: pair[0])]
 
 
+def cause(folder: Path, ranks: int) -> Ending | None:
+    """Returns why one of so many ranks was lost: what it said, else that it said nothing."""
+    endings = said(folder)
+    for ending in endings:
+        if ending.status not in ("ok", "interrupted") and not ending.bereft:
+            return ending
+    silent = sorted(set(range(ranks)) - {ending.rank for ending in endings})
+    if not silent:
+        return None
+    if len(silent) == 1:
+        return Ending("failed", f"rank {silent[0]} was killed: it left no word", silent[0])
+    names = ", ".join(map(str, silent))
+    return Ending("failed", f"ranks {names} were killed: they left no word")
+
+
 def tell_where(folder: Path, rank: int) -> None:
     """Makes SIGUSR1 write down where this process is, even if it answers to nothing else."""
     file = (folder / _FOLDER / f"{rank}.stack").open("w", encoding="utf-8")

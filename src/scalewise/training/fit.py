@@ -62,7 +62,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
-        plan = record(run)
+        plan = {"steps": steps, **record(run)}
         write_json(folder / "plan.json", plan)
         session.foresee(plan)
         file = MetricsFile(
@@ -211,11 +211,12 @@ def lightning_quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         # Rows are gathered from a memory map in this process; validation may be off; torch's
-        # pytree renamed what Lightning still calls by its old name.
+        # pytree renamed what Lightning still calls by its old name; srun is never Lightning's.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+        warnings.filterwarnings("ignore", message=".*`srun` command is available.*")
         yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)

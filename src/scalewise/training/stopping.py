@@ -1,4 +1,4 @@
-"""Signals, agreed on by all ranks: SIGTERM, SIGINT and SIGHUP end a run after a whole step."""
+"""Signals, agreed on by all ranks: each of ``SIGNALS`` ends a run after a whole step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from scalewise.errors import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+"""The last is how Slurm says that a job's time is nearly up."""
 
 
 class StopSignal:

@@ -15,7 +15,7 @@ from scalewise.units import GIB, bytes_text, count_text
 EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
     "quant": ("torchao", "quantization"),
-    "slurm": ("submitit", "hydra/launcher=submitit_slurm"),
+    "slurm": ("submitit", "hydra/launcher=slurm"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf and .parquet files"),
 }

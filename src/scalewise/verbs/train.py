@@ -22,6 +22,7 @@ from scalewise.verbs.fit import all_fitted, fitted
 class Train(Verb):
     """Runs jobs and writes their reports."""
 
+    elsewhere = engines.ELSEWHERE
     measures = True
 
     def __init__(self, arguments: Sequence[str], resumption: Resumption | None = None) -> None:

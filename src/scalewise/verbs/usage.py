@@ -5,6 +5,7 @@ from __future__ import annotations
 VERBS = {
     "train": "train a model and write its report; -m or sweep=NAME for many",
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
+    "status": "say how far the jobs of a sweep are, wherever they run; live on a terminal",
     "report": "write the reports again of a run's or a sweep's folder",
     "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
     "dashboard": "make or update a saved W&B workspace of a project",
@@ -37,6 +38,7 @@ FORMS: dict[str, Rows] = {
         ("... resume_sweep=last|DIR", "what is missing of that sweep, in its folder"),
         ("    retry=failed,timeout", "and the jobs that ended so"),
         ("scalewise train ... resume=last", "go on from the newest run of this name"),
+        ("scalewise train -m hydra/launcher=slurm ...", "every combination as a job of Slurm's"),
         ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
         ("scalewise train ... --cfg job", "show what would run; nothing runs"),
     ),
@@ -49,6 +51,7 @@ FORMS: dict[str, Rows] = {
         ("                plan.full_depth=true", "every layer, and no shallow copies"),
         ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
     ),
+    "status": (("scalewise status FOLDER ...", "of sweeps or runs"),),
     "report": (("scalewise report FOLDER ...", "report.html, and report_spec.json for W&B"),),
     "publish": (("scalewise publish FOLDER ...", "of runs or sweeps, tracked offline or cut off"),),
     "dashboard": (

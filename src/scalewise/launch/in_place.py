@@ -1,0 +1,87 @@
+"""One rank of a job whose ranks somebody else started: torchrun, srun."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalewise.checkpoints import store
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch import signals, words
+from scalewise.launch.job import Order, Result, begin, checked, claim, end, facts, tracked
+from scalewise.launch.rank import BEREFT_WAIT
+from scalewise.launch.status import Ending, Status
+from scalewise.launch.worker import attempt
+from scalewise.run import Run
+from scalewise.tracking.files import read_json
+
+
+def run_rank(order: Order, folder: Path, *, again: bool = False) -> Result:
+    """Trains as this process's rank and returns how it ended; rank 0 writes the job's status.
+
+    ``again``: after an earlier attempt in the same folder, from its last checkpoint. Raises
+    ``ConfigError`` where the job is refused, ``Interrupted`` for a signal before it has a folder.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != order.run.world_size:
+        raise ConfigError.one(
+            "parallelism",
+            order.run.choices.get("parallelism", ""),
+            f"is a layout of {order.run.world_size} ranks; {world_size} were started",
+        )
+    status, own, resume = None, folder, None
+    if rank == 0:
+        status, own, resume = _begun(order, folder, again)
+    try:
+        with signals.raised("before training began"):
+            own, resume = _agreed(order.run, own, resume)
+            if own != folder:
+                with suppress(OSError):
+                    folder.rmdir()  # Hydra made one for each rank
+            known = facts(order, status, own, resume, status.attempts) if status else {}
+            with signals.kept():
+                ending = attempt(tracked(order, own, resume), own, resume, known)
+    except Interrupted as error:
+        ending = Ending("interrupted", str(error), None, (), error.signal_number)
+    if ending.bereft and status:
+        time.sleep(BEREFT_WAIT)  # until the others have left word
+        ending = words.cause(own, world_size) or ending
+    result = Result(ending.status, ending.reason, ending.exit_code, own, {})
+    if status is not None:
+        result = end(status, ending, order, status.attempts, own)
+    if (ending.exit_code == 0 or ending.status == "interrupted") and dist.is_initialized():
+        _leave_together()
+    return result
+
+
+def _begun(order: Order, folder: Path, again: bool) -> tuple[Status, Path, Path | None]:
+    resume = checked(order, folder)
+    if not again:
+        folder = claim(folder)
+        return begin(order, folder, resume), folder, resume
+    resume = store.latest(folder / "checkpoints") or resume
+    return begin(order, folder, resume, read_json(folder / "status.json")), folder, resume
+
+
+def _agreed(run: Run, folder: Path, resume: Path | None) -> tuple[Path, Path | None]:
+    """Joins the other ranks, and returns what rank 0 has settled."""
+    on_cuda = run.hardware.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    settled: list[Any] = [folder, resume]
+    dist.broadcast_object_list(settled)
+    return settled[0], settled[1]
+
+
+def _leave_together() -> None:
+    """Waits for rank 0, which has more to write: a launcher ends the others when one has ended."""
+    with suppress(RuntimeError):  # whom a signal stopped while starting may be alone
+        dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()

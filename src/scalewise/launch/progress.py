@@ -1,0 +1,123 @@
+"""How far jobs are, read off what they leave: anywhere, at any moment, without asking them."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scalewise.errors import ConfigError
+from scalewise.launch import squeue
+from scalewise.launch.slurm import FOLDER, JOBS
+from scalewise.tracking.files import read_json
+
+TAIL_BYTES = 16384
+"""What is read of the end of ``metrics.csv``: some tens of steps."""
+ENDED = ("ok", "failed", "out_of_memory", "timeout", "refused")
+"""Statuses that a job keeps; an interrupted one may wait in a queue to go on."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One job as it stands."""
+
+    number: int | None
+    """Its place in a sweep; None: a run by itself."""
+    name: str
+    varied: Mapping[str, str]
+    state: str
+    """A status, ``queued``, or ``lost``: Slurm has it no more, and it left no ending."""
+    reason: str = ""
+    step: int | None = None
+    steps: int | None = None
+    """How many there will be; None until training has begun."""
+    loss: float | None = None
+    seconds_left: float | None = None
+    """The steps left, by the median of the last ones; None: not running, or not known."""
+    seconds_silent: float | None = None
+    """Since it last wrote a row or a status, while it runs."""
+    attempts: int = 1
+
+    @property
+    def under_way(self) -> bool:
+        """Returns whether it will go on by itself."""
+        return self.state in ("queued", "running")
+
+
+def of(folder: Path) -> list[Progress]:
+    """Returns the jobs of a sweep's folder, or the one of a run's; refuses another folder."""
+    sweep: Any = read_json(folder / "sweep.json")
+    if sweep:
+        known = read_json(folder / FOLDER / JOBS)
+        states = squeue.states() if known and squeue.present() else None
+        return [
+            _of_job(folder, row, known.get(str(row["number"])), states) for row in sweep["jobs"]
+        ]
+    if status := read_json(folder / "status.json"):
+        return [_progress(folder, None, {}, status, str(status["status"]))]
+    reason = f"{folder} is neither a run (status.json) nor a sweep (sweep.json)"
+    raise ConfigError.one("", "", reason, "scalewise status runs/NAME/TIMESTAMP")
+
+
+def _of_job(
+    sweep: Path, row: Mapping[str, Any], job: object, states: Mapping[str, str] | None
+) -> Progress:
+    folder = sweep / row["folder"]
+    status = read_json(folder / "status.json")
+    state = str(status.get("status", "queued" if row["status"] == "running" else row["status"]))
+    if state == "waiting":
+        state = "queued"
+    if job is not None and states is not None and state not in ENDED:
+        if job in states:
+            state = "queued" if states[str(job)] == "PENDING" or not status else "running"
+        elif state in ("queued", "running"):
+            state = "lost"
+    return _progress(folder, row["number"], row["varied"], status, state)
+
+
+def _progress(
+    folder: Path, number: int | None, varied: Mapping[str, str], status: Any, state: str
+) -> Progress:
+    rows = _last_rows(folder / "metrics.csv")
+    steps: Any = read_json(folder / "plan.json").get("steps")
+    step = int(rows[-1]["step"]) if rows else None
+    left = silent = None
+    if state == "running":
+        times = [float(row["time/step_s"]) for row in rows if row.get("time/step_s")]
+        if times and steps is not None and step is not None:
+            left = (steps - step) * median(times)
+        written = [folder / name for name in ("status.json", "metrics.csv")]
+        silent = time.time() - max(file.stat().st_mtime for file in written if file.exists())
+    return Progress(
+        number,
+        str(status.get("name", folder.name)),
+        varied,
+        state,
+        str(status.get("reason", "")),
+        step,
+        steps,
+        float(rows[-1]["train/loss"]) if rows and rows[-1].get("train/loss") else None,
+        left,
+        silent,
+        int(status.get("attempts", 1)),
+    )
+
+
+def _last_rows(file: Path) -> list[dict[str, str]]:
+    """Returns the last whole rows of ``metrics.csv``; none where there are none yet."""
+    try:
+        with file.open("rb") as content:
+            head = content.readline().decode()
+            start = max(content.tell(), file.stat().st_size - TAIL_BYTES)
+            content.seek(start)
+            tail = content.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    whole = tail[: tail.rfind("\n") + 1].splitlines()
+    if start > len(head):
+        whole = whole[1:]  # the first is cut
+    return [row for row in csv.DictReader([head, *whole]) if (row.get("step") or "").isdigit()]

@@ -1,0 +1,254 @@
+"""Jobs of a sweep as job arrays under Slurm, a task a rank; this process submits and watches.
+
+Whether a job went well is what its ``status.json`` says. What Slurm says only tells whether to wait
+on, and why a job ended that could not say so itself.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from scalewise.errors import EXIT_CODES, Complaint, ConfigError, Interrupted, ScalewiseError
+from scalewise.hardware import DeviceKind
+from scalewise.launch import orders, signals, squeue, words
+from scalewise.launch.engine import Began, Task
+from scalewise.launch.job import Result
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_json
+
+FOLDER, JOBS = "slurm", "jobs.json"
+"""Beside the jobs' folders: orders, logs, and which job of Slurm's (``12_0``) each job is."""
+SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
+"""Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
+SETTLING = 10.0
+"""Seconds that a status may take to be seen here, on a disk of several machines."""
+SILENCE = 900.0
+"""Seconds that Slurm may not answer; its controller restarts within minutes."""
+LAST_RANKS = 60
+"""Seconds that ranks may go on when one has ended: what is left then waits for the dead."""
+_ENDINGS = {"CANCELLED": "interrupted", "OUT_OF_MEMORY": "out_of_memory", "TIMEOUT": "timeout"}
+"""What the ending of a job that left no status is called, by Slurm's state; others have failed."""
+
+_SBATCH = {"timeout_min": "time", "name": "job_name", "mem_gb": "mem"}
+"""Fields that sbatch calls otherwise."""
+
+
+class Slurm:
+    """Hands jobs to Slurm; the options are the fields of ``hydra/launcher=slurm``."""
+
+    def __init__(self, **options: Any) -> None:
+        self._nodes = int(options.pop("nodes"))
+        self._folder = Path(str(options.pop("submitit_folder"))).absolute()
+        self._timeouts = int(options.pop("max_num_timeout"))
+        self._options = options
+
+    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+        """Yields each task with how it ended, as they end.
+
+        A signal ends the watching and no job: it raises ``Interrupted``, which says how to go on.
+        """
+        if complaints := list(self._complaints(tasks)):
+            raise ConfigError({str(complaint): complaint for complaint in complaints}.values())
+        tasks = [replace(task, folder=_unused(task.folder)) for task in tasks]
+        jobs = self._submitted(tasks)
+        for task in tasks:
+            began(task)
+        arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
+        print(f"\nin Slurm's queue: {arrays}; scalewise status {self._folder.parent}", flush=True)
+        try:
+            yield from self._watched({jobs[task.number]: task for task in tasks})
+        except Interrupted as error:
+            raise Interrupted(
+                error.signal_number,
+                f"{error}; the jobs go on: scalewise status {self._folder.parent} shows them, "
+                f"scancel {arrays} ends them",
+            ) from None
+
+    def _complaints(self, tasks: Sequence[Task]) -> Iterator[Complaint]:
+        if not squeue.present():
+            reason = "there is no sbatch here"
+            cure = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
+            yield Complaint("hydra/launcher", "slurm", reason, cure)
+        devices = self._options["gpus_per_node"]
+        for run in (task.order.run for task in tasks):
+            nodes = self._nodes_of(run)
+            if run.world_size % nodes:
+                reason = f"a run of {run.world_size} ranks is not spread evenly over {nodes} nodes"
+                yield Complaint("hydra.launcher.nodes", self._nodes, reason)
+            if devices and run.hardware.device is not DeviceKind.cuda:
+                cure = "name the device of the nodes, as by hardware=h100"
+                reason = "the run goes to the CPU, and needs none"
+                yield Complaint("hydra.launcher.gpus_per_node", devices, reason, cure)
+            if run.launch.timeout is not None:
+                cure = "set hydra.launcher.timeout_min"
+                yield Complaint(
+                    "launch.timeout", run.launch.timeout, "Slurm ends what takes too long", cure
+                )
+            if run.launch.max_restarts:
+                reason = "Slurm starts jobs again where a place or their time was lost"
+                cure = "leave it out"
+                yield Complaint("launch.max_restarts", run.launch.max_restarts, reason, cure)
+
+    def _nodes_of(self, run: Run) -> int:
+        """Returns the nodes of a run: as many as asked for, or as its ranks need."""
+        of_profile = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
+        each = self._options["gpus_per_node"] or of_profile or run.world_size
+        return min(run.world_size, max(self._nodes, -(-run.world_size // each)))
+
+    def _submitted(self, tasks: Sequence[Task]) -> dict[int, str]:
+        """Submits jobs of like shape as one array each; returns Slurm's id of each job."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        shapes: dict[tuple[int, int, bool], list[Task]] = {}
+        for task in tasks:
+            orders.write(task, self._folder / f"{task.number}.json")
+            run = task.order.run
+            on_cuda = run.hardware.device is DeviceKind.cuda
+            shapes.setdefault((self._nodes_of(run), run.world_size, on_cuda), []).append(task)
+        jobs: dict[int, str] = {}
+        try:
+            with signals.raised("while the jobs were handed to Slurm"):
+                for (nodes, ranks, on_cuda), alike in shapes.items():
+                    numbers = [task.number for task in alike]
+                    array = self._submit(numbers, nodes, ranks // nodes, on_cuda)
+                    jobs |= {number: f"{array}_{number}" for number in numbers}
+        except BaseException:
+            squeue.cancel(jobs.values())  # all or none
+            raise
+        known = read_json(self._folder / JOBS)
+        write_json(self._folder / JOBS, {**known, **{str(n): job for n, job in jobs.items()}})
+        return jobs
+
+    def _submit(self, numbers: Sequence[int], nodes: int, ranks_per_node: int, cuda: bool) -> str:
+        """Returns the id of an array whose elements are these jobs of the sweep."""
+        from submitit import SlurmExecutor
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        options = {_SBATCH.get(key, key): value for key, value in self._options.items()}
+        most = options["array_parallelism"]
+        further = options["additional_parameters"]
+        if cuda and not (options["gpus_per_node"] or options["gres"] or "gpus" in further):
+            options["gpus_per_node"] = ranks_per_node
+        options |= {
+            "nodes": nodes,
+            "ntasks_per_node": ranks_per_node,
+            "mem": f"{options['mem']}GB" if options["mem"] else None,
+            "srun_args": [f"--wait={LAST_RANKS}", "--kill-on-bad-exit=0"],
+            "additional_parameters": {
+                "requeue": True,
+                **further,
+                "array": f"{','.join(map(str, numbers))}%{min(len(numbers), most)}",
+            },
+        }
+        line = [sys.executable, "-m", "scalewise.launch.task", str(self._folder)]
+        try:
+            executor = SlurmExecutor(self._folder)
+            executor.update_parameters(**options)
+            executor.parameters["map_count"] = len(numbers)  # names logs after the array
+            # A plain command: what submitit itself would run is a pickle.
+            job = executor._submit_command(
+                f'{shlex.join(line)} "$SLURM_ARRAY_TASK_ID" {self._timeouts}'
+            )
+        except (FailedJobError, FailedSubmissionError, ValueError) as error:
+            said = [line for line in str(error).splitlines() if "error:" in line]
+            reason = "; ".join(said) or " ".join(str(error).split())
+            raise ConfigError.one("hydra/launcher", "slurm", reason) from error
+        return str(job.job_id)
+
+    def _watched(self, jobs: Mapping[str, Task]) -> Iterator[tuple[Task, Result]]:
+        waiting, gone = dict(jobs), dict[str, float]()
+        began = answered = time.monotonic()
+        while waiting:
+            with signals.raised("while the jobs were waited for"):
+                time.sleep(min(LONGEST_POLL, SHORTEST_POLL + (time.monotonic() - began) / 30))
+                states = squeue.states()
+                ended = [job for job in waiting if self._has_ended(waiting[job], job, states, gone)]
+            for job in ended:
+                task = waiting.pop(job)
+                yield task, _result(task, job)
+            if states is not None:
+                answered = time.monotonic()
+            elif time.monotonic() - answered > SILENCE:
+                raise ScalewiseError(
+                    f"Slurm has not answered for {SILENCE:.0f} s; its jobs may go on: "
+                    f"scalewise status {self._folder.parent} shows what they leave"
+                )
+
+    def _has_ended(
+        self, task: Task, job: str, states: Mapping[str, str] | None, gone: dict[str, float]
+    ) -> bool:
+        """Returns whether a job has ended for good; writes how, where it could not itself."""
+        status = read_json(task.folder / "status.json").get("status", "waiting")
+        if states is None or job in states:
+            gone.pop(job, None)
+            return status not in ("waiting", "running", "interrupted")
+        if status in ("waiting", "running"):
+            if time.monotonic() - gone.setdefault(job, time.monotonic()) < SETTLING:
+                return False
+            bury(task.folder, job, self._folder)
+        return True
+
+
+def _unused(folder: Path) -> Path:
+    """Returns the folder that the job will claim: what an earlier job left there says nothing."""
+    tries = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
+    return next(own for own in tries if not own.exists())
+
+
+def bury(folder: Path, job: str, logs: Path) -> None:
+    """Writes the status of a job that Slurm has no more and that left no word of its end."""
+    status = read_json(folder / "status.json")
+    if not status:
+        return
+    ending = words.cause(folder, int(str(status["world_size"])))
+    state, reason = _state(job)
+    log = sorted(logs.glob(f"{job}_*_log.err"))
+    tail = log[0].read_text("utf-8", errors="replace").splitlines()[-12:] if log else []
+    name = _ENDINGS.get(state, "failed")
+    if ending is not None:
+        reason = f"{ending.reason}; {reason}"
+        tail = list(ending.log_tail) or tail
+    ended = datetime.now(UTC)
+    begun = datetime.fromisoformat(str(status["started"]))
+    status |= {
+        "status": name,
+        "reason": reason,
+        "exit_code": EXIT_CODES.get(name, 128 + 15),
+        "ended": ended.isoformat(timespec="milliseconds"),
+        "seconds": round((ended - begun).total_seconds(), 3),
+        "rank": ending.rank if ending else None,
+        "log_tail": tail,
+    }
+    write_json(folder / "status.json", status)
+    words.remove(folder)
+
+
+def _state(job: str) -> tuple[str, str]:
+    """Returns Slurm's state of a job that has ended, and that in words."""
+    facts = squeue.facts(job)
+    state = facts.get("JobState", "")
+    if not state:
+        return "", f"job {job} is not known to Slurm any more, and left no word"
+    exit_code = facts.get("ExitCode", "?")
+    return state, f"Slurm says of job {job}: {state}, exit code {exit_code}"
+
+
+def _result(task: Task, job: str) -> Result:
+    status = read_json(task.folder / "status.json")
+    if not status:  # it never began
+        state, reason = _state(job)
+        name = _ENDINGS.get(state, "failed")
+        return Result(name, reason, EXIT_CODES.get(name, 128 + 15), task.folder, {})
+    return Result(
+        str(status["status"]),
+        str(status["reason"]),
+        int(str(status["exit_code"])),
+        task.folder,
+        read_json(task.folder / "summary.json"),
+    )

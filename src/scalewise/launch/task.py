@@ -1,0 +1,108 @@
+"""One task of a job under Slurm: ``python -m scalewise.launch.task FOLDER NUMBER TIMEOUTS``.
+
+``FOLDER`` holds the orders of a sweep, ``NUMBER`` picks one, and ``TIMEOUTS`` says how often the
+job may wait in the queue again because its time was up. Each task is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise import output
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.launch import orders, signals, squeue, started
+from scalewise.launch.engine import INTERRUPTED, Task
+from scalewise.launch.job import Result, begin, claim, end
+from scalewise.launch.status import Ending
+from scalewise.tracking.files import read_json, write_json
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of this rank, once the job has a status or waits again."""
+    folder, number, timeouts = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    started.adopt(os.environ, least=1)
+    with output.shielded():
+        try:
+            task = orders.read(folder / f"{number}.json")
+            result = _result(task)
+        except ScalewiseError as error:
+            print(f"scalewise: {error}", file=sys.stderr)
+            return error.exit_code
+        if started.leads() and result.exit_code in INTERRUPTED:
+            with signals.ignored():  # a requeue sends them to those whom it ends
+                _go_on(folder / f"{number}-timeouts.json", timeouts, result)
+        return result.exit_code
+
+
+def _result(task: Task) -> Result:
+    """Runs this rank, in the job's folder of an earlier attempt if there was one."""
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    again = requeued and (task.folder / "status.json").is_file()
+    try:
+        with signals.raised("before training began"):
+            if complaints := list(task.order.run.machine_complaints()):
+                raise ConfigError(complaints)
+            from scalewise.launch.in_place import run_rank
+
+            return run_rank(task.order, task.folder, again=again)
+    except ConfigError as error:
+        reason = "; ".join(str(complaint) for complaint in error.complaints)
+        ending = Ending("refused", reason, int(os.environ["RANK"]))
+    except Interrupted as error:
+        ending = Ending("interrupted", str(error), None, (), error.signal_number)
+    if not started.leads():
+        return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
+    earlier = read_json(task.folder / "status.json")
+    folder = task.folder if again else claim(task.folder)
+    status = begin(task.order, folder, None, earlier)
+    return end(status, ending, task.order, status.attempts, folder)
+
+
+def _go_on(count: Path, timeouts: int, result: Result) -> None:
+    """Lets an interrupted job wait in the queue again where it may, and prints what became of it.
+
+    ``count`` is the file that knows how often its time was up so far.
+    """
+    warned = result.exit_code - 128 == signal.SIGUSR2
+    if warned and not _may_take_longer(count, timeouts):
+        told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
+        status = read_json(result.folder / "status.json")
+        write_json(result.folder / "status.json", {**status, "reason": f"{result.reason}; {told}"})
+    else:
+        told = _again(warned)
+    print(f"{result.status}: {result.reason}; {told}", flush=True)
+
+
+def _may_take_longer(count: Path, timeouts: int) -> bool:
+    """Counts that the time of a job was nearly up; returns whether it may have more."""
+    so_far = int(str(read_json(count).get("timeouts", 0)))
+    write_json(count, {"timeouts": so_far + 1})
+    return so_far < timeouts
+
+
+def _again(warned: bool) -> str:
+    """Lets an interrupted job wait in the queue again, and says what became of it.
+
+    If it was ``warned`` of its time or is preempted: where somebody cancelled it, or Slurm itself
+    has requeued it, it is not running any more.
+    """
+    job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    facts = squeue.facts(job)
+    if facts.get("JobState") != "RUNNING":
+        return f"Slurm says {facts.get('JobState', 'nothing')}"
+    if not warned and facts.get("PreemptTime", "None") == "None":
+        return "nobody asked for its place"
+    return "it waits in the queue again" if squeue.requeue(job) else "Slurm did not requeue it"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a broken process group would hold the interpreter back.
+    os._exit(code)

@@ -1,0 +1,34 @@
+"""Launchers as a user names them, where what they need is there and where it is not."""
+
+from __future__ import annotations
+
+import sys
+
+from fixtures.doors import UNTRACKED, Doors
+
+WITHOUT_THE_EXTRA = """
+import sys
+for name in ("submitit", "hydra_plugins.hydra_submitit_launcher"):
+    sys.modules[name] = None
+from scalewise.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_slurm_without_its_extra(scalewise: Doors) -> None:
+    """Whatever is said of its options, which are not known then."""
+    line = ("train", "-m", *UNTRACKED, "hydra/launcher=slurm", "hydra.launcher.partition=big")
+    door = scalewise.command([sys.executable, "-c", WITHOUT_THE_EXTRA, *line, "seed=1,2"])
+    door.wait().refused("hydra/launcher=slurm", "pip install 'scalewise[slurm]'")
+    assert list(scalewise.cwd.iterdir()) == []
+
+
+def test_without_its_extra_everything_else_works(scalewise: Doors) -> None:
+    line = ("train", *UNTRACKED, "--cfg", "job")
+    scalewise.command([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().ok()
+
+
+def test_joblib(scalewise: Doors) -> None:
+    ended = scalewise("-m", *UNTRACKED, "hydra/launcher=joblib", "seed=1,2")
+    ended.refused("hydra/launcher=joblib", "choose one of hydra/launcher=scalewise")
+    assert list(scalewise.cwd.iterdir()) == []

@@ -1,0 +1,238 @@
+"""Sweeps under a real Slurm of two nodes, without accounting: every way in which a job may end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened
+from fixtures.slurm import Cluster, cluster, lacking
+
+from scalewise.tracking.files import read_json
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"no Slurm here: {lacking()}")
+
+LONG = pytest.mark.exhaustive
+SLOW = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.accidents.Slow")
+"""Steps of 0.7 s."""
+WATCHED = ("trainer.log_every=1", "trainer.validate_every=null", *SLOW)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as up:
+        yield up
+
+
+class Sweep:
+    """A sweep handed to Slurm, and what the tests do to its jobs."""
+
+    def __init__(self, door: Opened, slurm: Cluster) -> None:
+        self.door, self.slurm = door, slurm
+
+    @property
+    def folder(self) -> Folder:
+        (only,) = self.door.cwd.glob("runs/*/*")
+        return Folder(only)
+
+    def job(self, number: int) -> Folder:
+        return Folder(self.folder.path / str(number))
+
+    def id(self, number: int) -> str:
+        return str(self.folder.json("slurm/jobs.json")[str(number)])
+
+    def submitted(self, jobs: int) -> range:
+        """Waits until Slurm has them; returns their numbers."""
+        self.door.until_file("runs/*/*/slurm/jobs.json")
+        return range(jobs)
+
+    @property
+    def statuses(self) -> list[str]:
+        return [job["status"] for job in self.folder.json("sweep.json")["jobs"]]
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        self.door.until(true, what, 90)
+
+    def until_step(self, number: int, step: int) -> None:
+        file = self.door.cwd / "runs"
+
+        def reached() -> bool:
+            found = list(file.glob(f"*/*/{number}/metrics.csv"))
+            return bool(found) and step in Folder(found[0].parent).steps
+
+        self.until(reached, f"step {step} of job {number}")
+
+    def until_it_runs_again(self, number: int) -> None:
+        def again() -> bool:
+            time.sleep(0.5)
+            if self.slurm.jobs().get(self.id(number)) == "PENDING":
+                time.sleep(2)  # a node takes no job within the second in which it ended it
+                self.slurm.hurry(self.id(number))
+            return read_json(self.job(number).path / "status.json").get("attempts") == 2
+
+        self.submitted(0)
+        self.until(again, f"second attempt at job {number}")
+
+    def wait(self) -> Ended:
+        return self.door.wait(120)
+
+
+@pytest.fixture
+def submit(scalewise: Doors, slurm: Cluster) -> Iterator[Callable[..., Sweep]]:
+    def submitted(*parts: str) -> Sweep:
+        environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        door = scalewise.start("-m", "hydra/launcher=slurm", *parts, env=environment)
+        return Sweep(door, slurm)
+
+    yield submitted
+    if slurm.jobs():
+        slurm.say("scancel", "--user=root")
+        slurm.until_empty()
+
+
+def test_jobs_of_one_rank_and_of_two_on_two_nodes(submit: Callable[..., Sweep]) -> None:
+    """Jobs of like shape are one array, whose elements are numbered as the jobs of the sweep."""
+    sweep = submit(*UNTRACKED, "parallelism=single,ddp,fsdp", "hydra.launcher.nodes=2")
+    sweep.wait().ok()
+    assert sweep.statuses == ["ok"] * 3
+    arrays, _, numbers = zip(*(sweep.id(n).partition("_") for n in range(3)), strict=True)
+    assert numbers == ("0", "1", "2")
+    assert arrays[1] == arrays[2] != arrays[0]
+    scripts = "".join(
+        file.read_text() for file in sweep.folder.path.glob("slurm/[0-9]*_submission.sh")
+    )
+    assert re.findall("--nodes=(.)", scripts) in (["1", "2"], ["2", "1"])
+    single, ddp, fsdp = sweep.folder.jobs
+    for job in (ddp, fsdp):
+        assert job.status["world_size"] == 2
+        assert job.column("train/loss") == pytest.approx(single.column("train/loss"), abs=1e-5)
+
+
+def test_an_array_of_two_jobs_whose_ranks_are_killed(submit: Callable[..., Sweep]) -> None:
+    """Nothing is left that could say so where the killed one is rank 0; Slurm has no accounting."""
+    sweep = submit(
+        *UNTRACKED, "parallelism=ddp", "+inject=kill", "callbacks.inject.rank=0,1", "seed=1"
+    )
+    ended = sweep.wait()
+    assert ended.code == 1, ended.said
+    assert sweep.statuses == ["failed", "failed"]
+    first, second = (job.status for job in sweep.folder.jobs)
+    assert "rank 0 was killed" in first["reason"]
+    assert f"Slurm says of job {sweep.id(0)}: FAILED" in first["reason"]
+    assert first["log_tail"]
+    assert second["reason"] == "rank 1 was killed: it left no word"
+    assert [first["rank"], second["rank"]] == [0, 1]
+    assert "job 0 failed" in ended.out
+
+
+def test_requeued_warned_and_cancelled(submit: Callable[..., Sweep]) -> None:
+    """By an administrator, by Slurm because the time is nearly up, and by the user."""
+    sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2,3", "trainer.max_steps=12")
+    requeued, warned, cancelled = (sweep.id(n) for n in sweep.submitted(3))
+    for number in range(3):
+        sweep.until_step(number, 3)
+    sweep.slurm.say("scontrol", "requeue", requeued)
+    sweep.slurm.say("scancel", "--signal=USR2", warned)
+    sweep.slurm.say("scancel", cancelled)
+    for number in (0, 1):
+        sweep.until_it_runs_again(number)
+    ended = sweep.wait()
+    assert ended.code == 143, ended.said
+    assert sweep.statuses == ["ok", "ok", "interrupted"]
+    for job in sweep.folder.jobs[:2]:
+        assert job.status["attempts"] == 2
+        assert "checkpoints/step-" in job.status["resumed_from"]
+        assert job.steps == list(range(1, 13))
+    status = sweep.job(2).status
+    assert re.fullmatch(r"SIGTERM after step \d+; its checkpoint is saved", status["reason"])
+    assert sweep.job(2).checkpoints
+    said = (sweep.folder.path / "slurm" / f"{warned}_0_log.out").read_text("utf-8")
+    assert "interrupted: SIGUSR2 after step" in said
+    assert "it waits in the queue again" in said
+
+
+@pytest.mark.parametrize("partition", ["grace", pytest.param("low", marks=LONG)])
+def test_preempted(partition: str, submit: Callable[..., Sweep]) -> None:
+    """With time to save, and by an end as of a requeue."""
+    parts = [part for part in TINY if "max_steps" not in part]
+    sweep = submit(
+        *parts, *WATCHED, "parallelism=ddp", "trainer.max_steps=10",
+        f"hydra.launcher.partition={partition}",
+    )  # fmt: skip
+    sweep.until_step(0, 3)
+    all_nodes = ("--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    sweep.slurm.say("sbatch", "--partition=high", *all_nodes)
+    sweep.until_it_runs_again(0)
+    sweep.wait().ok()
+    job = sweep.job(0)
+    assert (job.status["status"], job.status["attempts"]) == ("ok", 2)
+    assert job.steps == list(range(1, 11))
+    attempts = list(job.path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(attempts) == 2
+    told = [inspected(file) for file in attempts]
+    assert {one["run"]["run_group"] for one in told} == {"/".join(sweep.folder.path.parts[-2:])}
+    assert len({one["run"]["run_id"] for one in told}) == 2
+    # Slurm's SIGTERM reaches W&B's own process too: the first attempt has its rows, and no end.
+    assert all("history" in one for one in told)
+    assert [one["exit"].get("exit_code", 0) for one in told if "exit" in one] == [0]
+
+
+def inspected(file: Path) -> dict[str, Any]:
+    """Returns the first record of each type that W&B wrote of a run."""
+    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    said = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout
+    records = map(json.loads, reversed(said.splitlines()))
+    return {record["type"]: record[record["type"]] for record in records}
+
+
+def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: Doors) -> None:
+    """Ctrl-C ends the watching and no job; ``status`` shows them, from anywhere."""
+    sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
+    sweep.until_step(0, 2)
+    door = sweep.door
+    door.signal(signal.SIGINT, group=True)
+    ended = door.wait(30)
+    assert ended.code == 130, ended.said
+    array = sweep.id(0).partition("_")[0]
+    assert f"scalewise status {sweep.folder.path} shows them, scancel {array} ends" in ended.err
+    assert sweep.slurm.jobs() == {sweep.id(0): "RUNNING", sweep.id(1): "PENDING"}
+
+    def shown() -> str:
+        environment = sweep.slurm.environment
+        return scalewise(str(sweep.folder.path), verb="status", env=environment).ok().out
+
+    assert "1 running, 1 queued" in shown()
+    assert re.search(r"0 +1 +running +\d+/8 +\d\.\d{4} +\d+\.\d s", shown())
+    sweep.slurm.say("scancel", array)
+    sweep.slurm.until_empty()
+    assert "1 interrupted, 1 lost" in shown()
+    assert "its checkpoint is saved" in shown()
+
+
+def test_a_partition_that_is_not_there(submit: Callable[..., Sweep], scalewise: Doors) -> None:
+    ended = submit(*UNTRACKED, "hydra.launcher.partition=nowhere", "seed=1,2").wait()
+    ended.refused("hydra/launcher=slurm", "invalid partition specified: nowhere")
+    assert not any(scalewise.cwd.glob("runs/*/*/sweep.json"))
+
+
+@LONG
+def test_time_runs_out(submit: Callable[..., Sweep]) -> None:
+    """A real limit of a minute: warned, requeued once as is allowed, then left as it is."""
+    sweep = submit(
+        *UNTRACKED, *WATCHED, "trainer.max_steps=100000", "hydra.launcher.timeout_min=1",
+        "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=1",
+    )  # fmt: skip
+    sweep.until_it_runs_again(0)
+    ended = sweep.wait()
+    assert ended.code == 128 + signal.SIGUSR2, ended.said
+    status = sweep.job(0).status
+    assert (status["status"], status["attempts"]) == ("interrupted", 2)
+    assert "hydra.launcher.max_num_timeout=1" in status["reason"]

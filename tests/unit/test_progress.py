@@ -1,0 +1,168 @@
+"""How far jobs are, read off folders: whole, torn, old, and with what Slurm says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise import cli
+from scalewise.launch import progress, squeue
+from scalewise.tracking.files import write_json
+from scalewise.tracking.names import METRICS
+from scalewise.verbs import status as verb
+
+
+def a_job(folder: Path, status: str, rows: int = 0, **further: Any) -> None:
+    folder.mkdir(parents=True)
+    write_json(folder / "status.json", {"status": status, "name": "a-run", **further})
+    if rows:
+        write_json(folder / "plan.json", {"steps": 1000})
+        lines = [",".join(METRICS)]
+        for step in range(1, rows + 1):
+            values = {"step": str(step), "train/loss": f"{9 - step / 1000}", "time/step_s": "0.5"}
+            lines.append(",".join(values.get(key, "") for key in METRICS))
+        (folder / "metrics.csv").write_text("\n".join(lines) + "\n401,7.")  # the last is torn
+
+
+def a_sweep(folder: Path, *statuses: str) -> Path:
+    jobs = [
+        {"number": n, "folder": str(n), "varied": {"seed": str(n)}, "status": status}
+        for n, status in enumerate(statuses)
+    ]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "sweep.json", {"jobs": jobs})
+    return folder
+
+
+def test_a_run_under_way(tmp_path: Path) -> None:
+    a_job(tmp_path / "run", "running", rows=400, attempts=2)
+    (job,) = progress.of(tmp_path / "run")
+    assert (job.step, job.steps, job.loss, job.attempts) == (400, 1000, 8.6, 2)
+    assert job.seconds_left == 300.0
+    assert job.seconds_silent is not None
+    assert job.seconds_silent < 60
+    assert verb.remark(job) == "attempt 2"
+
+
+def test_one_that_has_been_silent(tmp_path: Path) -> None:
+    a_job(tmp_path / "run", "running", rows=3)
+    for file in (tmp_path / "run").iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    (job,) = progress.of(tmp_path / "run")
+    assert verb.remark(job) == "silent for 2 h 00 min"
+
+
+def test_one_that_has_ended(tmp_path: Path) -> None:
+    a_job(tmp_path / "run", "failed", rows=5, reason="it broke")
+    (job,) = progress.of(tmp_path / "run")
+    assert (job.seconds_left, job.seconds_silent, job.under_way) == (None, None, False)
+    assert verb.remark(job) == "it broke"
+
+
+def test_before_the_first_row(tmp_path: Path) -> None:
+    a_job(tmp_path / "run", "running")
+    (job,) = progress.of(tmp_path / "run")
+    assert (job.step, job.steps, job.loss, job.seconds_left) == (None, None, None, None)
+
+
+def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path, "ok", "running", "waiting", "refused")
+    a_job(tmp_path / "0", "ok", rows=1000)
+    a_job(tmp_path / "1", "running", rows=1)
+    states = [job.state for job in progress.of(sweep)]
+    assert states == ["ok", "running", "queued", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("status", "slurm", "state"),
+    [
+        ("running", "RUNNING", "running"),
+        ("running", "PENDING", "queued"),
+        ("running", "", "lost"),
+        ("interrupted", "PENDING", "queued"),
+        ("interrupted", "COMPLETING", "running"),
+        ("interrupted", "", "interrupted"),
+        ("ok", "COMPLETING", "ok"),
+        ("ok", "", "ok"),
+        ("", "PENDING", "queued"),
+        ("", "RUNNING", "queued"),
+        ("", "", "lost"),
+    ],
+)
+def test_a_job_of_slurms(
+    status: str, slurm: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_sweep(tmp_path, "running")
+    (tmp_path / "slurm").mkdir()
+    write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0"})
+    if status:
+        a_job(tmp_path / "0", status)
+    monkeypatch.setattr(squeue, "present", lambda: True)
+    monkeypatch.setattr(squeue, "states", lambda: {"12_0": slurm} if slurm else {})
+    assert [job.state for job in progress.of(tmp_path)] == [state]
+
+
+def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_sweep(tmp_path, "running", "running")
+    (tmp_path / "slurm").mkdir()
+    write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0", "1": "12_1"})
+    a_job(tmp_path / "0", "running")
+    monkeypatch.setattr(squeue, "present", lambda: False)
+    assert [job.state for job in progress.of(tmp_path)] == ["running", "queued"]
+
+
+class TestVerb:
+    def test_prints_once_where_nobody_watches(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sweep = a_sweep(tmp_path / "sweep", "running", "waiting")
+        a_job(sweep / "0", "running", rows=400)
+        assert cli.main(["status", str(sweep)]) == 0
+        said = capsys.readouterr().out
+        assert f"{sweep}: 1 running, 1 queued" in said.replace("\n", "")
+        assert "400/1000  8.6000  5 min 00 s" in said
+
+    def test_refuses_what_is_no_folder_of_ours(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["status"]) == 2
+        assert cli.main(["status", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert "no folder given" in said
+        assert "is neither a run (status.json) nor a sweep (sweep.json)" in said
+
+    def test_goes_on_until_all_have_ended(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        sweep = a_sweep(tmp_path / "sweep", "running")
+        a_job(sweep / "0", "running", rows=2)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        looks: list[float] = []
+
+        def pause(seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 2:
+                said = json.loads((sweep / "0" / "status.json").read_text())
+                write_json(sweep / "0" / "status.json", {**said, "status": "ok"})
+
+        monkeypatch.setattr(verb.time, "sleep", pause)
+        assert cli.main(["status", str(sweep)]) == 0
+        assert len(looks) == 2
+        assert "1 ok" in capsys.readouterr().out
+
+    def test_ctrl_c_ends_the_watching(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        a_job(tmp_path / "run", "running")
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+        def interrupt(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(verb.time, "sleep", interrupt)
+        assert cli.main(["status", str(tmp_path / "run")]) == 0

@@ -1,0 +1,257 @@
+"""What the Slurm engine asks for, refuses and makes of silence; Slurm itself is in integration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise.config.door import open_door
+from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.launch import engines, slurm, squeue, words
+from scalewise.launch.engine import Task
+from scalewise.launch.job import Order
+from scalewise.launch.status import Ending
+from scalewise.run import Run
+from scalewise.tracking.files import write_json
+from scalewise.verbs.train import Train
+
+H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp parallelism.shard="
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """The options of ``hydra/launcher=slurm`` at rest."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
+    assert "slurm" in LAUNCHERS
+    node = ConfigStore.instance().repo["hydra"]["launcher"]["slurm.yaml"].node
+    plain: Any = OmegaConf.to_container(node, resolve=False)
+    return {**plain, "submitit_folder": str(tmp_path / "slurm")}
+
+
+def engine(options: dict[str, Any]) -> Any:
+    return engines.named({key: value for key, value in options.items() if key != "_target_"})
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for a cluster that takes every job and has forgotten it at once."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("srun", "squeue", "scontrol", "scancel"):
+        (folder / name).write_text("#!/bin/sh\n")
+    (folder / "sbatch").write_text("#!/bin/sh\necho Submitted batch job $$\n")
+    for file in folder.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm, "SETTLING", 0.0)
+    return folder
+
+
+def flags(folder: Path) -> list[dict[str, str]]:
+    """Returns the flags of each script that was submitted, in their order."""
+    scripts = sorted(folder.glob("slurm/*_submission.sh"), key=lambda path: path.stat().st_mtime_ns)
+    return [
+        dict(re.findall(r"#SBATCH --([\w-]+)(?:=(.*))?", p.read_text()))
+        for p in scripts
+        if p.name[0] != "."
+    ]
+
+
+def test_ranks_are_laid_over_nodes(
+    options: dict[str, Any], sbatch: Path, compose: Callable[..., Run], tmp_path: Path
+) -> None:
+    runs = [compose(*f"{H100}{ranks}".split(), here=False) for ranks in (8, 16)]
+    tasks = [Task(n, Order(run), tmp_path / str(n)) for n, run in enumerate(runs)]
+    asked = {
+        "gpus_per_node": 8,
+        "partition": "a b",
+        "setup": ["module load cuda"],
+        "mem_gb": 64,
+        "timeout_min": 90,
+        "additional_parameters": {"mail-type": "BEGIN"},
+        "array_parallelism": 3,
+    }
+    ended = list(engine(options | asked).results(tasks, lambda task: None))
+    assert [result.status for _, result in ended] == ["failed", "failed"]
+    assert "not known to Slurm any more" in ended[0][1].reason
+    small, large = flags(tmp_path)
+    assert (small["nodes"], small["ntasks-per-node"], small["array"]) == ("1", "8", "0%1")
+    assert (large["nodes"], large["ntasks-per-node"], large["array"]) == ("2", "8", "1%1")
+    expected = {"gpus-per-node": "8", "partition": "'a b'", "mem": "64GB", "time": "90"}
+    assert expected.items() <= large.items()
+    assert large["mail-type"] == "BEGIN"
+    assert "requeue" in large
+    text = next((tmp_path / "slurm").glob("[0-9]*_submission.sh")).read_text()
+    assert "\nmodule load cuda\n" in text
+    assert "-m scalewise.launch.task" in text
+    assert ".pkl" not in text
+
+
+def test_devices_are_asked_for_where_nobody_said_how_many(
+    options: dict[str, Any], sbatch: Path, compose: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), here=False)
+    list(engine(options).results([Task(0, Order(run), tmp_path / "0")], lambda task: None))
+    (only,) = flags(tmp_path)
+    assert (only["nodes"], only["ntasks-per-node"], only["gpus-per-node"]) == ("4", "4", "4")
+
+
+@pytest.mark.parametrize(
+    ("line", "changed", "words"),
+    [
+        ("parallelism=fsdp parallelism.shard=3", {"nodes": 2}, "3 ranks is not spread evenly"),
+        ("", {"gpus_per_node": 2}, "the run goes to the CPU, and needs none"),
+        ("launch.timeout=60", {}, "set hydra.launcher.timeout_min"),
+        ("launch.max_restarts=1", {}, "Slurm starts jobs again"),
+    ],
+)
+def test_refusals(
+    line: str,
+    changed: dict[str, Any],
+    words: str,
+    options: dict[str, Any],
+    sbatch: Path,
+    compose: Callable[..., Run],
+    tmp_path: Path,
+) -> None:
+    task = Task(0, Order(compose(*line.split(), here=False)), tmp_path / "0")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        next(engine(options | changed).results([task], lambda task: None))
+    assert not (tmp_path / "slurm").exists()
+
+
+def test_cancelled_while_it_waited(
+    options: dict[str, Any],
+    sbatch: Path,
+    compose: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a sweep that is gone on with: what an earlier job has left there says nothing."""
+    monkeypatch.setattr(squeue, "facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"})
+    (tmp_path / "0").mkdir()
+    write_json(tmp_path / "0" / "status.json", {"status": "ok", "reason": "", "exit_code": 0})
+    task = Task(0, Order(compose()), tmp_path / "0")
+    ((_, result),) = engine(options).results([task], lambda task: None)
+    assert (result.status, result.exit_code) == ("interrupted", 143)
+    assert "CANCELLED" in result.reason
+    assert result.folder == tmp_path / "0-2"
+
+
+def test_a_machine_without_slurm(
+    options: dict[str, Any],
+    compose: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    task = Task(0, Order(compose()), tmp_path / "0")
+    with pytest.raises(ConfigError, match="there is no sbatch here"):
+        next(engine(options).results([task], lambda task: None))
+
+
+def test_a_machine_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'scalewise\[slurm\]'"):
+        engines.named({"engine": "slurm", "partition": "anything"})
+    assert importlib.util.find_spec("submitit")
+
+
+def test_a_controller_that_is_silent_for_good(
+    options: dict[str, Any],
+    sbatch: Path,
+    compose: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(squeue, "states", lambda: None)
+    monkeypatch.setattr(slurm, "SILENCE", 0.5)
+    task = Task(0, Order(compose()), tmp_path / "0")
+    with pytest.raises(ScalewiseError, match=r"has not answered .* its jobs may go on"):
+        list(engine(options).results([task], lambda task: None))
+
+
+class TestBuried:
+    """A job that ended without a word of its own."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "0"
+        folder.mkdir()
+        words.clear(folder)
+        begun = {"status": "running", "started": "2026-01-01T00:00:00+00:00", "world_size": 2}
+        write_json(folder / "status.json", begun)
+        (tmp_path / "7_0_0_log.err").write_text("one\ntwo\n")
+        return folder
+
+    @pytest.mark.parametrize(
+        ("state", "status", "code"),
+        [
+            ("CANCELLED", "interrupted", 143),
+            ("OUT_OF_MEMORY", "out_of_memory", 3),
+            ("TIMEOUT", "timeout", 4),
+            ("NODE_FAIL", "failed", 1),
+            ("COMPLETED", "failed", 1),
+        ],
+    )
+    def test_is_called_what_slurm_says(
+        self, state: str, status: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But for success, which only the job itself can tell."""
+        facts = {"JobState": state, "ExitCode": "0:9"}
+        monkeypatch.setattr(squeue, "facts", lambda job: facts)
+        slurm.bury(folder, "7_0", folder.parent)
+        said = json.loads((folder / "status.json").read_text())
+        assert (said["status"], said["exit_code"]) == (status, code)
+        assert f"Slurm says of job 7_0: {state}, exit code 0:9" in said["reason"]
+        assert said["log_tail"] == ["one", "two"]
+        assert said["seconds"] > 0
+
+    def test_is_called_what_another_rank_said(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(squeue, "facts", lambda job: {})
+        words.leave(folder, 1, Ending("failed", "it broke", 1, ("here",)))
+        slurm.bury(folder, "7_0", folder.parent)
+        said = json.loads((folder / "status.json").read_text())
+        assert said["reason"].startswith("it broke; job 7_0 is not known")
+        assert (said["rank"], said["log_tail"]) == (1, ["here"])
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "basic", "submitit_slurm", "nonsense"])
+def test_other_launchers_are_refused(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"runs jobs unseen.*hydra/launcher=scalewise"):
+        open_door(Train(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_single_run_is_told_to_be_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="a single run runs here; add -m"):
+        open_door(Train(()), ["hydra/launcher=slurm"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_with_a_line_is_not_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        open_door(Train(()), ["-m", "hydra/launcher=slurm", "hardware=h100", "optimizer.lrr=1,2"])
+    (only,) = refused.value.complaints
+    assert only.key == "optimizer.lrr"
