@@ -1,4 +1,6 @@
-"""Hydra's way to a sweep: ``hydra/sweeper=scalewise`` crosses ``params`` and pairs ``zip``.
+"""Hydra's way to a sweep: ``hydra/sweeper=basic`` crosses ``params`` and pairs ``zip``.
+
+It takes the place of Hydra's own of that name, so that a sweep's file may choose another.
 
 Hydra imports every module here in every application, so nothing heavy is imported at its head.
 """
@@ -47,7 +49,7 @@ class ScalewiseSweeper(Sweeper):
 
 ConfigStore.instance().store(
     group="hydra/sweeper",
-    name="scalewise",
+    name="basic",
     node={
         "_target_": f"{__name__}.{ScalewiseSweeper.__name__}",
         "_convert_": "all",

@@ -111,7 +111,7 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
 
 def test_a_server_that_refuses_is_told_in_a_line(scalewise: Doors) -> None:
     with SweepServer() as server:
-        server.broken = True
+        server.faults["*"] = 500
         env = {**reaching(server), "WANDB_HTTP_TIMEOUT": "5"}
         ended = scalewise(*LINE, verb="wandb-sweep", env=env)
     assert ended.code == 1
