@@ -270,9 +270,9 @@ def _validated(
     for number, overrides in enumerate(job_overrides, start=first):
         try:
             composed = loader.load_sweep_config(config, list(overrides))
-        except Exception as error:  # Hydra's: told with the others when all jobs were tried
+        except Exception as error:  # Hydra's: the whole line is looked at again, all jobs of it
             failed = error
-            continue
+            break
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
         try:

@@ -15,7 +15,6 @@ from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import processes, signals, started, words
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
-from scalewise.plan.verdict import refuse_unfit
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_text
 from scalewise.training.callbacks.spec import is_own
@@ -81,6 +80,8 @@ def checked(order: Order, folder: Path) -> Path | None:
     """Prepares data and layout, returns the checkpoint to resume; refuses what cannot be used."""
     run = order.run
     if run.launch.refuse_unfit:
+        from scalewise.plan.verdict import refuse_unfit
+
         refuse_unfit(run)
     if not all(is_own(callback["_target_"]) for callback in run.callbacks.values()):
         from scalewise.training.callbacks.open import checked  # imports Lightning
