@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(6, max(2, 3 * len(os.sched_getaffinity(0)) // 2)))' 2>/dev/null || echo 2)
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
 .PHONY: matrix bench help install demo check test exhaustive gpu browser native slurm lock clean

@@ -312,20 +312,12 @@ class Run:
         key, chosen = "precision", self.choices.get("precision", "")
         if not chosen.startswith(compute.value):
             key, chosen = "precision.compute", compute.value
-        if self.hardware.device is DeviceKind.cpu:
-            if compute is Number.fp16:
-                yield Complaint(
-                    key,
-                    chosen,
-                    "Lightning would compute in bf16 on the CPU without saying so",
-                    "set precision=bf16_mixed",
-                )
-        elif compute is Number.bf16 and self.hardware.bf16_tflops == 0:
+        if self.hardware.device is DeviceKind.cpu and compute is Number.fp16:
             yield Complaint(
                 key,
                 chosen,
-                "this device has no bf16 tensor cores",
-                "set precision=fp16_mixed",
+                "Lightning would compute in bf16 on the CPU without saying so",
+                "set precision=bf16_mixed",
             )
 
 
