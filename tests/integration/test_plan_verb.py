@@ -67,8 +67,10 @@ def test_a_search_that_finds_nothing_says_what_comes_nearest(scalewise: Doors) -
 def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
     models = "model=llama_160m,tinyllama_1b"
     line = ("-m", models, "hardware=h100", "data=synthetic", "plan.search=memory")
-    head, *rows = scalewise(*line, verb="plan").ok().out.splitlines()
+    head, *rows, blank, told = scalewise(*line, verb="plan").ok().out.splitlines()
     assert "better with" in head
+    assert blank == ""
+    assert told.startswith("2 jobs")
     assert len(rows) == 2
     assert all("trainer.micro_batch=" in row for row in rows)
 
