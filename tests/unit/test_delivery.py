@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scalewise import cli
-from scalewise.launch.job import Order, _tracked
+from scalewise.launch.job import Order, tracked
 from scalewise.plan.plan import record
 from scalewise.run import Run
 from scalewise.tracking import delivery, server, tables
@@ -188,10 +188,10 @@ class TestGroup:
     ) -> None:
         run = compose("experiment=smoke")
         folder = tmp_path / "name" / "time"
-        assert _tracked(Order(run), folder, None).tracking.group == "name/time"
-        assert _tracked(Order(run, sweep="s/t"), folder, None).tracking.group == "s/t"
+        assert tracked(Order(run), folder, None).tracking.group == "name/time"
+        assert tracked(Order(run, sweep="s/t"), folder, None).tracking.group == "s/t"
         named = compose("experiment=smoke", "tracking.group=mine")
-        assert _tracked(Order(named, sweep="s/t"), folder, None).tracking.group == "mine"
+        assert tracked(Order(named, sweep="s/t"), folder, None).tracking.group == "mine"
 
     def test_an_attempt_joins_the_one_that_it_goes_on_from(
         self, compose: Callable[..., Run], tmp_path: Path
@@ -200,9 +200,9 @@ class TestGroup:
         earlier.mkdir(parents=True)
         resume = earlier / "checkpoints" / "step-00000008"
         order, folder = Order(compose("experiment=smoke")), tmp_path / "name" / "second"
-        assert _tracked(order, folder, resume).tracking.group == "name/second"
+        assert tracked(order, folder, resume).tracking.group == "name/second"
         (earlier / "status.json").write_text('{"wandb": {"group": "name/zeroth"}}')
-        assert _tracked(order, folder, resume).tracking.group == "name/zeroth"
+        assert tracked(order, folder, resume).tracking.group == "name/zeroth"
 
 
 def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
