@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import INTERRUPTED, Engine, Task
 from scalewise.launch.job import Result
@@ -29,10 +30,11 @@ def execute_all(
 
     ``kept`` holds the results of jobs that ended before, by number: those do not run. Keeps
     ``sweep.json`` in ``folder`` true at any moment. A signal ends the sweep: what had not begun
-    is noted as ``interrupted``.
+    is noted as ``interrupted``. Where the engine refuses them all, the record is as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = _record(folder, command, question)
+    left: dict[str, Any] = read_json(folder / "sweep.json")
+    record = _record(folder, left, command, question)
     results = dict(kept or {})
     rows = {row["number"]: row for row in record["jobs"]}
     for task in tasks:
@@ -49,12 +51,17 @@ def execute_all(
         announce(task, len(tasks))
 
     ended: list[Result] = []
-    for task, result in engine.results([t for t in tasks if t.number not in results], began):
-        ended.append(result)
-        results[task.number] = result
-        _note(rows[task.number], result, folder)
-        write_json(folder / "sweep.json", record)
-        report(task, result)
+    try:
+        for task, result in engine.results([t for t in tasks if t.number not in results], began):
+            ended.append(result)
+            results[task.number] = result
+            _note(rows[task.number], result, folder)
+            write_json(folder / "sweep.json", record)
+            report(task, result)
+    except ConfigError:
+        if not ended:
+            _restore(folder, left)
+        raise
     stopped = next((result for result in ended if result.exit_code in INTERRUPTED), None)
     for task in tasks:
         if task.number not in results:
@@ -77,8 +84,16 @@ def unused(folder: Path) -> Path:
     return own
 
 
-def _record(folder: Path, command: str, question: str) -> dict[str, Any]:
-    """Returns the sweep's record, as it was left or new, under way in this process."""
+def _restore(folder: Path, left: dict[str, Any]) -> None:
+    """Makes the record what it was before a sweep of which no job may run."""
+    if left:
+        write_json(folder / "sweep.json", left)
+    else:
+        (folder / "sweep.json").unlink()
+
+
+def _record(folder: Path, left: dict[str, Any], command: str, question: str) -> dict[str, Any]:
+    """Returns the sweep's record, as it was ``left`` or new, under way in this process."""
     begun: dict[str, Any] = {
         "name": folder.parent.name,
         "question": question,
@@ -89,7 +104,6 @@ def _record(folder: Path, command: str, question: str) -> dict[str, Any]:
         "jobs": [],
     }
     now = {"question": question, "command": command, "ended": None, "process": this_process()}
-    left: dict[str, Any] = read_json(folder / "sweep.json")
     if left and left["process"] != now["process"]:
         _settle(left["jobs"], folder)
     return {**begun, **left, **now}
