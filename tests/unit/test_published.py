@@ -168,12 +168,19 @@ def predictions(ratios: list[float], stack: str) -> list[Prediction]:
 
 def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
     rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
-    plain = planner._errors(rows, lambda p: p.stack, lambda p: p.rate, scaled=False)
-    scaled = planner._errors(rows, lambda p: p.stack, lambda p: p.rate, scaled=True)
+    rates = planner._ratios(rows, lambda p: p.stack, lambda p: p.rate)
+    plain, scaled = planner._errors(rates), planner._errors(rates, planner._own(rates))
     assert plain["a"]["median"] == pytest.approx(1.0)
     assert (scaled["a"]["scale"], scaled["a"]["median"]) == (2.0, 0.0)
     assert scaled["a"]["worst"] == pytest.approx(0.1)
     assert (scaled["b"]["scale"], scaled["all"]["rows"]) == (0.5, 5)
+
+
+def test_the_scale_of_others_has_not_seen_the_rows_that_it_is_tried_on() -> None:
+    rates = {"a": [2.0, 2.0], "b": [4.0], "c": [1.0, 1.0, 3.0]}
+    assert planner._of_others(rates) == {"a": 2.0, "b": 2.0, "c": 2.0}
+    assert planner._errors(rates, planner._of_others(rates))["c"]["median"] == 0.5
+    assert planner._errors({"a": [2.0]}, planner._of_others({"a": [2.0]})) == {}
 
 
 def test_the_benchmark_reads_a_file_and_writes_its_tables(

@@ -39,20 +39,26 @@ def foreseen(records: Path) -> str:
 def planned(records: Path) -> str:
     """Returns what the README says of the planner beside published measurements."""
     record = _read(records / "cpu" / "planner.json")
-    memory, rates = record["memory"]["all"], record["tokens_per_s_scaled"]["all"]
-    plain = record["tokens_per_s"]["all"]
-    verdicts = record["verdicts"]
+    memory, verdicts = record["memory"]["all"], record["verdicts"]
+    plain, others, own = (
+        _off(record[f"tokens_per_s{name}"]["all"]) for name in ("", "_others", "_scaled")
+    )
     return _filled(
         f"Beside {record['rows']} published measurements of four other frameworks "
         f"(`scalewise bench planner`, {record['date'][:10]}), memory is {memory['median']:.1%} off "
         f"at the median and {memory['p90']:.0%} at the 90th percentile of {memory['rows']} rows. "
         f"For the rows that ran its verdict is {_called(verdicts['ran'])}; for those that ran out "
-        f"of memory {_called(verdicts['ran_out_of_memory'])}. Tokens/s are {plain['median']:.1%} "
-        f"and {plain['p90']:.0%} off ({plain['rows']} rows), {rates['median']:.1%} and "
-        f"{rates['p90']:.0%} with one scale for each framework, device and format. No constant is "
+        f"of memory {_called(verdicts['ran_out_of_memory'])}. Tokens/s of the formulas alone are "
+        f"{plain}; times one scale, learnt from the rows of the other sources only, {others}; with "
+        f"one scale for each framework, device and format {own}. The profiles of GPUs carry the "
+        f"median scale of all these rows, {record['step_scale']['median']:.2f}. No constant is "
         "fitted to a row, but these rows were looked at while the facts of their frameworks were "
         "written down: others may be further off."
     )
+
+
+def _off(errors: dict[str, Any]) -> str:
+    return f"{errors['median']:.1%} and {errors['p90']:.0%} off ({errors['rows']} rows)"
 
 
 def _called(verdicts: dict[str, int]) -> str:

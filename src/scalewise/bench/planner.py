@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as Drawn
 
 from scalewise import output
 from scalewise.bench import published, rows
@@ -23,6 +23,15 @@ from scalewise.units import GIB
 SAID = (Verdict.fits, Verdict.borderline, Verdict.out_of_memory)
 _ENDS = (("ran", True), ("ran_out_of_memory", False))
 RUNS: Mapping[str, tuple[str, ...]] = {"here": ("hardware=cpu",)}
+TITLES = {
+    "memory": "memory, as predicted",
+    "memory_scaled": "memory, one scale a stack",
+    "tokens_per_s": "tokens/s, as predicted",
+    "tokens_per_s_others": "tokens/s, the scale of the other sources",
+    "tokens_per_s_scaled": "tokens/s, one scale a stack",
+}
+Ratios = dict[str, list[float]]
+Table = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -61,27 +70,23 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         print("\n".join(f"  {line}" for line in left), flush=True)
     if not predictions:
         raise ConfigError.one("data", options.data, "holds no rows that can be predicted")
-    result: dict[str, object] = {
-        "rows": len(predictions),
-        "left_out": left,
-        "memory": _errors(predictions, lambda p: p.source, lambda p: p.memory, scaled=False),
-        "memory_scaled": _errors(predictions, lambda p: p.stack, lambda p: p.memory, scaled=True),
-        "tokens_per_s": _errors(predictions, lambda p: p.stack, lambda p: p.rate, scaled=False),
-        "tokens_per_s_scaled": _errors(
-            predictions, lambda p: p.stack, lambda p: p.rate, scaled=True
-        ),
-        "verdicts": _verdicts(predictions),
+    memory = _ratios(predictions, lambda p: p.stack, lambda p: p.memory)
+    rates = _ratios(predictions, lambda p: p.stack, lambda p: p.rate)
+    by_source = _ratios(predictions, lambda p: p.source, lambda p: p.rate)
+    tables = {
+        "memory": _errors(_ratios(predictions, lambda p: p.source, lambda p: p.memory)),
+        "memory_scaled": _errors(memory, _own(memory)),
+        "tokens_per_s": _errors(rates),
+        "tokens_per_s_others": _errors(by_source, _of_others(by_source)),
+        "tokens_per_s_scaled": _errors(rates, _own(rates)),
     }
-    for name, title in (
-        ("memory", "memory, as predicted"),
-        ("memory_scaled", "memory, one scale a stack"),
-        ("tokens_per_s", "tokens/s, as predicted"),
-        ("tokens_per_s_scaled", "tokens/s, one scale a stack"),
-    ):
-        if result[name]:
-            _print(title, result[name])
-    print(_told(result["verdicts"]))
-    return result
+    for name, title in TITLES.items():
+        if tables[name]:
+            _print(title, tables[name])
+    verdicts = _verdicts(predictions)
+    print(_told(verdicts))
+    counted: dict[str, object] = {"rows": len(predictions), "left_out": left}
+    return counted | tables | {"step_scale": _step_scale(rates), "verdicts": verdicts}
 
 
 def _predictions(path: Path) -> tuple[list[Prediction], list[str]]:
@@ -123,27 +128,57 @@ def predicted(row: Row) -> Prediction:
     )
 
 
-def _errors(
-    predictions: Sequence[Prediction], of: Any, value: Any, *, scaled: bool
-) -> dict[str, dict[str, float]]:
-    """Returns the relative errors by group and of all: rows, scale, median, p90, worst."""
+def _ratios(predictions: Sequence[Prediction], of: Any, value: Any) -> Ratios:
+    """Returns predicted over measured values by group."""
     groups: dict[str, list[float]] = {}
     for prediction in predictions:
         pair = value(prediction)
         if pair is not None:
             groups.setdefault(of(prediction), []).append(pair[0] / pair[1])
-    found: dict[str, dict[str, float]] = {}
+    return groups
+
+
+def _own(groups: Ratios) -> dict[str, float]:
+    """Returns the scale of each group that has more rows than that one scale fits."""
+    return {name: median(ratios) for name, ratios in groups.items() if len(ratios) > 1}
+
+
+def _of_others(groups: Ratios) -> dict[str, float]:
+    """Returns for each group the scale of all others: it has seen none of the group's rows."""
+    rest = {
+        name: [r for other in groups if other != name for r in groups[other]] for name in groups
+    }
+    return {name: median(ratios) for name, ratios in rest.items() if ratios}
+
+
+def _errors(groups: Ratios, scales: Mapping[str, float] | None = None) -> Table:
+    """Returns the relative errors by group and of all: rows, scale, median, p90, worst.
+
+    With ``scales``, of the groups that have one.
+    """
+    if scales is None:
+        scales = dict.fromkeys(groups, 1.0)
+    found: Table = {}
     everything: list[float] = []
-    for name, ratios in groups.items():
-        if scaled and len(ratios) == 1:
-            continue  # its own scale fits it
-        scale = median(ratios) if scaled else 1.0
-        errors = [abs(ratio / scale - 1) for ratio in ratios]
+    for name, scale in scales.items():
+        errors = [abs(ratio / scale - 1) for ratio in groups[name]]
         everything += errors
         found[name] = summary(errors) | {"scale": scale}
     if everything:
         found["all"] = summary(everything) | {"scale": 1.0}
     return found
+
+
+def _step_scale(rates: Ratios) -> dict[str, float]:
+    """Returns what measured steps take of predicted ones: the median, and around it p10 to p90.
+
+    ``conf/hardware`` gives them to devices of which there are no runs of our own.
+    """
+    scales = sorted(ratio for ratios in rates.values() for ratio in ratios)
+    if len(scales) < 2:
+        return {}
+    middle, tenths = median(scales), quantiles(scales, n=10)
+    return {"median": middle, "low": tenths[0] / middle, "high": tenths[-1] / middle}
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
@@ -166,8 +201,8 @@ def _verdicts(predictions: Sequence[Prediction]) -> dict[str, dict[str, int]]:
     }
 
 
-def _print(title: str, rows: Any) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+def _print(title: str, rows: Table) -> None:
+    table = Drawn(box=None, pad_edge=False, header_style="dim")
     table.add_column(title)
     for name in ("rows", "scale", "median", "p90", "worst"):
         table.add_column(name, justify="right")

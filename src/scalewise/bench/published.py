@@ -67,8 +67,6 @@ DEVICES = {
 }
 """Vendors' datasheets; torchtitan's H100 are of 96 GB with HBM2e (its report says so). Shares are
 those of ``conf/hardware``."""
-STEP_SCALE = 1.45
-"""Steps of published rows over what these rates foresee, at the median; as ``conf/hardware``."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,6 @@ def hardware(name: str, devices_per_node: int) -> Hardware:
         context_gib=1.0,
         product_share=known.product_share,
         attention_share=known.attention_share,
-        step_scale=STEP_SCALE,
     )
 
 
