@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scalewise.bench import planner, published, rows
 from scalewise.bench.planner import Prediction
@@ -17,6 +18,7 @@ from scalewise.models.decoder.spec import Norm
 from scalewise.plan.verdict import Verdict
 from scalewise.precision import Number
 
+ROOT = Path(__file__).parents[2]
 ROW = {
     "source": "pytorch/torchtitan some.md",
     "model": "Llama-3.1-8B",
@@ -181,6 +183,18 @@ def test_the_scale_of_others_has_not_seen_the_rows_that_it_is_tried_on() -> None
     assert planner._of_others(rates) == {"a": 2.0, "b": 2.0, "c": 2.0}
     assert planner._errors(rates, planner._of_others(rates))["c"]["median"] == 0.5
     assert planner._errors({"a": [2.0]}, planner._of_others({"a": [2.0]})) == {}
+
+
+def test_devices_without_runs_of_ours_take_the_scale_of_published_ones() -> None:
+    scale = json.loads((ROOT / "experiments/records/cpu/planner.json").read_text("utf-8"))[
+        "step_scale"
+    ]
+    learnt = {"step_scale": "median", "step_shortest": "low", "step_longest": "high"}
+    for file in (ROOT / "conf").glob("hardware/*.yaml"):
+        profile = yaml.safe_load(file.read_text())
+        if profile.get("device") == "cuda":
+            given = {key: profile.get(key) for key in learnt}
+            assert given == {key: round(scale[name], 2) for key, name in learnt.items()}, file
 
 
 def test_the_benchmark_reads_a_file_and_writes_its_tables(
