@@ -48,4 +48,4 @@ def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
     found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
     error = foreseen.peak / found - 1
     print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
-    assert abs(error) < 0.12  # DeepSpeed lets go of a pass's own share sooner or later
+    assert abs(error) < 0.08

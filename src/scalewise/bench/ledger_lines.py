@@ -112,6 +112,9 @@ ZERO: tuple[Line, ...] = tuple(
     for stage, *further in (
         (1, "trainer.global_batch=2"),
         (1, "trainer.global_batch=2", MIXED),
+        (1, "trainer.global_batch=2", "parallelism.overlap_comm=false"),
+        (1, "trainer.global_batch=4"),
+        (1, "trainer.global_batch=4", MIXED),
         (2, _FEW),
         (2, _FEW, MIXED),
         (2, _FEW, "parallelism.replicas=4"),

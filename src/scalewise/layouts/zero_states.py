@@ -116,6 +116,11 @@ class Held(Holdings):
         reduced = [held for group in zero.averaged_gradients.values() for held in group or ()]
         return [*flat, *reduced, *([] if whole is None else [whole])]
 
+    def buckets(self) -> list[Tensor]:
+        """Returns what stage 1 has filled before the last micro batch, and keeps until it ends."""
+        filled = getattr(self._zero, "ipg_buckets", {}).values()
+        return [buffer for bucket in filled for buffer in getattr(bucket, "buffer", ())]
+
 
 def _masters(zero: Any) -> list[Tensor]:
     """Returns a rank's pieces of the flattened groups that the optimizer steps."""

@@ -26,6 +26,10 @@ class Holdings:
         """Returns further tensors of gradients."""
         return []
 
+    def buckets(self) -> list[torch.Tensor]:
+        """Returns buffers on the way of gradients that an earlier micro batch may have left."""
+        return []
+
     def resized(self) -> list[torch.Tensor]:
         """Returns tensors whose storage grows and shrinks with no operator to tell of it."""
         return []
@@ -55,7 +59,7 @@ class MemoryProbe:
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._live.follow(self._gradients())
+            self._live.follow([*self._gradients(), *self._holdings.buckets()])
             self._live.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
         self._before = self._without_gradients()
 

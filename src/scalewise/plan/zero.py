@@ -60,7 +60,7 @@ class ZeroDevice(Device):
         elif not holds.states_on_host:
             reason = "those of this rank's share"
             yield line("gradients", share * zero.summed, EVERY, formula, reason)
-        again = run.accumulation > 1 if zero.stage == 2 else zero.stage == 1
+        again = run.accumulation > 1 and zero.stage == 2
         if again and zero.summed == zero.weights == zero.masters and not holds.states_on_host:
             reason = "before they are added to those of other passes"
             yield line("gradients of this pass", share * zero.summed, BACKWARD, formula, reason)
