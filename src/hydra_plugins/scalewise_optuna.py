@@ -147,7 +147,7 @@ def _of_package() -> Iterator["Complaint"]:
     from scalewise.errors import Complaint
 
     try:
-        import optuna  # noqa: F401
+        import optuna  # noqa: F401 (asked for, as the searches will ask)
     except ImportError:
         reason, cure = "optuna is not installed", "pip install 'scalewise[optuna]'"
         yield Complaint("hydra/sweeper", "optuna", reason, cure)

@@ -176,7 +176,9 @@ class TestRefused:
     def test_without_a_key(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(folder / "none"))
-        with pytest.raises(ConfigError, match=r"no W&B key .*; wandb login, or set WANDB_API_KEY"):
+        with pytest.raises(
+            ConfigError, match=r"there is no key for .*; run `wandb login`, or set WANDB_API_KEY"
+        ):
             publish(folder)
 
     def test_without_a_server(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,7 @@ class TestRefused:
             port = taken.getsockname()[1]
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match="does not answer"):
+        with pytest.raises(ScalewiseError, match="does not answer"):
             publish(folder)
 
     @pytest.mark.parametrize("code", [401, 403, 404, 429, 500])

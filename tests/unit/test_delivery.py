@@ -15,9 +15,10 @@ from scalewise.launch.job import Order, tracked
 from scalewise.plan.plan import record
 from scalewise.run import Run
 from scalewise.tracking import delivery, server, tables
+from scalewise.tracking.connection import said
 from scalewise.tracking.delivery import Told, _rest
 from scalewise.tracking.files import FACTS, MetricsFile
-from scalewise.tracking.server import own_environment, said
+from scalewise.tracking.server import own_environment
 
 
 @dataclass
@@ -124,7 +125,7 @@ def test_what_was_not_measured_has_no_row() -> None:
     [
         ("giving up\nwhile retrying: HTTP 429: {}", "asks to wait (HTTP 429)"),
         ("returned error 401: {}", "refuses the key (HTTP 401); run `wandb login`"),
-        ("HTTP 503: gone", "has failed (HTTP 503); publish again later"),
+        ("HTTP 503: gone", "has failed (HTTP 503); try again later"),
         ("wandb: ERROR torn\n", "torn"),
         (KeyError(), "KeyError"),
     ],
@@ -179,7 +180,7 @@ class TestRefusals:
         folder_of(tmp_path, 1)
         assert cli.main(["publish", str(tmp_path)]) == 1
         told = capsys.readouterr().err
-        assert told == "scalewise: http://127.0.0.1:9 does not answer; publish again when it does\n"
+        assert told == "scalewise: http://127.0.0.1:9 does not answer; try again when it does\n"
 
 
 class TestGroup:
@@ -223,4 +224,4 @@ def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
             raise AssertionError("sent again")
 
     with pytest.raises(delivery.ScalewiseError, match="deleted"):
-        delivery.deliver(Empty(), told, "e", "p")  # type: ignore[arg-type]
+        delivery.deliver(Empty(), told, "e", "p")  # type: ignore[arg-type]  # what is asked of it

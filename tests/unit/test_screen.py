@@ -72,7 +72,7 @@ class TestDesigns:
         ("screen", "fixed", "words"),
         [
             (Screen({}), [], ["2 to 11 factors"]),
-            (Screen("precision"), [], ["2 to 11 factors"]),  # type: ignore[arg-type]
+            (Screen("precision"), [], ["2 to 11 factors"]),  # type: ignore[arg-type]  # as YAML may
             (Screen({**FACTORS, "a": [1], "b": [1, 1], "c": "ab"}), [], ["a=", "b=", "c="]),
             (Screen(FACTORS, repeats=0), [], ["repeats"]),
             (Screen(FACTORS), ["seed"], ["seed of its own"]),

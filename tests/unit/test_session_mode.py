@@ -10,7 +10,8 @@ import pytest
 
 from scalewise.run import Run
 from scalewise.tracking import session
-from scalewise.tracking.session import Session, answers, decide_mode, has_key, open_session
+from scalewise.tracking.connection import answers, has_key, shown
+from scalewise.tracking.session import Session, decide_mode, open_session
 from scalewise.tracking.spec import Mode, Wandb
 
 DEAD = "http://127.0.0.1:9"
@@ -186,3 +187,8 @@ def test_settings_that_w_and_b_does_not_take_cost_one_line(
     open_session(compose(), tmp_path, {})
     assert Refusing.modes == ["offline"]
     assert "W&B goes offline" in capsys.readouterr().out
+
+
+def test_an_address_is_shown_without_the_password_in_it() -> None:
+    assert shown("https://me:word@wandb.example:8080/x") == "https://wandb.example:8080/x"
+    assert shown("https://api.wandb.ai") == "https://api.wandb.ai"

@@ -12,9 +12,10 @@ import psutil
 
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, wandb_report
+from scalewise.tracking.connection import said
 from scalewise.tracking.delivery import Told, deliver, settle
 from scalewise.tracking.files import read_json, write_json
-from scalewise.tracking.server import Server, said
+from scalewise.tracking.server import Server
 
 
 class Publication:

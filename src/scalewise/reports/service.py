@@ -6,33 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.errors import ScalewiseError
 from scalewise.reports import redact
-from scalewise.tracking.session import answers, base_url, has_key
+from scalewise.tracking.connection import connected
 
 TIMEOUT = 20
 """Seconds that a request may take, its repetitions included."""
 
 
 class Service:
-    """A connection; its queries are those that the client's own reports make.
-
-    Raises :class:`ConfigError` without a key or an answering server: the client would prompt, or
-    try for minutes.
-    """
+    """A connection; its queries are those that the client's own reports make."""
 
     def __init__(self) -> None:
-        server = base_url()
-        if not has_key(server):
-            cure = "wandb login, or set WANDB_API_KEY"
-            raise ConfigError.one("", "", f"no W&B key for {redact.text(server)}", cure)
-        if not answers(server):
-            cure = "try again with a network, or set WANDB_BASE_URL"
-            raise ConfigError.one("", "", f"{redact.text(server)} does not answer", cure)
-        import wandb
-
-        with told():
-            self._api = wandb.Api(timeout=TIMEOUT)
+        """Raises as :func:`connected` does."""
+        self._api = connected(TIMEOUT)
 
     def ask(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
         """Returns the data that answers a GraphQL query."""

@@ -114,7 +114,7 @@ def deliver(server: Server, told: Told, entity: str, project: str) -> Any:
             server.sync(log, entity, project)
     found = server.known(f"{entity}/{project}/{told.wandb['id']}")
     if found is None:
-        raise ScalewiseError("the server did not take it; publish again later")
+        raise ScalewiseError("the server did not take it; try again later")
     return found
 
 
@@ -159,7 +159,7 @@ def _verify(server: Server, told: Told, path: str, artifacts: list[str]) -> None
     found = server.known(path)
     lacking = [name for name in artifacts if not server.has_artifact(name)]
     if found is None or found.state == "running" or lacking or _rest(told, found):
-        raise ScalewiseError("not all of it arrived; publish again later")
+        raise ScalewiseError("not all of it arrived; try again later")
 
 
 def _rest(told: Told, found: Any) -> list[Row]:

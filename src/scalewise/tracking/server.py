@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.tracking.session import answers, base_url, define, has_key
+from scalewise.errors import ScalewiseError
+from scalewise.tracking.connection import base_url, connected, must_answer, said
+from scalewise.tracking.session import define
 
 ANSWER_WAIT = 20
 """Seconds that one question may take, tries included."""
@@ -25,38 +25,25 @@ TRIES = {"GRAPHQL": "2", "FILE_STREAM": "3", "FILE_TRANSFER": "3"}
 OF_A_RUN = ("MODE", "RUN_ID", "RUN_GROUP", "NAME", "NOTES", "TAGS", "JOB_TYPE", "RESUME", "DIR")
 """Variables that are about a run to be made: those that are sent here were made before."""
 
-LOGIN = "run `wandb login`, or set WANDB_API_KEY"
-
 
 class Server:
     """One server and one account."""
 
     def __init__(self) -> None:
-        """Raises ``ConfigError`` without a key that it takes, ``ScalewiseError`` if it is ill."""
+        """Raises as :func:`connected` does."""
         self.url = base_url()
-        if not has_key(self.url):
-            raise ConfigError.one("", "", f"there is no key for {self.url}", LOGIN)
-        self.must_answer()
-        import wandb
-
-        try:
-            self._api = wandb.Api(timeout=ANSWER_WAIT)
-            self.account = str(self._api.default_entity)
-        except Exception as error:  # the client raises many kinds
-            if " 401" in str(error):
-                raise ConfigError.one("", "", f"{self.url} refuses the key", LOGIN) from None
-            raise ScalewiseError(f"{self.url}: {said(error)}") from None
+        self._api = connected(ANSWER_WAIT)
+        self.account = str(self._api.default_entity)
 
     def must_answer(self) -> None:
-        """Raises ``ScalewiseError`` where nobody takes a connection: all else would wait long."""
-        if not answers(self.url):
-            raise ScalewiseError(f"{self.url} does not answer; publish again when it does")
+        """Raises ``ScalewiseError`` where nobody takes a connection any more."""
+        must_answer(self.url)
 
     def known(self, path: str) -> Any:
         """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""
         from wandb.errors import CommError
 
-        self._api.flush()  # type: ignore[no-untyped-call]  # it keeps what it has once seen
+        self._api.flush()  # it keeps what it has once seen
         try:
             return self._api.run(path)
         except CommError as error:
@@ -104,7 +91,7 @@ class Server:
         if errors or done.returncode:
             told = errors[-1] if errors else done.stderr or f"exit code {done.returncode}"
             if "error while uploading" in told:
-                told = "the server dropped some of it; publish again later"
+                told = "the server dropped some of it; try again later"
             raise ScalewiseError(said(told))
 
     @contextmanager
@@ -165,14 +152,3 @@ def own_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def said(error: object) -> str:
-    """Returns what went wrong at the server in one line, with what to do about it."""
-    text = " ".join(str(error).split())
-    if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
-        code = int(status[1])
-        what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
-        cure = LOGIN if code in (401, 403) else "publish again later"
-        return f"the server {what.get(code, 'has failed')} (HTTP {code}); {cure}"
-    return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__

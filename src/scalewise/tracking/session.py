@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import secrets
-import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
 
 from scalewise.errors import ScalewiseError
 from scalewise.run import Run
+from scalewise.tracking.connection import answers, base_url, has_key
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
 from scalewise.tracking.sweeps import flat_keys
 
-SERVER_WAIT = 1.5
-"""Seconds to wait for the server before a run goes offline."""
 INIT_WAIT = 10.0
 """Seconds that a server which took the connection has to take the run."""
 FINISH_WAIT = 30.0
 """Seconds that finishing may take when the server has gone; what is left is on disk."""
-
-EARLIER_HOST = "api.wandb.ai"
-"""The hosted service's name before it moved; the client still takes a login for it."""
 
 Row = dict[str, Any]
 
@@ -210,55 +202,6 @@ def decide_mode(tracking: Wandb) -> Mode:
         return tracking.wanted
     server = base_url()
     return Mode.online if has_key(server) and answers(server) else Mode.offline
-
-
-def base_url() -> str:
-    """Returns the server that W&B would speak to: ``WANDB_BASE_URL``, else its settings files."""
-    import wandb
-
-    settings = wandb.Settings()
-    settings.update_from_system_settings()
-    settings.update_from_env_vars(dict(os.environ))
-    return str(settings.base_url)
-
-
-def has_key(server: str) -> bool:
-    """Returns whether the environment or a netrc file holds a key for ``server``."""
-    import wandb
-
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    hosts = [urlsplit(server).hostname or ""]
-    if server == str(wandb.Settings().base_url):
-        hosts.append(EARLIER_HOST)
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        known = netrc.netrc(str(file))
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(known.authenticators(host) is not None for host in hosts)
-
-
-def answers(server: str, wait: float = SERVER_WAIT) -> bool:
-    """Returns whether ``server`` takes a connection within ``wait`` seconds, DNS included."""
-    parts = urlsplit(server)
-    try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError:  # no number: the client will say so
-        return False
-    reached = threading.Event()
-
-    def connect() -> None:
-        try:
-            socket.create_connection((parts.hostname, port), timeout=wait).close()
-        except OSError:
-            return
-        reached.set()
-
-    thread = threading.Thread(target=connect, daemon=True)  # a name server may never answer
-    thread.start()
-    thread.join(wait)
-    return reached.is_set()
 
 
 def _beside(config: Mapping[str, object]) -> dict[str, object]:

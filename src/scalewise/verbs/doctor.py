@@ -75,7 +75,8 @@ def _disk() -> Iterator[Line]:
 
 
 def _tracking() -> Iterator[Line]:
-    from scalewise.tracking.session import base_url, decide_mode, has_key
+    from scalewise.tracking.connection import base_url, has_key
+    from scalewise.tracking.session import decide_mode
     from scalewise.tracking.spec import Mode, Wandb
 
     if wrong := [str(complaint) for complaint in Wandb().machine_complaints()]:

@@ -1,0 +1,113 @@
+"""The way to the W&B server: which one, whether there is a key for it, whether it answers."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from scalewise.errors import ConfigError, ScalewiseError
+
+SERVER_WAIT = 1.5
+"""Seconds to wait for the server before a run goes offline."""
+EARLIER_HOST = "api.wandb.ai"
+"""The hosted service's name before it moved; the client still takes a login for it."""
+LOGIN = "run `wandb login`, or set WANDB_API_KEY"
+
+
+def connected(wait: int) -> Any:
+    """Returns W&B's client, whose questions may take ``wait`` seconds, tries included.
+
+    Raises ``ConfigError`` without a key that the server takes, ``ScalewiseError`` without a server
+    that answers: the client itself would prompt, or try for minutes.
+    """
+    server = base_url()
+    if not has_key(server):
+        raise ConfigError.one("", "", f"there is no key for {shown(server)}", LOGIN)
+    must_answer(server)
+    import wandb
+
+    try:
+        api = wandb.Api(timeout=wait)
+        _ = api.default_entity
+    except Exception as error:  # the client raises many kinds
+        if " 401" in str(error):
+            raise ConfigError.one("", "", f"{shown(server)} refuses the key", LOGIN) from None
+        raise ScalewiseError(f"{shown(server)}: {said(error)}") from None
+    return api
+
+
+def must_answer(server: str) -> None:
+    """Raises ``ScalewiseError`` where nobody takes a connection: all else would wait long."""
+    if not answers(server):
+        raise ScalewiseError(f"{shown(server)} does not answer; try again when it does")
+
+
+def said(error: object) -> str:
+    """Returns what went wrong at the server in one line, with what to do about it."""
+    text = " ".join(str(error).split())
+    if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
+        code = int(status[1])
+        what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
+        cure = LOGIN if code in (401, 403) else "try again later"
+        return f"the server {what.get(code, 'has failed')} (HTTP {code}); {cure}"
+    return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__
+
+
+def shown(server: str) -> str:
+    """Returns an address without the name and password that it may hold."""
+    return re.sub(r"(?<=://)[^/@]*@", "", server)
+
+
+def base_url() -> str:
+    """Returns the server that W&B would speak to: ``WANDB_BASE_URL``, else its settings files."""
+    import wandb
+
+    settings = wandb.Settings()
+    settings.update_from_system_settings()
+    settings.update_from_env_vars(dict(os.environ))
+    return str(settings.base_url)
+
+
+def has_key(server: str) -> bool:
+    """Returns whether the environment or a netrc file holds a key for ``server``."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    hosts = [urlsplit(server).hostname or ""]
+    if server == str(wandb.Settings().base_url):
+        hosts.append(EARLIER_HOST)
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        known = netrc.netrc(str(file))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(known.authenticators(host) is not None for host in hosts)
+
+
+def answers(server: str, wait: float = SERVER_WAIT) -> bool:
+    """Returns whether ``server`` takes a connection within ``wait`` seconds, DNS included."""
+    parts = urlsplit(server)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # no number: the client will say so
+        return False
+    reached = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((parts.hostname, port), timeout=wait).close()
+        except OSError:
+            return
+        reached.set()
+
+    thread = threading.Thread(target=connect, daemon=True)  # a name server may never answer
+    thread.start()
+    thread.join(wait)
+    return reached.is_set()
