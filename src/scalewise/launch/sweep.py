@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalewise.errors import ConfigError
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch import signals
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import INTERRUPTED, Engine, Task
 from scalewise.launch.job import Result
@@ -52,15 +53,23 @@ def execute_all(
 
     ended: list[Result] = []
     try:
-        for task, result in engine.results([t for t in tasks if t.number not in results], began):
-            ended.append(result)
-            results[task.number] = result
-            _note(rows[task.number], result, folder)
-            write_json(folder / "sweep.json", record)
-            report(task, result)
+        with signals.raised("between the jobs of the sweep"):
+            left_to_run = [task for task in tasks if task.number not in results]
+            for task, result in engine.results(left_to_run, began):
+                ended.append(result)
+                results[task.number] = result
+                _note(rows[task.number], result, folder)
+                write_json(folder / "sweep.json", record)
+                report(task, result)
     except ConfigError:
         if not ended:
             _restore(folder, left)
+        raise
+    except Interrupted:
+        for row in rows.values():
+            if row["status"] == "waiting":
+                row["status"] = "interrupted"
+        write_json(folder / "sweep.json", record)
         raise
     stopped = next((result for result in ended if result.exit_code in INTERRUPTED), None)
     for task in tasks:

@@ -1,0 +1,69 @@
+"""``sweep.json`` where no job of a sweep could begin."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalewise.errors import ConfigError, Interrupted
+from scalewise.launch.engine import Began, Task
+from scalewise.launch.job import Order, Result
+from scalewise.launch.sweep import execute_all
+from scalewise.run import Run
+from scalewise.tracking.files import read_json, write_json
+
+QUIET: dict[str, Any] = {"announce": lambda *_: None, "report": lambda *_: None}
+
+
+class Ends:
+    """An engine that ends before its first job begins."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+        self._end()
+        raise AssertionError("it goes on")
+        yield  # a generator, as engines are
+
+
+def refuse() -> None:
+    raise ConfigError.one("hydra/launcher", "slurm", "no such partition")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def tasks(compose: Callable[..., Run], tmp_path: Path) -> list[Task]:
+    return [
+        Task(number, Order(compose(f"seed={number + 1}"), varied={}), tmp_path / str(number))
+        for number in range(2)
+    ]
+
+
+def test_a_sweep_that_is_refused_leaves_no_record(tasks: list[Task], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **QUIET)
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def test_one_that_went_on_keeps_what_it_had(tasks: list[Task], tmp_path: Path) -> None:
+    before = {"jobs": [], "process": {}, "question": "Why?"}
+    write_json(tmp_path / "sweep.json", before)
+    with pytest.raises(ConfigError):
+        execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **QUIET)
+    assert read_json(tmp_path / "sweep.json") == before
+
+
+def test_a_signal_before_the_first_job_is_noted(tasks: list[Task], tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="SIGINT between the jobs of the sweep"):
+        execute_all(tasks, tmp_path, Ends(interrupt), command="", question="", **QUIET)
+    record = read_json(tmp_path / "sweep.json")
+    assert [row["status"] for row in record["jobs"]] == ["interrupted"] * 2  # type: ignore[attr-defined]  # JSON
