@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
 
+# Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
+SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: matrix bench help install demo check test exhaustive gpu browser native slurm lock clean
 
@@ -35,11 +38,11 @@ test: $(READY) browser slurm ## everything CI runs, with coverage
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	rm -f .coverage .coverage.*
-	$(BIN)/pytest tests -m "not exhaustive and not gpu and not timed" -n $(WORKERS) --dist loadfile --cov=scalewise --cov-report=
+	$(SHARED) -m "not exhaustive and not gpu and not timed" --cov=scalewise --cov-report=
 	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu" --cov=scalewise --cov-append --cov-report=term:skip-covered --cov-fail-under=85
 
 exhaustive: $(READY) browser native slurm ## the long cases that CI leaves out
-	$(BIN)/pytest tests -m exhaustive -n $(WORKERS) --dist loadfile
+	$(SHARED) -m exhaustive
 
 gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/pytest tests -m gpu
