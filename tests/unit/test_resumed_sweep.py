@@ -13,7 +13,7 @@ import pytest
 
 from scalewise.config.door import open_door
 from scalewise.errors import ConfigError
-from scalewise.launch import resumed_sweep
+from scalewise.launch import resumed_sweep, squeue
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import InTurn, Task
 from scalewise.launch.job import Order, attempts
@@ -237,6 +237,35 @@ class TestFolder:
         write_json(sweep / "4" / "status.json", {**status, **now})
         with pytest.raises(ConfigError, match=f"its job 4 still runs, as process {os.getppid()}"):
             folder_of(str(sweep), sweep)
+
+    @pytest.mark.parametrize(
+        ("states", "told"),
+        [
+            (
+                {"12_1": "PENDING", "9_0": "RUNNING"},
+                "still has 1 of its jobs, of 12.*scancel",
+            ),
+            (None, "does not say whether it still has its jobs, of 11 12"),
+            ({"9_0": "RUNNING"}, ""),
+        ],
+    )
+    def test_slurm_must_have_none_of_its_jobs(
+        self,
+        states: dict[str, str] | None,
+        told: str,
+        sweep: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Whoever watched may be gone while they wait or run: they would run twice."""
+        (sweep / "slurm").mkdir()
+        write_json(sweep / "slurm" / "jobs.json", {"0": "11_0", "1": "12_1"})
+        monkeypatch.setattr(squeue, "present", lambda: True)
+        monkeypatch.setattr(squeue, "states", lambda: states)
+        if told:
+            with pytest.raises(ConfigError, match=told):
+                folder_of(str(sweep), sweep)
+        else:
+            assert folder_of(str(sweep), sweep) == sweep
 
 
 class TestWords:

@@ -12,7 +12,6 @@ from typing import Any
 
 from scalewise.errors import ConfigError
 from scalewise.launch import squeue
-from scalewise.launch.slurm import FOLDER, JOBS
 from scalewise.tracking.files import read_json
 
 TAIL_BYTES = 16384
@@ -52,7 +51,7 @@ def of(folder: Path) -> list[Progress]:
     """Returns the jobs of a sweep's folder, or the one of a run's; refuses another folder."""
     sweep: Any = read_json(folder / "sweep.json")
     if sweep:
-        known = read_json(folder / FOLDER / JOBS)
+        known = squeue.of_sweep(folder)
         states = squeue.states() if known and squeue.present() else None
         return [
             _of_job(folder, row, known.get(str(row["number"])), states) for row in sweep["jobs"]
@@ -64,7 +63,7 @@ def of(folder: Path) -> list[Progress]:
 
 
 def _of_job(
-    sweep: Path, row: Mapping[str, Any], job: object, states: Mapping[str, str] | None
+    sweep: Path, row: Mapping[str, Any], job: str | None, states: Mapping[str, str] | None
 ) -> Progress:
     folder = sweep / row["folder"]
     status = read_json(folder / "status.json")
@@ -73,7 +72,7 @@ def _of_job(
         state = "queued"
     if job is not None and states is not None and state not in ENDED:
         if job in states:
-            state = "queued" if states[str(job)] == "PENDING" or not status else "running"
+            state = "queued" if states[job] == "PENDING" or not status else "running"
         elif state in ("queued", "running"):
             state = "lost"
     return _progress(folder, row["number"], row["varied"], status, state)

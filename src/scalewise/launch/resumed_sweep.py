@@ -17,6 +17,7 @@ import psutil
 
 from scalewise.config.near import meant
 from scalewise.errors import EXIT_CODES, Complaint, ConfigError
+from scalewise.launch import squeue
 from scalewise.launch.config_hash import config_hash, same
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Result, attempts
@@ -91,6 +92,7 @@ def folder_of(asked: str, fresh: Path) -> Path:
         reason = f"{folder} was written by a version that could not resume sweeps"
         raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
     _refuse_living(asked, folder, record)
+    _refuse_queued(asked, folder)
     return folder
 
 
@@ -204,6 +206,22 @@ def _refuse_living(asked: str, folder: Path, record: Mapping[str, object]) -> No
         (pid, what), *_ = living.items()
         reason = f"{what} still runs, as process {pid}"
         raise ConfigError.one("resume_sweep", asked, reason, f"wait for it, or end it: kill {pid}")
+
+
+def _refuse_queued(asked: str, folder: Path) -> None:
+    """Refuses a sweep of which Slurm has jobs: they would run twice."""
+    known = squeue.of_sweep(folder)
+    if not known or not squeue.present():
+        return
+    states = squeue.states()
+    left = [job for job in known.values() if states is None or job in states]
+    if left:
+        arrays = " ".join(sorted({job.partition("_")[0] for job in left}))
+        reason = f"Slurm still has {len(left)} of its jobs, of {arrays}"
+        if states is None:
+            reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
+        cure = f"wait for them (scalewise status {folder}), or end them: scancel {arrays}"
+        raise ConfigError.one("resume_sweep", asked, reason, cure)
 
 
 def _lives(pid: int, at: float) -> bool:

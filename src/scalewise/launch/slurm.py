@@ -23,8 +23,6 @@ from scalewise.launch.job import Result
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
 
-FOLDER, JOBS = "slurm", "jobs.json"
-"""Beside the jobs' folders: orders, logs, and which job of Slurm's (``12_0``) each job is."""
 SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
 """Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
 SETTLING = 10.0
@@ -121,8 +119,9 @@ class Slurm:
         except BaseException:
             squeue.cancel(jobs.values())  # all or none
             raise
-        known = read_json(self._folder / JOBS)
-        write_json(self._folder / JOBS, {**known, **{str(n): job for n, job in jobs.items()}})
+        known = squeue.of_sweep(self._folder.parent)
+        file = self._folder / squeue.JOBS
+        write_json(file, {**known, **{str(n): job for n, job in jobs.items()}})
         return jobs
 
     def _submit(self, numbers: Sequence[int], nodes: int, ranks_per_node: int, cuda: bool) -> str:

@@ -7,7 +7,12 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
+from scalewise.tracking.files import read_json
+
+FOLDER, JOBS = "slurm", "jobs.json"
+"""In a sweep's folder: orders, logs, and which job of Slurm's (``12_0``) each of its jobs is."""
 WAIT, ATTEMPTS = 30.0, 3
 """Seconds that one question may take, and how often it is asked of a controller that is busy."""
 
@@ -26,6 +31,11 @@ def states() -> dict[str, str] | None:
     if said is None:
         return None
     return dict(line.split() for line in said.splitlines() if len(line.split()) == 2)
+
+
+def of_sweep(folder: Path) -> dict[str, str]:
+    """Returns Slurm's id of each job that a sweep handed in, by its number."""
+    return {number: str(job) for number, job in read_json(folder / FOLDER / JOBS).items()}
 
 
 def facts(job: str) -> dict[str, str]:
