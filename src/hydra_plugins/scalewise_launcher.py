@@ -72,8 +72,17 @@ LAUNCHERS = {
     "scalewise": {"_target_": TARGET, "engine": "in_turn"},
     "packed": {"_target_": TARGET, "engine": "packed", "slots": None},
     "slurm": _slurm(),
+    "joblib": {"_target_": TARGET, "engine": "joblib", "n_jobs": -1},
 }
 """Names of ``hydra/launcher``, with the engine of each and its options."""
 
-for name, node in LAUNCHERS.items():
-    ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="scalewise")
+
+def store() -> None:
+    """Registers the launchers; once more after all plugins, since one of them has a joblib too."""
+    for name, node in LAUNCHERS.items():
+        ConfigStore.instance().store(
+            group="hydra/launcher", name=name, node=node, provider="scalewise"
+        )
+
+
+store()

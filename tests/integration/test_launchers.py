@@ -28,7 +28,7 @@ def test_without_its_extra_everything_else_works(scalewise: Doors) -> None:
     scalewise.command([sys.executable, "-c", WITHOUT_THE_EXTRA, *line]).wait().ok()
 
 
-def test_joblib(scalewise: Doors) -> None:
-    ended = scalewise("-m", *UNTRACKED, "hydra/launcher=joblib", "seed=1,2")
-    ended.refused("hydra/launcher=joblib", "choose one of hydra/launcher=scalewise")
+def test_ray(scalewise: Doors) -> None:
+    ended = scalewise("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
+    ended.refused("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
     assert list(scalewise.cwd.iterdir()) == []

@@ -228,7 +228,7 @@ class TestBuried:
         assert (said["rank"], said["log_tail"]) == (1, ["here"])
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "basic", "submitit_slurm", "nonsense"])
+@pytest.mark.parametrize("launcher", ["ray", "basic", "submitit_slurm", "nonsense"])
 def test_other_launchers_are_refused(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

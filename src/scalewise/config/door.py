@@ -17,6 +17,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -182,6 +183,10 @@ def flags_of(arguments: Sequence[str]) -> Namespace:
 
 def prepare() -> None:
     """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
+    from hydra_plugins import scalewise_launcher
+
+    Plugins.instance()  # whatever is installed has its names by now
+    scalewise_launcher.store()
     schema.store()
     mount.mount(_passages[-1].own if _passages else None)
     naming.register()

@@ -29,10 +29,20 @@ def _slurm(**options: Any) -> Engine:
     return Slurm(**options)
 
 
+def _joblib(n_jobs: int = -1) -> Engine:
+    if find_spec("joblib") is None:
+        cure = "pip install 'scalewise[joblib]', or choose hydra/launcher=packed"
+        raise ConfigError.one("hydra/launcher", "joblib", "needs joblib", cure)
+    from scalewise.launch.joblib_pool import Joblib
+
+    return Joblib(n_jobs)
+
+
 ENGINES: Mapping[str, Callable[..., Engine]] = {
     "in_turn": _in_turn,
     "packed": _packed,
     "slurm": _slurm,
+    "joblib": _joblib,
 }
 """What makes each engine from its options; it imports what that engine needs."""
 

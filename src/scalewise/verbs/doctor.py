@@ -16,6 +16,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
     "quant": ("torchao", "quantization"),
     "slurm": ("submitit", "hydra/launcher=slurm"),
+    "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf and .parquet files"),
 }
