@@ -7,9 +7,10 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_get
 
 # Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile
+USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
-.PHONY: matrix bench help install demo check test exhaustive gpu browser native slurm lock clean
+.PHONY: matrix bench help install demo check test coverage exhaustive gpu browser native slurm lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,13 +34,16 @@ check: $(READY) ## ruff, mypy on src, unit tests: under two minutes
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit -q -n $(WORKERS)
 
-test: $(READY) browser slurm ## everything CI runs, with coverage
+test: $(READY) browser slurm ## everything CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(SHARED) -m $(USUAL)
+	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu"
+
+coverage: $(READY) browser slurm ## the same, counting lines of src: at least 85 %, in twice the time
 	rm -f .coverage .coverage.*
-	$(SHARED) -m "not exhaustive and not gpu and not timed" --cov=scalewise --cov-report=
-	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu" --cov=scalewise --cov-append --cov-report=term:skip-covered --cov-fail-under=85
+	$(SHARED) -m $(USUAL) --cov=scalewise --cov-report=term:skip-covered --cov-fail-under=85
 
 exhaustive: $(READY) browser native slurm ## the long cases that CI leaves out
 	$(SHARED) -m exhaustive
