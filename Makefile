@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
 
 # Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
-SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile
+# Files in their order: those of unit, small and quick, fill the workers up at the end.
+SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
