@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import venv
 from collections.abc import Callable
 from importlib.metadata import distributions
@@ -83,10 +84,14 @@ def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
 
 
 @pytest.mark.timed
-def test_a_plan_takes_less_than_a_second(plan: Plan) -> None:
-    seconds = []
+def test_a_plan_takes_less_than_a_second(plan: Plan, scalewise: Doors) -> None:
+    """Where the machine is slow, three quarters of what importing torch takes there."""
+    ours = torchs = float("inf")
     for _ in range(8):  # a busy machine only ever adds to them
-        seconds.append(plan(*LLAMA_8B).ok().seconds)
-        if seconds[-1] < 1:
-            return
-    raise AssertionError(f"seconds: {seconds}")
+        ours = min(ours, plan(*LLAMA_8B).ok().seconds)
+        torch = scalewise.command([sys.executable, "-c", "import torch"]).wait().ok()
+        torchs = min(torchs, torch.seconds)
+        if ours < max(1.0, 0.75 * torchs):
+            break
+    print(f"{ours:.2f} s, import torch {torchs:.2f} s")
+    assert ours < max(1.0, 0.75 * torchs)
