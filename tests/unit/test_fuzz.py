@@ -133,7 +133,7 @@ def test_a_run_or_a_refusal(line: list[str]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, derandomize=False)
+@settings(max_examples=600, derandomize=False)
 @given(lines)
 def test_a_run_or_a_refusal_at_length(line: list[str]) -> None:
     a_run_or_a_refusal(line)
