@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -12,6 +13,9 @@ from scalewise.errors import ScalewiseError
 from scalewise.launch import started
 from scalewise.verbs import usage
 from scalewise.verbs.usage import VERBS
+
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+"""What a folder that is somebody else's, read-only, or no folder at all answers with."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ScalewiseError as error:
             print(f"scalewise: {error}", file=sys.stderr)
             return error.exit_code
+        except OSError as error:
+            if error.errno not in UNWRITABLE or error.filename is None:
+                raise
+            print(f"scalewise: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 2
         except KeyboardInterrupt:
             print("scalewise: interrupted", file=sys.stderr)
             return 130

@@ -287,6 +287,18 @@ def test_a_server_that_says_no_costs_one_line(
     assert_key_is_nowhere(scalewise.cwd, Path(surroundings["HOME"]))
 
 
+def test_a_damaged_job_does_not_stop_the_others(sweep: Folder, scalewise: Doors) -> None:
+    broken, whole = sweep.jobs
+    (broken.path / "metrics.csv").write_bytes(b"step,train/loss\n1,a\xff\x00\n")
+    with serving() as server:
+        ended = publish(scalewise, server, sweep.path)
+    assert ended.code == 1
+    assert "Traceback" not in ended.said
+    assert "1/2 " in ended.out
+    assert "not sent: " in ended.out
+    assert_rows_are_those_of(whole, run_of(server, whole))
+
+
 def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> None:
     """What had arrived comes no second time."""
     with serving() as server:
@@ -326,6 +338,7 @@ def test_a_run_that_was_killed_is_told_as_failed(scalewise: Doors) -> None:
     assert [alert["title"][:6] for alert in server.alerts] == ["failed"]
 
 
+@pytest.mark.exhaustive
 def test_a_slow_server_costs_no_step_and_no_row(scalewise: Doors) -> None:
     with serving(delay=0.2) as server:
         ended = scalewise(*TINY, "parallelism=ddp", env=reaching(server)).ok()

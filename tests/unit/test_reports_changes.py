@@ -1,6 +1,7 @@
 """What was changed by what: rungs of a ladder, values of settings, shares of the spread."""
 
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 from fixtures.reports import GRID, RUNGS, grid_job, make_sweep, rung_job
 
-from scalewise.reports import changes, compare, coordinates, importance, numbers, outline, records
+from scalewise.reports import (
+    changes,
+    compare,
+    coordinates,
+    headings,
+    importance,
+    numbers,
+    outline,
+    records,
+)
 from scalewise.reports.compare import LOSS, PEAK, STEP, Comparison
 from scalewise.reports.records import Change, RunRecord, Summary, SweepRecord
 from scalewise.reports.sections import Section
@@ -39,6 +49,20 @@ def rungs(*settings: dict[str, Any]) -> Comparison:
         for n, found in enumerate(settings)
     ]  # fmt: skip
     return sweep({"experiment": tuple(f"e{n}" for n in range(len(jobs)))}, jobs)
+
+
+def test_times_of_jobs_that_ran_at_once_are_not_compared(tmp_path: Path) -> None:
+    at = {"started": "2026-03-14T09:26:53+00:00", "ended": "2026-03-14T09:32:04+00:00"}
+    make_sweep(tmp_path, GRID, lambda number, varied: grid_job(number, varied) | at)
+    record = records.read(tmp_path)
+    assert isinstance(record, SweepRecord)
+    found = changes.changes(compare.of_sweep(record), UNIT)
+    assert found is not None
+    assert changes.CROWDED in found.notes
+    told = " ".join([str(found.finding), *map(str, found.said)])
+    assert "memory" in told
+    assert "time" not in told
+    assert "step" not in told
 
 
 class TestEffect:
@@ -238,3 +262,13 @@ class TestCoordinates:
     def test_two_jobs_need_no_lines(self) -> None:
         jobs = [run(n, {"seed": n}, step=1.0 + n, peak=GIB) for n in range(2)]
         assert coordinates.coordinates(sweep({"seed": (0, 1)}, jobs), UNIT) is None
+
+
+def test_a_job_that_never_began_did_not_run() -> None:
+    begun = datetime(2026, 3, 14, tzinfo=UTC)
+    jobs = [
+        RunRecord("0", 0, "ok", varied={"seed": 1}, started=begun),
+        RunRecord("1", 1, "interrupted", varied={"seed": 2}),
+    ]
+    told = headings.varied(sweep({"seed": (1, 2)}, jobs))
+    assert told.endswith("one of two jobs ran")

@@ -210,7 +210,8 @@ class TestFolder:
                 folder_of(word, tmp_path / "name" / "now")
 
     def test_it_must_be_of_this_version(self, sweep: Path) -> None:
-        changed_record(sweep, jobs=[{"number": 0}])
+        row = {"number": 0, "folder": "0", "status": "ok", "varied": {}}
+        changed_record(sweep, jobs=[row])
         with pytest.raises(ConfigError, match="could not resume"):
             folder_of(str(sweep), sweep)
 

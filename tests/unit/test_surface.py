@@ -61,7 +61,16 @@ def test_groups_and_their_options() -> None:
             "tensor",
         ],
         "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32"],
-        "optimizer": ["adamw", "sgd"],
+        "optimizer": [
+            "adafactor",
+            "adamw",
+            "adamw_4bit",
+            "adamw_8bit",
+            "lion",
+            "muon",
+            "schedule_free",
+            "sgd",
+        ],
         "schedule": ["constant", "cosine", "linear", "wsd"],
         "adapter": ["lora", "none"],
         "memory": ["checkpoint_full", "checkpoint_selective", "none"],
@@ -142,5 +151,5 @@ def test_the_api() -> None:
 def test_the_command_and_the_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:main"}
-    extras = {"deepspeed", "quant", "slurm", "optuna", "joblib", "hf", "dev", "all"}
+    extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "joblib", "hf", "dev", "all"}
     assert set(project["optional-dependencies"]) == extras

@@ -5,7 +5,7 @@ and OmegaConf raise much beside their own errors when they meet odd text, hence 
 """
 
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from types import UnionType
@@ -223,8 +223,8 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
     if not adds and not _exists(config, key):
         shown = _shown(override)
         cure = _meant_key(key, config, loader)
-        if key.startswith("callbacks.") and not cure.startswith("did you mean"):
-            cure = f"to add a callback or an argument, put + before the key: +{key}={shown}"
+        if _is_open(key.rpartition(".")[0], config) and not cure.startswith("did you mean"):
+            cure = f"to add an entry, put + before the key: +{key}={shown}"
         yield Complaint(key, shown, "no such key", cure)
         return
     if override.is_delete():
@@ -234,11 +234,21 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
         return
     default = _at(config, key)
     for value in _values(override):
+        if isinstance(value, dict) and not adds and _is_open(key, config):
+            cure = f"put + before the key: +{key}={_shown(override)}"
+            yield Complaint(key, _shown(override), "would add entries", cure)
+            continue
         try:
             with open_dict(config):
                 OmegaConf.update(config, key, value, merge=True, force_add=adds)
         except Exception as error:
             yield _mistyped(key, value, default, _declared(key, config), error)
+
+
+def _is_open(key: str, config: DictConfig) -> bool:
+    """Returns whether entries of any name may be added under a key."""
+    declared = typing.get_origin(_declared(key, config))
+    return key.split(".")[0] == "callbacks" or declared is Mapping
 
 
 def _exists(config: DictConfig, key: str) -> bool:

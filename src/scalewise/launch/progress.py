@@ -12,12 +12,18 @@ from typing import Any
 
 from scalewise.errors import ConfigError
 from scalewise.launch import squeue
+from scalewise.launch.job import attempts
+from scalewise.tracking import recorded
 from scalewise.tracking.files import read_json
 
 TAIL_BYTES = 16384
 """What is read of the end of ``metrics.csv``: some tens of steps."""
 ENDED = ("ok", "failed", "out_of_memory", "timeout", "refused")
 """Statuses that a job keeps; an interrupted one may wait in a queue to go on."""
+GONE = {
+    "lost": "it left no ending, and is gone",
+    "not_run": "its sweep is gone: train with resume_sweep runs it",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Progress:
     name: str
     varied: Mapping[str, str]
     state: str
-    """A status, ``queued``, or ``lost``: Slurm has it no more, and it left no ending."""
+    """A status, ``queued``, ``not_run``: its sweep is gone, or ``lost``: it is gone without end."""
     reason: str = ""
     step: int | None = None
     steps: int | None = None
@@ -53,20 +59,32 @@ def of(folder: Path) -> list[Progress]:
     if sweep:
         known = squeue.of_sweep(folder)
         states = squeue.states() if known and squeue.present() else None
+        left = not known and recorded.is_left(sweep)
         return [
-            _of_job(folder, row, known.get(str(row["number"])), states) for row in sweep["jobs"]
+            _of_job(folder, row, known.get(str(row["number"])), states, left=left)
+            for row in recorded.jobs(folder, sweep)
         ]
     if status := read_json(folder / "status.json"):
-        return [_progress(folder, None, {}, status, str(status["status"]))]
+        state = "lost" if recorded.is_gone(status) else str(status.get("status"))
+        return [_progress(folder, None, {}, status, state)]
     reason = f"{folder} is neither a run (status.json) nor a sweep (sweep.json)"
     raise ConfigError.one("", "", reason, "scalewise status runs/NAME/TIMESTAMP")
 
 
 def _of_job(
-    sweep: Path, row: Mapping[str, Any], job: str | None, states: Mapping[str, str] | None
+    sweep: Path,
+    row: Mapping[str, Any],
+    job: str | None,
+    states: Mapping[str, str] | None,
+    *,
+    left: bool,
 ) -> Progress:
-    folder = sweep / row["folder"]
+    planned = sweep / str(row.get("planned_folder", row["folder"]))
+    folder = next(iter(attempts(planned)), sweep / row["folder"])
     status = read_json(folder / "status.json")
+    goes_on = row["status"] in ("running", "waiting") and job is None and not left
+    if goes_on and status.get("status") == "interrupted":
+        status = {}  # of an attempt before the one that is to begin
     state = str(status.get("status", "queued" if row["status"] == "running" else row["status"]))
     if state == "waiting":
         state = "queued"
@@ -75,6 +93,10 @@ def _of_job(
             state = "queued" if states[job] == "PENDING" or not status else "running"
         elif state in ("queued", "running"):
             state = "lost"
+    elif left and recorded.is_gone(status):
+        state = "lost"
+    elif left and state == "queued":
+        state = "not_run"
     return _progress(folder, row["number"], row["varied"], status, state)
 
 
@@ -82,7 +104,9 @@ def _progress(
     folder: Path, number: int | None, varied: Mapping[str, str], status: Any, state: str
 ) -> Progress:
     rows = _last_rows(folder / "metrics.csv")
-    steps: Any = read_json(folder / "plan.json").get("steps")
+    planned = read_json(folder / "plan.json").get("steps")
+    steps = planned if isinstance(planned, int) else None
+    tries = status.get("attempts", 1)
     step = int(rows[-1]["step"]) if rows else None
     left = silent = None
     if state == "running":
@@ -96,13 +120,13 @@ def _progress(
         str(status.get("name", folder.name)),
         varied,
         state,
-        str(status.get("reason", "")),
+        str(status.get("reason") or GONE.get(state, "")),
         step,
         steps,
         float(rows[-1]["train/loss"]) if rows and rows[-1].get("train/loss") else None,
         left,
         silent,
-        int(status.get("attempts", 1)),
+        tries if isinstance(tries, int) else 1,
     )
 
 
@@ -110,7 +134,7 @@ def _last_rows(file: Path) -> list[dict[str, str]]:
     """Returns the last whole rows of ``metrics.csv``; none where there are none yet."""
     try:
         with file.open("rb") as content:
-            head = content.readline().decode()
+            head = content.readline().decode("utf-8", errors="replace")
             start = max(content.tell(), file.stat().st_size - TAIL_BYTES)
             content.seek(start)
             tail = content.read().decode("utf-8", errors="replace")

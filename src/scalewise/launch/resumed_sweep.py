@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ from scalewise.launch.config_hash import config_hash, same
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Result, attempts
 from scalewise.tracking.files import read_json
+from scalewise.tracking.recorded import is_at_work, jobs, lives
 
 RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
 """Endings that are final, unless ``retry`` names them."""
-CLOCKS_APART = 2.0
-"""Seconds that a process may seem younger than what it wrote."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def folder_of(asked: str, fresh: Path) -> Path:
     if not record:
         reason = "holds no readable sweep.json"
         raise ConfigError.one("resume_sweep", asked, f"{folder} {reason}", "give a sweep's folder")
-    if any("config_hash" not in row for row in _rows(record)):
+    if any(not {"config_hash", "planned_folder"} <= set(row) for row in jobs(folder, record)):
         reason = f"{folder} was written by a version that could not resume sweeps"
         raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
     _refuse_living(asked, folder, record)
@@ -105,7 +102,7 @@ def this_process() -> dict[str, object]:
 def earlier(folder: Path, retry: Sequence[str]) -> list[Earlier]:
     """Returns the jobs of the sweep in ``folder``, by number."""
     record = read_json(folder / "sweep.json")
-    return [_earlier(folder, row, retry) for row in _rows(record)]
+    return [_earlier(folder, row, retry) for row in jobs(folder, record)]
 
 
 def matched(
@@ -132,7 +129,7 @@ def placed(
     """
     wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
     found = matched(wanted, known)
-    numbers = (int(row["number"]) for row in _rows(read_json(folder / "sweep.json")))
+    numbers = (int(row["number"]) for row in jobs(folder, read_json(folder / "sweep.json")))
     further = 1 + max(numbers, default=-1)
     own: list[Task] = []
     kept: dict[int, Result] = {}
@@ -185,6 +182,9 @@ def _result(attempt: Path) -> Result:
 def _refuse_living(asked: str, folder: Path, record: Mapping[str, object]) -> None:
     """Refuses a sweep whose process, or one of whose jobs, lives."""
     process: Any = record.get("process")
+    if not isinstance(process, Mapping) or not {"pid", "host", "started"} <= set(process):
+        reason = f"{folder / 'sweep.json'} does not say which process ran it"
+        raise ConfigError.one("resume_sweep", asked, reason, "put a copy of it back")
     host = process["host"]
     if record.get("ended") is None and host != socket.gethostname():
         reason = f"{folder} was not ended by its process {process['pid']} on {host}"
@@ -193,15 +193,13 @@ def _refuse_living(asked: str, folder: Path, record: Mapping[str, object]) -> No
     if host != socket.gethostname():
         return
     living = {}
-    if record.get("ended") is None and _lives(process["pid"], process["started"]):
+    if record.get("ended") is None and lives(process["pid"], process["started"]):
         living[process["pid"]] = "it"
-    for row in _rows(record):
+    for row in jobs(folder, record):
         for attempt in attempts(folder / str(row["planned_folder"])):
             status = read_json(attempt / "status.json")
-            if status.get("status") == "running" and status.get("host") == host:
-                started = datetime.fromisoformat(str(status["started"])).timestamp()
-                if _lives(int(str(status["process"])), started):
-                    living.setdefault(status["process"], f"its job {row['number']}")
+            if status.get("host") == host and is_at_work(status):
+                living.setdefault(status["process"], f"its job {row['number']}")
     if living:
         (pid, what), *_ = living.items()
         reason = f"{what} still runs, as process {pid}"
@@ -222,21 +220,3 @@ def _refuse_queued(asked: str, folder: Path) -> None:
             reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
         cure = f"wait for them (scalewise status {folder}), or end them: scancel {arrays}"
         raise ConfigError.one("resume_sweep", asked, reason, cure)
-
-
-def _lives(pid: int, at: float) -> bool:
-    """Returns whether the process that had ``pid`` at a time has it still."""
-    if pid == os.getpid():
-        return False
-    try:
-        process = psutil.Process(pid)
-        return bool(
-            process.create_time() <= at + CLOCKS_APART and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _rows(record: Mapping[str, object]) -> list[Mapping[str, Any]]:
-    rows = record.get("jobs")
-    return rows if isinstance(rows, list) else []

@@ -26,6 +26,9 @@ CHANCE = "seed"
 """The setting whose values are no change of anything, and tell chance from the rest."""
 HARDLY = 0.02
 """Share by which a setting must move time or memory to be told of by itself."""
+CROWDED = (
+    "Times are not compared: jobs ran at once on the cores of one machine, and slowed each other."
+)
 ASIDE = ("name", "question", "resume", "tracking", "launch", "checkpoint", "plan")
 """Settings that change nothing of how a step is computed."""
 
@@ -112,8 +115,8 @@ def _ratio(job: Job, base: Job, key: str) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-def _between(job: Job, base: Job) -> str:
-    return effect(_ratio(job, base, STEP), _ratio(job, base, PEAK))
+def _between(job: Job, base: Job, *, timed: bool = True) -> str:
+    return effect(_ratio(job, base, STEP) if timed else None, _ratio(job, base, PEAK))
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def swaps(comparison: Comparison) -> list[Swap]:
                 and (other := (*at[:place], base, *at[place + 1 :])) in jobs
             ]
             time, memory = (_mean([_ratio(*pair, of) for pair in pairs]) for of in (STEP, PEAK))
+            time = None if comparison.crowded else time
             if time is not None or memory is not None:
                 found.append(Swap(key, value, base, time, memory, len(pairs)))
     return found
@@ -178,11 +182,13 @@ def _paired(comparison: Comparison) -> Section | None:
     still = [key for key in still if key in {swap.key for swap in found}]
     said = [Markup("{}.").format(_swapped(swap, _BOLD)) for swap in moving[1:SENTENCES]]
     if still and moving:
-        less = f"moved time and memory by less than {numbers.percent(HARDLY)}"
+        what = "memory" if comparison.crowded else "time and memory"
+        less = f"moved {what} by less than {numbers.percent(HARDLY)}"
         said.append(Markup("{} {}.").format(findings.listed(still), less))
     finding = _swapped(found[0], Markup("{}"))
     note = "Each value against the reference's, from jobs alike in all else; geometric means."
-    return Section("changes", "Changes", finding, (), notes=(note,), said=tuple(said))
+    notes = (note, CROWDED) if comparison.crowded else (note,)
+    return Section("changes", "Changes", finding, (), notes=notes, said=tuple(said))
 
 
 def _swapped(swap: Swap, name: Markup) -> Markup:
@@ -205,12 +211,13 @@ def _against_reference(comparison: Comparison) -> Section | None:
         return None
     others = [
         (job, said) for job in comparison.ranked(*comparison.headline)
-        if job is not base and (said := _between(job, base))
+        if job is not base and (said := _between(job, base, timed=not comparison.crowded))
     ]  # fmt: skip
     if not others:
         return None
     (first, finding), rest = others[0], others[1:]
     notes = [f"All against {base.name}: medians of its step time and its peak memory."]
+    notes += [CROWDED] if comparison.crowded else []
     if len(rest) > SENTENCES:
         notes.append(f"{len(rest) - SENTENCES} more jobs stand in the comparison.")
     return Section(

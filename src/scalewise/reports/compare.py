@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -102,6 +103,16 @@ class Comparison:
         """The jobs that ended in any other way, unasked; not those running or still to come."""
         waiting = ("ok", "pruned", "running", "not_run")
         return tuple(job for job in self.jobs if job.run.status not in waiting)
+
+    @cached_property
+    def crowded(self) -> bool:
+        """Whether jobs ran at the same time on the cores of one machine, slowing each other."""
+        spans = sorted(
+            (job.run.started, job.run.ended)
+            for job in self.finished
+            if job.run.started and job.run.ended and job.run.machine.get("device") == "cpu"
+        )
+        return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
     def ranked(self, key: str, largest_first: bool) -> list[Job]:
         """Returns the finished jobs that measured ``key``, in its order."""

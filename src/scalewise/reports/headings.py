@@ -48,7 +48,8 @@ def varied(comparison: Comparison) -> str:
         for key, values in comparison.varying.items()
     ]
     cells = len(comparison.jobs)
-    ran = sum(job.run.status not in ("not_run", "refused") for job in comparison.jobs)
+    begun = (job for job in comparison.jobs if job.run.started is not None)
+    ran = sum(job.run.status not in ("not_run", "refused") for job in begun)
     tail = f"all {numbers.plural(cells, 'job')} ran" if cells > 1 else "one job ran"
     if ran < cells:
         tail = f"{numbers.word(ran)} of {numbers.plural(cells, 'job')} ran"

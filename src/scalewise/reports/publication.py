@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, wandb_report
+from scalewise.tracking import recorded
 from scalewise.tracking.connection import said
 from scalewise.tracking.delivery import Told, deliver, settle
 from scalewise.tracking.files import read_json, write_json
@@ -28,8 +26,7 @@ class Publication:
         self._server, self._folder = server, folder
         self._entity, self._project = entity, project
         sweep = read_json(folder / "sweep.json")
-        jobs: Any = sweep.get("jobs") or []
-        listed = sorted(jobs, key=lambda job: int(job["number"]))
+        listed = sorted(recorded.jobs(folder, sweep), key=lambda job: int(job["number"]))
         inside = [folder / str(job["folder"]) for job in listed]
         inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
         self._folders = inside or [folder]
@@ -57,7 +54,7 @@ class Publication:
                 continue
             if not told.wandb.get("id"):
                 self._say(folder, "left out: it was not tracked")
-            elif _lives(told):
+            elif recorded.is_at_work(told.status):
                 self._say(folder, "left out: it still runs; publish it when it has ended")
                 self._whole = False
             else:
@@ -68,11 +65,11 @@ class Publication:
         project = self._project or str(told.wandb["project"])
         try:
             run = deliver(self._server, told, entity, project)
-        except ScalewiseError as error:
+            facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
+            _note(told.folder / "status.json", facts)
+        except (ScalewiseError, OSError, ValueError) as error:  # a server, a disk, a damaged file
             self._lost(told.folder, error)
             return None
-        facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
-        _note(told.folder / "status.json", facts)
         self._say(told.folder, str(run.url))
         return run
 
@@ -91,7 +88,7 @@ class Publication:
         try:
             self._link(folder)
             settle(self._server, Told.of(folder), run)
-        except ScalewiseError as error:
+        except (ScalewiseError, OSError, ValueError) as error:
             self._lost(folder, error)
 
     def _link(self, folder: Path) -> None:
@@ -116,17 +113,6 @@ def _note(path: Path, facts: dict[str, object]) -> None:
     record = read_json(path)
     if record.get("wandb") != facts:
         write_json(path, {**record, "wandb": facts})
-
-
-def _lives(told: Told) -> bool:
-    """Returns whether the process that trains this run is at work, on this machine."""
-    if told.status.get("status") != "running":
-        return False
-    try:
-        begun = psutil.Process(int(told.status["process"])).create_time()
-    except (psutil.Error, KeyError, ValueError):
-        return False
-    return begun <= datetime.fromisoformat(told.status["started"]).timestamp()
 
 
 def _short(path: Path) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from scalewise.errors import ScalewiseError
+from scalewise.errors import ConfigError
 from scalewise.reports import redact
 
 CURVES = (
@@ -127,16 +127,15 @@ class SweepRecord:
 def read(folder: Path) -> RunRecord | SweepRecord:
     """Returns the record of ``folder``, a sweep if it holds ``sweep.json``, else a run.
 
-    Raises :class:`ScalewiseError` where the folder is neither.
+    Raises :class:`ConfigError` where the folder is neither.
     """
     sweep = _json(folder / "sweep.json")
     if sweep is not None:
         return _sweep(folder, sweep)
     run = read_run(folder)
     if run is None:
-        raise ScalewiseError(
-            f"{folder}: neither a run (readable status.json) nor a sweep (readable sweep.json)"
-        )
+        reason = "neither a run (readable status.json) nor a sweep (readable sweep.json)"
+        raise ConfigError.one("", "", f"{folder}: {reason}", "scalewise report runs/NAME/TIMESTAMP")
     return run
 
 

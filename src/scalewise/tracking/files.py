@@ -79,7 +79,7 @@ def _number(text: str) -> float | int | None:
 def _rows(path: Path | None) -> list[dict[str, str]]:
     if path is None or not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
     whole = [row for row in rows if None not in row.values() and (row.get("step") or "").isdigit()]
     return [{key: row[key] for key in METRICS if key in row} for row in whole]

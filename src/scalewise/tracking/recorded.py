@@ -1,0 +1,77 @@
+"""What a sweep's record says of its jobs, and whether a process that a record names lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scalewise.errors import ConfigError
+
+CLOCKS_APART = 2.0
+"""Seconds by which a process may seem to have begun after it wrote when it did."""
+
+ENTRIES = {"number": int, "folder": str, "status": str, "varied": dict}
+"""What every job of ``sweep.json`` has."""
+
+
+def jobs(folder: Path, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the jobs of the record of the sweep in ``folder``; refuses what says too little."""
+    rows = record.get("jobs", [])
+    if not isinstance(rows, list):
+        raise _damaged(folder, "its jobs are no list")
+    for place, row in enumerate(rows):
+        for key, kind in ENTRIES.items():
+            if not isinstance(row, Mapping) or not isinstance(row.get(key), kind):
+                raise _damaged(folder, f"jobs[{place}] has no {key}")
+    return rows
+
+
+def _damaged(folder: Path, what: str) -> ConfigError:
+    reason = f"{folder / 'sweep.json'} is damaged: {what}"
+    cure = "put a copy of it back; its jobs' own folders are reports by themselves"
+    return ConfigError.one("", "", reason, cure)
+
+
+def lives(pid: object, started: object) -> bool:
+    """Returns whether the process that had ``pid`` at a time has it still, on this machine.
+
+    ``started``: seconds since 1970, or a time as ISO 8601.
+    """
+    try:
+        number = int(str(pid))
+        if isinstance(started, int | float):
+            at = float(started)
+        else:
+            at = datetime.fromisoformat(str(started)).timestamp()
+        process = psutil.Process(number)
+        begun = process.create_time() <= at + CLOCKS_APART
+        return number != os.getpid() and begun and process.status() != psutil.STATUS_ZOMBIE
+    except (ValueError, psutil.Error):
+        return False
+
+
+def is_at_work(status: Mapping[str, Any]) -> bool:
+    """Returns whether a job runs, by a process of this machine."""
+    runs = status.get("status") == "running"
+    return runs and lives(status.get("process"), status.get("started"))
+
+
+def is_gone(status: Mapping[str, Any]) -> bool:
+    """Returns whether a job that says that it runs has no process any more on this machine."""
+    here = status.get("status") == "running" and status.get("host") == socket.gethostname()
+    return here and not lives(status.get("process"), status.get("started"))
+
+
+def is_left(record: Mapping[str, Any]) -> bool:
+    """Returns whether a sweep has not ended, and its process is gone from this machine."""
+    process = record.get("process")
+    if not isinstance(process, Mapping) or record.get("ended") is not None:
+        return False
+    here = process.get("host") == socket.gethostname()
+    return here and not lives(process.get("pid"), process.get("started"))
