@@ -148,6 +148,7 @@ class Run:
         yield from of_specs
         if not of_specs:
             yield from self.adapter.complaints_with(self.model)
+            yield from self.optimizer.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
         yield from self._of_tokens()
@@ -176,6 +177,7 @@ class Run:
         ):
             reason = "there is no such checkpoint folder"
             yield Complaint("resume", self.resume, reason, "give a path, or resume=null")
+        yield from self.optimizer.machine_complaints()
         yield from self.tracking.machine_complaints()
         yield from self.parallelism.machine_complaints(self)
 

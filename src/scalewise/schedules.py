@@ -22,6 +22,9 @@ class Schedule(ABC):
     warmup_steps: int = 0
     """Steps over which the rate rises from 0 to its peak."""
 
+    falls = True
+    """Whether the rate is lower at the end than at its peak."""
+
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
         """Returns the factor of the peak at ``progress`` in [0, 1] of the steps after warm-up."""
@@ -55,6 +58,8 @@ class Schedule(ABC):
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The peak, to the end."""
+
+    falls = False
 
     def after_warmup(self, progress: float) -> float:
         """Returns 1."""

@@ -23,13 +23,14 @@ INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, list[str]]:
-    """Returns what options need that only work on somebody's files."""
+    """Returns what options need beside them: somebody's files, or a schedule that stays."""
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     return {
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
         "hf": [f"data.path={tmp_path}"],
+        "schedule_free": ["schedule=constant"],
     }
 
 

@@ -34,6 +34,8 @@ FLOORS = {
     2: (
         "plan",
         "adapters.lora",
+        "optimizers.blockwise",
+        "optimizers.stepping",
         "checkpoints",
         "measure",
         "tracking",

@@ -11,8 +11,10 @@ import torch
 from scalewise import hardware
 from scalewise.config import tree
 from scalewise.hardware import Hardware, Machine, processor_tflops
+from scalewise.models.base import Weight
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.optimizers import SGD, AdamW, Optimizer
+from scalewise.optimizers.base import Slotted
 from scalewise.precision import Number, Precision
 from scalewise.run import Run
 from scalewise.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
@@ -146,26 +148,31 @@ class TestPrecision:
             torch.set_float32_matmul_precision(before)
 
 
-OPTIMIZERS: list[Optimizer] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.0)]
+OPTIMIZERS: list[Slotted] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.0)]
+
+
+def held(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
+    named = module.named_parameters()
+    return [(Weight(name, tuple(p.shape), "attention"), p) for name, p in named]
 
 
 class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
-    def test_slots_are_torch_s_state(self, spec: Optimizer) -> None:
+    def test_slots_are_torch_s_state(self, spec: Slotted) -> None:
         layer = torch.nn.Linear(5, 7)
-        optimizer = spec.build(layer.parameters())
+        optimizer = spec.build(held(layer))
         layer(torch.ones(2, 5)).sum().backward()
         optimizer.step()
         for parameter in layer.parameters():
             state = optimizer.state[parameter].values()
-            held = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
-            assert len(held) == spec.slots
+            alike = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
+            assert len(alike) == spec.slots
 
     @pytest.mark.parametrize("spec", [AdamW(weight_decay=0.3), SGD(weight_decay=0.3)], ids=repr)
     def test_matrices_decay_and_vectors_do_not(self, spec: Optimizer) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
-        groups = spec.build(module.parameters()).param_groups
+        groups = spec.build(held(module)).param_groups
         found = {group["weight_decay"]: [p.ndim for p in group["params"]] for group in groups}
         assert found == {0.3: [2], 0.0: [1, 1, 1]}
         assert all(group["lr"] == spec.lr for group in groups)
@@ -173,17 +180,17 @@ class TestOptimizers:
     def test_frozen_parameters_are_left_out(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
-        (group,) = AdamW().build(layer.parameters()).param_groups
+        (group,) = AdamW().build(held(layer)).param_groups
         assert group["params"] == [layer.bias]
 
     def test_every_field_reaches_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
         adamw = AdamW(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
-        defaults = adamw.build(layer.parameters()).defaults
+        defaults = adamw.build(held(layer)).defaults
         assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
-        sgd = SGD(lr=2.0, momentum=0.5, nesterov=True).build(layer.parameters()).defaults
+        sgd = SGD(lr=2.0, momentum=0.5, nesterov=True).build(held(layer)).defaults
         assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
-        assert AdamW().build(layer.parameters()).defaults["fused"] is True
+        assert AdamW().build(held(layer)).defaults["fused"] is True
 
 
 SCHEDULES: list[Schedule] = [

@@ -85,7 +85,19 @@ def measured(records: Path) -> str:
     )
 
 
-PARAGRAPHS = {"measured": measured, "foreseen": foreseen, "planned": planned}
+def started(records: Path) -> str:
+    """Returns what the README says of a sweep's jobs beside fresh processes."""
+    record = _read(records / "cpu" / "sweep.json")
+    ratio, fresh, warm = record["ratio"], record["fresh_s"]["median"], record["warm_s"]["median"]
+    return _filled(
+        f"On {record['machine']['cores']} cores ({record['date'][:10]}) a job of {record['steps']} "
+        f"steps in a warm sweep, in a process of its own, takes {warm:.2f} s where a fresh "
+        f"`python -m scalewise` takes {fresh:.1f}: {ratio['median']:.3f} of it ({ratio['low']:.3f} "
+        f"to {ratio['high']:.3f} over {ratio['pairs']} pairs)."
+    )
+
+
+PARAGRAPHS = {"started": started, "measured": measured, "foreseen": foreseen, "planned": planned}
 
 
 def _filled(text: str) -> str:

@@ -39,7 +39,10 @@ class HandLoop:
             for block in model.layers():
                 fully_shard(block, mesh=mesh)
             self._model = fully_shard(model, mesh=mesh)
-        self._optimizer = run.optimizer.build(self._model.parameters())
+        known = {weight.name: weight for weight in run.census()}
+        named = self._model.named_parameters()
+        held = [(known[name.removeprefix("module.")], parameter) for name, parameter in named]
+        self._optimizer = run.optimizer.build(held)
         self._schedule = run.schedule.build(self._optimizer, steps)
         self.loss = torch.zeros(())
 

@@ -51,6 +51,13 @@ WEIGHTS = (
     "memory=checkpoint_full",
 )
 """A few tokens through larger matrices: weights and gradients decide, not activations."""
+_TALL = (
+    "data.sequence=16",
+    "model.vocabulary=16384",
+    "trainer.micro_batch=1",
+    "trainer.global_batch=2",
+)
+"""A few tokens and one large matrix: what an optimizer makes of it on its way decides."""
 _GPT2 = (
     "model.norm=layernorm",
     "model.position=learned",
@@ -62,37 +69,38 @@ _ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
 
 TRAINED: tuple[Line, ...] = (
     (),
-    (MIXED,),
     (FULL,),
-    (SELECTIVE,),
     ("optimizer=sgd", "trainer.global_batch=4"),
     ("objective.loss_chunk=64",),
     _GPT2,
     WEIGHTS,
-    (MIXED, *WEIGHTS),
     (LORA, MIXED),
+    ("optimizer=adamw_8bit", *_TALL),
     _DDP,
     (*_DDP, MIXED, SELECTIVE),
     (*_DDP, "optimizer=sgd", "trainer.global_batch=16"),
-    (*_DDP, *WEIGHTS),
-    fsdp(2),
     fsdp(2, MIXED, SELECTIVE),
     fsdp(2, LORA),
-    fsdp(2, *WEIGHTS),
     fsdp(2, MIXED, *WEIGHTS),
-    fsdp(4, *WEIGHTS),
     (*_ZERO2, MIXED, *WEIGHTS),
-    ("parallelism=hsdp", *WEIGHTS),
-    _TENSOR,
     (*_TENSOR, MIXED, SELECTIVE),
-    (*mesh(shard=2, tensor=2), MIXED, *WEIGHTS),
     ("parallelism=context", MIXED),
-    (*_piped("gpipe"), MIXED, "trainer.micro_batch=8"),
     _piped("one_f_one_b"),
     mesh(pipeline=2, shard=2),
-    mesh(pipeline=2, tensor=2),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
+    (MIXED,),
+    (SELECTIVE,),
+    (MIXED, *WEIGHTS),
+    (*_DDP, *WEIGHTS),
+    fsdp(2),
+    fsdp(2, *WEIGHTS),
+    fsdp(4, *WEIGHTS),
+    ("parallelism=hsdp", *WEIGHTS),
+    _TENSOR,
+    (*mesh(shard=2, tensor=2), MIXED, *WEIGHTS),
+    (*_piped("gpipe"), MIXED, "trainer.micro_batch=8"),
+    mesh(pipeline=2, tensor=2),
     (BF16,),
     fsdp(2, BF16),
     fsdp(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),
@@ -102,6 +110,12 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     ("parallelism=context", "parallelism.attention=gather"),
     _piped("gpipe"),
     (*_piped("one_f_one_b"), FULL),
+    ("optimizer=adafactor", *WEIGHTS),
+    ("optimizer=adamw_4bit", BF16, *_TALL),
+    ("optimizer=lion", *WEIGHTS),
+    ("optimizer=muon", *WEIGHTS),
+    ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
+    fsdp(2, "optimizer=adamw_8bit", *_TALL),
 )
 """What tests run in their long tier alone."""
 

@@ -6,6 +6,7 @@ each spec gets a writable twin with ``_target_`` as its first field.
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,8 @@ def _run_twin() -> type:
 def _open_type(hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return list[typing.get_args(hint)[0]]  # type: ignore[misc]  # made at run time
+    if typing.get_origin(hint) is Mapping:
+        return dict[typing.get_args(hint)]  # type: ignore[misc]  # made at run time
     return hint
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import Writer
 from scalewise.layouts import norms, optimizer_state
 from scalewise.measure.memory import Holdings
-from scalewise.models.base import Part
+from scalewise.models.base import Part, Weight
 from scalewise.objectives import CausalLM
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ class Layout(Strategy):
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer over what this rank holds of the model."""
-        return run.optimizer.build(module.parameters())
+        return run.optimizer.build(self.weights(run, module))
+
+    def weights(self, run: Run, module: nn.Module) -> Iterator[tuple[Weight, nn.Parameter]]:
+        """Yields each parameter of a module with the weight of the whole model that it is of."""
+        known = {weight.name: weight for weight in run.census()}
+        for name, parameter in module.named_parameters():
+            yield known[self.canonical(f"model.{name}").removeprefix("model.")], parameter
 
     def cut(self, batch: Batch) -> Batch:
         """Returns this rank's piece of the rows it reads: all of them unless tokens are shared."""
@@ -129,8 +135,8 @@ class Layout(Strategy):
         return name.replace(".base_layer.", ".")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns nothing: tensors go into the checkpoint by name, settings are the run's."""
-        return {}
+        """Returns what an optimizer counts; tensors go in by name, settings are the run's."""
+        return optimizer_state.counts(optimizer)
 
     def prepare_saving(self, checkpoint: Checkpoint) -> None:
         """Says how checkpoints are written; every rank calls it, once training is set up."""
@@ -175,6 +181,8 @@ class Layout(Strategy):
         states = optimizer_state.allocate(self.optimizers, self._names(), known)
         store.read(self._resumed, "optimizer", states)
         optimizer_state.put(self.optimizers, self._names(), states)
+        for optimizer, counts in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer_state.count_on(optimizer, counts)
 
     def _names(self) -> dict[nn.Parameter, str]:
         assert self.lightning_module is not None

@@ -58,7 +58,7 @@ class DDPLayout(Layout, DDPStrategy):
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # torch's own use
             from torch.distributed.optim import ZeroRedundancyOptimizer
         self.shared_out = True
-        groups = run.optimizer.groups(module.parameters())
+        groups = run.optimizer.groups(self.weights(run, module))
         over: Any = run.optimizer.over  # it asks for a class, and calls it
         return ZeroRedundancyOptimizer(groups, over)
 

@@ -90,7 +90,7 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
         adamw = run.optimizer
         assert isinstance(adamw, AdamW)
         optimizer: Optimizer = DeepSpeedCPUAdam(
-            adamw.groups(module.parameters()),
+            adamw.groups(self.weights(run, module)),
             lr=adamw.lr,
             betas=(adamw.beta1, adamw.beta2),
             eps=adamw.epsilon,

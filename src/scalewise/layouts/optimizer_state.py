@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+COUNTED = ("k", "weight_sum", "lr_max", "train_mode")
+"""What schedule-free AdamW counts in its groups."""
 
 Names = Mapping[nn.Parameter, str]
 
@@ -14,7 +19,7 @@ Names = Mapping[nn.Parameter, str]
 def tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Tensor]:
     """Returns every tensor of state that this rank holds; scalars as one element."""
     return {
-        f"{slot}/{names[parameter]}": value.detach().reshape(1) if value.ndim == 0 else value
+        f"{slot}/{names[parameter]}": _plain(value)
         for optimizer, parameter in _parameters(optimizers)
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
@@ -52,6 +57,36 @@ def put(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str, Tens
                 slot: value.reshape(()) if _is_scalar(value, parameter) else value
                 for slot, value in state.items()
             }
+            if hasattr(optimizer, "encode"):
+                optimizer.encode(parameter)
+
+
+def counts(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns what an optimizer counts as it goes, alike for all of its groups."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    return {key: group[key] for key in COUNTED if key in group}
+
+
+def count_on(optimizer: Optimizer, counted: Mapping[str, Any]) -> None:
+    """Gives every group what ``counts`` returned."""
+    for group in optimizer.param_groups:
+        group.update({key: value for key, value in counted.items() if key in group})
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Returns a state as numbers in the shape of its weight; a scalar as one element."""
+    if value.ndim == 0:
+        return value.detach().reshape(1)
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        plain = _plain(local)
+        if plain is local:
+            return value
+        return DTensor.from_local(
+            plain, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+        )
+    encoded: Any = value
+    return encoded.dequantize(torch.float32) if hasattr(value, "codes") else value  # torchao's
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, nn.Parameter]]:

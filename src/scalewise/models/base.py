@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from scalewise.errors import Complaint
@@ -35,6 +35,10 @@ class Weight:
     def count(self) -> int:
         """Returns the number of elements."""
         return prod(self.shape)
+
+    def share(self, ranks: int) -> int:
+        """Returns the elements that one of ``ranks`` holds of a weight cut by its rows."""
+        return ceil(self.shape[0] / ranks) * prod(self.shape[1:])
 
 
 class Split(StrEnum):

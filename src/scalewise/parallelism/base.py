@@ -24,11 +24,18 @@ class Parallelism(ABC):
 
     shares_optimizer_out = False
     """Whether ``optimizer.shard`` has replicas to share the state out over."""
+    flattens_weights = False
+    """Whether the optimizer is given weights as pieces of one long vector."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
         """Returns the number of processes, one device each."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Returns whether a rank steps pieces of matrices."""
+        return self.flattens_weights
 
     @property
     def data_parallel_size(self) -> int:
@@ -61,6 +68,14 @@ class Parallelism(ABC):
             reason = "this layout has no replicas that could share the state out"
             cure = "set optimizer.shard=false, or parallelism=ddp"
             yield Complaint("optimizer.shard", True, reason, cure)
+        asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights
+        if asks_whole or (self.flattens_weights and not run.optimizer.elementwise):
+            chosen = run.choices.get("optimizer", type(run.optimizer).__name__)
+            reason = "looks at whole matrices, of which this layout gives a rank pieces"
+            if not asks_whole:
+                reason = "needs each weight by itself, and this layout steps them as one vector"
+            cure = "set optimizer=adamw, or parallelism=ddp"
+            yield Complaint("optimizer", chosen, reason, cure)
 
     def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step of ``run``."""

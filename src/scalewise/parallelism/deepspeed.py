@@ -45,6 +45,8 @@ class DeepSpeed(Parallelism):
     Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
     """
 
+    flattens_weights = True
+
     stage: int = 2
     """What is shared out: 1 optimizer state, 2 gradients as well, 3 weights as well."""
     replicas: int | None = None
@@ -148,7 +150,8 @@ class DeepSpeed(Parallelism):
                 "set precision=bf16_mixed, or parallelism=ddp",
             )
         offloaded = self.offload_optimizer
-        if offloaded is not Offload.none and not isinstance(run.optimizer, AdamW):
+        steps_elsewhere = run.optimizer.elementwise and not isinstance(run.optimizer, AdamW)
+        if offloaded is not Offload.none and steps_elsewhere:
             yield Complaint(
                 "optimizer",
                 run.choices.get("optimizer", type(run.optimizer).__name__),

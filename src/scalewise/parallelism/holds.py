@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from scalewise.models.base import Part, Weight
@@ -88,6 +87,21 @@ class Holds(Parts):
         count = self.layers * numbers(self.block, shards, trained=trained)
         return count + numbers(self.rest, shards, trained=trained)
 
+    def state_bytes(self, run: Run) -> int:
+        """Returns the bytes of the optimizer's state for the share that this rank steps."""
+        held = run.precision.parameters.bytes
+        block, rest = (
+            sum(run.optimizer.state_bytes(w, self.states, held) for w in part if w.trainable)
+            for part in (self.block, self.rest)
+        )
+        return self.layers * block + rest
+
+    def scratch_bytes(self, run: Run) -> int:
+        """Returns the most bytes that stepping one weight takes."""
+        held, each = run.precision.parameters.bytes, (*self.block, *self.rest)
+        found = (run.optimizer.scratch_bytes(w, self.states, held) for w in each if w.trainable)
+        return max(found, default=0)
+
 
 def of_replicas(run: Run) -> Holds:
     """Returns the share of a rank that works with every weight on whole rows."""
@@ -123,8 +137,4 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
 
 def numbers(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:
     """Returns the numbers that one of ``ranks`` holds of weights cut by their rows."""
-    return sum(
-        ceil(weight.shape[0] / ranks) * prod(weight.shape[1:])
-        for weight in weights
-        if weight.trainable or not trained
-    )
+    return sum(weight.share(ranks) for weight in weights if weight.trainable or not trained)

@@ -188,6 +188,11 @@ class Mesh(Parallelism):
         yield from super().complaints_with(run)
         yield from complaints_of_mesh(self, run)
 
+    @property
+    def cuts_weights(self) -> bool:
+        """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
+        return self.sizes["shard"] * self.sizes["context"] * self.sizes["tensor"] > 1
+
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
         ranks = self.sizes["pipeline"]

@@ -135,16 +135,18 @@ class Device:
             "2 x context x head width",
             "rotations of every place, whole on every rank",
         )
-        slots, each = run.optimizer.slots, run.precision.parameters.bytes
-        trained = holds.numbers(holds.states, trained=True)
-        if not holds.states_on_host:
+        trained, state = holds.numbers(holds.states, trained=True), holds.state_bytes(run)
+        if state and not holds.states_on_host:
             yield line(
                 "optimizer state",
-                trained * slots * each,
+                state,
                 EVERY,
-                f"{trained:,} x {slots} x {each} B",
-                f"{slots} numbers for each that is trained",
+                f"{trained:,} x {state / trained:.4g} B",
+                "for each number that is trained",
             )
+        if holds.shape.on_cpu:
+            scratch = holds.scratch_bytes(run)
+            yield Line("step", {Phase.optimizer: scratch}, "", "what stepping the largest takes")
 
     def _of_parameters(self, number: Number) -> Line:
         shards = self.holds.parameters

@@ -35,8 +35,9 @@ def ranks_on_a_node(run: Run) -> int:
 def checkpoint_bytes(run: Run) -> int:
     """Returns the bytes of one checkpoint: every weight, and the optimizer's state."""
     census, held = run.census(), run.precision.parameters.bytes
-    trained = sum(weight.count for weight in census if weight.trainable)
-    return held * (sum(weight.count for weight in census) + trained * run.optimizer.slots)
+    trained = [weight for weight in census if weight.trainable]
+    state = sum(run.optimizer.state_bytes(weight, 1, held) for weight in trained)
+    return held * sum(weight.count for weight in census) + state
 
 
 def _of_node(run: Run) -> Iterator[Line]:
@@ -46,7 +47,7 @@ def _of_node(run: Run) -> Iterator[Line]:
     held, zero = run.precision.parameters.bytes, holds.zero
     states = held * holds.numbers(holds.states, trained=True)
     if holds.states_on_host and not holds.states_on_disk:
-        size = states * run.optimizer.slots
+        size = holds.state_bytes(run)
         yield _line("offloaded optimizer state", ranks, size, "stepped on the host")
         if zero is not None:
             yield _line("offloaded masters", ranks, states, "the weights that the host steps")
@@ -56,7 +57,7 @@ def _of_node(run: Run) -> Iterator[Line]:
         size = (zero.weights if zero else held) * holds.numbers(holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
     if run.checkpoint.background:
-        size = held * holds.numbers(holds.parameters) + states * run.optimizer.slots
+        size = held * holds.numbers(holds.parameters) + holds.state_bytes(run)
         yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")
     rows = run.trainer.micro_batch * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _line("rows", ranks, rows, "of the loader, as token ids")

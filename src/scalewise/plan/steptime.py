@@ -145,7 +145,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
         # Weights and state are read and written, gradients read, and once before for their norm.
         stepped = holds.numbers(holds.states, trained=True) * run.precision.parameters.bytes
-        optimizer += stepped * (2 + 2 * run.optimizer.slots + 2) / reached.memory
+        optimizer += (stepped * (2 + 2) + 2 * holds.state_bytes(run)) / reached.memory
     arithmetic = sum(spent.values()) + recompute
     messages, hidden = _messages(run, rank, arithmetic)
     copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden))

@@ -43,7 +43,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     last; the optimizer steps where its state lies. FSDP2's ``CPUOffloadPolicy`` and ZeRO-Offload
     (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
     """
-    zero, slots = holds.zero, run.optimizer.slots
+    zero, state = holds.zero, holds.state_bytes(run)
     held = run.precision.parameters.bytes
     moved = zero.weights if zero else held  # DeepSpeed's masters stay where they are stepped
     share = holds.numbers(holds.states, trained=True)
@@ -57,11 +57,11 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         late = gathering is not None and gathering.whole_gradients
         link += moved * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
         link += 0 if holds.parameters_on_host else moved * share
-        host = stepped * (2 + 2 * slots + 1)  # weights and state there and back, and gradients
+        host = stepped * (2 + 1) + 2 * state  # weights and state there and back, and gradients
     if holds.parameters_on_disk:
         disk += weights * passes * 2 + moved * share
     if holds.states_on_disk:
-        disk += 2 * stepped * (slots + (zero is not None))
+        disk += 2 * (state + stepped * (zero is not None))
     return Traffic(link, host, disk)
 
 

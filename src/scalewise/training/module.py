@@ -63,7 +63,9 @@ class TrainingModule(LightningModule):
         return output
 
     def on_validation_epoch_start(self) -> None:
-        """Begins the sums of a validation."""
+        """Begins the sums of a validation, of the weights that the optimizer would give away."""
+        if self.run.optimizer.averages:
+            self._optimizer.eval()
         self._held_out = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -78,6 +80,8 @@ class TrainingModule(LightningModule):
             dist.all_reduce(self._held_out)
         loss, labels = self._held_out.tolist()
         self.log("val/loss", torch.tensor(loss / labels if labels else float("nan")))
+        if self.run.optimizer.averages:
+            self._optimizer.train()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the run's optimizer, and its schedule stepped once per optimizer step."""
@@ -87,6 +91,10 @@ class TrainingModule(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.trainer.optimizers[0]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Zeroes nothing here: in a pipeline, the gradients of the step exist by now."""
@@ -133,7 +141,11 @@ class TrainingModule(LightningModule):
         schedule = cast(LambdaLR, self.lr_schedulers())
         groups = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
         for group, (base, factor) in zip(schedule.optimizer.param_groups, groups, strict=True):
-            group["lr"] = base * factor(schedule.last_epoch)
+            rate = base * factor(schedule.last_epoch)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # torchao's is compiled with it
+            else:
+                group["lr"] = rate
 
     @property
     def draws_at_random(self) -> bool:

@@ -15,6 +15,7 @@ from scalewise.units import GIB, bytes_text, count_text
 EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
     "quant": ("torchao", "quantization"),
+    "optimizers": ("schedulefree", "optimizer=schedule_free, adamw_8bit and adamw_4bit"),
     "slurm": ("submitit", "hydra/launcher=slurm"),
     "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),

@@ -1,0 +1,136 @@
+"""Adam, in full and in fewer bits."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.models.base import Weight
+from scalewise.optimizers.base import Optimizer, Slotted, betas_complaints
+
+if TYPE_CHECKING:
+    from torch import optim
+
+SMALLEST = 4096
+"""Numbers below which torchao keeps a weight's state as it is."""
+FP32 = 4
+SEARCHED = 24
+"""Bytes for each number while its code is searched for: moments and weight in fp32, and indices."""
+
+
+@dataclass(frozen=True)
+class Moments(Optimizer):
+    """What every Adam is told."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields rates and decays out of range."""
+        yield from super().complaints()
+        yield from betas_complaints(self, "beta1", "beta2")
+        if not self.epsilon > 0:
+            yield Complaint("optimizer.epsilon", self.epsilon, "must be positive")
+
+
+@option("optimizer", "adamw")
+@dataclass(frozen=True)
+class AdamW(Moments, Slotted):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    fused: bool = True
+    """One kernel for all parameters; torch's own default loops over them."""
+
+    @property
+    def slots(self) -> int:
+        """Returns 2: both moments."""
+        return 2
+
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns torch's AdamW."""
+        from torch import optim
+
+        return optim.AdamW(
+            groups,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.epsilon,
+            fused=self.fused,
+        )
+
+
+@dataclass(frozen=True)
+class _Blockwise(Moments):
+    """AdamW whose moments are codes of few bits with a scale for every block of numbers.
+
+    Dettmers et al., 2021 (8 bits) and Li et al., 2023 (4 bits), by torchao.
+    """
+
+    packages = ("torchao",)
+    elementwise = False
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Returns the bits of a number of state."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Returns the numbers that share a scale in fp32."""
+
+    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of two moments' codes, scales and tables; small ones stay whole."""
+        numbers = weight.share(shards)
+        if not self._is_coded(numbers):
+            return 2 * numbers * held
+        table = FP32 << self.bits
+        return 2 * (numbers * self.bits // 8 + numbers // self.block * FP32 + table)
+
+    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of what torchao makes on its way to codes, uncompiled, as measured."""
+        numbers = weight.share(shards)
+        cast = FP32 if held < FP32 else 0
+        return numbers * (SEARCHED + cast) if self._is_coded(numbers) else 0
+
+    def _is_coded(self, numbers: int) -> bool:
+        return numbers >= SMALLEST and numbers % self.block == 0
+
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns torchao's AdamW."""
+        from scalewise.optimizers import blockwise
+
+        kind = blockwise.AdamW8bit if self.bits == 8 else blockwise.AdamW4bit
+        return kind(
+            groups,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.epsilon,
+            block_size=self.block,
+        )
+
+
+@option("optimizer", "adamw_8bit")
+@dataclass(frozen=True)
+class AdamW8bit(_Blockwise):
+    """AdamW with moments of 8 bits, in blocks of 256 (Dettmers et al., 2021)."""
+
+    bits = 8
+    block = 256
+
+
+@option("optimizer", "adamw_4bit")
+@dataclass(frozen=True)
+class AdamW4bit(_Blockwise):
+    """AdamW with moments of 4 bits, in blocks of 128 (Li et al., 2023)."""
+
+    bits = 4
+    block = 128

@@ -1,0 +1,142 @@
+"""What every optimizer answers: the state it holds for a weight, and how it treats each."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from math import isfinite
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scalewise.errors import Complaint
+from scalewise.models.base import Weight
+
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from scalewise.run import Run
+
+
+@dataclass(frozen=True)
+class Optimizer(ABC):
+    """An optimizer as a spec."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices, per step, times the learning rate."""
+    shard: bool = False
+    """Whether ranks that hold the same weights share the state out (ZeRO-1); ``ddp`` alone."""
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
+    """What the rate is multiplied by, where a pattern (regex) is found in a weight's name."""
+    no_decay: tuple[str, ...] = ()
+    """Patterns of names that do not decay; vectors, norms and biases, never do."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """What it needs beside torch."""
+    elementwise = True
+    """Whether it moves every number by itself, so that weights may come flattened and cut."""
+    averages = False
+    """Whether it trains at one place and is judged at another, an average of its way."""
+    uses_whole_weights = False
+    """Whether it looks at matrices as such, so that a rank must have them whole."""
+
+    @abstractmethod
+    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of state for what one of ``shards`` ranks has of a weight.
+
+        ``held``: bytes of a number of the weight.
+        """
+
+    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes that stepping a weight takes on the CPU for as long as it lasts.
+
+        0 stands for less than the gradients take that backward has just made.
+        """
+        return 0
+
+    @abstractmethod
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns the torch optimizer over parameter groups."""
+
+    def build(self, held: Iterable[tuple[Weight, nn.Parameter]]) -> optim.Optimizer:
+        """Returns the torch optimizer over the parameters that require a gradient."""
+        return self.over(self.groups(held))
+
+    def groups(self, held: Iterable[tuple[Weight, nn.Parameter]]) -> list[dict[str, Any]]:
+        """Returns parameter groups, one for all weights of the same settings."""
+        alike: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
+        for weight, parameter in held:
+            if parameter.requires_grad:
+                key = tuple(self.settings(weight).items())
+                alike.setdefault(key, []).append(parameter)
+        return [{"params": parameters, **dict(key)} for key, parameters in alike.items()]
+
+    def settings(self, weight: Weight) -> dict[str, object]:
+        """Returns what a weight's group says: its rate and its decay."""
+        spared = any(re.search(pattern, weight.name) for pattern in self.no_decay)
+        decays = len(weight.shape) >= 2 and not spared
+        factor = 1.0
+        for pattern, by in self.lr_factors.items():
+            if re.search(pattern, weight.name):
+                factor *= by
+        return {"lr": self.lr * factor, "weight_decay": self.weight_decay if decays else 0.0}
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields rates that cannot train and patterns that cannot be read."""
+        if not (isfinite(self.lr) and self.lr > 0):
+            yield Complaint("optimizer.lr", self.lr, "must be a positive number")
+        if not (isfinite(self.weight_decay) and self.weight_decay >= 0):
+            yield Complaint("optimizer.weight_decay", self.weight_decay, "must be 0 or more")
+        for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield Complaint(f"optimizer.{key}", pattern, f"is no pattern: {error}")
+        for pattern, factor in self.lr_factors.items():
+            if not (isfinite(factor) and factor >= 0):
+                key = f"optimizer.lr_factors.{pattern}"
+                yield Complaint(key, factor, "must be 0 or more", "leave the weights out of it")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields patterns that no trained weight bears."""
+        names = [weight.name for weight in run.census() if weight.trainable]
+        for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
+            for pattern in patterns:
+                if not any(re.search(pattern, name) for name in names):
+                    reason = "is found in no name of a trained weight"
+                    cure = f"the first are {', '.join(names[:3])}" if names else ""
+                    yield Complaint(f"optimizer.{key}", pattern, reason, cure)
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields packages that are not installed."""
+        for package in self.packages:
+            if find_spec(package) is None:
+                reason = f"needs {package}, which is not installed"
+                cure = "pip install 'scalewise[optimizers]'"
+                yield Complaint("optimizer", type(self).__name__, reason, cure)
+
+
+@dataclass(frozen=True)
+class Slotted(Optimizer):
+    """An optimizer that holds whole numbers of state for each number of a weight."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Returns how many numbers of state are held for each parameter."""
+
+    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of ``slots`` numbers in the format of the weight."""
+        return self.slots * weight.share(shards) * held
+
+
+def betas_complaints(optimizer: Optimizer, *keys: str) -> Iterator[Complaint]:
+    """Yields decays of moments that are not in [0, 1)."""
+    for key in keys:
+        value = getattr(optimizer, key)
+        if not 0 <= value < 1:
+            yield Complaint(f"optimizer.{key}", value, "must be in [0, 1)")

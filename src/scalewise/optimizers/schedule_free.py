@@ -1,0 +1,70 @@
+"""AdamW that needs no schedule: it averages where it has been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.optimizers.adam import Moments
+from scalewise.optimizers.base import Slotted
+
+if TYPE_CHECKING:
+    from torch import optim
+
+    from scalewise.run import Run
+
+
+@option("optimizer", "schedule_free")
+@dataclass(frozen=True)
+class ScheduleFree(Moments, Slotted):
+    """Schedule-free AdamW (Defazio et al., 2024), by its authors' package.
+
+    Gradients are taken between the place it steps from and the average of all places, which is
+    what validation sees.
+    """
+
+    lr: float = 2.5e-3
+    """Learning rate, after the warm-up of ``schedule``."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices, per step, times the learning rate."""
+    beta1: float = 0.9
+    """Weight of the average where gradients are taken."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+
+    packages = ("schedulefree",)
+    elementwise = False
+    averages = True
+
+    @property
+    def slots(self) -> int:
+        """Returns 2: the place it steps from, and the second moment."""
+        return 2
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields a schedule that falls, and shared state."""
+        yield from super().complaints_with(run)
+        if run.schedule.falls:
+            chosen = run.choices.get("schedule", type(run.schedule).__name__.lower())
+            reason = "lowers a rate that schedule_free averages over"
+            yield Complaint("schedule", chosen, reason, "set schedule=constant")
+        if self.shard:
+            reason = "is for optimizers that train where they are judged"
+            yield Complaint("optimizer.shard", True, reason, "set optimizer.shard=false")
+
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns the authors' AdamW, in training mode."""
+        from schedulefree import AdamWScheduleFree
+
+        optimizer: Any = AdamWScheduleFree(
+            groups,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.epsilon,
+            foreach=False,  # all at once would take a copy of every weight
+        )
+        optimizer.train()
+        return cast("optim.Optimizer", optimizer)

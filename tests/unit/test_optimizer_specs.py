@@ -1,0 +1,125 @@
+"""Optimizers as specs: the state they hold, the groups they make, the layouts they rule out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+from fixtures.doors import UNTRACKED
+from fixtures.layouts import LAYOUTS, SHAPE
+
+from scalewise import ConfigError, compose
+from scalewise.models.base import Weight
+from scalewise.optimizers import SGD, AdamW, Optimizer
+from scalewise.optimizers.adam import AdamW4bit, AdamW8bit
+from scalewise.optimizers.matrix import Adafactor, Muon
+from scalewise.optimizers.schedule_free import ScheduleFree
+from scalewise.optimizers.sgd import Lion
+
+MATRIX = Weight("blocks.0.attention.query.weight", (64, 128), "attention", 0)
+TABLE = Weight("embedding.weight", (64, 128), "embedding")
+NORM = Weight("blocks.0.norm.weight", (128,), "norm", 0)
+NUMBERS = 64 * 128
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weight", "shards", "state"),
+    [
+        (SGD(), MATRIX, 1, 4 * NUMBERS),
+        (SGD(momentum=0.0), MATRIX, 1, 0),
+        (Lion(), MATRIX, 1, 4 * NUMBERS),
+        (AdamW(), MATRIX, 1, 8 * NUMBERS),
+        (AdamW(), MATRIX, 3, 8 * 22 * 128),  # the first of three has a row more than the last
+        (ScheduleFree(), MATRIX, 1, 8 * NUMBERS),
+        (AdamW8bit(), MATRIX, 1, 2 * (NUMBERS + NUMBERS // 256 * 4 + 256 * 4)),
+        (AdamW8bit(), MATRIX, 4, 8 * NUMBERS // 4),  # below 4096 numbers they stay whole
+        (AdamW4bit(), MATRIX, 1, 2 * (NUMBERS // 2 + NUMBERS // 128 * 4 + 16 * 4)),
+        (AdamW4bit(), NORM, 1, 8 * 128),
+        (Adafactor(), MATRIX, 1, 4 * (64 + 128)),
+        (Adafactor(), NORM, 1, 4 * 128),
+        (Muon(), MATRIX, 1, 4 * NUMBERS),
+        (Muon(), TABLE, 1, 8 * NUMBERS),
+        (Muon(), NORM, 1, 8 * 128),
+    ],
+)
+def test_state_is_counted_in_bytes(
+    optimizer: Optimizer, weight: Weight, shards: int, state: int
+) -> None:
+    assert optimizer.state_bytes(weight, shards, 4) == state
+
+
+@dataclass(eq=False)
+class Parameter:
+    """What a group holds, without torch."""
+
+    requires_grad: bool = True
+
+
+def test_groups_are_made_by_names() -> None:
+    optimizer = AdamW(lr=1.0, weight_decay=0.1, lr_factors={"embed": 0.5}, no_decay=("query",))
+    frozen = Parameter(requires_grad=False)
+    held = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
+    groups = optimizer.groups(cast(Any, [*held.items(), (MATRIX, frozen)]))
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.0), (0.5, 0.1)]
+    assert groups[0]["params"] == [held[MATRIX], held[NORM]]
+    assert groups[1]["params"] == [held[TABLE]]
+
+
+def test_factors_multiply() -> None:
+    optimizer = AdamW(lr=1.0, lr_factors={"embed": 0.5, "weight$": 0.1})
+    assert optimizer.settings(TABLE)["lr"] == pytest.approx(0.05)
+    assert optimizer.settings(MATRIX)["lr"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("+optimizer.lr_factors={embeding: 0.1}", "optimizer.lr_factors", "is found in no name"),
+        ("+optimizer.lr_factors={embedding: -1.0}", "lr_factors.embedding", "must be 0 or more"),
+        ("optimizer.no_decay=['(']", "optimizer.no_decay", "is no pattern"),
+        ("optimizer.no_decay=[nothing]", "optimizer.no_decay", "is found in no name"),
+        ("+optimizer.lr_factors.embedding=fast", "optimizer", "fast"),
+        ("optimizer.lr_factors.embedding=0.1", "lr_factors.embedding", "+optimizer.lr_factors."),
+        ("optimizer.lr_factors={embedding: 0.1}", "optimizer.lr_factors", "+optimizer.lr_factors="),
+    ],
+)
+def test_a_pattern_that_cannot_act_is_refused(override: str, key: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose([*UNTRACKED, override])
+    assert key in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_patterns_come_from_the_command_line() -> None:
+    run = compose([*UNTRACKED, "+optimizer.lr_factors.embedding=0.1", "optimizer.no_decay=[norm]"])
+    assert run.optimizer.lr_factors == {"embedding": 0.1}
+    assert run.optimizer.no_decay == ("norm",)
+    assert run.optimizer.settings(TABLE)["lr"] == pytest.approx(run.optimizer.lr * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "reason"),
+    [
+        ("muon", "fsdp", "looks at whole matrices"),
+        ("muon", "tensor", "looks at whole matrices"),
+        ("adafactor", "context", "looks at whole matrices"),
+        ("muon", "deepspeed_zero1", "looks at whole matrices"),
+        ("adamw_8bit", "deepspeed_zero2", "steps them as one vector"),
+        ("schedule_free", "deepspeed_zero3", "steps them as one vector"),
+    ],
+)
+def test_a_layout_that_cannot_give_what_it_needs_is_refused(
+    optimizer: str, layout: str, reason: str
+) -> None:
+    parts = LAYOUTS.get(layout, (f"parallelism={layout}",))
+    with pytest.raises(ConfigError) as refused:
+        compose([*SHAPE, *parts, f"optimizer={optimizer}", "schedule=constant"])
+    assert [c.key for c in refused.value.complaints] == ["optimizer"]
+    assert reason in str(refused.value)
+
+
+def test_schedule_free_wants_no_schedule() -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose([*UNTRACKED, "optimizer=schedule_free", "schedule=cosine"])
+    assert "schedule=constant" in str(refused.value)
