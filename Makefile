@@ -29,11 +29,11 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY) ## train four small models on this machine's CPU and write their report
 	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu
 
-check: $(READY) ## ruff, mypy on src, unit tests: under two minutes
+check: $(READY) ## ruff, mypy on src, unit tests: a few minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest tests/unit -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -q -n $(WORKERS)
 
 test: $(READY) browser slurm ## everything CI runs
 	$(BIN)/ruff check .

@@ -42,6 +42,7 @@ def test_a_profile_is_measured_and_planned_with(scalewise: Doors) -> None:
     scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()  # anew
 
 
+@pytest.mark.exhaustive
 def test_runs_teach_the_profile_how_long_steps_take(scalewise: Doors) -> None:
     scalewise("seconds=0.05", "name=mine", "hardware=cpu", verb="calibrate").ok()
     few = ("learn=runs", "name=mine")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 
 import pytest
-from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Opened, same_weights
+from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened, same_weights
 from fixtures.jobs import Job
 
 from scalewise.checkpoints import store
@@ -83,6 +84,11 @@ LAYOUTS = {
 }
 
 
+def time_enough(undisturbed: Folder) -> int:
+    """Returns seconds in which a job comes to its accident on this machine: it is warm now."""
+    return max(8, ceil(undisturbed.status["seconds"]))
+
+
 @pytest.mark.parametrize(
     ("layout", "accident"),
     [
@@ -93,10 +99,10 @@ LAYOUTS = {
     ],
 )
 def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job: Job) -> None:
-    job(*LAYOUTS[layout])  # warm
+    limit = time_enough(job(*LAYOUTS[layout]))
     began = time.monotonic()
     where = [*LAYOUTS[layout], f"+inject={accident}", "callbacks.inject.rank=1"]
-    noticed = 8 if accident == "hang" else 0  # seconds: nothing but the clock tells of it
+    noticed = limit if accident == "hang" else 0  # nothing but the clock tells of it
     if noticed:
         where.append(f"launch.timeout={noticed}")
     status, reason = ENDINGS[accident]
@@ -109,11 +115,11 @@ def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job
 
 
 def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
-    job(*LAYOUTS["fsdp"])  # warm
+    limit = time_enough(job(*LAYOUTS["fsdp"]))
     frozen = "{_target_:fixtures.accidents.Frozen,rank:1,step:3}"
-    parts = (f"+callbacks.frozen={frozen}", "trusted_packages=[fixtures]", "launch.timeout=8")
-    said = job(*LAYOUTS["fsdp"], *parts, status="timeout").status
-    assert said["reason"] == "ran longer than launch.timeout=8 s; rank 1 did not answer"
+    told = ("trusted_packages=[fixtures]", f"launch.timeout={limit}")
+    said = job(*LAYOUTS["fsdp"], f"+callbacks.frozen={frozen}", *told, status="timeout").status
+    assert said["reason"] == f"ran longer than launch.timeout={limit} s; rank 1 did not answer"
     assert said["rank"] == 1
     assert {line.split(":")[0] for line in said["log_tail"]} == {"rank 0"}
 
@@ -136,7 +142,7 @@ def test_a_restart_mends_what_happens_once(layout: str, accident: str, job: Job)
     parts = (*LAYOUTS.get(layout, ()), "checkpoint.every=2")
     undisturbed = job(*parts)
     once = (f"+inject={accident}", "+callbacks.inject.once=true", "callbacks.inject.step=5")
-    patience = "launch.timeout=15" if accident == "hang" else "launch.timeout=60"
+    patience = f"launch.timeout={2 * time_enough(undisturbed) if accident == 'hang' else 60}"
     mended = job(*parts, *once, "launch.max_restarts=1", patience)
     assert mended.status["attempts"] == 2
     assert mended.steps == list(range(1, 9))

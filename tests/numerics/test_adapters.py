@@ -21,7 +21,7 @@ LORA = (
     "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
 )
 """Layers of both kinds: those cut by their outputs and those cut by their inputs."""
-USUAL = ("ddp", "fsdp", "shard_tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
+USUAL = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
 CASES = [
     pytest.param(
         layout,

@@ -48,10 +48,13 @@ AGAIN = {
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
 """What is computed, and perhaps sent, a second time, or not asked for."""
-USUAL = (("llama", "context_tensor", "full"), ("llama", "tensor", "loss"))
-USUAL += (("llama", "shard_tensor", "lora, full"), ("gpt2", "context_tensor", "full"))
+USUAL = (
+    ("gpt2", "tensor", "full"),
+    ("llama", "tensor", "loss"),
+    ("llama", "fsdp", "lora, full"),
+)
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
-SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard")
+SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
 """Layouts that send what one of the others does, otherwise arranged."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]

@@ -11,7 +11,7 @@ from fixtures.steps import BATCHES, Reference, assert_equal, steps_of
 
 USUAL = ("all_at_once",)
 SELDOM = ("fsdp_4", "replicate_tensor", "context_tensor", "pipeline_context", "pipeline_replicate")
-SELDOM += ("ddp_small_buckets", "fsdp_prefetch", "context_in_order")
+SELDOM += ("tensor_alone", "ddp_small_buckets", "fsdp_prefetch", "context_in_order")
 """Products beyond those that are promised, and variants that are in CI through others."""
 
 CASES = [

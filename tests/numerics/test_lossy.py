@@ -45,7 +45,7 @@ def assert_near(run: Folder, exact: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    "hook", [pytest.param(x, marks=LONG if x == "powersgd" else ()) for x in HOOKS]
+    "hook", [pytest.param(x, marks=LONG if "powersgd" in x else ()) for x in HOOKS]
 )
 def test_a_compressed_gradient_learns(
     hook: str, exact: Folder, tmp_path: Path, shared_cache: Path
@@ -56,7 +56,7 @@ def test_a_compressed_gradient_learns(
     assert_near(run, exact)
 
 
-@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_true"])
+@pytest.mark.parametrize("precision", ["bf16_mixed", pytest.param("bf16_true", marks=LONG)])
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(x, marks=() if x in USUAL else LONG) for x in BF16],

@@ -15,7 +15,7 @@ OPTIONS = {
     "checkpoint_selective": ("memory=checkpoint_selective",),
     "loss_chunk": ("objective.loss_chunk=24",),
 }
-USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "shard_tensor")
+USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "tensor")
 CASES = [
     pytest.param(
         layout,

@@ -140,8 +140,11 @@ def test_a_pipeline_tells_what_it_can_tell_apart(job: Job) -> None:
     run = job.of(*TURNS, *LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=8")
     for row in run.metrics:
         assert (row["time/forward_s"], row["time/backward_s"]) == ("", "")
-        assert float(row["time/forward_backward_s"]) >= DAWDLES  # a rank's turn, or waiting for it
-        assert float(row["time/optimizer_s"]) >= DAWDLES
+    for key in ("time/forward_backward_s", "time/optimizer_s"):
+        seconds = run.column(key)
+        for first in (0, 10, 20):  # one rank's window: every other step of it is its own turn
+            own = [each for each in seconds[first : first + 10] if each >= DAWDLES]
+            assert len(own) >= 5, key  # one that comes late waits less than another dawdles
     metrics = run.summary["metrics"]
     assert (metrics["time/forward_s"], metrics["time/backward_s"]) == (None, None)
 

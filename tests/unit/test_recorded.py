@@ -1,0 +1,135 @@
+"""Records that are damaged, or whose processes are gone: said in one line, and never believed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scalewise import cli
+from scalewise.errors import ConfigError
+from scalewise.launch import progress
+from scalewise.launch.resumed_sweep import folder_of
+from scalewise.reports import files
+from scalewise.tracking import recorded
+from scalewise.tracking.files import read_metrics, write_json
+
+HERE = socket.gethostname()
+NOBODY = 2**22 + 1
+"""A process number that Linux never gives."""
+
+
+def row(number: int, status: str, **more: object) -> dict[str, object]:
+    varied = {"seed": str(number)}
+    return {"number": number, "folder": str(number), "status": status, "varied": varied, **more}
+
+
+def sweep(folder: Path, *rows: object, pid: int = NOBODY, host: str = HERE, **more: Any) -> Path:
+    process = {"pid": pid, "started": 1.0, "host": host}
+    write_json(
+        folder / "sweep.json", {"jobs": list(rows), "process": process, "ended": None} | more
+    )
+    return folder
+
+
+def job(folder: Path, **status: object) -> None:
+    folder.mkdir()
+    write_json(folder / "status.json", {"host": HERE, "process": NOBODY, **status})
+
+
+DAMAGED = [
+    ({"jobs": "abc"}, "its jobs are no list"),
+    ({"jobs": ["a"]}, "jobs[0] has no number"),
+    ({"jobs": [{}]}, "jobs[0] has no number"),
+    ({"jobs": [row(0, "ok"), row(1, "ok", folder=7)]}, "jobs[1] has no folder"),
+]
+
+
+@pytest.mark.parametrize(("record", "said"), DAMAGED)
+def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: Path) -> None:
+    sweep(tmp_path, **record)
+    for reader in (progress.of, lambda folder: folder_of(str(folder), folder)):
+        with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as refused:
+            reader(tmp_path)
+        assert said in str(refused.value)
+
+
+def test_a_sweep_that_does_not_say_who_ran_it_is_not_gone_on_with(tmp_path: Path) -> None:
+    known = {"config_hash": "x", "planned_folder": "0"}
+    sweep(tmp_path, row(0, "ok", **known), process=None)
+    with pytest.raises(ConfigError, match="does not say which process ran it"):
+        folder_of(str(tmp_path), tmp_path)
+
+
+def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
+    sweep(tmp_path, row(0, "running"), row(1, "waiting"))
+    job(tmp_path / "0", status="running", started="yesterday", attempts=None)
+    found = progress.of(tmp_path)
+    assert [job.state for job in found] == ["lost", "not_run"]
+    assert not any(job.under_way for job in found)
+    assert "resume_sweep" in found[1].reason
+
+
+@pytest.mark.parametrize("record", [{"ended": "now"}, {"host": "elsewhere"}])
+def test_nothing_is_said_of_what_is_not_known(record: dict[str, Any], tmp_path: Path) -> None:
+    sweep(tmp_path, row(0, "running"), row(1, "waiting"), **record)
+    job(tmp_path / "0", status="running", started="yesterday")
+    assert [job.state for job in progress.of(tmp_path)] == ["running", "queued"]
+
+
+def test_a_sweep_at_work_is_not_gone(tmp_path: Path) -> None:
+    parent = psutil.Process(os.getppid())
+    process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
+    sweep(tmp_path, row(0, "running"), row(1, "waiting"), process=process)
+    assert [job.state for job in progress.of(tmp_path)] == ["queued", "queued"]
+
+
+def test_a_run_by_itself_that_is_gone_is_lost(tmp_path: Path) -> None:
+    job(tmp_path / "run", status="running", started=datetime.now(UTC).isoformat())
+    assert [job.state for job in progress.of(tmp_path / "run")] == ["lost"]
+
+
+@pytest.mark.parametrize(
+    ("pid", "started"),
+    [(NOBODY, 1.0), (os.getppid(), "yesterday"), (None, None), ("x", 1.0), (os.getppid(), 1.0)],
+)
+def test_who_does_not_live(pid: object, started: object) -> None:
+    """The last has the number of a process that began later."""
+    assert not recorded.lives(pid, started)
+
+
+def test_metrics_that_are_no_text_are_rows_less(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_bytes(b"step,train/loss\n1,2.5\n\xff\x00,3\n")
+    assert read_metrics(file) == [{"step": 1, "train/loss": 2.5}]
+    file.write_bytes(b"a\xff\x00")
+    assert read_metrics(file) == []
+
+
+def test_the_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
+    parent = psutil.Process(os.getppid())
+    process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
+    sweep(tmp_path, row(0, "running", planned_folder="0"), process=process)
+    job(tmp_path / "0", status="interrupted", reason="SIGINT after step 12")
+    (tmp_path / "0" / "overrides.txt").touch()
+    assert [job.state for job in progress.of(tmp_path)] == ["queued"]
+    job(tmp_path / "0-2", status="running", name="again")
+    (tmp_path / "0-2" / "overrides.txt").touch()
+    assert [(job.state, job.name) for job in progress.of(tmp_path)] == [("running", "again")]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(folders: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere/.report.html")
+
+    monkeypatch.setattr(files, "write", refused)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "scalewise: somewhere/.report.html: Permission denied\n"
