@@ -101,7 +101,7 @@ def test_a_refusal_is_quick(scalewise: Doors) -> None:
 
 @pytest.mark.timed
 def test_a_plan_costs_less_than_importing_torch(scalewise: Doors) -> None:
-    line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
+    line = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
     assert share_of_torch(scalewise, 1, "plan", *line) <= 1
 
 

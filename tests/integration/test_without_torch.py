@@ -52,7 +52,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 Plan = Callable[..., Ended]
 
-LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shard=8", "hardware=h100")
+LLAMA_8B = ("model=llama3_8b", "parallelism=fsdp", "parallelism.shards=8", "hardware=h100")
 
 
 @pytest.fixture

@@ -56,8 +56,8 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
                 (12, (MIXED, *fsdp(8), SUMS)),
                 (12, (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048")),
                 (12, (MIXED, *mesh(tensor=8))),
-                (12, (MIXED, *mesh(shard=16, tensor=8), FULL)),
-                (24, (MIXED, *stages(shard=2))),
+                (12, (MIXED, *mesh(shards=16, tensor=8), FULL)),
+                (24, (MIXED, *stages(shards=2))),
             ]
         ),
     ],

@@ -17,7 +17,7 @@ def folder(path: Path, memory: str, peak: float, step: float, shards: int | None
     """Writes what a run leaves, in sizes: its activations are half of its peak."""
     changed = [{"key": "memory", "default": "none", "value": memory}]
     if shards:
-        changed.insert(0, {"key": "parallelism.shard", "default": 2, "value": shards})
+        changed.insert(0, {"key": "parallelism.shards", "default": 2, "value": shards})
     status = {"status": "ok", "name": path.name, "changed": changed, "command": "scalewise train"}
     ledger = {"optimizer state": GIB, "activations of blocks": (peak / 2 - 1) * GIB}
     plan = {"ledger": ledger, "step_parts": {"products": 0.1, "recompute": step - 0.1}}
@@ -51,7 +51,7 @@ def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[s
     found = difference.settings(read(pair[0]), read(pair[1]))
     assert [(it.what, it.one, it.other) for it in found] == [
         ("memory", "none", "checkpoint_full"),
-        ("parallelism.shard", 2, 4),
+        ("parallelism.shards", 2, 4),
     ]
     assert difference.settings(read(pair[0]), read(pair[0])) == ()
 

@@ -37,7 +37,7 @@ def test_every_spec(group: str, name: str, compose: Callable[..., Run], tmp_path
     "line",
     [
         "data=text data.paths=[a.txt,b.txt] callbacks=[guard,ema]",
-        "parallelism=mesh parallelism.shard=2 parallelism.tensor=2 parallelism.attention=gather",
+        "parallelism=mesh parallelism.shards=2 parallelism.tensor=2 parallelism.attention=gather",
         "tracking.tags=[a,b] tracking.mode=offline trusted_packages=[mine] resume=last",
     ],
 )

@@ -15,16 +15,16 @@ from scalewise.parallelism.single import Single
 
 LAID_OUT: list[tuple[Mesh, list[int], int]] = [
     (Mesh(), [0], 1),
-    (Mesh(shard=4), [0, 1, 2, 3], 4),
-    (Mesh(replicate=2, shard=2), [0, 1, 2, 3], 4),
+    (Mesh(shards=4), [0, 1, 2, 3], 4),
+    (Mesh(replicate=2, shards=2), [0, 1, 2, 3], 4),
     (Mesh(tensor=4), [0, 0, 0, 0], 1),
     (Mesh(context=2), [0, 0], 2),
     (Mesh(pipeline=4), [0, 0, 0, 0], 1),
-    (Mesh(shard=2, tensor=2), [0, 0, 1, 1], 2),
-    (Mesh(pipeline=2, shard=2), [0, 1, 0, 1], 2),
+    (Mesh(shards=2, tensor=2), [0, 0, 1, 1], 2),
+    (Mesh(pipeline=2, shards=2), [0, 1, 0, 1], 2),
     (Mesh(pipeline=2, replicate=2, tensor=2), [0, 0, 1, 1, 0, 0, 1, 1], 2),
-    (Mesh(replicate=2, shard=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
-    (Mesh(pipeline=2, shard=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
+    (Mesh(replicate=2, shards=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
+    (Mesh(pipeline=2, shards=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
 ]
 """Meshes, the share of the rows that each rank reads, and the ranks gradients are averaged over."""
 
@@ -32,15 +32,15 @@ LAID_OUT: list[tuple[Mesh, list[int], int]] = [
 @pytest.mark.parametrize(
     ("spec", "devices", "sizes"),
     [
-        (Mesh(shard="auto"), None, {"shard": 2}),
-        (Mesh(shard="auto"), 8, {"shard": 8}),
-        (Mesh(shard="auto"), 1, {"shard": 1}),
-        (Mesh(replicate=2, shard="auto"), 8, {"replicate": 2, "shard": 4}),
-        (Mesh(replicate=2, shard="auto"), None, {"replicate": 2, "shard": 2}),
+        (Mesh(shards="auto"), None, {"shards": 2}),
+        (Mesh(shards="auto"), 8, {"shards": 8}),
+        (Mesh(shards="auto"), 1, {"shards": 1}),
+        (Mesh(replicate=2, shards="auto"), 8, {"replicate": 2, "shards": 4}),
+        (Mesh(replicate=2, shards="auto"), None, {"replicate": 2, "shards": 2}),
         (Mesh(pipeline=2, tensor="auto", context=2), 12,
          {"pipeline": 2, "tensor": 3, "context": 2}),
-        (Mesh(shard=4, tensor="auto"), 2, {"shard": 4, "tensor": 1}),
-        (Mesh(shard=4), 2, {"shard": 4}),
+        (Mesh(shards=4, tensor="auto"), 2, {"shards": 4, "tensor": 1}),
+        (Mesh(shards=4), 2, {"shards": 4}),
     ],
 )  # fmt: skip
 def test_auto_is_what_the_devices_leave(
@@ -88,11 +88,11 @@ def test_torch_knows_every_schedule() -> None:
 @pytest.mark.parametrize(
     ("spec", "keys"),
     [
-        (Mesh(shard=0), ["shard"]),
-        (Mesh(shard=-1, tensor=0), ["shard", "tensor"]),
+        (Mesh(shards=0), ["shards"]),
+        (Mesh(shards=-1, tensor=0), ["shards", "tensor"]),
         (Mesh(tensor="many"), ["tensor"]),
-        (Mesh(shard="auto", tensor="auto"), ["tensor"]),
-        (Mesh(pipeline="auto", shard="auto", tensor="auto"), ["shard", "tensor"]),
+        (Mesh(shards="auto", tensor="auto"), ["tensor"]),
+        (Mesh(pipeline="auto", shards="auto", tensor="auto"), ["shards", "tensor"]),
         (Mesh(prefetch=-1), ["prefetch"]),
         (Mesh(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
         (Mesh(stages_per_rank=2), ["stages_per_rank"]),
@@ -135,7 +135,7 @@ def test_sizes_left_open_are_settled() -> None:
 @pytest.mark.parametrize(
     ("spec", "theirs"),
     [(Single(), "SingleDeviceStrategy"), (DDP(), "DDPStrategy"),
-     (Mesh(shard=2), "ModelParallelStrategy")],
+     (Mesh(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
 def test_each_is_a_strategy_of_lightning_s(spec: Parallelism, theirs: str) -> None:
     strategy = spec.strategy(DeviceKind.cpu)

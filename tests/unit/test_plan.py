@@ -94,7 +94,7 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     line: tuple[str, ...], plan_of: Compose, compose: Compose
 ) -> None:
     relaid = any(part.startswith("parallelism=") for part in line)
-    whole = [*(part for part in LLAMA if not (relaid and "shard=" in part)), *line]
+    whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *line]
     plan = plan_of(*whole)
     assert plan.fit.verdict is Verdict.out_of_memory
     assert plan.cure is not None
@@ -197,7 +197,7 @@ def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
         replace(
             run,
             trainer=replace(run.trainer, micro_batch=rows),
-            parallelism=replace(run.parallelism, shard=shards),
+            parallelism=replace(run.parallelism, shards=shards),
         )
         for rows, shards in grid
     ] * 8

@@ -10,12 +10,12 @@ from scalewise.run import Run
 pytestmark = pytest.mark.usefixtures("workstation")
 
 LAYOUTS: list[Row] = [
-    (["parallelism=mesh", "parallelism.shard=0"], "parallelism.shard", "1 or more, or auto", ""),
-    (["parallelism=mesh", "parallelism.shard=x"], "parallelism.shard", "1 or more, or auto", ""),
+    (["parallelism=mesh", "parallelism.shards=0"], "parallelism.shards", "1 or more, or auto", ""),
+    (["parallelism=mesh", "parallelism.shards=x"], "parallelism.shards", "1 or more, or auto", ""),
     (
         ["parallelism=fsdp", "parallelism.tensor=auto"],
         "parallelism.tensor",
-        "only one size may be auto, and shard is",
+        "only one size may be auto, and shards is",
         "parallelism.tensor=2",
     ),
     (
@@ -112,10 +112,10 @@ LAYOUTS: list[Row] = [
         "memory=checkpoint_full",
     ),
     (
-        ["parallelism=fsdp", "parallelism.shard=1", "parallelism.cpu_offload=true"],
+        ["parallelism=fsdp", "parallelism.shards=1", "parallelism.cpu_offload=true"],
         "parallelism.cpu_offload",
         "nothing is sharded",
-        "parallelism.shard=2",
+        "parallelism.shards=2",
     ),
     (
         ["parallelism=tensor", "parallelism.async_tensor=true"],

@@ -37,7 +37,7 @@ Compose = Callable[..., Run]
         (["parallelism=hsdp", "trainer.global_batch=96"], 4, 3, 96, 96 * 256),
         (["parallelism=tensor"], 2, 1, 8, 8 * 256),
         (["parallelism=context", "trainer.global_batch=20"], 2, 3, 20, 20 * 256),
-        (["parallelism=pipeline", "parallelism.shard=3"], 6, 1, 24, 24 * 256),
+        (["parallelism=pipeline", "parallelism.shards=3"], 6, 1, 24, 24 * 256),
     ],
 )
 def test_the_arithmetic_of_a_step(

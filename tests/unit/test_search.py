@@ -66,11 +66,11 @@ def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[.
     best = found("layout", *NODE).best
     assert best is not None
     layouts = (
-        ("parallelism=fsdp", "parallelism.shard=8"),
+        ("parallelism=fsdp", "parallelism.shards=8"),
         ("parallelism=tensor", "parallelism.tensor=8"),
-        ("parallelism=mesh", "parallelism.shard=4", "parallelism.context=2"),
-        ("parallelism=hsdp", "parallelism.shard=4"),
-        ("parallelism=mesh", "parallelism.shard=4", "parallelism.tensor=2"),
+        ("parallelism=mesh", "parallelism.shards=4", "parallelism.context=2"),
+        ("parallelism=hsdp", "parallelism.shards=4"),
+        ("parallelism=mesh", "parallelism.shards=4", "parallelism.tensor=2"),
         ("parallelism=ddp", "parallelism.replicas=8"),
     )
     memories = ("none", "checkpoint_selective", "checkpoint_full")
@@ -139,7 +139,7 @@ def test_what_is_typed_is_held(found: Find) -> None:
 
 def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -> None:
     run = compose(
-        "plan.search=layout", *NODE, "parallelism.shard=16", "parallelism=fsdp", here=False
+        "plan.search=layout", *NODE, "parallelism.shards=16", "parallelism=fsdp", here=False
     )
     with pytest.raises(ConfigError, match="a search keeps to what is typed"):
         searched(run)
@@ -154,13 +154,13 @@ def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
 def test_losers_are_told_why(found: Find) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
     lost = {it.what: it.why for it in neighbours(found("layout", *BIG, *flat))}
-    assert "time: messages along" in lost["shard 32"]
-    assert "GiB of 80.00 GiB" in lost["replicate 2 x shard 16"]
+    assert "time: messages along" in lost["shards 32"]
+    assert "GiB of 80.00 GiB" in lost["replicate 2 x shards 16"]
     assert "activations of blocks" in lost["nothing"]
 
 
 def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
-    line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shard=4")
+    line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
     lost = neighbours(found("layout", *BIG, *line))
     assert any("does not divide model.kv_heads" in it.why for it in lost)
 

@@ -21,7 +21,7 @@ from scalewise.run import Run
 from scalewise.tracking.files import write_json
 from scalewise.verbs.train import Train
 
-H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp parallelism.shard="
+H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp parallelism.shards="
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_devices_are_asked_for_where_nobody_said_how_many(
 @pytest.mark.parametrize(
     ("line", "changed", "words"),
     [
-        ("parallelism=fsdp parallelism.shard=3", {"nodes": 2}, "3 ranks is not spread evenly"),
+        ("parallelism=fsdp parallelism.shards=3", {"nodes": 2}, "3 ranks is not spread evenly"),
         ("", {"gpus_per_node": 2}, "the run goes to the CPU, and needs none"),
         ("launch.timeout=60", {}, "set hydra.launcher.timeout_min"),
         ("launch.max_restarts=1", {}, "Slurm starts jobs again"),

@@ -14,7 +14,7 @@ def mesh(**sizes: int) -> Line:
 
 def fsdp(shards: int, *further: str) -> Line:
     """Returns fully sharded data parallelism of so many shards."""
-    return ("parallelism=fsdp", f"parallelism.shard={shards}", *further)
+    return ("parallelism=fsdp", f"parallelism.shards={shards}", *further)
 
 
 def _piped(schedule: str) -> Line:
@@ -86,7 +86,7 @@ TRAINED: tuple[Line, ...] = (
     (*_TENSOR, MIXED, SELECTIVE),
     ("parallelism=context", MIXED),
     _piped("one_f_one_b"),
-    mesh(pipeline=2, shard=2),
+    mesh(pipeline=2, shards=2),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
     (MIXED,),
@@ -98,7 +98,7 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(4, *WEIGHTS),
     ("parallelism=hsdp", *WEIGHTS),
     _TENSOR,
-    (*mesh(shard=2, tensor=2), MIXED, *WEIGHTS),
+    (*mesh(shards=2, tensor=2), MIXED, *WEIGHTS),
     (*_piped("gpipe"), MIXED, "trainer.micro_batch=8"),
     mesh(pipeline=2, tensor=2),
     (BF16,),
@@ -162,12 +162,12 @@ def stages(schedule: str = "one_f_one_b", **sizes: int) -> Line:
 TRACED: tuple[Line, ...] = (
     (MIXED,),
     (MIXED, *fsdp(128), FULL),
-    (MIXED, *mesh(shard=16, tensor=8), FULL),
+    (MIXED, *mesh(shards=16, tensor=8), FULL),
     (MIXED, *fsdp(8), LORA),
     (BF16, *mesh(tensor=8)),
     (MIXED, *fsdp(8), "objective.loss_chunk=1024"),
     (LORA, "objective.loss_chunk=1024"),
-    (MIXED, *stages(shard=4), FULL),
+    (MIXED, *stages(shards=4), FULL),
 )
 TRACED_SELDOM: tuple[Line, ...] = (
     (),
@@ -180,11 +180,11 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
     (MIXED, *fsdp(32), "parallelism.reshard_after_forward=false"),
     (MIXED, *fsdp(128), SELECTIVE),
-    (MIXED, *mesh(replicate=2, shard=8), SUMS),
+    (MIXED, *mesh(replicate=2, shards=8), SUMS),
     (MIXED, *mesh(tensor=8)),
     (MIXED, *mesh(context=8)),
     (MIXED, FULL, *fsdp(32), "model=llama3_70b"),
-    (MIXED, FULL, *mesh(shard=4, tensor=8), "model=llama3_70b"),
+    (MIXED, FULL, *mesh(shards=4, tensor=8), "model=llama3_70b"),
     ("model=gpt2_124m", "data.sequence=1024", "trainer.micro_batch=8"),
     (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048"),
     (MIXED, *stages(), LORA),
@@ -192,7 +192,7 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (MIXED, *stages(tensor=4)),
     (MIXED, *stages(pipeline=4, replicate=2)),
     (MIXED, *stages("interleaved_1f1b"), "parallelism.stages_per_rank=2"),
-    (MIXED, *stages("interleaved_1f1b", shard=2), "parallelism.stages_per_rank=2"),
+    (MIXED, *stages("interleaved_1f1b", shards=2), "parallelism.stages_per_rank=2"),
     (*stages(), "model=gpt2_124m", "data.sequence=1024"),
     (MIXED, SELECTIVE, *stages(context=2, tensor=4)),
 )

@@ -310,7 +310,7 @@ def _parallelism(row: Row, facts: Framework, accumulation: int) -> Mesh:
     return ForeignMesh(
         pipeline=pipeline,
         replicate=_int(row, "dp", 1),
-        shard=_int(row, "fsdp", 1),
+        shards=_int(row, "fsdp", 1),
         context=_int(row, "cp", 1),
         tensor=_int(row, "tp", 1),
         reduced=facts.reduced,

@@ -9,11 +9,12 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -140,7 +141,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
     try:
         prepare()
-        program()
+        with nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag():
+            program()
         if passage.raised:
             raise passage.raised[0]
     except Exception as error:  # whatever Hydra made of it is translated below
@@ -157,6 +159,24 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
     return _exit_code(passage.codes)
+
+
+def _may_switch_to_multirun(flags: Namespace) -> bool:
+    """Returns whether a file or a setting, and not ``-m`` alone, can make the line a multirun."""
+    keys = {line.lstrip("+~").partition("=")[0] for line in flags.overrides}
+    named = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
+    return bool(named or flags.config_dir or flags.config_path or flags.config_name)
+
+
+@contextmanager
+def _mode_by_flag() -> Iterator[None]:
+    """Spares a whole composition, a quarter of a plan's start: Hydra's, to read ``hydra.mode``."""
+    asks = Hydra.get_mode
+    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]  # Hydra has no switch
+    try:
+        yield
+    finally:
+        Hydra.get_mode = asks  # type: ignore[method-assign]  # as it was
 
 
 def _foreign(launcher: str) -> Iterator[Complaint]:

@@ -68,7 +68,7 @@ class MeshLayout(Layout, ModelParallelStrategy):
         self._setup_distributed()
         sizes = self.spec.sizes
         # FSDP shards over the context ranks as well: to the model's mesh the two are one axis.
-        shape = {**sizes, "shard": sizes["shard"] * sizes["context"]}
+        shape = {**sizes, "shards": sizes["shards"] * sizes["context"]}
         names = tuple(axis for axis in AXES if axis != "context")
         self._device_mesh = self._mesh_of(shape, names)
         self._all_axes = self._mesh_of(sizes, AXES) if sizes["context"] > 1 else self._device_mesh

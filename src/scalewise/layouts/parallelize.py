@@ -38,7 +38,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     run.objective.apply(module)
     run.memory.apply(module)
     run.compile.apply(module)
-    if max(spec.sizes[axis] for axis in ("replicate", "shard", "context")) > 1:
+    if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
         shard(module, run, layout)
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
     run.model.fill(module, run.seed)
@@ -52,9 +52,9 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
 
 
 def shard(module: ModelModule, run: Run, layout: MeshLayout) -> None:
-    """Shards each block, and the rest as the root, over the shard and context axes."""
+    """Shards each block, and the rest as the root, over the axes of shards and context."""
     spec, mesh = layout.spec, layout.device_mesh
-    over = mesh["replicate", "shard"] if spec.sizes["replicate"] > 1 else mesh["shard"]
+    over = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
     parameters, compute = run.precision.parameters.bytes, run.precision.compute
     mixed = compute.bytes < parameters
     policy = MixedPrecisionPolicy(

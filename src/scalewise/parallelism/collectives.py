@@ -67,7 +67,7 @@ def of_mesh(mesh: Mesh, run: Run, rank: int = 0) -> tuple[Collective, ...]:
 def _of_shards(share: Share) -> Iterator[Collective]:
     """FSDP: a block's weights are gathered for forward and backward, its gradients scattered."""
     mesh, precision = share.mesh, share.run.precision
-    ranks, replicas = mesh.sizes["shard"] * mesh.sizes["context"], mesh.sizes["replicate"]
+    ranks, replicas = mesh.sizes["shards"] * mesh.sizes["context"], mesh.sizes["replicate"]
     if ranks * replicas == 1:
         return
     mixed = precision.compute.bytes < precision.parameters.bytes
@@ -84,7 +84,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
         )
         again = weights is block and mesh.reshard_after_forward
         if ranks > 1:
-            axes, gathers = ("shard", "context"), layers * share.passes * (2 if again else 1)
+            axes, gathers = ("shards", "context"), layers * share.passes * (2 if again else 1)
             yield Collective(
                 Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}", hides=True
             )
@@ -200,7 +200,8 @@ def _of_whole_weights(share: Share) -> Iterator[Collective]:
     """Gradients of weights that see some of the tokens on each rank: norms and positions."""
     table = share.table
     size = share.run.precision.parameters.bytes
-    shards = share.mesh.sizes["shard"] * share.mesh.sizes["context"] * share.mesh.sizes["replicate"]
+    ranks = share.mesh.sizes
+    shards = ranks["shards"] * ranks["context"] * ranks["replicate"]
     reductions = share.passes
     if shards > 1 and not share.mesh.reduce_each_micro_batch:
         reductions = share.passes // share.run.accumulation
@@ -267,7 +268,7 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
     tied = share.run.model.tied_weights
     ends = (share.first, share.last)
     if tied and any(ends) and not all(ends):
-        shards = mesh.sizes["shard"] * mesh.sizes["context"]
+        shards = mesh.sizes["shards"] * mesh.sizes["context"]
         for weight in share.weights_by_kind()[1]:
             if weight.name in tied and weight.trainable:
                 rows = ceil(weight.shape[0] / shards)

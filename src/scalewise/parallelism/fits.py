@@ -29,10 +29,10 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             "Lightning scales no fp16 gradients over a mesh",
             "set precision=bf16_mixed, or parallelism=ddp",
         )
-    sharded = max(sizes["shard"], sizes["replicate"], sizes["context"]) > 1
+    sharded = max(sizes["shards"], sizes["replicate"], sizes["context"]) > 1
     if mesh.cpu_offload and not sharded:
         reason = "shards are what is offloaded, and nothing is sharded"
-        yield Complaint("parallelism.cpu_offload", True, reason, "set parallelism.shard=2")
+        yield Complaint("parallelism.cpu_offload", True, reason, "set parallelism.shards=2")
     if sizes["tensor"] > 1 and on_cpu and run.compile.scope is not Scope.none:
         yield Complaint(
             "compile.scope",

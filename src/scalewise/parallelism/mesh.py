@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shards", "context", "tensor")
 """Mesh axes from the outermost: neighbours in rank differ along the last, which talks most."""
 
 AUTO = "auto"
@@ -72,7 +72,7 @@ class Mesh(Parallelism):
     """Ranks that hold consecutive layers."""
     replicate: Size = 1
     """Copies of the sharded model."""
-    shard: Size = 1
+    shards: Size = 1
     """Ranks that share weights, gradients and optimizer state out (FSDP2; ZeRO, 2020)."""
     context: Size = 1
     """Ranks that share the tokens of a row out; weights are sharded over these as well."""
@@ -115,8 +115,8 @@ class Mesh(Parallelism):
 
     @property
     def data_parallel_size(self) -> int:
-        """Returns ``replicate`` x ``shard``."""
-        return self.sizes.get("replicate", 1) * self.sizes.get("shard", 1)
+        """Returns ``replicate`` x ``shards``."""
+        return self.sizes.get("replicate", 1) * self.sizes.get("shards", 1)
 
     def data_rank(self, rank: int) -> int:
         """Returns the place among the replicas and shards."""
@@ -125,7 +125,7 @@ class Mesh(Parallelism):
 
     @property
     def averaged_over(self) -> int:
-        """Returns ``replicate`` x ``shard`` x ``context``."""
+        """Returns ``replicate`` x ``shards`` x ``context``."""
         return self.data_parallel_size * self.sizes.get("context", 1)
 
     @property
@@ -191,7 +191,7 @@ class Mesh(Parallelism):
     @property
     def cuts_weights(self) -> bool:
         """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
-        return self.sizes["shard"] * self.sizes["context"] * self.sizes["tensor"] > 1
+        return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
@@ -245,7 +245,7 @@ class Mesh(Parallelism):
         from scalewise.parallelism.share import share_of
 
         share, sizes = share_of(self, run, rank), self.sizes
-        shards = sizes["shard"] * sizes["context"]
+        shards = sizes["shards"] * sizes["context"]
         sharded = shards * sizes["replicate"] > 1
         parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
         mixed = compute < parameters

@@ -127,16 +127,16 @@ def _of_memory(run: Run) -> Iterator[Change]:
 def _of_layout(run: Run) -> Iterator[Change]:
     held, most, rows = run.parallelism, run.hardware.devices, run.global_batch
     if isinstance(held, Single | DDP | Mesh):
-        shards = held.sizes["shard"] if isinstance(held, Mesh) else 1
+        shards = held.sizes["shards"] if isinstance(held, Mesh) else 1
         others = held.world_size // shards if isinstance(held, Mesh) else 1
         tried = [size for size in SHARDS if size > shards]
         if isinstance(held, DDP):  # as many ranks as were asked for, before fewer or more of them
             tried.sort(key=lambda size: abs(size - held.world_size))
         for step, size in enumerate(tried):
-            layout: Parallelism = Mesh(shard=size)
-            line, kinds = f"parallelism=fsdp parallelism.shard={size}", frozenset({"layout"})
+            layout: Parallelism = Mesh(shards=size)
+            line, kinds = f"parallelism=fsdp parallelism.shards={size}", frozenset({"layout"})
             if isinstance(held, Mesh):
-                layout, line = replace(held, shard=size), f"parallelism.shard={size}"
+                layout, line = replace(held, shards=size), f"parallelism.shards={size}"
             least, trainer = rows // layout.data_parallel_size, run.trainer
             if least < 1 or (most is not None and size * others > most):
                 continue
@@ -154,7 +154,7 @@ def _of_layout(run: Run) -> Iterator[Change]:
         layout = replace(held, cpu_offload=False)
         kinds = frozenset({"layout"})
         yield Change("parallelism.cpu_offload=false", 0.5, kinds, _with(parallelism=layout))
-    if isinstance(held, Mesh) and not held.cpu_offload and held.sizes["shard"] > 1:
+    if isinstance(held, Mesh) and not held.cpu_offload and held.sizes["shards"] > 1:
         layout = replace(held, cpu_offload=True)
         kinds = frozenset({"layout"})
         yield Change("parallelism.cpu_offload=true", 8, kinds, _with(parallelism=layout))

@@ -18,7 +18,7 @@ from scalewise.plan.spec import Search
 if TYPE_CHECKING:
     from scalewise.run import Run
 
-ALONE = {"shard": "fsdp", "tensor": "tensor", "context": "context", "pipeline": "pipeline"}
+ALONE = {"shards": "fsdp", "tensor": "tensor", "context": "context", "pipeline": "pipeline"}
 """The option that is a mesh of one axis."""
 
 
@@ -75,7 +75,7 @@ def told(layout: Parallelism) -> tuple[str, ...]:
 
 
 def described(layout: Parallelism) -> str:
-    """Returns a layout in words: ``shard 4 x tensor 8``."""
+    """Returns a layout in words: ``shards 4 x tensor 8``."""
     if isinstance(layout, Mesh):
         used = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
         return " x ".join(used) or "single"
