@@ -8,6 +8,8 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_get
 # Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
 # Files in their order: those of unit, small and quick, fill the workers up at the end.
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BUILT := import sys; from scalewise.hardware import DeviceKind; \
+  from scalewise.layouts.extensions import built; built(sys.argv[1], DeviceKind.cpu)
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
@@ -67,11 +69,13 @@ browser: # the report's tests open pages in Chromium; where it can be installed,
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	  else echo "no Chromium here: the browser tests are skipped"; fi
 
-native: # DeepSpeed compiles against libaio to swap to disk; where it can be installed, it is
+native: $(READY) # DeepSpeed's own code, compiled for this machine; to swap to disk it wants libaio
 	@ldconfig -p | grep -q libaio || \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends libaio-dev >/dev/null; \
 	  else echo "no libaio here: what swaps to disk is skipped"; fi
+	@for name in cpu_adam $$(ldconfig -p | grep -q libaio && echo async_io); do \
+	  $(BIN)/python -c "$(BUILT)" $$name; done
 
 slurm: # sweeps are tested under a Slurm of their own; where it can be installed, it is
 	@[ -x /usr/sbin/slurmctld ] || command -v slurmctld >/dev/null || \

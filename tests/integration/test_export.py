@@ -1,14 +1,23 @@
 """A model trained here is a model there: checkpoint to Hugging Face folder and back."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
+from scalewise import cli
 from scalewise.checkpoints import store
+from scalewise.exports import folder
+from scalewise.exports.folder import Form
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
 from scalewise.models.decoder import weights
+from scalewise.verbs.export import recorded
 
 PREFIX = "model."
 
@@ -51,3 +60,86 @@ def test_the_export_starts_a_new_run(
     started = scalewise.compose(line).model.build(run.seed)
     for name, tensor in started.state_dict().items():
         assert torch.equal(tensor, state[name]), name
+
+
+SMOKE = (
+    "experiment=smoke",
+    "tracking=none",
+    "trainer.max_steps=4",
+    "schedule.warmup_steps=1",
+    "optimizer.lr=0.03",
+)
+EVERYWHERE = ("adapter.rank=4", "adapter.targets=[.*]")
+GPT2 = (
+    "model.norm=layernorm",
+    "model.position=learned",
+    "model.activation=gelu",
+    "model.bias=true",
+)
+CASES = {
+    "lora": ("adapter=lora", *EVERYWHERE),
+    "rslora": ("adapter=rslora", *EVERYWHERE),
+    "pissa": ("adapter=pissa", *EVERYWHERE),
+    "fused": ("adapter=lora", "adapter.targets=[attention.query,attention.value]", *GPT2),
+    "fused, rslora": ("adapter=rslora", *EVERYWHERE, *GPT2),
+}
+"""GPT-2 has queries, keys and values in one matrix, and transposed."""
+
+TOKENS_BT = torch.arange(64).reshape(2, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # PEFT asks it
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> None:
+    run = scalewise.compose([*SMOKE, *CASES[case]])
+    result = scalewise.train(run, tmp_path / "run")
+    assert result.status == "ok", result.reason
+    told = recorded(result.folder)
+
+    ours = SingleLayout(DeviceKind.cpu).build(run)
+    with torch.no_grad():
+        begun = ours(TOKENS_BT)
+        state = told.state()
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(state[name.replace(".base_layer.", ".")])
+        trained = ours(TOKENS_BT)
+    assert (trained - begun).abs().max() > 0.05
+
+    merged, alone = tmp_path / "merged", tmp_path / "alone"
+    assert folder.write(told, merged, Form.merged) == []
+    assert_close(AutoModelForCausalLM.from_pretrained(merged), trained)
+    if case == "pissa":  # its products belong to matrices that nobody else has
+        with pytest.raises(scalewise.ConfigError, match="set adapter=merged"):
+            folder.write(told, alone, Form.alone)
+        return
+    assert folder.write(told, alone, Form.alone) == []
+    base = AutoModelForCausalLM.from_pretrained(alone / "base")
+    assert_close(PeftModel.from_pretrained(base, alone), trained)
+
+
+def assert_close(theirs: Any, logits_BTV: Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS_BT).logits, logits_BTV, rtol=1e-4, atol=1e-4)
+
+
+def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = scalewise.train(scalewise.compose(SMOKE), tmp_path / "run")
+    assert cli.main(["export", str(result.folder)]) == 0
+    written = result.folder / "export"
+    assert capsys.readouterr().out.splitlines()[-1] == f"result {written}"
+    tokens = AutoTokenizer.from_pretrained(written)("Alice was beginning to get very tired")
+    assert max(tokens["input_ids"]) < 4096
+    card = (written / "README.md").read_text("utf-8")
+    assert "after 4 of 4 steps" in card
+    assert "scalewise train experiment=smoke" in card
+    for words, said in (
+        ([str(result.folder)], "is there already; give to=FOLDER"),
+        ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),
+        ([str(result.folder), f"to={tmp_path}/new", "adapter=alone"], "has trained no adapter"),
+        ([str(result.folder), "adapter=half", "two=2"], "choose one of adapter=merged, alone"),
+        ([str(tmp_path)], "is no folder of a run"),
+        ([], "no folder given"),
+    ):
+        assert cli.main(["export", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

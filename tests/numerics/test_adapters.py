@@ -9,6 +9,8 @@ import torch
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
 from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
@@ -21,36 +23,85 @@ LORA = (
     "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
 )
 """Layers of both kinds: those cut by their outputs and those cut by their inputs."""
-USUAL = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
+ADAPTERS = {
+    "lora": LORA,
+    "rslora": ("adapter=rslora", *LORA[1:]),
+    "pissa": ("adapter=pissa", *LORA[1:]),
+}
+USUAL = {
+    "lora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
+    "rslora": ("tensor",),
+    "pissa": ("fsdp", "tensor", "deepspeed_zero3"),
+}
 CASES = [
     pytest.param(
+        adapter,
         layout,
-        marks=(*marks(layout), *(() if layout in USUAL else (pytest.mark.exhaustive,))),
+        marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
     )
-    for layout in LAYOUTS
+    for adapter, usual in USUAL.items()
+    for layout in (LAYOUTS if adapter == "lora" else USUAL["lora"])
 ]
 
 
-@pytest.mark.parametrize("layout", CASES)
-def test_lora_takes_the_steps_of_one_device(
-    layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+@pytest.mark.parametrize(("adapter", "layout"), CASES)
+def test_an_adapter_takes_the_steps_of_one_device(
+    adapter: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:
-    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *LORA)
-    assert_equal(run, alone("accumulated", *LORA))
+    line = ADAPTERS[adapter]
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
+    assert_equal(run, alone("accumulated", *line))
 
 
-def test_what_is_frozen_stays_and_all_else_learns(alone: Reference) -> None:
-    run = alone("accumulated", *LORA)
-    spec = compose([*SHAPE, *LLAMA, *LORA])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference) -> None:
+    run = alone("accumulated", *ADAPTERS[adapter])
+    spec = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter]])
     trained = {weight.name for weight in spec.census() if weight.trainable}
     held = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
     assert held.keys() == {weight.name for weight in spec.census()}
     assert {name.removeprefix("model.") for name in gradients(run, 2)} == trained
-    first = spec.model.build(spec.seed).state_dict()
+    first = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in SingleLayout(DeviceKind.cpu).build(spec).named_parameters()
+    }
     for name, tensor in first.items():
-        assert torch.equal(held[name], tensor), name
-    for name in trained:
-        assert held[name].abs().max() > 0, name
+        assert torch.equal(held[name], tensor) == (name not in trained), name
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
+    lines = [[*SHAPE, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
+    plain, adapted = (SingleLayout(DeviceKind.cpu).build(compose(line)) for line in lines)
+    tokens_BT = torch.arange(64).reshape(2, 32)
+    torch.testing.assert_close(adapted(tokens_BT), plain(tokens_BT), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_values_and_scales_are_those_of_peft(adapter: str) -> None:
+    """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
+    spec = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter]])
+    ours = SingleLayout(DeviceKind.cpu).build(spec)
+    theirs = spec.model.build(spec.seed)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=["query"],
+        init_lora_weights="pissa" if adapter == "pissa" else True,
+        use_rslora=adapter == "rslora",
+    )
+    inject_adapter_in_model(config, theirs)
+    for name, layer in theirs.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        mine = ours.get_submodule(name)
+        assert isinstance(mine, LoraLayer)
+        assert mine.scaling == layer.scaling
+        if adapter == "pissa":
+            for key, tensor in layer.named_parameters():
+                torch.testing.assert_close(mine.get_parameter(key), tensor, rtol=1e-5, atol=1e-6)
+        else:
+            assert not mine.lora_B["default"].weight.any()
 
 
 @pytest.mark.parametrize("rank", [1, 4])

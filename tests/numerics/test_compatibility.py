@@ -26,11 +26,15 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[Cell, str]]:
-    """Collects the cells; writes record and page where ``SCALEWISE_RECORD`` asks for it."""
+    """Collects the cells; writes record and page where ``SCALEWISE_RECORD`` asks for it.
+
+    What did not run this time (``-k`` the name of a new option) stays as it was recorded.
+    """
     collected: dict[Cell, str] = {}
     yield collected
     if os.environ.get("SCALEWISE_RECORD"):
-        ordered = {cell: collected[cell] for cell in matrix.cells()}
+        known = matrix.recorded() | collected
+        ordered = {cell: known[cell] for cell in matrix.cells()}
         head = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__}
         keys = {f"{c.layout} | {c.group} | {c.option}": said for c, said in ordered.items()}
         record = {"command": matrix.MAKE, **head, "cells": keys}

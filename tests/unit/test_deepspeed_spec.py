@@ -9,9 +9,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from fixtures.doors import Doors, environment
 from fixtures.layouts import needs_deepspeed
@@ -125,7 +126,7 @@ BUILDER = """
     #!{python}
     import subprocess, sys
     line = "sleep 300 & echo $! > $0.new; mv $0.new $0; wait"
-    subprocess.Popen(["sh", "-c", line, sys.argv[-1] + "/compiler"], process_group=0).wait()
+    subprocess.Popen(["sh", "-c", line, sys.argv[-2] + "/compiler"], process_group=0).wait()
     """
 INTERRUPTED = """
     import sys
@@ -168,21 +169,34 @@ print("stepped", float(weight[0]))
 """
 
 
+def _within(folder: Path) -> list[psutil.Process]:
+    """Returns the processes that work in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd().startswith(str(folder)):
+                found.append(process)
+    return found
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @needs_deepspeed
 def test_a_build_that_is_killed_half_way_hinders_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both kinds of leftover: a dead builder, and compilers that go on without it."""
+    """The compilers end with it: the next one has the machine for its own."""
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     killed = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
     while not list(tmp_path.rglob("build.ninja")):
         assert killed.poll() is None
         time.sleep(0.1)
+    compiling = _within(tmp_path)
+    assert compiling
     killed.kill()
     said, _ = killed.communicate()
+    assert psutil.wait_procs(compiling, timeout=20)[1] == []
     assert "compiling DeepSpeed's cpu_adam, once" in said
     assert not list(tmp_path.glob("extensions/cpu_adam-*/*.so"))
     again = subprocess.run(

@@ -33,6 +33,7 @@ FLOORS = {
     ),
     2: (
         "plan",
+        "adapters.exported",
         "adapters.lora",
         "optimizers.blockwise",
         "optimizers.stepping",
@@ -46,7 +47,7 @@ FLOORS = {
     3: ("layouts",),
     4: ("training",),
     5: ("launch",),
-    6: ("reports", "bench"),
+    6: ("reports", "bench", "exports"),
     7: ("verbs", "api", "cli", "__main__", ""),
 }
 

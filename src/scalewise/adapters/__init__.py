@@ -1,5 +1,12 @@
 """Few new weights in place of the many that a model has."""
 
-from scalewise.adapters.spec import Adapter, Lora, NoAdapter
+import logging
+
+from scalewise.adapters.low_rank import Lora
+from scalewise.adapters.spec import Adapter, NoAdapter
 
 __all__ = ["Adapter", "Lora", "NoAdapter"]
+
+# PEFT imports torchao, which tells of kernels for other machines, and of torch's of itself.
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 
 from scalewise.models import initial
+from scalewise.models.base import Model
 from scalewise.models.module import ModelModule
 
 if TYPE_CHECKING:
-    from scalewise.adapters.spec import Lora
+    from scalewise.adapters.low_rank import Lora
+
+DEFAULT = "default"
+"""PEFT's name of an adapter that was given none."""
 
 
 def inject(module: ModelModule, names: Sequence[str], spec: Lora) -> None:
@@ -28,6 +33,7 @@ def inject(module: ModelModule, names: Sequence[str], spec: Lora) -> None:
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=cast(int, spec.alpha),  # any number will do
+        use_rslora=spec.rank_stabilized,
         lora_dropout=spec.dropout,
         target_modules=targets,
         init_lora_weights=False,
@@ -44,3 +50,38 @@ def draw(module: ModelModule, seed: int) -> None:
             initial.draw(name, parameter, seed, 1 / sqrt(3 * parameter.shape[1]))
         elif ".lora_B." in name:
             nn.init.zeros_(parameter)
+
+
+@torch.no_grad()
+def move_principal(module: ModelModule) -> None:
+    """Puts ``rank`` singular values of each adapted matrix W, the largest, into A and B.
+
+    With ``U S V`` of them, A is ``sqrt(S / scale) V``, B is ``U sqrt(S / scale)``, and W the rest.
+    """
+    for layer in module.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        base = cast(Tensor, layer.get_base_layer().weight)
+        scale, rank = layer.scaling[DEFAULT], layer.r[DEFAULT]
+        whole = initial.whole(base).float()
+        left, values, right = torch.linalg.svd(whole, full_matrices=False)
+        roots = (values[:rank] / scale).sqrt()
+        down, up = roots[:, None] * right[:rank], left[:, :rank] * roots
+        initial.put(cast(Tensor, layer.lora_A[DEFAULT].weight), down)
+        initial.put(cast(Tensor, layer.lora_B[DEFAULT].weight), up)
+        initial.put(base, whole - scale * up @ down)
+
+
+def merged(state: Mapping[str, Tensor], spec: Lora, model: Model) -> dict[str, Tensor]:
+    """Returns the model's own weights with each product of B and A added to its matrix.
+
+    It is computed in fp32 and rounded once, to the matrix's format.
+    """
+    whole = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    for weight in model.census():
+        if spec.is_target(weight, model) and weight.name.endswith(".weight"):
+            module = weight.name.removesuffix(".weight")
+            down, up = (state[f"{module}.lora_{part}.{DEFAULT}.weight"].float() for part in "AB")
+            held = whole[weight.name]
+            whole[weight.name] = (held.float() + spec.scale * up @ down).to(held.dtype)
+    return whole

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalewise.adapters.spec import Adapter, Lora, NoAdapter
+from scalewise.adapters import Adapter, Lora, NoAdapter
 from scalewise.bench.rows import Row
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scalewise.config import registry, tree
 from scalewise.config.near import meant
+from scalewise.config.schema import twin
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
 
@@ -62,6 +63,27 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
         choices=choices,
         overrides=tuple(overrides),
     ).settled()
+
+
+def part(group: str, recorded: Mapping[str, object]) -> Any:
+    """Returns the spec that ``resolved.yaml`` holds of a closed group.
+
+    Raises ``ConfigError`` where it is none of ours, or of a version with other fields.
+    """
+    registry.discover()
+    complaints: list[Complaint] = []
+    known = registry.targets().get(str(recorded.get("_target_")))
+    values: object = dict(recorded)
+    if known is not None:
+        try:
+            values = _plain(OmegaConf.merge(OmegaConf.structured(twin(known)), values))
+        except OmegaConfBaseException as error:
+            reason = f"is of another version: {str(error).splitlines()[0]}"
+            raise ConfigError.one(group, str(recorded.get("_target_")), reason) from error
+    found = _part(group, values, complaints)
+    if complaints:
+        raise ConfigError(complaints)
+    return found
 
 
 def _values(config: DictConfig) -> dict[str, Any]:

@@ -7,17 +7,17 @@ folder that is complete or absent.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 
 import psutil
 
@@ -25,7 +25,7 @@ from scalewise.data.cache import cached, is_cached
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 
-PR_SET_PDEATHSIG = 1
+WATCH_SECONDS = 0.2
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 """DeepSpeed's class that knows the sources, by the name of what it builds."""
@@ -85,7 +85,7 @@ def _build(name: str, device: DeviceKind, folder: Path) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "DS_ACCELERATOR": device.value, "PATH": tools}
     process = subprocess.Popen(  # noqa: S603 (this very module)
-        [sys.executable, "-m", __name__, name, str(folder)],
+        [sys.executable, "-m", __name__, name, str(folder), str(os.getpid())],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -105,6 +105,18 @@ def _build(name: str, device: DeviceKind, folder: Path) -> None:
         )
 
 
+def ends_with(parent: int) -> None:
+    """Waits until this process has another parent, then ends it and its compilers.
+
+    Whoever takes the lock after a killed builder has the machine for its own.
+    """
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    for child in psutil.Process().children():
+        _end_tree(child)
+    os._exit(1)
+
+
 def _end_tree(process: psutil.Process) -> None:
     """Ends a process and all below it; ninja's compilers are in process groups of their own."""
     with suppress(psutil.NoSuchProcess):
@@ -116,7 +128,7 @@ def _end_tree(process: psutil.Process) -> None:
 
 def _compile(name: str, folder: Path) -> None:
     """Puts an extension's libraries, and those that it links to, into ``folder``."""
-    # A folder of its own: compilers that outlive a killed builder write where nobody looks.
+    # A folder of its own: what is left of a killed builder lies where nobody looks.
     with tempfile.TemporaryDirectory(dir=folder) as room:
         os.environ["TORCH_EXTENSIONS_DIR"] = room
         from deepspeed.ops import op_builder
@@ -127,5 +139,5 @@ def _compile(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed builder's heir builds anew
+    Thread(target=ends_with, args=[int(sys.argv[3])], daemon=True).start()
     _compile(sys.argv[1], Path(sys.argv[2]))

@@ -40,3 +40,13 @@ def put(parameter: Tensor, whole: Tensor) -> None:
         )
     else:
         parameter.copy_(whole)
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """Returns all of a parameter, gathered where ranks share it out: each of them has to ask."""
+    if isinstance(parameter, DTensor):
+        # An offloaded shard lies on the host, of which the mesh knows nothing.
+        there = cast(DTensor, parameter.to(parameter.device_mesh.device_type))
+        return there.full_tensor()
+    return parameter

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scalewise.adapters.spec import Lora
+from scalewise.adapters import Lora
 from scalewise.errors import ConfigError
 from scalewise.memory import Memory, Recompute
 from scalewise.optimizers import SGD

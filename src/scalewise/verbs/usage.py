@@ -7,6 +7,7 @@ VERBS = {
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "status": "say how far the jobs of a sweep are, wherever they run; live on a terminal",
     "report": "write the reports again of a run's or a sweep's folder",
+    "export": "write a trained model, or its adapter, as Hugging Face keeps them",
     "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
     "dashboard": "make or update a saved W&B workspace of a project",
     "bench": "measure this machine's links, or the suite beside a hand-written loop",
@@ -53,6 +54,12 @@ FORMS: dict[str, Rows] = {
     ),
     "status": (("scalewise status FOLDER ...", "of sweeps or runs"),),
     "report": (("scalewise report FOLDER ...", "report.html, and report_spec.json for W&B"),),
+    "export": (
+        ("scalewise export RUN", "its last checkpoint to RUN/export, for transformers"),
+        ("... to=FOLDER", "to another folder"),
+        ("... step=best|NUMBER", "another checkpoint"),
+        ("... adapter=alone", "what was trained alone, for PEFT; else it is merged"),
+    ),
     "publish": (("scalewise publish FOLDER ...", "of runs or sweeps, tracked offline or cut off"),),
     "dashboard": (
         ("scalewise dashboard NAME", "of the project scalewise, or of WANDB_PROJECT"),

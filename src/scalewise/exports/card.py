@@ -1,0 +1,64 @@
+"""The card of an exported model: what it is, how it was trained, how well, and how to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalewise.tracking.names import METRICS
+
+MEASURES = ("val/loss", "train/loss", "train/tokens")
+"""Figures of the last step that a reader of the card asks for."""
+
+
+def card(status: Mapping[str, Any], summary: Mapping[str, Any], step: int, library: str) -> str:
+    """Returns the Markdown of a ``README.md`` with the head that Hugging Face reads.
+
+    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder.
+    """
+    choices = _table(status.get("choices"))
+    metrics = _table(summary.get("metrics"))
+    lines = [
+        "---",
+        f"library_name: {library}",
+        "tags: [scalewise]",
+        "---",
+        "",
+        f"# {status.get('name')}",
+        "",
+        f"{summary.get('parameters'):,} parameters after {step} of {summary.get('steps')} steps of "
+        f"{summary.get('global_batch')} x {summary.get('sequence')} tokens.",
+        "",
+        "## Made of",
+        "",
+        "| group | option |",
+        "|---|---|",
+        *(f"| {group} | {choice} |" for group, choice in choices.items()),
+        "",
+        "## Measured",
+        "",
+        "| | at the run's end |",
+        "|---|---|",
+        *(
+            f"| {METRICS[key].meaning} (`{key}`) | {metrics[key]:,.6g} |"
+            for key in MEASURES
+            if isinstance(metrics.get(key), int | float)
+        ),
+        "",
+        "## Repeat it",
+        "",
+        "```sh",
+        str(status.get("command")),
+        "```",
+        "",
+        f"Commit {status.get('git_commit') or 'unknown'}"
+        f"{', with changes' * bool(status.get('git_dirty'))}; "
+        + ", ".join(f"{name} {what}" for name, what in _table(status.get("versions")).items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(found: object) -> dict[str, Any]:
+    return dict(found) if isinstance(found, Mapping) else {}
