@@ -132,6 +132,10 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     card = (written / "README.md").read_text("utf-8")
     assert "after 4 of 4 steps" in card
     assert "scalewise train experiment=smoke" in card
+    (result.folder / "summary.json").unlink()  # as of a run that was killed
+    assert cli.main(["export", str(result.folder), f"to={tmp_path}/killed"]) == 0
+    capsys.readouterr()
+    assert "a run that did not end" in (tmp_path / "killed" / "README.md").read_text("utf-8")
     for words, said in (
         ([str(result.folder)], "is there already; give to=FOLDER"),
         ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),

@@ -26,8 +26,7 @@ def card(status: Mapping[str, Any], summary: Mapping[str, Any], step: int, libra
         "",
         f"# {status.get('name')}",
         "",
-        f"{summary.get('parameters'):,} parameters after {step} of {summary.get('steps')} steps of "
-        f"{summary.get('global_batch')} x {summary.get('sequence')} tokens.",
+        _size(summary, step),
         "",
         "## Made of",
         "",
@@ -58,6 +57,16 @@ def card(status: Mapping[str, Any], summary: Mapping[str, Any], step: int, libra
         "",
     ]
     return "\n".join(lines)
+
+
+def _size(summary: Mapping[str, Any], step: int) -> str:
+    """Returns how large and how trained it is; a run that was killed has left no summary."""
+    if not isinstance(summary.get("parameters"), int):
+        return f"After {step} steps of a run that did not end."
+    return (
+        f"{summary['parameters']:,} parameters after {step} of {summary.get('steps')} steps of "
+        f"{summary.get('global_batch')} x {summary.get('sequence')} tokens."
+    )
 
 
 def _table(found: object) -> dict[str, Any]:
