@@ -19,23 +19,35 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 class _Signalled(BaseException):
     """On its way out: no ``except Exception`` of a library in between may swallow it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+
+_came: list[int] = []
+"""Signals that are on their way out, or that a library has lost on it."""
 
 
 @contextmanager
 def raised(when: str) -> Iterator[None]:
-    """Leaves the block with ``Interrupted`` on a signal; its message says ``when`` it came."""
+    """Leaves the block with ``Interrupted`` on a signal; its message says ``when`` it came.
+
+    Also where a ``finally`` of a library put an error of its own in its place. Where somebody has
+    swallowed that too, the block is left at its end, or where the next one inside it begins.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Signalled(number)
+        _came.append(number)
+        raise _Signalled
 
+    if _came:
+        raise _Signalled
     try:
         with handled_by(interrupt):
             yield
-    except _Signalled as signalled:
-        name = signal.Signals(signalled.number).name
-        raise Interrupted(signalled.number, f"{name} {when}") from None
+    except BaseException:
+        if not _came:
+            raise
+    if _came:
+        number, *_ = _came
+        _came.clear()
+        raise Interrupted(number, f"{signal.Signals(number).name} {when}")
 
 
 @contextmanager

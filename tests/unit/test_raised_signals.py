@@ -1,0 +1,51 @@
+"""A signal is told as such, whatever a library makes of the exception on its way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from scalewise.errors import Interrupted
+from scalewise.launch import signals
+
+
+def library() -> None:
+    """Puts an error of its own in the place of what interrupts it, as OmegaConf can."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        raise AttributeError("half set")
+
+
+@pytest.mark.parametrize("swallowed", [(), (AttributeError,)])
+def test_a_signal_outlives_the_errors_of_libraries(swallowed: tuple[type[Exception], ...]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    while_composing = pytest.raises(Interrupted, match="SIGTERM while it composes")
+    with while_composing as raised, signals.raised("while it composes"), suppress(*swallowed):
+        library()
+    assert raised.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_was_swallowed_is_told_before_the_next_block_begins() -> None:
+    begun = []
+
+    def goes_on() -> None:
+        with suppress(AttributeError):
+            library()
+        with signals.raised("inside"):
+            begun.append("inside")
+
+    with pytest.raises(Interrupted, match="SIGTERM outside"), signals.raised("outside"):
+        goes_on()
+    assert begun == []
+    with signals.raised("afterwards"):
+        pass
+
+
+def test_an_error_without_a_signal_stays_what_it_is() -> None:
+    with pytest.raises(AttributeError, match="its own"), signals.raised("while it composes"):
+        raise AttributeError("its own")
