@@ -89,7 +89,13 @@ TOKENS_BT = torch.arange(64).reshape(2, 32)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")  # PEFT asks it
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive if case in ("rslora", "fused") else ())
+        for case in CASES
+    ],
+)
 def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> None:
     run = scalewise.compose([*SMOKE, *CASES[case]])
     result = scalewise.train(run, tmp_path / "run")

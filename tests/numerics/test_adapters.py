@@ -30,8 +30,8 @@ ADAPTERS = {
 }
 USUAL = {
     "lora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
-    "rslora": ("tensor",),
-    "pissa": ("fsdp", "tensor", "deepspeed_zero3"),
+    "rslora": (),
+    "pissa": ("tensor", "deepspeed_zero3"),
 }
 CASES = [
     pytest.param(

@@ -127,7 +127,14 @@ def test_every_optimizer_has_a_loss_to_reach() -> None:
     assert set(REACHED) == set(tree.names("optimizer"))
 
 
-@pytest.mark.parametrize("name", REACHED)
+SLOW = ("adamw_4bit", "adamw_8bit", "muon")
+"""Steps that cost the CPU as much as all else: codes are made uncompiled, matrices multiplied."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in REACHED],
+)
 def test_an_optimizer_trains(name: str, job: Job) -> None:
     run = job.of(*CORPUS, f"optimizer={name}")
     reached = run.column("val/loss")[-1]
@@ -160,10 +167,25 @@ STEPS = (
 """Four steps, validated twice: schedule-free AdamW is elsewhere then."""
 
 
+USUAL = {
+    "lion": ("fsdp", "tensor", "deepspeed_zero2"),
+    "adamw_8bit": ("fsdp",),
+    "adamw_4bit": ("fsdp",),
+    "schedule_free": ("tensor",),
+    "adafactor": ("pipeline_one_f_one_b",),
+    "muon": ("pipeline_one_f_one_b",),
+}
+"""Those that CI takes: the others are of the same code, or of less."""
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=marks(layout))
+        pytest.param(
+            name,
+            layout,
+            marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
+        )
         for name, layouts in EQUAL.items()
         for layout in layouts
     ],
@@ -192,7 +214,9 @@ def test_an_optimizer_goes_on_from_a_checkpoint(name: str, job: Job) -> None:
     assert same_weights(resumed.weights(), whole.weights())
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
+@pytest.mark.parametrize(
+    "name", ["adamw_8bit", pytest.param("adamw_4bit", marks=pytest.mark.exhaustive)]
+)
 def test_moments_of_few_bits_are_encoded_anew(name: str, job: Job) -> None:
     """A checkpoint holds them as numbers, which any layout can cut; codes differ by a rounding."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
