@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig
@@ -39,7 +40,7 @@ def export(
     more = {target: rank / spec.rank for target, rank in wide.items()}
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=cast(int, spec.alpha),  # any number will do
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         target_modules=sorted(ranks),

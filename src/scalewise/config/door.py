@@ -176,7 +176,7 @@ def _mode_by_flag() -> Iterator[None]:
     try:
         yield
     finally:
-        Hydra.get_mode = asks  # type: ignore[method-assign]  # as it was
+        Hydra.get_mode = asks  # type: ignore[method-assign]  # puts Hydra's own back
 
 
 def _foreign(launcher: str) -> Iterator[Complaint]:
