@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import scalewise
 from scalewise import cli
 from scalewise.checkpoints import store
-from scalewise.exports import folder
-from scalewise.exports.folder import Form
+from scalewise.exports import Form, folder
 from scalewise.hardware import DeviceKind
 from scalewise.layouts.single import SingleLayout
 from scalewise.models.decoder import weights

@@ -1,1 +1,10 @@
 """What a run trained, in the formats of Hugging Face: models, adapters, and a card that tells."""
+
+from enum import StrEnum
+
+
+class Form(StrEnum):
+    """What becomes of an adapter."""
+
+    merged = "merged"
+    alone = "alone"

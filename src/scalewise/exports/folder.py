@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints import store
 from scalewise.data.base import Data
 from scalewise.errors import ConfigError, DataError
+from scalewise.exports import Form
 from scalewise.exports.card import card
 from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
@@ -28,13 +28,6 @@ SPECS = ("model", "adapter", "data")
 
 PREFIX = "model."
 """What a checkpoint's names begin with."""
-
-
-class Form(StrEnum):
-    """What becomes of an adapter."""
-
-    merged = "merged"
-    alone = "alone"
 
 
 @dataclass(frozen=True)

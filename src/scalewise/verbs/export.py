@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from scalewise.config.near import meant
 from scalewise.config.read import part
 from scalewise.errors import Complaint, ConfigError
+from scalewise.exports import Form
 
 if TYPE_CHECKING:
     from scalewise.exports.folder import Exported
 
-DEFAULTS = {"to": "", "step": "last", "adapter": "merged"}
-FORMS = ("merged", "alone")
+DEFAULTS = {"to": "", "step": "last", "adapter": Form.merged.value}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     from scalewise.exports import folder as exports
 
     told = recorded(folder, options["step"])
-    lacks = exports.write(told, to, exports.Form(options["adapter"]))
+    lacks = exports.write(told, to, Form(options["adapter"]))
     for line in (f"exported {told.checkpoint.name} of {folder.name}", *lacks, f"result {to}"):
         print(line)
     return 0
@@ -52,8 +52,8 @@ def _read(arguments: Sequence[str]) -> tuple[Path, dict[str, str]]:
         if key not in DEFAULTS
     ]
     options = {**DEFAULTS, **given}
-    if options["adapter"] not in FORMS:
-        cure = f"choose one of adapter={', '.join(FORMS)}"
+    if options["adapter"] not in set(Form):
+        cure = f"choose one of adapter={', '.join(Form)}"
         wrong.append(Complaint("adapter", options["adapter"], "is no form of an export", cure))
     if len(folders) != 1:
         reason = f"one run at a time, not {len(folders)}" if folders else "no folder given"
