@@ -3,6 +3,8 @@
 Hydra imports every module here in every application, so nothing heavy is imported at its head.
 """
 
+from pathlib import Path
+
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.errors import ConfigCompositionException
@@ -14,11 +16,11 @@ from omegaconf import OmegaConf
 class MountedSource(ConfigSource):
     """The files of ``scalewise.config.mount``."""
 
-    def __init__(self, provider: str, path: str) -> None:
+    @property
+    def _files(self) -> dict[str, Path]:  # no attribute: Hydra copies its sources for each config
         from scalewise.config.mount import MOUNTED
 
-        super().__init__(provider, path)
-        self._files = MOUNTED
+        return MOUNTED
 
     @staticmethod
     def scheme() -> str:

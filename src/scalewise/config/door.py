@@ -162,7 +162,9 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
 
 
 def _may_switch_to_multirun(flags: Namespace) -> bool:
-    """Returns whether a file or a setting, and not ``-m`` alone, can make the line a multirun."""
+    """Returns whether a file or a setting, where there is no ``-m``, can make a multirun of it."""
+    if flags.multirun:
+        return False
     keys = {line.lstrip("+~").partition("=")[0] for line in flags.overrides}
     named = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
     return bool(named or flags.config_dir or flags.config_path or flags.config_name)

@@ -4,8 +4,6 @@ Importing this module costs nothing (no Hydra, no torch), so that every spec may
 """
 
 import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -55,8 +53,7 @@ def discover() -> None:
 
 def _spec_modules() -> Iterator[str]:
     root = Path(__file__).parent.parent
-    for found in pkgutil.walk_packages([str(root)], "scalewise.", onerror=lambda _: None):
-        path = root.joinpath(*found.name.split(".")[1:])
-        source = path / "__init__.py" if found.ispkg else path.with_suffix(".py")
-        if source.name != "registry.py" and "\n@option(" in source.read_text(encoding="utf-8"):
-            yield found.name
+    for path in sorted(root.rglob("*.py")):
+        if path.name != "registry.py" and b"\n@option(" in path.read_bytes():
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -7,10 +7,11 @@ each spec gets a writable twin with ``_target_`` as its first field.
 import dataclasses
 import typing
 from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, Self
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from scalewise.config import registry, tree
 from scalewise.run import Run
@@ -21,10 +22,36 @@ def store() -> None:
     """Puts the twins into Hydra's ConfigStore, once."""
     registry.discover()
     configs = ConfigStore.instance()
+    configs.store(group="schema", name="run", node=_run_twin(), provider="scalewise")
     for group, specs in registry.OPTIONS.items():
         for name, cls in specs.items():
-            configs.store(group=f"schema/{group}", name=name, node=twin(cls), provider="scalewise")
-    configs.store(group="schema", name="run", node=_run_twin(), provider="scalewise")
+            node = _Twin(f"schema/{group}", f"{name}.yaml", cls)
+            configs.repo["schema"].setdefault(group, {})[node.name] = node
+    configs.repo = _Shared(configs.repo)
+
+
+class _Shared(dict[str, Any]):
+    """What is stored, to be read alone: Hydra copies it all each time that it composes."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class _Twin(ConfigNode):
+    """A stored twin, made when it is first asked for: a line names few of the options."""
+
+    def __init__(self, group: str, name: str, cls: type) -> None:
+        self.group, self.name, self.package, self.provider = group, name, None, "scalewise"
+        self.cls = cls
+
+    @cached_property
+    def node(self) -> DictConfig:  # type: ignore[override]  # Hydra's is an attribute
+        """Returns the config that Hydra loads, and gives away copies of."""
+        made: DictConfig = OmegaConf.structured(twin(self.cls))
+        return made
+
+    def __copy__(self) -> ConfigNode:
+        return ConfigNode(self.name, self.node, self.group, self.package, self.provider)
 
 
 def twin(cls: type) -> type:
