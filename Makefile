@@ -10,6 +10,8 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_get
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILT := import sys; from scalewise.hardware import DeviceKind; \
   from scalewise.layouts.extensions import built; built(sys.argv[1], DeviceKind.cpu)
+NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_machine; \
+  print("precision=fp32" * on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16)
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
@@ -28,8 +30,9 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(READY) ## train four small models on this machine's CPU and write their report
-	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu
+demo: $(READY) ## train small models on this machine's CPU, in bf16 too where it has it, and report
+	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu \
+	  $$($(BIN)/python -c '$(NATIVE_ONLY)')
 
 check: $(READY) ## ruff, mypy on src, unit tests: a few minutes
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ from scalewise.units import GIB, TERA
 
 CPU_RANKS_PER_CORE = 4
 """CPU ranks are for labs and tests: beyond this they only wait for each other."""
+EMULATED = 1 / 50
+"""Rate of torch's bf16 products without instructions for them, over fp32's; one AVX2 processor."""
 
 
 class DeviceKind(StrEnum):
@@ -109,6 +111,12 @@ class Hardware:
         """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
         tflops = getattr(self, f"{kind}_tflops")
         return tflops * TERA if tflops else None
+
+    @property
+    def emulates_bf16(self) -> bool:
+        """Returns whether bf16 products take longer than fp32 ones: no instructions for them."""
+        bf16, fp32 = self.peak_flops("bf16"), self.peak_flops("fp32")
+        return bf16 is not None and fp32 is not None and bf16 < fp32
 
     def product_flops(self, kind: str) -> float | None:
         """Returns the rate that large products reach, flop/s; None: unknown."""
@@ -224,16 +232,19 @@ def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:
     cores x clock x flops a cycle; the last from the vector units its flags name: FMA on two
     ports of 16 (AVX-512) or 8 (AVX2) fp32 lanes, bf16 dot products of twice the lanes, AMX
     tiles 1024 bf16 flops (Intel 64 and IA-32 Optimization Reference Manual, 2.5 and 20.3). The
-    clock is the one the kernel reports, so treat MFU on a CPU as an order of magnitude.
+    clock is the one the kernel reports, so treat MFU on a CPU as an order of magnitude. Where
+    oneDNN has no bf16 kernel, torch multiplies in a plain loop: ``EMULATED`` of the fp32 rate.
     """
     flags = set(info.get("flags", "").split())
     clock = float(info.get("cpu MHz", 0.0)) * 1e6
     fp32 = 64 if "avx512f" in flags else 32 if {"avx2", "fma"} <= flags else 0
-    bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else fp32
+    bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else float(fp32)
+    if not flags & {"avx512f", "avx_ne_convert"}:
+        bf16 *= EMULATED
     if not fp32 or not clock:
         return {}
     per_flop = cores * clock / TERA
-    return {"fp32_tflops": round(fp32 * per_flop, 3), "bf16_tflops": round(bf16 * per_flop, 3)}
+    return {"fp32_tflops": round(fp32 * per_flop, 3), "bf16_tflops": round(bf16 * per_flop, 6)}
 
 
 def _cpu_info() -> dict[str, str]:

@@ -10,7 +10,14 @@ import torch
 
 from scalewise import hardware
 from scalewise.config import tree
-from scalewise.hardware import Hardware, Machine, processor_tflops
+from scalewise.hardware import (
+    EMULATED,
+    DeviceKind,
+    Hardware,
+    Machine,
+    on_this_machine,
+    processor_tflops,
+)
 from scalewise.models.base import Weight
 from scalewise.objectives import IGNORED, CausalLM
 from scalewise.optimizers import SGD, AdamW, Optimizer
@@ -45,7 +52,8 @@ class TestHardware:
     @pytest.mark.parametrize(
         ("flags", "fp32", "bf16"),
         [
-            ("avx2 fma", 32, 32),
+            ("avx2 fma", 32, 32 * EMULATED),
+            ("avx2 fma avx_ne_convert", 32, 32),
             ("avx2", 0, 0),
             ("avx2 fma avx512f", 64, 64),
             ("avx2 fma avx512f avx512_bf16", 64, 128),
@@ -53,11 +61,18 @@ class TestHardware:
             ("", 0, 0),
         ],
     )
-    def test_the_peak_of_a_processor(self, flags: str, fp32: int, bf16: int) -> None:
+    def test_the_peak_of_a_processor(self, flags: str, fp32: int, bf16: float) -> None:
         found = processor_tflops({"flags": flags, "cpu MHz": "2500.0"}, cores=4)
         per_flop = 4 * 2.5e9 / 1e12
         expected = {"fp32_tflops": fp32 * per_flop, "bf16_tflops": bf16 * per_flop}
         assert found == (pytest.approx(expected) if fp32 else {})
+
+    @pytest.mark.skipif(
+        "flags" not in hardware._cpu_info(), reason="the kernel names x86 instructions"
+    )
+    def test_torch_knows_whether_bf16_is_emulated(self) -> None:
+        found = on_this_machine(Hardware(device=DeviceKind.cpu))
+        assert found.emulates_bf16 != torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def test_a_processor_that_says_nothing(self) -> None:
         assert processor_tflops({}, 4) == {}

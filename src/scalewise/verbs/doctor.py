@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scalewise.errors import ConfigError
-from scalewise.hardware import Hardware, Machine, on_this_machine, this_machine
+from scalewise.hardware import DeviceKind, Hardware, Machine, on_this_machine, this_machine
 from scalewise.launch.status import versions
 from scalewise.units import GIB, bytes_text, count_text
 
@@ -58,9 +58,11 @@ def lines(machine: Machine) -> Iterator[Line]:
 def _devices(machine: Machine) -> Iterator[Line]:
     for number, name in enumerate(machine.gpus):
         yield f"device {number}", name, "parallelism=ddp uses every device"
-    peak = on_this_machine(Hardware()).peak_flops("fp32")
+    processor = on_this_machine(Hardware(device=DeviceKind.cpu))
+    peak = processor.peak_flops("fp32")
     rate = f", fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
-    yield "processor", machine.processor, f"{machine.cores} cores{rate}"
+    bf16 = "; bf16 is emulated, many times slower than fp32" if processor.emulates_bf16 else ""
+    yield "processor", machine.processor, f"{machine.cores} cores{rate}{bf16}"
     largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
     what = "" if machine.gpus else f"fp32 AdamW trains up to about {count_text(largest)} parameters"
     yield "memory", bytes_text(machine.memory_bytes), what

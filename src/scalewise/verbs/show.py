@@ -8,6 +8,7 @@ from pathlib import Path
 from scalewise import output
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result
+from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
 
@@ -15,7 +16,7 @@ _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused":
 
 
 def heading(order: Order) -> None:
-    """Prints what is about to run, in two lines."""
+    """Prints what is about to run, and what makes it slow."""
     run = order.run
     census = run.census()
     trained = sum(weight.count for weight in census if weight.trainable)
@@ -29,6 +30,8 @@ def heading(order: Order) -> None:
         f" x {readers} of {run.world_size} ranks x {run.accumulation} passes)",
         flush=True,
     )
+    if run.precision.compute is Number.bf16 and run.hardware.emulates_bf16:
+        print("slow: this processor has no bf16 instructions; precision=fp32 is faster", flush=True)
 
 
 def refitted(asked: Run, run: Run) -> None:
