@@ -164,6 +164,14 @@ class TestSwaps:
         assert section.finding == "fsdp cut the step by 20% for 2.0× the memory"  # noqa: RUF001
         assert section.notes[0].startswith("All against single:")
 
+    def test_two_jobs_leave_no_empty_figure(self) -> None:
+        jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB)
+                for n, p in enumerate(("single", "ddp"))]  # fmt: skip
+        section = changes.changes(sweep({"parallelism": ("single", "ddp")}, jobs), UNIT)
+        assert section is not None
+        assert section.notes == ()
+        assert section.said[0].startswith("All against single:")
+
     def test_seeds_are_no_change_and_average_out(self) -> None:
         rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
         jobs = [run(n, {"parallelism": p, "seed": seed}, step=(2.0, 2.2, 1.0, 1.1)[n], peak=GIB)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from scalewise.reports import charts, findings, numbers
 from scalewise.reports.charts import Bar, Segment
@@ -216,13 +216,16 @@ def _against_reference(comparison: Comparison) -> Section | None:
     if not others:
         return None
     (first, finding), rest = others[0], others[1:]
-    notes = [f"All against {base.name}: medians of its step time and its peak memory."]
+    against = f"All against {base.name}: medians of its step time and its peak memory."
+    notes = [against] if rest else []  # the heading alone is no section
     notes += [CROWDED] if comparison.crowded else []
     if len(rest) > SENTENCES:
         notes.append(f"{len(rest) - SENTENCES} more jobs stand in the comparison.")
+    said = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:SENTENCES]]
+    heading = Markup("{} {}").format(first.name, finding)
     return Section(
-        "changes", "Changes", Markup("{} {}").format(first.name, finding), (), notes=tuple(notes),
-        said=tuple(Markup("<b>{}</b> {}.").format(j.name, said) for j, said in rest[:SENTENCES]),
+        "changes", "Changes", heading, (), notes=tuple(notes),
+        said=tuple(said or [escape(against)]),
     )  # fmt: skip
 
 
