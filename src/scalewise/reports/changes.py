@@ -221,11 +221,11 @@ def _against_reference(comparison: Comparison) -> Section | None:
     notes += [CROWDED] if comparison.crowded else []
     if len(rest) > SENTENCES:
         notes.append(f"{len(rest) - SENTENCES} more jobs stand in the comparison.")
-    said = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:SENTENCES]]
+    told = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:SENTENCES]]
     heading = Markup("{} {}").format(first.name, finding)
     return Section(
         "changes", "Changes", heading, (), notes=tuple(notes),
-        said=tuple(said or [escape(against)]),
+        said=tuple(told or [escape(against)]),
     )  # fmt: skip
 
 
