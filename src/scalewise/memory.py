@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +13,7 @@ from scalewise.config.registry import option
 from scalewise.errors import Complaint
 
 if TYPE_CHECKING:
+    from scalewise.models.base import Part
     from scalewise.models.module import ModelModule
 
 
@@ -24,23 +27,84 @@ class Recompute(StrEnum):
     """The whole block: its input alone is kept (Chen et al., 2016)."""
 
 
-@option("memory", "memory")
-@dataclass(frozen=True)
-class Memory:
-    """Activation checkpointing of every block."""
+class Memory(ABC):
+    """Activation checkpointing, block by block."""
 
-    recompute: Recompute = Recompute.nothing
-    """What backward computes a second time."""
+    @abstractmethod
+    def of(self, layer: int) -> Recompute:
+        """Returns what backward computes a second time of a layer of the whole model."""
 
+    @abstractmethod
     def complaints(self) -> Iterator[Complaint]:
-        """Yields nothing: every option can be had."""
-        yield from ()
+        """Yields what cannot be."""
 
-    def apply(self, module: ModelModule) -> None:
-        """Makes every block of a module forget, in place; names and weights stay as they are."""
-        if self.recompute is Recompute.nothing:
-            return
+    def of_model(self, layers: int) -> Counter[Recompute]:
+        """Returns the layers of a whole model by what backward computes a second time."""
+        return Counter(map(self.of, range(layers)))
+
+    def described(self, layers: int) -> str:
+        """Returns it in words: ``full``, ``8 full, 24 selective``."""
+        found = self.of_model(layers)
+        if len(found) == 1:
+            return min(found).value
+        return ", ".join(f"{count} {recompute}" for recompute, count in found.items())
+
+    def of_parts(self, parts: tuple[Part, ...]) -> tuple[Recompute, ...]:
+        """Returns the same of each layer of some parts, in order."""
+        return tuple(self.of(layer) for part in parts for layer in part.layers)
+
+    def apply(self, module: ModelModule, part: Part) -> None:
+        """Makes the blocks of ``part`` forget, in place; names and weights stay as they are."""
         from scalewise.layouts.recompute import forget
 
-        for block in module.layers():
-            forget(block, keep_products=self.recompute is Recompute.selective)
+        for recompute, block in zip(self.of_parts((part,)), module.layers(), strict=True):
+            if recompute is not Recompute.nothing:
+                forget(block, keep_products=recompute is Recompute.selective)
+
+
+@option("memory", "memory")
+@dataclass(frozen=True)
+class Checkpointing(Memory):
+    """The same of every block, or of one in so many."""
+
+    recompute: Recompute = Recompute.nothing
+    """What backward computes a second time, of one block in ``every``."""
+    every: float = 1.0
+    """2: every second block, from the first; 1.5: two of three; 1: all."""
+    otherwise: Recompute = Recompute.nothing
+    """What backward computes a second time of the other blocks."""
+
+    def of(self, layer: int) -> Recompute:
+        """Returns what backward computes a second time of a layer of the whole model."""
+        return self.recompute if layer % self.every < 1 else self.otherwise
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a number of blocks that there cannot be."""
+        if not self.every >= 1:
+            reason = "is one block in so many; 1 means every block"
+            yield Complaint("memory.every", self.every, reason, "set memory.every=2")
+
+
+@option("memory", "auto")
+@dataclass(frozen=True)
+class Auto(Memory):
+    """As little recomputation as a budget allows, by the ledger, chosen before the run starts.
+
+    Until it is chosen, nothing is computed a second time.
+    """
+
+    budget_gib: float | None = None
+    """Memory that the fullest rank may allocate, GiB; None: what its device has."""
+
+    def of(self, layer: int) -> Recompute:
+        """Returns that nothing is computed a second time: nothing is chosen yet."""
+        return Recompute.nothing
+
+    def apply(self, module: ModelModule, part: Part) -> None:
+        """Raises ``RuntimeError``: what nobody has chosen would be left out in silence."""
+        raise RuntimeError("memory=auto is chosen before a module is built (plan.budget.settled)")
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a budget that is none."""
+        if self.budget_gib is not None and not self.budget_gib > 0:
+            yield Complaint("memory.budget_gib", self.budget_gib, "must be positive")

@@ -24,12 +24,12 @@ from scalewise.hardware import (
     this_machine,
 )
 from scalewise.launch.spec import Launch
-from scalewise.memory import Memory
+from scalewise.memory import Auto, Memory
 from scalewise.models.base import Model, Weight
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
-from scalewise.plan.spec import Planning
+from scalewise.plan.spec import Planning, Search
 from scalewise.precision import Number, Precision
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
@@ -154,6 +154,9 @@ class Run:
         yield from self._of_tokens()
         yield from self._of_formats()
         yield from self._of_callbacks()
+        if isinstance(self.memory, Auto) and self.plan.search is not Search.none:
+            reason, cure = "is chosen by plan.search itself", "leave out memory=auto"
+            yield Complaint("memory", "auto", reason, cure)
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
             yield Complaint("name", self.name, reason, "set name=my-run")

@@ -37,6 +37,7 @@ AGAIN = {
     "nothing": (),
     "full": ("memory=checkpoint_full",),
     "selective": ("memory=checkpoint_selective",),
+    "mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss": ("objective.loss_chunk=24",),
     "lora": ("adapter=lora",),
     "lora, full": (
@@ -51,6 +52,7 @@ AGAIN = {
 USUAL = (
     ("gpt2", "tensor", "full"),
     ("llama", "tensor", "loss"),
+    ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
@@ -68,7 +70,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
         for shape in SHAPES
         for again in AGAIN
-        if not ("zero_bubble" in layout and again == "selective")  # which is refused
+        if not ("zero_bubble" in layout and again in ("selective", "mixture"))  # which is refused
         for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
         for usual in [plain or (shape, layout, again) in USUAL]
     ],

@@ -11,8 +11,10 @@ from fixtures.layouts import needs_deepspeed
 from scalewise import compose
 from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
 from scalewise.plan import memory
+from scalewise.units import GIB
 
 LONG = pytest.mark.exhaustive
+PIPED = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,23 @@ def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
     error = foreseen.peak / metrics["memory/peak_bytes"] - 1
     print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02
+
+
+BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
+
+
+@pytest.mark.parametrize("layout", [(), pytest.param(PIPED, marks=LONG)], ids=["single", "1f1b"])
+@pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
+def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) -> None:
+    most, least = (
+        memory.worst(compose((*BLOCKS, *layout, f"memory={option}"))).peak
+        for option in ("none", "checkpoint_full")
+    )
+    budget = (least + share * (most - least)) / GIB
+    found = job.of(*BLOCKS, *layout, "memory=auto", f"memory.budget_gib={budget}")
+    peak = found.summary["metrics"]["memory/peak_bytes"] / GIB
+    print(f"{budget:.4f} GiB allowed, {peak:.4f} taken: {found.resolved['memory']}")
+    assert 0.9 * budget < peak < 1.02 * budget
 
 
 @needs_deepspeed

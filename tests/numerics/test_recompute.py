@@ -13,18 +13,17 @@ EVERY = {"single": ("parallelism=single",), **LAYOUTS}
 OPTIONS = {
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
+    "checkpoint_mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss_chunk": ("objective.loss_chunk=24",),
 }
+SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
 USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "tensor")
 CASES = [
-    pytest.param(
-        layout,
-        option,
-        marks=marks(layout) + (() if layout in USUAL else (pytest.mark.exhaustive,)),
-    )
+    pytest.param(layout, option, marks=marks(layout) + (() if usual else (pytest.mark.exhaustive,)))
     for layout in EVERY
     for option in OPTIONS
-    if not ("zero_bubble" in layout and option == "checkpoint_selective")  # which is refused
+    for usual in [layout in USUAL and option != "checkpoint_mixture"]
+    if not ("zero_bubble" in layout and option in SELECTIVE)  # which is refused
 ]
 
 
@@ -45,7 +44,8 @@ def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -
         for option, parts in {"nothing": (), **OPTIONS}.items()
     }
     kept = {option: metrics["memory/activations_bytes"] for option, metrics in found.items()}
-    assert kept["checkpoint_full"] < kept["checkpoint_selective"] < kept["nothing"]
+    assert kept["checkpoint_full"] < kept["checkpoint_mixture"]
+    assert kept["checkpoint_mixture"] < kept["checkpoint_selective"] < kept["nothing"]
     # Nothing but its input is left of a block; logits are not forgotten here.
     assert kept["checkpoint_full"] < 0.5 * kept["nothing"]
     logits = 8 * 32 * 256 * 4

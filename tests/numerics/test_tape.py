@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from scalewise.measure.memory import LiveBytes
-from scalewise.memory import Memory, Recompute
+from scalewise.memory import Checkpointing, Recompute
 from scalewise.models.base import Part
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass
 from scalewise.plan.replay import replay
 
 ROWS, TOKENS = 8, 64
+PART = Part(range(1))
 SPECS = {
     "llama": Decoder(
         vocabulary=256, context=TOKENS, width=64, layers=1, heads=4, feedforward=160, kv_heads=2
@@ -59,12 +60,12 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
 def _measured(
     spec: Decoder, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
-    module = spec.shape(Part(range(1)))
+    module = spec.shape(PART)
     module.to_empty(device="cpu")
     module.init_weights(1)
     number = torch.bfloat16 if precision == "bf16_true" else torch.float32
     module.to(number)
-    Memory(recompute).apply(module)
+    Checkpointing(recompute).apply(module, PART)
     (block,) = module.layers()
     if not fresh:
         for parameter in block.parameters():

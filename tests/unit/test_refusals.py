@@ -101,6 +101,9 @@ TARGETS: list[Row] = [
     ),
 ]
 RULES: list[Row] = [
+    (["memory.every=0.5"], "memory.every", "is one block in so many", "memory.every=2"),
+    (["memory=auto", "memory.budget_gib=0"], "memory.budget_gib", "must be positive", ""),
+    (["memory=auto", "plan.search=all"], "memory", "chosen by plan.search", "leave out memory"),
     (["callbacks.guard.factor=abc"], "callbacks.guard.factor", "is not a number", "3.0 by def"),
     (["callbacks.guard.factor=-1"], "callbacks.guard.factor", "must be above 1", "3.0 by default"),
     (["callbacks.guard.factor=inf"], "callbacks.guard.factor", "finite", "it is 3.0 by default"),

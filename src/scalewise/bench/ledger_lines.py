@@ -4,6 +4,8 @@ Line = tuple[str, ...]
 
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
+EVERY_N = "memory=checkpoint_every_n"
+MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA = "adapter=lora"
 
 
@@ -70,6 +72,7 @@ _ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
 TRAINED: tuple[Line, ...] = (
     (),
     (FULL,),
+    (EVERY_N,),
     ("optimizer=sgd", "trainer.global_batch=4"),
     ("objective.loss_chunk=64",),
     _GPT2,
@@ -110,6 +113,9 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     ("parallelism=context", "parallelism.attention=gather"),
     _piped("gpipe"),
     (*_piped("one_f_one_b"), FULL),
+    (*_piped("one_f_one_b"), *MIXTURE),
+    (MIXED, *MIXTURE, "memory.every=1.5"),
+    fsdp(2, *MIXTURE, "memory.every=3"),
     ("optimizer=adafactor", *WEIGHTS),
     ("optimizer=adamw_4bit", BF16, *_TALL),
     ("optimizer=lion", *WEIGHTS),
@@ -180,6 +186,7 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
     (MIXED, *fsdp(32), "parallelism.reshard_after_forward=false"),
     (MIXED, *fsdp(128), SELECTIVE),
+    (MIXED, *fsdp(128), *MIXTURE),
     (MIXED, *mesh(replicate=2, shards=8), SUMS),
     (MIXED, *mesh(tensor=8)),
     (MIXED, *mesh(context=8)),

@@ -18,7 +18,7 @@ from scalewise.data.synthetic import Synthetic
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch.spec import Launch
-from scalewise.memory import Memory, Recompute
+from scalewise.memory import Checkpointing, Recompute
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.objectives import CausalLM
 from scalewise.optimizers import SGD, AdamW
@@ -173,7 +173,7 @@ def peak(row: Row, run: Run, foreseen: int) -> int:
             w.count for w in run.model.census() if w.layer is not None and len(w.shape) > 1
         )
         foreseen -= int(linear * (each - each_quantized)) // shards
-        if run.memory.recompute is Recompute.nothing:
+        if run.memory == Checkpointing():
             foreseen += _inputs_of_quantized(run)
     if framework(row).loads_whole and shards > 1:
         whole = run.model.parameters * each
@@ -213,7 +213,7 @@ def run_of(row: Row) -> Run:
         optimizer=SGD() if row["optimizer"].lower().startswith("sgd") else AdamW(),
         schedule=Constant(),
         adapter=_adapter(row),
-        memory=Memory(Recompute.full if full else recompute),
+        memory=Checkpointing(Recompute.full if full else recompute),
         compile=Compile(),
         trainer=Trainer(micro_batch=micro_batch, global_batch=rows_of_step, max_steps=1),
         checkpoint=Checkpoint(),

@@ -66,13 +66,14 @@ class Layout(Strategy):
 
     def build(self, run: Run) -> nn.Module:
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
-        module = run.model.shape(Part(range(run.model.layers)))
+        whole = Part(range(run.model.layers))
+        module = run.model.shape(whole)
         run.adapter.apply(module, run.model)
         module.to_empty(device=torch.get_default_device())
         run.model.fill(module, run.seed)
         run.adapter.fill(module, run.seed)
         run.objective.apply(module)
-        run.memory.apply(module)
+        run.memory.apply(module, whole)
         run.compile.apply(module)
         return module
 

@@ -31,7 +31,8 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
     from deepspeed import zero
     from deepspeed.utils import groups
 
-    whole, swapper = run.model.shape(Part(range(run.model.layers))), None
+    part, swapper = Part(range(run.model.layers)), None
+    whole = run.model.shape(part)
     run.adapter.apply(whole, run.model)
     for piece in pieces(run, device):
         if run.precision.compute is Number.bf16:
@@ -48,5 +49,5 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
             holder, _, key = name.rpartition(".")
             setattr(whole.get_submodule(holder), key, tensor)
     run.objective.apply(whole)
-    run.memory.apply(whole)
+    run.memory.apply(whole, part)
     return whole

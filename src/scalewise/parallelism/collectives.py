@@ -120,14 +120,14 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     layers, first, last = share.layers, share.first, share.last
     # Into each pair of matrices and out of it, forward and backward; the ends have one pair.
     joins = 4 * layers + first + last
-    recompute, chunked = share.run.memory.recompute, share.run.objective.loss_chunk is not None
+    chunked = share.run.objective.loss_chunk is not None
     halves = tuple(share.halves.values())
     # Attention's sums are made again; those that end a block are not, unless an adapter follows.
-    again = layers * (recompute is Recompute.full) * (1 + halves[-1].rows)
+    again = share.recomputed[Recompute.full] * (1 + halves[-1].rows)
     without = _without_backward(share)
     sums = passes * (joins + again - (last and chunked) - without.scatters)
     if mesh.sequence_parallel:
-        gathers = joins + 2 * layers * (recompute is not Recompute.nothing) - without.gathers
+        gathers = joins + 2 * sum(share.recomputed.values()) - without.gathers
         gathers *= passes
         yield Collective(Kind.all_gather, axes, share.residual, gathers, "tokens joined")
         yield Collective(Kind.reduce_scatter, axes, share.residual, sums, "sums cut by tokens")
@@ -163,15 +163,15 @@ def _of_added(share: Share, layers: int) -> Iterator[Collective]:
     """LoRA's narrow products: where the wide ones are joined, and where a column's rank is."""
     axes, passes = ("tensor",), layers * share.passes
     columns = sum(half.columns for half in share.halves.values()) * passes
-    rows = sum(half.rows for half in share.halves.values()) * passes
-    runs = 2 if share.run.memory.recompute is Recompute.full else 1
+    each = sum(half.rows for half in share.halves.values())
+    rows, again = each * passes, each * share.recomputed[Recompute.full] * share.passes
     size = share.rows * share.tokens * share.run.adapter.rank * share.activation
     if share.mesh.sequence_parallel:
-        yield Collective(Kind.reduce_scatter, axes, size, rows * runs, "an adapter's sums")
+        yield Collective(Kind.reduce_scatter, axes, size, rows + again, "an adapter's sums")
         yield Collective(Kind.all_gather, axes, size, rows, "an adapter's gradients joined")
         yield Collective(Kind.all_reduce, axes, size, columns, "an adapter's gradients")
     else:
-        yield Collective(Kind.all_reduce, axes, size, rows * runs + columns, "an adapter's sums")
+        yield Collective(Kind.all_reduce, axes, size, rows + again + columns, "an adapter's sums")
 
 
 def _of_loss(share: Share) -> Iterator[Collective]:
@@ -226,22 +226,22 @@ def _of_context(share: Share) -> Iterator[Collective]:
     """Ulysses sends queries, keys, values and results; gathering sends keys and values."""
     mesh, model, axes = share.mesh, share.run.model, ("context",)
     without = _without_gradient(share)
-    recompute = share.run.memory.recompute
     layers = share.layers * share.passes
+    again = sum(share.recomputed.values()) * share.passes
     token = share.rows * share.tokens * share.activation // mesh.sizes["tensor"]
     query, key = token * model.query_width, token * model.kv_width
     if mesh.attention == "gather":
         size = 2 * key * mesh.sizes["context"]
-        gathers = layers * (1 if recompute is Recompute.nothing else 2)
-        yield Collective(Kind.all_gather, axes, size, gathers, "keys and values")
+        yield Collective(Kind.all_gather, axes, size, layers + again, "keys and values")
         scatters = layers - share.passes * ({"key", "value"} <= without)
         yield Collective(Kind.reduce_scatter, axes, size, scatters, "their gradients")
         return
     if (model.key_heads // mesh.sizes["tensor"]) % mesh.sizes["context"]:
         key = query  # each query head brings its own
-    both, times = "and their gradients", 6 if recompute is Recompute.full else 4
-    queries = times * layers - share.passes * (("query" in without) + ("mixed" in without))
-    keys = times * layers - share.passes * (("key" in without) + ("value" in without))
+    both = "and their gradients"
+    sent = 4 * layers + 2 * share.recomputed[Recompute.full] * share.passes
+    queries = sent - share.passes * (("query" in without) + ("mixed" in without))
+    keys = sent - share.passes * (("key" in without) + ("value" in without))
     yield Collective(Kind.all_to_all, axes, query, queries, f"queries, results {both}")
     yield Collective(Kind.all_to_all, axes, key, keys, f"keys, values {both}")
 

@@ -122,7 +122,8 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"does not fall into {mesh.pieces} pieces for the pipeline",
             f"set trainer.micro_batch={mesh.pieces}",
         )
-    if mesh.pipeline_schedule.splits_backward and run.memory.recompute is Recompute.selective:
+    selective = Recompute.selective in run.memory.of_model(run.model.layers)
+    if selective and mesh.pipeline_schedule.splits_backward:
         yield Complaint(
             "memory.recompute",
             "selective",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.spec import Adapter, census_by_kind
+from scalewise.memory import Recompute
 from scalewise.models.base import Model, Part, Split, Weight
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ class Share(Parts):
     def residual(self) -> int:
         """Returns the bytes of ``x_BTW`` between two layers."""
         return self.rows * self.tokens * self.run.model.width * self.activation
+
+    @property
+    def recomputed(self) -> Counter[Recompute]:
+        """Returns the layers that run forward twice, by how much of them does."""
+        found = Counter(self.run.memory.of_parts(self.parts))
+        del found[Recompute.nothing]
+        return found
 
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns the weights of one block and those outside of blocks, cut as on this rank."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from scalewise.memory import Memory, Recompute
+from scalewise.memory import Checkpointing, Recompute
 from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
 from scalewise.parallelism.mesh import Mesh
@@ -109,9 +109,10 @@ def _of_passes(run: Run) -> Iterator[Change]:
 def _of_memory(run: Run) -> Iterator[Change]:
     costs = {Recompute.selective: 2.0, Recompute.full: 3.0}
     order = list(Recompute)
+    least = min(map(order.index, run.memory.of_model(run.model.layers)))
     for recompute, cost in costs.items():
-        if order.index(recompute) > order.index(run.memory.recompute):
-            memory = Memory(recompute)
+        if order.index(recompute) > least:
+            memory = Checkpointing(recompute)
             line = f"memory=checkpoint_{recompute}"
             yield Change(line, cost, frozenset({"memory"}), _with(memory=memory))
     if run.checkpoint.background:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from scalewise.run import Run
 
 _NOTHING = Replay(0, 0, 0, 0)
+KEPT = {
+    Recompute.nothing: "all that backward reads",
+    Recompute.selective: "products and attention; the rest is made again",
+    Recompute.full: "the input of a block; the rest is made again",
+}
+"""What is kept of a block."""
 BACKWARD = (
     Phase.backward_loss,
     Phase.backward_head,
@@ -45,14 +53,16 @@ def tapes_of(model: Model, shape: Pass) -> Tapes:
 
 
 @lru_cache(maxsize=1024)
-def _replays(
-    model: Model, shape: Pass, recompute: Recompute, fresh: bool
-) -> tuple[Replay, Replay, Replay, Replay]:
-    """Returns embedding, block, head and loss; a loss that is taken in pieces is in the head."""
+def _of_block(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
+    return replay(tapes_of(model, shape).block, recompute, fresh=fresh)
+
+
+@lru_cache(maxsize=1024)
+def _of_ends(model: Model, shape: Pass, fresh: bool) -> tuple[Replay, Replay, Replay]:
+    """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
     tapes = tapes_of(model, shape)
     return (
         replay(tapes.first, given=(), fresh=fresh),
-        replay(tapes.block, recompute, fresh=fresh),
         replay(tapes.last, fresh=fresh),
         replay(tapes.loss, fresh=fresh) if tapes.loss else _NOTHING,
     )
@@ -81,7 +91,7 @@ class Device:
 
     def __init__(self, run: Run, holds: Holds, moment: Moment) -> None:
         self.run, self.holds, self.moment = run, holds, moment
-        recompute, gathering = run.memory.recompute, holds.gathering
+        gathering = holds.gathering
         several = run.accumulation > 1 or moment.done > 0
         if gathering is not None and moment.done:  # torch reduces nothing before the last piece
             keeps = gathering.keeps or moment.drains
@@ -96,7 +106,15 @@ class Device:
         self.tied = holds.first and holds.last and bool(run.model.tied_weights)
         self.blocks = _blocks(holds.layers)
         self.tapes = tapes_of(run.model, holds.shape)
-        start, self.block, head, loss = _replays(run.model, holds.shape, recompute, fresh)
+        self.recomputes = run.memory.of_parts(holds.parts)
+        self.of_block = {
+            recompute: _of_block(run.model, holds.shape, recompute, fresh)
+            for recompute in {*self.recomputes, Recompute.nothing}
+        }
+        self.block = self.of_block[Recompute.nothing]
+        kept = (self.of_block[recompute].kept for recompute in self.recomputes)
+        self.kept_by_first = tuple(accumulate(kept, initial=0))
+        start, head, loss = _of_ends(run.model, holds.shape, fresh)
         self.start = start if holds.first else _NOTHING
         self.head, self.loss = (head, loss) if holds.last else (_NOTHING, _NOTHING)
 
@@ -298,15 +316,12 @@ class Device:
         )
 
     def _kept(self) -> Iterator[Line]:
-        run, holds = self.run, self.holds
-        block, layers = self.block.kept, holds.layers
-        reason = {
-            Recompute.nothing: "all that backward reads",
-            Recompute.selective: "products and attention; the rest is made again",
-            Recompute.full: "the input of each block; the rest is made again",
-        }[run.memory.recompute]
-        kept = {phase: waiting * block for phase, (waiting, _) in self.blocks.items()}
-        yield Line("activations of blocks", kept, f"{layers} x {block:,} B", reason)
+        kept = {phase: self.kept_by_first[waiting] for phase, (waiting, _) in self.blocks.items()}
+        blocks = Counter(self.recomputes)
+        formula = " + ".join(
+            f"{count} x {self.of_block[each].kept:,} B" for each, count in blocks.items()
+        )
+        yield Line("activations of blocks", kept, formula, "; ".join(KEPT[each] for each in blocks))
         yield line(
             "rotations",
             self.tapes.shared,
@@ -321,16 +336,21 @@ class Device:
         yield Line("activations of the head", before, "", "what the norm and the head keep")
 
     def _at_work(self) -> Iterator[Line]:
-        block, head, loss, start = self.block, self.head, self.loss, self.start
+        head, loss, start = self.head, self.loss, self.start
+        replays = [self.of_block[each] for each in self.recomputes]
+        before = self.kept_by_first
+        forward = max(
+            kept + block.forward_peak for kept, block in zip(before, replays, strict=False)
+        )
         work = {
-            Phase.forward: block.forward_peak,
+            Phase.forward: forward - before[-2],
             Phase.loss: max(head.forward_peak - head.kept, loss.forward_peak),
             Phase.backward_loss: loss.backward_peak,
             Phase.backward_head: head.backward_peak,
-            Phase.backward_last: block.backward_peak,
-            Phase.backward_next: block.backward_peak * (self.holds.layers > 2),
-            Phase.backward_second: block.backward_peak * (self.holds.layers > 2),
-            Phase.backward_first: block.backward_peak,
+            Phase.backward_last: replays[-1].backward_peak,
+            Phase.backward_next: replays[-2:][0].backward_peak * (self.holds.layers > 2),
+            Phase.backward_second: replays[:2][-1].backward_peak * (self.holds.layers > 2),
+            Phase.backward_first: replays[0].backward_peak,
             Phase.backward_embedding: start.backward_peak,
         }
         yield Line("at work", work, "", "what one part makes while it runs")
@@ -342,8 +362,9 @@ class Device:
         received = stream * sum(not part.first for part in holds.parts)
         returned = stream * sum(not part.last for part in holds.parts)
         given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
-        layers = sum(len(part.layers) for part in waiting(holds, moment))
-        others = layers * self.block.kept + moment.others * tapes.shared
+        recomputes = self.run.memory.of_parts(tuple(waiting(holds, moment)))
+        others = sum(self.of_block[each].kept for each in recomputes)
+        others += moment.others * tapes.shared
         others -= stream * sum(not part.first for part in waiting(holds, moment))  # in buffers
         if parts == 1:  # of several the last goes backward at once
             others += moment.others * (self.head.kept + self.loss.kept + given)
@@ -353,7 +374,7 @@ class Device:
             "activations of other pieces",
             others,
             PASSES,
-            f"{layers} blocks x {self.block.kept:,} B and more",
+            f"those of {len(recomputes)} blocks and more",
             f"{holds.in_flight} of {holds.pieces * parts} passes await their backward at the most",
         )
         held = given + (parts - 1) * stream

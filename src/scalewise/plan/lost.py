@@ -62,7 +62,7 @@ def _choices(candidate: Candidate) -> Choices:
     return {
         LAYOUT: layouts.sizes(run.parallelism),
         ROWS: (layouts.rows_at_once(run),),
-        "memory": run.memory.recompute,
+        "memory": run.memory.described(run.model.layers),
         "loss": run.objective.loss_chunk,
         "training": candidate.training,
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from scalewise.plan.budget import settled
 from scalewise.plan.cure import Cure, cure
 from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, judged
@@ -72,8 +73,9 @@ class Plan:
 
 
 def planned(run: Run) -> Plan:
-    """Returns the plan of a run, from its specs alone."""
-    return Plan(run, judged(run), of_step(run))
+    """Returns the plan of a run, from its specs alone; what it leaves open is chosen."""
+    run, told = settled(run)
+    return Plan(run, judged(run), of_step(run), told)
 
 
 def record(run: Run) -> dict[str, object]:

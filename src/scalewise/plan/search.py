@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.adapters import Lora
 from scalewise.errors import ConfigError
-from scalewise.memory import Memory, Recompute
+from scalewise.memory import Checkpointing, Recompute
 from scalewise.optimizers import SGD
 from scalewise.plan import layouts
 from scalewise.plan.cure import CHUNK
@@ -189,13 +189,13 @@ def _savings(run: Run, typed: frozenset[str]) -> Iterator[Way]:
     chunks: list[int | None] = [run.objective.loss_chunk]
     if run.plan.search is not Search.layout and chunks == [None]:
         chunks = chunks if "objective.loss_chunk" in typed else [None, CHUNK]
-    held = typed & {"memory", "memory.recompute"}
-    for recompute in [run.memory.recompute] if held else Recompute:
+    held = any(key.split(".")[0] == "memory" for key in typed)
+    for recompute in [None] if held else Recompute:
         for chunk in chunks:
             told: Told = ()
             changed = run
-            if recompute is not run.memory.recompute:
-                changed = replace(changed, memory=Memory(recompute))
+            if recompute is not None and (memory := Checkpointing(recompute)) != run.memory:
+                changed = replace(changed, memory=memory)
                 name = "none" if recompute is Recompute.nothing else f"checkpoint_{recompute}"
                 told += (f"memory={name}",)
             if chunk != run.objective.loss_chunk:

@@ -7,6 +7,7 @@ launch takes, models of few features run slower than said here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -135,11 +136,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     for tape, count in [(tapes.block, holds.layers), *((end, 1) for end in ends)]:
         for operator in tape.operators:
             spent[operator.work] += passes * count * _both_ways(tape, operator, reached)
-    again = sum(
-        reached.seconds(operator.work, operator.flops, _moved(tapes.block, operator))
-        for operator in _made_again(tapes.block, run.memory.recompute)
-    )
-    recompute = again * passes * holds.layers
+    recompute = passes * _again(tapes.block, Counter(run.memory.of_parts(holds.parts)), reached)
     host = traffic.seconds(run, holds)
     optimizer = host.stepping
     if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
@@ -181,6 +178,20 @@ def _both_ways(tape: Tape, operator: Operator, reached: Rates) -> float:
 
 def _moved(tape: Tape, operator: Operator) -> int:
     return sum(tape.sizes[place] for place in (*operator.reads, *operator.writes))
+
+
+def again(run: Run, reached: Rates) -> float:
+    """Returns the seconds that the model's blocks compute again in one pass."""
+    block = tapes_of(run.model, run.parallelism.holds(run, 0).shape).block
+    return _again(block, run.memory.of_model(run.model.layers), reached)
+
+
+def _again(tape: Tape, blocks: Counter[Recompute], reached: Rates) -> float:
+    return sum(
+        count * reached.seconds(operator.work, operator.flops, _moved(tape, operator))
+        for recompute, count in blocks.items()
+        for operator in _made_again(tape, recompute)
+    )
 
 
 def _made_again(tape: Tape, recompute: Recompute) -> Iterator[Operator]:

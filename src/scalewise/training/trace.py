@@ -80,7 +80,8 @@ def traced(run: Run, *, whole: bool = False) -> Trace:
 def _of_rank(run: Run, rank: int, wire: fake.Wire, *, whole: bool) -> Trace:
     parts = run.parallelism.holds(run, rank).parts
     fewest, layers = min(len(part.layers) for part in parts), sum(len(p.layers) for p in parts)
-    if whole or fewest <= max(DEPTHS):
+    alike = len(run.memory.of_model(run.model.layers)) == 1
+    if whole or not alike or fewest <= max(DEPTHS):
         moments = _step(run, rank, wire)
         return Trace(max(moments.values()), moments, (layers,), rank)
     shallow, deep = (_step(run, rank, wire, depth) for depth in DEPTHS)

@@ -1,4 +1,4 @@
-"""``plan.fit=auto``: a run is changed as ``plan`` would have it, before it starts."""
+"""``plan.fit=auto``, ``memory=auto``: what a run leaves open is chosen before it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from scalewise.config.compose import compose
 from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.memory import Auto
 from scalewise.plan.spec import Fitting, Search
 from scalewise.run import Run
 from scalewise.units import bytes_text
@@ -18,11 +19,18 @@ def fitted(run: Run) -> Run:
 
     Raises ``ConfigError`` where that does not fit and nothing helps.
     """
-    if run.plan.fit is Fitting.none:
-        return run
+    if run.plan.fit is not Fitting.none:
+        run = _with(run, _told(_on_devices(run)))
+    if isinstance(run.memory, Auto):
+        from scalewise.plan.budget import settled
+
+        run = _with(run, settled(run)[1])
+    return run
+
+
+def _with(run: Run, told: Sequence[str]) -> Run:
     from scalewise.plan.line import replaced
 
-    told = _told(_on_devices(run))
     return compose(replaced(run.overrides, told)) if told else run
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from scalewise import output
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result
+from scalewise.plan.spec import Fitting
 from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.units import bytes_text, count_text, seconds_text
@@ -35,9 +36,10 @@ def heading(order: Order) -> None:
 
 
 def refitted(asked: Run, run: Run) -> None:
-    """Prints what ``plan.fit=auto`` has changed."""
+    """Prints what ``plan.fit=auto`` or ``memory=auto`` has chosen."""
     if told := [line for line in run.overrides if line not in asked.overrides]:
-        print(f"plan.fit=auto: {' '.join(told)}", flush=True)
+        asked_for = "memory=auto" if asked.plan.fit is Fitting.none else "plan.fit=auto"
+        print(f"{asked_for}: {' '.join(told)}", flush=True)
 
 
 def announce(task: Task, count: int) -> None:

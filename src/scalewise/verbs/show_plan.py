@@ -62,6 +62,8 @@ def one(plan: Plan) -> None:
             f"({bytes_text(least)} to {bytes_text(most)})"
         )
     console.print(told)
+    if plan.told:
+        console.print(f"memory=auto: {' '.join(plan.told)}")
     if fit.uncounted and fit.traced is None:
         console.print(f"[yellow]not counted: {fit.uncounted}; plan.method=trace sees it[/]")
     _verdict(console, plan)

@@ -78,7 +78,7 @@ def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:
         chunked = () if chunk is None else (f"loss_chunk={chunk}",)
         shown.add_row(
             layouts.described(run.parallelism),
-            run.memory.recompute.value,
+            run.memory.described(run.model.layers),
             " ".join((*candidate.training, *chunked)),
             str(run.world_size),
             str(layouts.rows_at_once(run)),
