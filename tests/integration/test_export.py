@@ -16,7 +16,7 @@ from scalewise.exports import Form, folder
 from scalewise.hardware import DeviceKind
 from scalewise.layouts.single import SingleLayout
 from scalewise.models.decoder import weights
-from scalewise.verbs.export import recorded
+from scalewise.verbs.trained import recorded
 
 PREFIX = "model."
 

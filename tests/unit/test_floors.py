@@ -47,7 +47,7 @@ FLOORS = {
     3: ("layouts",),
     4: ("training",),
     5: ("launch",),
-    6: ("reports", "bench", "exports"),
+    6: ("reports", "bench", "evaluation", "exports"),
     7: ("verbs", "api", "cli", "__main__", ""),
 }
 

@@ -14,7 +14,7 @@ from scalewise.errors import Complaint
 from scalewise.models.base import Weight
 
 if TYPE_CHECKING:
-    from torch import nn, optim
+    from torch import Tensor, nn, optim
 
     from scalewise.run import Run
 
@@ -49,6 +49,12 @@ class Optimizer(ABC):
 
         ``held``: bytes of a number of the weight.
         """
+
+    def averaged(
+        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the weights to judge, of those trained and the state, both by name."""
+        return dict(weights)
 
     def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
         """Returns the bytes that stepping a weight takes on the CPU for as long as it lasts.

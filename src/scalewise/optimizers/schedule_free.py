@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from scalewise.optimizers.adam import Moments
 from scalewise.optimizers.base import Slotted
 
 if TYPE_CHECKING:
-    from torch import optim
+    from torch import Tensor, optim
 
     from scalewise.run import Run
 
@@ -54,6 +54,18 @@ class ScheduleFree(Moments, Slotted):
         if self.shard:
             reason = "is for optimizers that train where they are judged"
             yield Complaint("optimizer.shard", True, reason, "set optimizer.shard=false")
+
+    def averaged(
+        self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the average x, of which ``weights`` y = beta1 x + (1 - beta1) z are a part."""
+        import torch
+
+        away = 1 - 1 / self.beta1
+        return {
+            name: torch.lerp(y, state[f"z/{name}"].to(y.dtype), away) if f"z/{name}" in state else y
+            for name, y in weights.items()
+        }
 
     def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns the authors' AdamW, in training mode."""

@@ -7,6 +7,7 @@ VERBS = {
     "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
     "status": "say how far the jobs of a sweep are, wherever they run; live on a terminal",
     "report": "write the reports again of a run's or a sweep's folder",
+    "evaluate": "say how well a trained model foretells held-out text, and what it writes",
     "export": "write a trained model, or its adapter, as Hugging Face keeps them",
     "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
     "dashboard": "make or update a saved W&B workspace of a project",
@@ -54,6 +55,12 @@ FORMS: dict[str, Rows] = {
     ),
     "status": (("scalewise status FOLDER ...", "of sweeps or runs"),),
     "report": (("scalewise report FOLDER ...", "report.html, and report_spec.json for W&B"),),
+    "evaluate": (
+        ("scalewise evaluate RUN", "loss, perplexity and accuracy on the rows it was validated on"),
+        ("... rows=all|NUMBER", "on more of the held-out rows, or fewer"),
+        ("... step=best|NUMBER", "another checkpoint; step=0: the model before it was trained"),
+        ("... 'prompt=TEXT'", "and go on writing: tokens=64 temperature=0 seed=1"),
+    ),
     "export": (
         ("scalewise export RUN", "its last checkpoint to RUN/export, for transformers"),
         ("... to=FOLDER", "to another folder"),

@@ -1,0 +1,97 @@
+"""What a run has trained: one of its checkpoints, and the specs that it was trained by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from scalewise.adapters import Adapter, Lora
+from scalewise.checkpoints import store
+from scalewise.data.base import Data, Splits
+from scalewise.errors import ConfigError
+from scalewise.models.decoder.spec import Decoder
+from scalewise.optimizers import Optimizer
+from scalewise.precision import Precision
+from scalewise.trainer import Trainer
+
+SPECS = ("model", "data", "precision", "optimizer", "adapter", "trainer")
+"""The groups that a trained model goes by, as ``Trained`` has them."""
+PREFIX = "model."
+"""What a checkpoint's names begin with."""
+BEGINNING = "0"
+"""The step of the model as it was before it was trained."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint of a run, and the specs that it was trained by; None: as the run began."""
+
+    folder: Path
+    checkpoint: Path | None
+    seed: int
+    model: Decoder
+    data: Data
+    precision: Precision
+    optimizer: Optimizer
+    adapter: Adapter
+    trainer: Trainer
+
+    @property
+    def step(self) -> int:
+        """Returns the optimizer steps that the checkpoint has seen."""
+        return store.verify(self.checkpoint) if self.checkpoint else 0
+
+    def splits(self) -> Splits:
+        """Returns the rows that the run read; raises ``DataError`` where they are gone."""
+        return self.data.prepare(self.model.vocabulary, self.seed)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the weights to give away, whole, by the model's own names."""
+        assert self.checkpoint is not None
+        held = store.whole(self.checkpoint)
+        if self.optimizer.averages:
+            held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
+        return {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+
+    def merged(self) -> dict[str, Tensor]:
+        """Returns the same with what an adapter has learnt added to the model's own."""
+        if not isinstance(self.adapter, Lora):
+            return self.state()
+        from scalewise.adapters import lora
+
+        return lora.merged(self.state(), self.adapter, self.model)
+
+
+def resolved(folder: Path) -> Mapping[str, Any]:
+    """Returns the groups of a run's ``resolved.yaml``; raises ``ConfigError`` where it has none."""
+    try:
+        values = yaml.safe_load((folder / "resolved.yaml").read_text("utf-8"))
+    except (OSError, yaml.YAMLError):
+        values = None
+    if not isinstance(values, Mapping) or not {*SPECS, "seed"} <= set(values):
+        reason = f"{folder} is no folder of a run: it has no readable resolved.yaml"
+        raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
+    return values
+
+
+def checkpoint(folder: Path, step: str) -> Path:
+    """Returns the ``last`` checkpoint of a run, its ``best``, or a step's; all of it is there."""
+    checkpoints = folder / "checkpoints"
+    known = store.steps(checkpoints)
+    if step == "best":
+        best = store.best_of(checkpoints)
+        found = known.get(best[0]) if best else None
+    elif step == "last":
+        found = store.latest(checkpoints)
+    else:
+        found = known.get(int(step)) if step.isdecimal() else None
+    if found is None:
+        cure = f"choose one of step={', '.join(map(str, (*known, 'last')))}" if known else ""
+        raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
+    store.verify(found)
+    return found

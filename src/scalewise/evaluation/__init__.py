@@ -1,0 +1,1 @@
+"""How good a trained model is: on held-out text, and in what it writes itself."""

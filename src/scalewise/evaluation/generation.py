@@ -1,0 +1,35 @@
+"""What a model writes: one token after the other, each read with all that came before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from scalewise.models.module import ModelModule
+
+
+@torch.no_grad()
+def continued(
+    module: ModelModule, tokens: Sequence[int], context: int, temperature: float, seed: int
+) -> Iterator[int]:
+    """Yields the tokens that follow ``tokens``, for as long as it is asked.
+
+    A ``temperature`` of 0 takes the likeliest; others draw from the softmax of the logits over it.
+    Of more than ``context`` tokens the last are read.
+    """
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    read = list(tokens)
+    while True:
+        tokens_1T = torch.tensor([read[-context:]], device=device)
+        read.append(_drawn(module(tokens_1T)[0, -1].float().cpu(), temperature, generator))
+        yield read[-1]
+
+
+def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    shares_V = (logits_V / temperature).softmax(-1)
+    return int(torch.multinomial(shares_V, 1, generator=generator))

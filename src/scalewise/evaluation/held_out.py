@@ -1,0 +1,67 @@
+"""How well a model foretells text that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scalewise.data.base import Rows
+from scalewise.data.loader import Share, ValidationLoader
+from scalewise.models.module import ModelModule
+from scalewise.objectives import IGNORED
+
+PIECE = 1024
+"""Tokens of a row whose logits exist at a time."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Means over all labels of the rows: ``loss`` in nats, ``accuracy`` of the likeliest token."""
+
+    rows: int
+    labels: int
+    loss: float
+    accuracy: float
+
+    @property
+    def perplexity(self) -> float:
+        """Returns e to the loss: among so many tokens the model is as unsure as among equals."""
+        return exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def measured(
+    module: ModelModule,
+    rows: Rows,
+    count: int,
+    micro_batch: int,
+    tell: Callable[[int], None] = lambda done: None,
+) -> HeldOut:
+    """Returns how a whole model does on the first ``count`` rows; ``tell`` hears of rows done."""
+    count = min(count, len(rows))
+    device = next(module.parameters()).device
+    module.loss, sums = _sums, torch.zeros(2, dtype=torch.float64, device=device)
+    labels = done = 0
+    for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
+        sums += module(batch["inputs"].to(device), batch["labels"].to(device))
+        labels += int((batch["labels"] != IGNORED).sum())
+        done = min(done + micro_batch, count)
+        tell(done)
+    loss, hits = (sums / labels).tolist() if labels else (float("nan"), float("nan"))
+    return HeldOut(count, labels, loss, hits)
+
+
+def _sums(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
+    """Returns the summed cross-entropy, and the labels that were the likeliest token, in fp64."""
+    sums = torch.zeros(2, dtype=torch.float64, device=x_BTW.device)
+    for at in range(0, labels_BT.shape[1], PIECE):
+        labels_N = labels_BT[:, at : at + PIECE].flatten()
+        logits_NV = head(x_BTW[:, at : at + PIECE]).flatten(0, 1).float()
+        loss = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+        sums += torch.stack([loss, (logits_NV.argmax(-1) == labels_N).sum()])
+    return sums

@@ -1,0 +1,34 @@
+"""A trained model alive on one device, whatever layout it was trained in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from scalewise.checkpoints.trained import Trained
+from scalewise.models.base import Part
+from scalewise.models.module import ModelModule
+from scalewise.precision import Number
+
+
+def model(told: Trained, device: torch.device) -> ModelModule:
+    """Returns the whole model with its weights, adapters merged into them, to be asked only."""
+    if told.checkpoint is None:
+        with device:
+            module = told.model.build(told.seed)
+    else:
+        module = told.model.shape(Part(range(told.model.layers)))
+        module.to_empty(device=device)
+        module.init_buffers()
+        module.load_state_dict(told.merged())
+    held = torch.bfloat16 if told.precision.parameters is Number.bf16 else torch.float32
+    return module.to(held).eval().requires_grad_(False)
+
+
+def arithmetic(told: Trained, device: torch.device) -> AbstractContextManager[object]:
+    """Returns what makes products compute in the format in which they were trained."""
+    formats = {Number.bf16: torch.bfloat16, Number.fp16: torch.float16}
+    compute = told.precision.compute
+    mixed = compute is not told.precision.parameters
+    return torch.autocast(device.type, formats.get(compute), enabled=mixed)

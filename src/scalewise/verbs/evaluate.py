@@ -1,0 +1,124 @@
+"""``scalewise evaluate RUN``: how good a trained model is, on held-out text and to the eye."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice, takewhile
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise import output
+from scalewise.errors import Complaint, ConfigError
+from scalewise.hardware import this_machine
+from scalewise.verbs import trained
+
+if TYPE_CHECKING:
+    from scalewise.checkpoints.trained import Trained
+    from scalewise.data.base import Splits
+    from scalewise.evaluation.held_out import HeldOut
+    from scalewise.models.module import ModelModule
+
+ALL, AS_TRAINED = "all", "as trained"
+DEFAULTS = {
+    "step": "last",
+    "rows": AS_TRAINED,
+    "prompt": "",
+    "tokens": "64",
+    "temperature": "0",
+    "seed": "1",
+}
+RECORD = "evaluation.json"
+"""What was found, by step, in the run's folder."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what it finds and keeps it in ``RUN/evaluation.json``; exit code 0."""
+    wrong = list(_wrong({**DEFAULTS, **trained.options(arguments)}))
+    folder, options = trained.read("evaluate", arguments, DEFAULTS, wrong)
+    told = trained.recorded(folder, options["step"], beginning=options["step"] == "0")
+
+    import torch
+
+    from scalewise.evaluation import live
+
+    device, splits = torch.device(this_machine().device.value), told.splits()
+    with live.arithmetic(told, device):
+        module = live.model(told, device)
+        found = _measured(told, module, splits, options["rows"])
+        text = _written(told, module, splits, options) if options["prompt"] else ""
+    print(
+        f"step {told.step} of {folder.name}: {found.labels:,} labels of {found.rows} held-out rows"
+    )
+    print(
+        f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:,.2f}, "
+        f"the likeliest token is right in {found.accuracy:.1%}"
+    )
+    if text:
+        print(f"\n{text}\n")
+    _keep(folder / RECORD, told.step, found)
+    print(f"result {folder / RECORD}")
+    return 0
+
+
+def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
+    for key, others in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
+        if given[key] not in others and not (given[key].isdecimal() and int(given[key]) > 0):
+            cure = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
+            yield Complaint(key, given[key], "is no number of 1 or more", cure)
+    try:
+        temperature = float(given["temperature"])
+    except ValueError:
+        temperature = -1.0
+    if not (isfinite(temperature) and temperature >= 0):
+        cure = "set temperature=0 for the likeliest token"
+        yield Complaint("temperature", given["temperature"], "is no number of 0 or more", cure)
+
+
+def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> HeldOut:
+    from scalewise.evaluation import held_out
+
+    if splits.validation is None:
+        reason, cure = "the run's data have no held-out rows", "give the folder of another run"
+        raise ConfigError.one("", str(told.folder), reason, cure)
+    count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
+    count = int(rows) if count is None else count
+    with output.console().status("evaluating") as status:
+        return held_out.measured(
+            module,
+            splits.validation,
+            count,
+            told.trainer.micro_batch,
+            lambda done: status.update(f"{done} rows evaluated"),
+        )
+
+
+def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
+    """Returns the prompt and what the model makes of it, until it ends the text."""
+    if splits.tokenizer is None:
+        reason, cure = "the run's data were token ids, not text", "leave out prompt"
+        raise ConfigError.one("prompt", options["prompt"], reason, cure)
+    from tokenizers import Tokenizer
+
+    from scalewise.evaluation.generation import continued
+
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    ends = {
+        number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    }
+    prompt = tokenizer.encode(options["prompt"]).ids
+    found = continued(
+        module, prompt, told.model.context, float(options["temperature"]), int(options["seed"])
+    )
+    count = int(options["tokens"])
+    with output.console().status("writing"):
+        new = list(takewhile(lambda token: token not in ends, islice(found, count)))
+    return str(tokenizer.decode([*prompt, *new]))
+
+
+def _keep(path: Path, step: int, found: HeldOut) -> None:
+    from scalewise.tracking.files import read_json, write_json
+
+    record = {str(step): {**asdict(found), "perplexity": found.perplexity}}
+    write_json(path, read_json(path) | record)

@@ -1,0 +1,56 @@
+"""What ``export`` and ``evaluate`` are given: the folder of a run, and words of ``key=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.near import meant
+from scalewise.config.read import part
+from scalewise.errors import Complaint, ConfigError
+
+if TYPE_CHECKING:
+    from scalewise.checkpoints.trained import Trained
+
+
+def read(
+    verb: str, arguments: Sequence[str], defaults: Mapping[str, str], wrong: list[Complaint]
+) -> tuple[Path, dict[str, str]]:
+    """Returns a run's folder and the options; raises ``ConfigError`` with all that is wrong.
+
+    ``wrong`` holds what the caller has found already, by ``options``.
+    """
+    folders = [word for word in arguments if "=" not in word]
+    wrong = [
+        *(
+            Complaint(key, value, "no such key", meant(key, list(defaults)))
+            for key, value in options(arguments).items()
+            if key not in defaults
+        ),
+        *wrong,
+    ]
+    if len(folders) != 1:
+        reason = f"one run at a time, not {len(folders)}" if folders else "no folder given"
+        wrong.append(Complaint("", "", reason, f"scalewise {verb} runs/NAME/TIMESTAMP"))
+    if wrong:
+        raise ConfigError(wrong)
+    return Path(folders[0]).expanduser().absolute(), {**defaults, **options(arguments)}
+
+
+def options(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns what was typed as ``key=value``."""
+    return dict(word.split("=", 1) for word in arguments if "=" in word)
+
+
+def recorded(folder: Path, step: str = "last", *, beginning: bool = False) -> Trained:
+    """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
+
+    ``beginning``: whether step 0 is asked for, of which no checkpoint is kept.
+    """
+    from scalewise.checkpoints import trained
+
+    values = trained.resolved(folder)
+    found = None if beginning else trained.checkpoint(folder, step)
+    parts = (part(group, values[group]) for group in trained.SPECS)
+    return trained.Trained(folder, found, int(values["seed"]), *parts)

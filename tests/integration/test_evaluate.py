@@ -1,0 +1,168 @@
+"""A trained model is judged as it was validated, and writes as transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import scalewise
+from scalewise import cli
+from scalewise.errors import ConfigError
+from scalewise.evaluation import generation, held_out, live
+from scalewise.models.module import ModelModule
+from scalewise.verbs import evaluate
+from scalewise.verbs.trained import recorded
+
+SMOKE = (
+    "experiment=smoke",
+    "tracking=none",
+    "trainer.max_steps=6",
+    "trainer.validate_every=3",
+    "trainer.validation_rows=6",
+    "schedule.warmup_steps=1",
+    "optimizer.lr=0.01",
+)
+LONG = pytest.mark.exhaustive
+CASES = {
+    "plain": (),
+    "lora": ("adapter=lora", "adapter.targets=[.*]"),
+    "schedule_free": ("optimizer=schedule_free", "optimizer.lr=0.01", "schedule=constant"),
+    "bf16": ("precision=bf16_mixed",),
+    "bf16_true": ("precision=bf16_true",),
+    "fsdp": ("parallelism=fsdp", "parallelism.shards=2"),
+    "pipeline": ("parallelism=pipeline",),
+}
+SELDOM = ("bf16", "bf16_true", "fsdp", "pipeline")
+CPU = torch.device("cpu")
+
+
+def trained(folder: Path, *line: str) -> Folder:
+    result = scalewise.train(scalewise.compose([*SMOKE, *line]), folder)
+    assert result.status == "ok", result.reason
+    return Folder(result.folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return trained(tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=LONG if case in SELDOM else ()) for case in CASES]
+)
+def test_the_loss_is_that_of_the_last_validation(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "run", *CASES[case])
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    assert "6 held-out rows" in capsys.readouterr().out
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["6"]
+    near = 1e-3 if "bf16" in case else 1e-5
+    assert found["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)
+    assert found["rows"] == 6
+
+
+def test_the_beginning_is_worse_and_both_are_kept(
+    plain: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["step=0"], ["step=best"], ["rows=2"]):
+        assert cli.main(["evaluate", str(plain.path), *words]) == 0
+    capsys.readouterr()
+    found = json.loads((plain.path / "evaluation.json").read_text("utf-8"))
+    assert found.keys() == {"0", "6"}
+    assert found["6"]["rows"] == 2
+    assert found["0"]["loss"] > found["6"]["loss"] + 0.5
+    assert found["0"]["accuracy"] < 0.05 < found["6"]["accuracy"] + 0.05
+    assert found["0"]["perplexity"] == pytest.approx(2.718281828 ** found["0"]["loss"], rel=1e-6)
+
+
+def test_transformers_foretells_and_writes_the_same(
+    plain: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    told = recorded(plain.path)
+    rows = told.splits().validation
+    assert rows is not None
+    module = live.model(told, CPU)
+    ours = held_out.measured(module, rows, 3, micro_batch=2)
+    tokens_BS = torch.from_numpy(rows.gather([0, 1, 2])).long()
+    with torch.no_grad():
+        logits_BTV = theirs(tokens_BS[:, :-1]).logits
+    right = (logits_BTV.argmax(-1) == tokens_BS[:, 1:]).float().mean()
+    loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+    assert ours.loss == pytest.approx(float(loss), rel=1e-5)
+    assert ours.accuracy == pytest.approx(float(right), abs=1e-6)
+    assert ours.labels == tokens_BS[:, 1:].numel()
+
+    prompt = "The function returns"
+    given = AutoTokenizer.from_pretrained(tmp_path / "there")(prompt, return_tensors="pt")
+    written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0]
+    said = AutoTokenizer.from_pretrained(tmp_path / "there").decode(written)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(plain.path), f"prompt={prompt}", "tokens=12"]) == 0
+    assert said in capsys.readouterr().out
+
+
+class Fixed(ModelModule):
+    """A model that is as sure of each token whatever came before."""
+
+    def __init__(self, *logits: float) -> None:
+        super().__init__()
+        self.logits_V = torch.nn.Parameter(torch.tensor(logits))
+        self.longest = 0
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        self.longest = max(self.longest, tokens_BT.shape[1])
+        return self.logits_V.expand(*tokens_BT.shape, -1)
+
+    def layers(self) -> list[torch.nn.Module]:
+        raise NotImplementedError
+
+    def replace_mixes(self, make: object) -> None:
+        raise NotImplementedError
+
+    def hold_places(self, places_T: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def draws(module: Fixed, temperature: float, count: int, seed: int = 1) -> list[int]:
+    found = generation.continued(module, [0], 8, temperature, seed)
+    return [next(found) for _ in range(count)]
+
+
+def test_temperature_is_what_logits_are_divided_by() -> None:
+    module = Fixed(1.0, 2.0, 0.0)
+    assert draws(module, 0, 3) == [1, 1, 1]
+    assert draws(module, 0.7, 50) == draws(module, 0.7, 50) != draws(module, 0.7, 50, seed=2)
+    counts = torch.bincount(torch.tensor(draws(module, 0.5, 4000)), minlength=3) / 4000
+    wanted = (torch.tensor([1.0, 2.0, 0.0]) / 0.5).softmax(-1)
+    torch.testing.assert_close(counts, wanted, rtol=0, atol=0.03)
+    assert module.longest == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rows=0"], "is no number of 1 or more; set rows=all"),
+        (["tokens=x", "temperature=-1"], "2 problems"),
+        (["step=4"], "choose one of step="),
+        (["temprature=1"], "did you mean temperature?"),
+    ],
+)
+def test_what_cannot_be_asked(
+    words: list[str], said: str, plain: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", str(plain.path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_token_ids_have_no_text(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "data=synthetic", "data.sequence=32")
+    with pytest.raises(ConfigError, match="were token ids, not text; leave out prompt"):
+        evaluate.main([str(run.path), "prompt=The"])
