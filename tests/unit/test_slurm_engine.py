@@ -228,12 +228,20 @@ class TestBuried:
         assert (said["rank"], said["log_tail"]) == (1, ["here"])
 
 
-@pytest.mark.parametrize("launcher", ["ray", "basic", "submitit_slurm", "nonsense"])
+@pytest.mark.parametrize(
+    ("launcher", "cure"),
+    [
+        ("ray", "choose one of hydra/launcher=scalewise"),
+        ("basic", "choose one of hydra/launcher=scalewise"),
+        ("submitit_slurm", "did you mean hydra/launcher=slurm"),
+        ("pack", "did you mean hydra/launcher=packed"),
+    ],
+)
 def test_other_launchers_are_refused(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"runs jobs unseen.*hydra/launcher=scalewise"):
+    with pytest.raises(ConfigError, match=f"is not the suite's.*{cure}"):
         open_door(Train(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
     assert list(tmp_path.iterdir()) == []
 

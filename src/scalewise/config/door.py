@@ -23,6 +23,7 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from scalewise.config import mount, naming, refuse, schema, tree
+from scalewise.config.near import meant
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
@@ -186,8 +187,12 @@ def _foreign(launcher: str) -> Iterator[Complaint]:
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
     if launcher not in LAUNCHERS:
-        reason = "runs jobs unseen: no check before the first starts, no record of how they end"
-        cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
+        reason = (
+            "is not the suite's: no check before the first job starts, no record of how they end"
+        )
+        cure = meant(launcher, LAUNCHERS, "hydra/launcher=")
+        if not cure.startswith("did you mean"):
+            cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
         yield Complaint("hydra/launcher", launcher, reason, cure)
 
 
