@@ -11,6 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.hf import HuggingFace
 from scalewise.data.rows import PackedRows
@@ -21,6 +22,7 @@ from scalewise.errors import DataError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
+    "chat": Chat,
     "corpus": Corpus,
     "text": Text,
     "tokens": Tokens,

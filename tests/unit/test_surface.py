@@ -44,7 +44,7 @@ def test_groups_and_their_options() -> None:
             "openllama_7b",
             "tinyllama_1b",
         ],
-        "data": ["corpus", "hf", "synthetic", "text", "tokens"],
+        "data": ["chat", "corpus", "hf", "synthetic", "text", "tokens"],
         "objective": ["causal_lm"],
         "parallelism": [
             "context",

@@ -44,6 +44,39 @@ class PackedRows:
         return tokens_BS
 
 
+class PaddedRows:
+    """One text a row, of ids of which those below zero are no labels; cut, or filled with ``~end``.
+
+    Text i is ``ids_N[starts[i] : starts[i + 1]]``.
+    """
+
+    streamed = False
+    masked = True
+
+    def __init__(
+        self,
+        ids_N: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        texts: NDArray[np.int64],
+        sequence: int,
+        end: int,
+    ) -> None:
+        """``texts``: those that are rows, in their order."""
+        self._ids, self._starts, self._texts = ids_N, starts, texts
+        self._width, self._end = sequence + 1, end
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``, the rows at ``indices``."""
+        tokens_BS = np.full((len(indices), self._width), ~self._end, dtype=np.int64)
+        for row_S, text in zip(tokens_BS, self._texts[np.asarray(indices)], strict=True):
+            found = self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
+            row_S[: len(found)] = found
+        return tokens_BS
+
+
 class StreamedRows:
     """Rows cut end to end from a stream of token arrays that can be opened again.
 

@@ -48,13 +48,7 @@ def tokenized(source: Source, vocabulary: int) -> Path:
     and for a split without text.
     """
     tokenization = source.tokenization
-    loaded = tokenization.load()
-    needed = vocabulary_of(loaded) if loaded else tokenization.vocabulary
-    if needed > vocabulary:
-        key = "tokenizer" if loaded else "vocabulary"
-        reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
-        cure = f"give model.vocabulary={needed}"
-        raise DataError.one(f"data.{key}", getattr(tokenization, key), reason, cure)
+    tokenization.check(vocabulary)
     identity = {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
@@ -97,7 +91,7 @@ def splits(folder: Path, sequence: int, *, validation: bool) -> Splits:
 
 def _write(source: Source, folder: Path) -> None:
     started = time.perf_counter()
-    progress = _Progress(source.name)
+    progress = Progress(source.name)
     tokenization = source.tokenization
     tokenizer = tokenization.load() or tokenization.train(source.training)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -117,7 +111,7 @@ def _write(source: Source, folder: Path) -> None:
     progress.close(f"in {seconds_text(time.perf_counter() - started)}")
 
 
-class _Progress:
+class Progress:
     """One line on stderr, rewritten while it is a terminal."""
 
     def __init__(self, name: str) -> None:
@@ -126,9 +120,11 @@ class _Progress:
         print(self._line, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
+        """Says how far it is, on a terminal."""
         if self._live:
             print(f"\r{self._line} {text}", end="", file=sys.stderr, flush=True)
 
     def close(self, text: str) -> None:
+        """Says how it ended, on a terminal."""
         if self._live:
             print(f" {text}", file=sys.stderr, flush=True)

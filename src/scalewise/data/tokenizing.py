@@ -79,6 +79,16 @@ class Tokenization:
             raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
         return tokenizer
 
+    def check(self, vocabulary: int) -> None:
+        """Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens, the model's."""
+        loaded = self.load()
+        needed = vocabulary_of(loaded) if loaded else self.vocabulary
+        if needed > vocabulary:
+            key, value = ("tokenizer", self.tokenizer) if loaded else ("vocabulary", needed)
+            reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
+            cure = f"give model.vocabulary={needed}"
+            raise DataError.one(f"data.{key}", value, reason, cure)
+
     def train(self, documents: Documents) -> Tokenizer:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

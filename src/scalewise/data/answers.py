@@ -1,0 +1,160 @@
+"""Conversations in the cache as token ids, of which those that are no answer lie below zero."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalewise.data.base import Splits
+from scalewise.data.conversations import Bad, conversations
+from scalewise.data.rows import PaddedRows
+from scalewise.data.templates import CONFIG, Piece, Template, beside, plain
+from scalewise.data.tokenized import Progress
+from scalewise.errors import DataError
+from scalewise.units import count_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from scalewise.data.chat import Chat
+
+FORMAT = 1
+"""Raised when the content of the cached files changes for the same key."""
+TOGETHER = 1000
+"""Conversations that are tokenized at once."""
+TOLD = 3
+"""Bad records that an error names."""
+
+Written = list[Piece]
+
+
+def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
+    """Returns what decides the ids: files, template, tokenizer, and what is held out."""
+    read = [file.absolute() for file in files]
+    if spec.tokenizer is not None:
+        beside_it = Path(spec.tokenizer).expanduser().resolve().with_name(CONFIG)
+        read += [beside_it] if beside_it.is_file() else []
+    stats = [(str(file), file.stat()) for file in read]
+    return {
+        "format": FORMAT,
+        "tokenizers": version("tokenizers"),
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "validation_fraction": spec.validation_fraction,
+        "max_bad_rows": spec.max_bad_rows,
+        "end_of_text": spec.end_of_text,
+        **spec.tokenization.identity(),
+    }
+
+
+def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
+    """Fills a folder of the cache: ids and where each conversation starts, for each split."""
+    progress = Progress("chat")
+    template = _template(spec)
+    found, bad = _written(files, template)
+    if len(bad) > spec.max_bad_rows:
+        named = "; ".join(map(str, bad[:TOLD])) + "; ..." * (len(bad) > TOLD)
+        reason = f"{_count(bad)} that {'are' if len(bad) > 1 else 'is'} no conversation: {named}"
+        cure = f"mend them, or leave them out with data.max_bad_rows={len(bad)}"
+        raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
+    if bad:
+        print(f"left out {_count(bad)}, the first {bad[0]}", file=sys.stderr)
+    parts = _parted(found, spec.validation_fraction)
+    tokenizer = spec.tokenization.load() or spec.tokenization.train(
+        lambda: ("".join(piece.text for piece in pieces) for pieces in parts["train"])
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    count = 0
+    for split, texts in parts.items():
+        if not texts:
+            reason = f"the {split} split has no conversation"
+            cure = "give more, or data.validation_fraction=0"
+            raise DataError.one("data.paths", list(spec.paths), reason, cure)
+        starts, firsts = [0], []
+        with open(folder / f"{split}.bin", "wb") as file:
+            for ids in _ids(tokenizer, texts):
+                ids.tofile(file)
+                starts.append(starts[-1] + len(ids))
+                firsts.append(int(np.argmax(ids >= 0)) if (ids >= 0).any() else sys.maxsize)
+                count += len(ids)
+        progress.show(f"{count_text(count)} tokens")
+        np.save(folder / f"{split}.starts.npy", np.array(starts, dtype=np.int64))
+        np.save(folder / f"{split}.firsts.npy", np.array(firsts, dtype=np.int64))
+    meta = {"end": tokenizer.token_to_id(spec.end_of_text), "splits": list(parts)}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    progress.close("")
+
+
+def _count(bad: Sequence[Bad]) -> str:
+    return f"{len(bad)} record{'s' * (len(bad) > 1)}"
+
+
+def splits(folder: Path, spec: Chat) -> Splits:
+    """Returns the rows of both splits of a folder that ``write`` has filled, or of one alone."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    rows = {split: _rows(folder, split, spec, meta) for split in meta["splits"]}
+    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json")
+
+
+def _rows(folder: Path, split: str, spec: Chat, meta: dict[str, Any]) -> PaddedRows:
+    """Returns the conversations whose first answer begins within a row."""
+    ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
+    starts, firsts = (np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts"))
+    texts = np.flatnonzero(firsts <= spec.sequence)
+    if not len(texts):
+        reason = f"no answer of the {split} split begins so early; one begins after {firsts.min()}"
+        cure = f"give data.sequence={2 * int(firsts.min())}"
+        raise DataError.one("data.sequence", spec.sequence, reason, cure)
+    return PaddedRows(ids_N, starts, texts, spec.sequence, meta["end"])
+
+
+def _template(spec: Chat) -> Template:
+    own = None
+    if spec.tokenizer is not None:
+        own = beside(Path(spec.tokenizer).expanduser())
+    return own or plain(spec.end_of_text)
+
+
+def _written(files: Iterable[Path], template: Template) -> tuple[list[Written], list[Bad]]:
+    """Returns the conversations of all files as they are written down, and what is bad."""
+    found: list[Written] = []
+    bad: list[Bad] = []
+    for file in files:
+        for told in conversations(file, template):
+            if isinstance(told, Bad):
+                bad.append(told)
+            else:
+                found.append(told)
+    return found, bad
+
+
+def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
+    """Returns the conversations to train on, and every 1/fraction-th held out."""
+    if not fraction:
+        return {"train": list(found)}
+    held = [int((n + 1) * fraction) > int(n * fraction) for n in range(len(found))]
+    sides = zip(found, held, strict=True)
+    parts: dict[str, list[Written]] = {"train": [], "validation": []}
+    for pieces, out in sides:
+        parts["validation" if out else "train"].append(pieces)
+    return parts
+
+
+def _ids(tokenizer: Tokenizer, texts: Sequence[Written]) -> Iterator[NDArray[np.int32]]:
+    """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt."""
+    for at in range(0, len(texts), TOGETHER):
+        some = texts[at : at + TOGETHER]
+        flat = [piece.text for pieces in some for piece in pieces]
+        encoded = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
+        for pieces in some:
+            parts = []
+            for piece in pieces:
+                ids = np.array(next(encoded).ids, dtype=np.int32)
+                parts.append(ids if piece.learnt else ~ids)
+            yield np.concatenate(parts)

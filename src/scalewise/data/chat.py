@@ -1,0 +1,72 @@
+"""The user's own conversations: a model learns to write the answers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from scalewise.config.registry import option
+from scalewise.data.base import Data, Splits
+from scalewise.data.conversations import SUFFIXES
+from scalewise.data.reading import matching, path_complaints
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
+from scalewise.errors import Complaint, DataError
+
+
+@option("data", "chat")
+@dataclass(frozen=True)
+class Chat(Data):
+    """Conversations, one a row, written by the tokenizer's template; questions are no labels."""
+
+    sequence: int = 256
+    """Tokens of a row; of a longer conversation the end is left out."""
+    paths: tuple[str, ...] = ()
+    """Globs of .jsonl, .json and .parquet of Alpaca's, ShareGPT's or the ``messages`` format."""
+    tokenizer: str | None = None
+    """Path of a tokenizer.json, whose template lies beside it; null trains a byte-level BPE."""
+    vocabulary: int = 4096
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    end_of_text: str = END_OF_TEXT
+    """The token that ends an answer where there is no template, and fills rows up."""
+    validation_fraction: float = 0.05
+    """Share of the conversations that is held out; 0 holds out nothing."""
+    max_bad_rows: int = 0
+    """Records that are left out for not being conversations; more are an error."""
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns the size of the tokenizer that is trained; None where one is given."""
+        return self.vocabulary if self.tokenizer is None else None
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields absent or unknown files, and numbers that cannot be."""
+        yield from self.not_positive("sequence")
+        yield from self.tokenization.complaints()
+        if not 0 <= self.validation_fraction < 1:
+            reason = "is a share of the conversations, from 0 to below 1"
+            cure = "give data.validation_fraction=0.05"
+            yield Complaint("data.validation_fraction", self.validation_fraction, reason, cure)
+        if self.max_bad_rows < 0:
+            cure = "give data.max_bad_rows=0"
+            yield Complaint("data.max_bad_rows", self.max_bad_rows, "is below zero", cure)
+        if not self.paths:
+            yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.jsonl']")
+        yield from path_complaints("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns a row a conversation, and those held out: spread evenly over all."""
+        from scalewise.data import answers
+        from scalewise.data.cache import cached
+
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        self.tokenization.check(vocabulary)
+        files = matching(self.paths)
+        folder = cached("chat", answers.identity(self, files), partial(answers.write, self, files))
+        return answers.splits(folder, self)
+
+    @property
+    def tokenization(self) -> Tokenization:
+        """Returns which tokenizer writes them down."""
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)

@@ -1,0 +1,227 @@
+"""Conversations: formats, templates, which tokens are labels, and what is bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from scalewise.data.base import Rows, Splits
+from scalewise.data.chat import Chat
+from scalewise.data.conversations import ROLES
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
+from scalewise.errors import DataError
+
+ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+SHAREGPT = {
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Add 2 and 2."},
+        {"from": "gpt", "value": "4"},
+        {"from": "human", "value": "And 3?"},
+        {"from": "gpt", "value": "7"},
+    ]
+}
+MESSAGES = {
+    "messages": [
+        {"role": "user", "content": "Add 2 and 2."},
+        {"role": "assistant", "content": "4"},
+    ]
+}
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def lines(path: Path, *records: object) -> str:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return str(path)
+
+
+def read(splits: Splits, rows: Rows, row: int = 0) -> tuple[str, str]:
+    """Returns the text of a row, and that of its labels alone."""
+    assert splits.tokenizer is not None
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    (ids_S,) = rows.gather([row])
+    whole = np.where(ids_S < 0, ~ids_S, ids_S)
+    labels = ids_S[1:][ids_S[1:] >= 0]
+    said, learnt = (
+        tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (whole, labels)
+    )
+    return said, learnt
+
+
+@pytest.mark.parametrize(
+    ("record", "whole", "answers"),
+    [
+        (ALPACA, "### User:\nAdd.\n\n2 and 2\n\n### Assistant:\n4", "4"),
+        (MESSAGES, "### User:\nAdd 2 and 2.\n\n### Assistant:\n4", "4"),
+        (
+            SHAREGPT,
+            "### System:\nBe brief.\n\n### User:\nAdd 2 and 2.\n\n### Assistant:\n4"
+            + END_OF_TEXT
+            + "### User:\nAnd 3?\n\n### Assistant:\n7",
+            f"4{END_OF_TEXT}7",
+        ),
+    ],
+    ids=["alpaca", "messages", "sharegpt"],
+)
+def test_formats_are_told_apart_and_answers_alone_are_labels(
+    record: object, whole: str, answers: str, tmp_path: Path
+) -> None:
+    splits = Chat(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL).prepare(300, 0)
+    assert splits.train.masked
+    said, learnt = read(splits, splits.train)
+    assert said.rstrip(END_OF_TEXT) == whole or said.startswith(whole + END_OF_TEXT)
+    assert set(said.removeprefix(whole).replace(END_OF_TEXT, "")) == set()
+    assert learnt == answers + END_OF_TEXT
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
+def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    records = [MESSAGES, {"messages": SHAREGPT_AS_MESSAGES}]
+    if suffix == "json":
+        path.write_text(json.dumps(records))
+    elif suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    else:
+        lines(path, *records)
+    splits = Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+    assert [read(splits, splits.train, row)[1] for row in (0, 1)] == [
+        f"4{END_OF_TEXT}",
+        f"4{END_OF_TEXT}7{END_OF_TEXT}",
+    ]
+
+
+SHAREGPT_AS_MESSAGES = [
+    {"role": ROLES[turn["from"]], "content": turn["value"]} for turn in SHAREGPT["conversations"]
+]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """Returns a tokenizer.json with the marks of ChatML and its template beside it."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made = Tokenization(300).train(lambda: iter(["Add 2 and 2. user assistant system " * 20]))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    made.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHATML, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("messages", [MESSAGES["messages"], SHAREGPT_AS_MESSAGES], ids=["1", "2"])
+def test_a_template_writes_what_transformers_does(
+    messages: list[dict[str, str]], tokenizer: Path, tmp_path: Path
+) -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer), chat_template=CHATML, bos_token="<s>"
+    )
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    path = lines(tmp_path / "a.jsonl", {"messages": messages})
+    splits = Chat(
+        paths=(path,), tokenizer=str(tokenizer), sequence=128, validation_fraction=0
+    ).prepare(512, 0)
+    (ids_S,) = splits.train.gather([0])
+    assert np.where(ids_S < 0, ~ids_S, ids_S)[: len(expected)].tolist() == expected
+    answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    assert read(splits, splits.train)[1] == "".join(f"{it}<|im_end|>\n" for it in answers)
+
+
+def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
+    config = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    chat = Chat(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
+    with pytest.raises(DataError, match=r"is refused by the template.*unsafe"):
+        chat.prepare(512, 0)
+
+
+def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    config = {"chat_template": refuses + CHATML}
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    path = lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT)
+    chat = Chat(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
+    with pytest.raises(DataError, match=r"1 record that .*a.jsonl:2 is refused .* no system"):
+        chat.prepare(512, 0)
+
+
+BAD = {
+    "{": "is not JSON",
+    "[1]": "is no object",
+    '{"a": 1}': "it has a",
+    '{"messages": []}': "has no list of turns",
+    '{"messages": [{"role": "user"}]}': "a turn without a text in 'content'",
+    '{"messages": [{"role": "robot", "content": "x"}]}': "a turn of 'robot'; known are system",
+    '{"messages": [{"role": "user", "content": "x"}]}': "has no answer",
+    '{"instruction": "x", "output": 3}': "that is no text",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_rows_are_named_and_counted(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(MESSAGES)}\n\n{line}\n{json.dumps(ALPACA)}\n")
+    chat = Chat(paths=(str(path),), **SMALL)
+    with pytest.raises(DataError) as error:
+        chat.prepare(300, 0)
+    assert "1 record that is no conversation: a.jsonl:3 " in str(error.value)
+    assert BAD[line] in str(error.value)
+    assert "data.max_bad_rows=1" in str(error.value)
+    allowed = Chat(paths=(str(path),), max_bad_rows=1, **SMALL).prepare(300, 0)
+    assert len(allowed.train) == 2
+    assert "left out 1 record, the first a.jsonl:3" in capsys.readouterr().err
+
+
+def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
+    records = [{"instruction": f"Say {n}.", "output": f"{n} " * 40} for n in range(40)]
+    chat = Chat(
+        paths=(lines(tmp_path / "a.jsonl", *records),),
+        vocabulary=300,
+        sequence=32,
+        validation_fraction=0.1,
+    )
+    splits = chat.prepare(300, 0)
+    assert splits.validation is not None
+    assert (len(splits.train), len(splits.validation)) == (36, 4)
+    tokens_BS = splits.train.gather([3, 0])
+    assert tokens_BS.shape == (2, 33)
+    assert (tokens_BS[:, -1] >= 0).all()
+
+
+def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
+    record = {"instruction": "why " * 200, "output": "so"}
+    path = lines(tmp_path / "a.jsonl", record)
+    with pytest.raises(DataError, match=r"no answer of the train split .* give data.sequence="):
+        Chat(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0).prepare(300, 0)
+    both = lines(tmp_path / "b.jsonl", record, MESSAGES)
+    kept = Chat(paths=(both,), **SMALL).prepare(300, 0)
+    assert len(kept.train) == 1
+
+
+def test_a_change_is_seen(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", MESSAGES)
+    first = Chat(paths=(path,), **SMALL).prepare(300, 0)
+    again = Chat(paths=(path,), **SMALL).prepare(300, 0)
+    assert first.tokenizer == again.tokenizer
+    lines(tmp_path / "a.jsonl", MESSAGES, ALPACA)
+    assert len(Chat(paths=(path,), **SMALL).prepare(300, 0).train) == 2
