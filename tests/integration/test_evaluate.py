@@ -144,6 +144,7 @@ def test_temperature_is_what_logits_are_divided_by() -> None:
     wanted = (torch.tensor([1.0, 2.0, 0.0]) / 0.5).softmax(-1)
     torch.testing.assert_close(counts, wanted, rtol=0, atol=0.03)
     assert module.longest == 8
+    assert draws(module, 1e-40, 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from scalewise.units import GIB
 
 Compose = Callable[..., Run]
 LINE = (*LLAMA_8B, "trainer.micro_batch=2")
+ROOMY = (*LINE, "hardware.memory_gib=1000")
 PIPED = (
-    *(part for part in LINE if not part.startswith("parallelism")),
+    *(part for part in ROOMY if not part.startswith("parallelism")),
     "parallelism=pipeline",
     "parallelism.pipeline=4",
     "trainer.micro_batch=8",
@@ -45,7 +46,7 @@ def extremes(run: Run) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
-@pytest.mark.parametrize("line", [LINE, PIPED], ids=["fsdp", "pipeline"])
+@pytest.mark.parametrize("line", [ROOMY, PIPED], ids=["fsdp", "pipeline"])
 def test_nothing_within_the_budget_takes_less_time(
     line: tuple[str, ...], share: float, compose: Compose
 ) -> None:
@@ -65,7 +66,7 @@ def test_nothing_within_the_budget_takes_less_time(
 
 
 def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
-    run = compose(*LINE, "memory=auto", "memory.budget_gib=1000", here=False)
+    run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", here=False)
     assert settled(run) == (replace(run, memory=Checkpointing()), ("memory=none",))
 
 
@@ -75,6 +76,15 @@ def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> Non
     assert plan.fit.verdict is Verdict.fits
     assert plan.told[0].startswith("memory=checkpoint_")
     assert compose(*LINE, *plan.told, here=False).memory == plan.run.memory
+
+
+def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
+    plain, roomy = (
+        planned(compose(*LINE, "memory=auto", *budget, here=False))
+        for budget in ((), ("memory.budget_gib=200",))
+    )
+    assert roomy.fit.verdict is not Verdict.out_of_memory
+    assert roomy.fit.peak >= plain.fit.peak
 
 
 def test_what_helps_nothing_is_told(compose: Compose) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pyarrow import parquet
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from scalewise.data.answers import template_of
 from scalewise.data.base import Rows, Splits
 from scalewise.data.chat import Chat
-from scalewise.data.conversations import ROLES
+from scalewise.data.conversations import ROLES, Message
+from scalewise.data.templates import PLAIN, asking, plain
 from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import DataError
 
@@ -163,7 +166,62 @@ def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> 
         chat.prepare(512, 0)
 
 
+def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    config = tokenizer.with_name("tokenizer_config.json")
+    chat = Chat(
+        paths=(lines(tmp_path / "a.jsonl", MESSAGES),),
+        tokenizer=str(tokenizer),
+        sequence=128,
+        validation_fraction=0,
+    )
+    (expected,) = chat.prepare(512, 0).train.gather([0])
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
+    assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
+    marked = CHATML.replace("{{ message.content", "{% generation %}{{ message.content")
+    marked = marked.replace("<|im_end|>\n", "<|im_end|>\n{%- endgeneration -%}")
+    config.write_text(json.dumps({"bos_token": "<s>"}))
+    tokenizer.with_name("chat_template.jinja").write_text(marked)
+    assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
+    template = template_of(chat)
+    assert asking(template, "Hi") == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_plain_template_is_the_one_that_is_exported() -> None:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    theirs = environment.from_string(PLAIN)
+    for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES):
+        told = tuple(Message(**turn) for turn in messages)
+        ours = "".join(piece.text for piece in plain(END_OF_TEXT)(told))
+        assert theirs.render(messages=messages, eos_token=END_OF_TEXT) == ours
+    asked = theirs.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
+    assert asking(plain(END_OF_TEXT), "Add 2 and 2.") == asked
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(9999999) | list }}", "hello"])
+def test_a_template_that_breaks_is_told(source: str, tokenizer: Path, tmp_path: Path) -> None:
+    config = {"chat_template": source}
+    tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    chat = Chat(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
+    with pytest.raises(DataError, match=r"a\.jsonl:1 "):
+        chat.prepare(512, 0)
+
+
+def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": " and 2."}]
+    union = {"messages": None, "instruction": "Add 2 and 2.", "output": "4"}
+    record = {"messages": [{"role": "user", "content": parts}, MESSAGES["messages"][1]]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff" + "".join(f"{json.dumps(it)}\n" for it in (record, union, MESSAGES)))
+    rows = Chat(paths=(str(path),), **SMALL).prepare(300, 0).train
+    assert (rows.gather([0]) == rows.gather([1])).all()
+    assert (rows.gather([0]) == rows.gather([2])).all()
+
+
 BAD = {
+    r'{"instruction": "\ud83d x", "output": "y"}': "has half a character",
     "{": "is not JSON",
     "[1]": "is no object",
     '{"a": 1}': "it has a",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scalewise.data.base import Splits
 from scalewise.data.conversations import Bad, conversations
 from scalewise.data.rows import PaddedRows
-from scalewise.data.templates import CONFIG, Piece, Template, beside, plain
+from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
 from scalewise.errors import DataError
 from scalewise.units import count_text
@@ -39,8 +39,7 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
     """Returns what decides the ids: files, template, tokenizer, and what is held out."""
     read = [file.absolute() for file in files]
     if spec.tokenizer is not None:
-        beside_it = Path(spec.tokenizer).expanduser().resolve().with_name(CONFIG)
-        read += [beside_it] if beside_it.is_file() else []
+        read += [it.absolute() for it in sources(Path(spec.tokenizer).expanduser())]
     stats = [(str(file), file.stat()) for file in read]
     return {
         "format": FORMAT,
@@ -56,7 +55,7 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
 def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
     """Fills a folder of the cache: ids and where each conversation starts, for each split."""
     progress = Progress("chat")
-    template = _template(spec)
+    template = template_of(spec)
     found, bad = _written(files, template)
     if len(bad) > spec.max_bad_rows:
         named = "; ".join(map(str, bad[:TOLD])) + "; ..." * (len(bad) > TOLD)
@@ -108,13 +107,14 @@ def _rows(folder: Path, split: str, spec: Chat, meta: dict[str, Any]) -> PaddedR
     starts, firsts = (np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts"))
     texts = np.flatnonzero(firsts <= spec.sequence)
     if not len(texts):
-        reason = f"no answer of the {split} split begins so early; one begins after {firsts.min()}"
+        reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
         raise DataError.one("data.sequence", spec.sequence, reason, cure)
     return PaddedRows(ids_N, starts, texts, spec.sequence, meta["end"])
 
 
-def _template(spec: Chat) -> Template:
+def template_of(spec: Chat) -> Template:
+    """Returns what writes a conversation down: the tokenizer's own template, or plain words."""
     own = None
     if spec.tokenizer is not None:
         own = beside(Path(spec.tokenizer).expanduser())

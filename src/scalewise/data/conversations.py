@@ -5,6 +5,7 @@ Alpaca's has ``instruction``, ``input`` and ``output``; ShareGPT's ``conversatio
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from scalewise.errors import DataError
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
 ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -66,9 +68,9 @@ def _conversation(record: object) -> Conversation:
         raise record
     if not isinstance(record, dict):
         raise ValueError("is no object")
-    if "messages" in record:
+    if record.get("messages") is not None:
         found = _said(record["messages"], "role", "content")
-    elif "conversations" in record:
+    elif record.get("conversations") is not None:
         found = _said(record["conversations"], "from", "value")
     elif "instruction" in record and "output" in record:
         found = _instruction(record)
@@ -78,6 +80,8 @@ def _conversation(record: object) -> Conversation:
     answers = [message.content for message in found if message.role == "assistant"]
     if not any(answer.strip() for answer in answers):
         raise ValueError("has no answer")
+    if any("\ud800" <= letter <= "\udfff" for message in found for letter in message.content):
+        raise ValueError("has half a character (a lone surrogate)")
     return found
 
 
@@ -88,13 +92,25 @@ def _said(turns: object, speaker: str, text: str) -> Conversation:
 
 
 def _message(turn: object, speaker: str, text: str) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get(text), str):
+    if not isinstance(turn, dict):
+        raise ValueError("has a turn that is no object")
+    said = turn.get(text)
+    if isinstance(said, list):
+        said = _joined(said)
+    if not isinstance(said, str):
         raise ValueError(f"has a turn without a text in {text!r}")
     role = ROLES.get(str(turn.get(speaker)))
     if role is None:
         known = ", ".join(ROLES)
         raise ValueError(f"has a turn of {turn.get(speaker)!r}; known are {known}")
-    return Message(role, turn[text])
+    return Message(role, said)
+
+
+def _joined(parts: list[Any]) -> str | None:
+    """Returns the text of parts of which all are text; None where some are not."""
+    if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text", "")) for part in parts)
+    return None
 
 
 def _instruction(record: dict[str, Any]) -> Conversation:
@@ -123,20 +139,23 @@ def _records(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            text = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if text.strip():
                 try:
-                    yield number, json.loads(line)
+                    yield number, json.loads(text.decode("utf-8"))
                 except json.JSONDecodeError as error:
                     yield number, ValueError(f"is not JSON ({error.msg})")
+                except (UnicodeDecodeError, RecursionError) as error:
+                    yield number, ValueError(f"is not JSON in UTF-8 ({error})")
 
 
 def _list(path: Path) -> list[object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except json.JSONDecodeError as error:
-        reason = f"line {error.lineno} is not JSON ({error.msg})"
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        reason = f"is not JSON in UTF-8 ({error})"
         raise DataError.one("data.paths", path, reason, "mend the file") from error
     if not isinstance(found, list):
         raise DataError.one("data.paths", path, "is no list of records", "use .jsonl")

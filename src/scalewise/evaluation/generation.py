@@ -31,5 +31,5 @@ def continued(
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    shares_V = (logits_V / temperature).softmax(-1)
+    shares_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)
     return int(torch.multinomial(shares_V, 1, generator=generator))

@@ -11,6 +11,8 @@ from torch import Tensor
 from scalewise.adapters import Adapter, Lora
 from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints.trained import Trained
+from scalewise.data import templates
+from scalewise.data.chat import Chat
 from scalewise.errors import ConfigError, DataError
 from scalewise.exports import Form
 from scalewise.exports.card import card
@@ -61,5 +63,18 @@ def _write_tokenizer(told: Trained, to: Path) -> list[str]:
     special = [it["content"] for it in json.loads(file.read_text("utf-8"))["added_tokens"]]
     ends = {"eos_token": special[0]} if len(special) == 1 else {}
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": told.model.context}
-    write_json(to / "tokenizer_config.json", {**facts, **ends})
+    write_json(to / "tokenizer_config.json", {**facts, **ends, **_template(told)})
     return []
+
+
+def _template(told: Trained) -> dict[str, object]:
+    """Returns how conversations are written, where the run has learnt from some."""
+    data = told.data
+    if not isinstance(data, Chat):
+        return {}
+    if data.tokenizer is not None:
+        source, config = templates.source_beside(Path(data.tokenizer).expanduser())
+        if source:
+            kept = ("bos_token", "eos_token")
+            return {key: config[key] for key in kept if key in config} | {"chat_template": source}
+    return {"eos_token": data.end_of_text, "chat_template": templates.PLAIN}

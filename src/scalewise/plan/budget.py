@@ -42,9 +42,9 @@ def settled(run: Run) -> tuple[Run, tuple[str, ...]]:
         best = min(ways, key=lambda way: steptime.again(way, steptime.rates(way) or USUAL))
         return best, _told(best.memory)
     least = replace(run, memory=Checkpointing(Recompute.full))
-    if budget is None:
-        return least, _told(least.memory)  # it does not fit, as its verdict will say
     peak = memory.worst(least).peak
+    if budget is None or peak <= budget * GIB:
+        return least, _told(least.memory)  # the device lacks memory, as the verdict will say
     reason = f"is less than the {bytes_text(peak)} that are left when all blocks compute again"
     cure = f"set memory.budget_gib={_above(peak)}, or a smaller trainer.micro_batch"
     raise ConfigError.one("memory.budget_gib", budget, reason, cure)
@@ -71,9 +71,11 @@ def _of(run: Run, recompute: Recompute, otherwise: Recompute, count: int) -> Run
 
 
 def _within(run: Run, budget: float | None) -> bool:
+    """Returns whether a run fits a budget, and its device, of which a budget may say too much."""
+    fit = judged(run)
     if budget is None:
-        return judged(run).verdict.good
-    return memory.worst(run).peak <= budget * GIB
+        return fit.verdict.good
+    return fit.ledger.peak <= budget * GIB and not fit.verdict.bad
 
 
 def _told(chosen: object) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ DEFAULTS = {
     "temperature": "0",
     "seed": "1",
 }
+LONGEST = 19
+"""Digits that a number of 64 bits may not have."""
 RECORD = "evaluation.json"
 """What was found, by step, in the run's folder."""
 
@@ -47,24 +49,28 @@ def main(arguments: Sequence[str]) -> int:
     with live.arithmetic(told, device):
         module = live.model(told, device)
         found = _measured(told, module, splits, options["rows"])
-        text = _written(told, module, splits, options) if options["prompt"] else ""
-    print(
-        f"step {told.step} of {folder.name}: {found.labels:,} labels of {found.rows} held-out rows"
-    )
-    print(
-        f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:,.2f}, "
-        f"the likeliest token is right in {found.accuracy:.1%}"
-    )
-    if text:
-        print(f"\n{text}\n")
-    _keep(folder / RECORD, told.step, found)
+        _tell(told, found)
+        _keep(folder / RECORD, told.step, found)
+        if options["prompt"]:
+            print(f"\n{_written(told, module, splits, options)}\n")
     print(f"result {folder / RECORD}")
     return 0
 
 
+def _tell(told: Trained, found: HeldOut) -> None:
+    rows = f"{found.labels:,} labels of {found.rows} held-out rows"
+    print(f"step {told.step} of {told.folder.name}: {rows}")
+    print(
+        f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:,.2f}, "
+        f"the likeliest token is right in {found.accuracy:.1%}",
+        flush=True,
+    )
+
+
 def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
     for key, others in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
-        if given[key] not in others and not (given[key].isdecimal() and int(given[key]) > 0):
+        number = given[key].isdecimal() and len(given[key]) < LONGEST and int(given[key]) > 0
+        if given[key] not in others and not number:
             cure = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
             yield Complaint(key, given[key], "is no number of 1 or more", cure)
     try:
@@ -95,19 +101,28 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
 
 
 def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
-    """Returns the prompt and what the model makes of it, until it ends the text."""
+    """Returns the prompt and what the model makes of it, until it ends the text.
+
+    A model of conversations is asked as it was trained to be.
+    """
     if splits.tokenizer is None:
         reason, cure = "the run's data were token ids, not text", "leave out prompt"
         raise ConfigError.one("prompt", options["prompt"], reason, cure)
     from tokenizers import Tokenizer
 
+    from scalewise.data.answers import template_of
+    from scalewise.data.chat import Chat
+    from scalewise.data.templates import asking
     from scalewise.evaluation.generation import continued
 
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     ends = {
         number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
-    prompt = tokenizer.encode(options["prompt"]).ids
+    text = options["prompt"].encode("utf-8", "replace").decode("utf-8")
+    if isinstance(told.data, Chat):
+        text = asking(template_of(told.data), text)
+    prompt = tokenizer.encode(text, add_special_tokens=False).ids
     found = continued(
         module, prompt, told.model.context, float(options["temperature"]), int(options["seed"])
     )

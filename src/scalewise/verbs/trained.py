@@ -21,7 +21,7 @@ def read(
 
     ``wrong`` holds what the caller has found already, by ``options``.
     """
-    folders = [word for word in arguments if "=" not in word]
+    folders = [word for word in arguments if "=" not in word or Path(word).is_dir()]
     wrong = [
         *(
             Complaint(key, value, "no such key", meant(key, list(defaults)))
@@ -40,7 +40,8 @@ def read(
 
 def options(arguments: Sequence[str]) -> dict[str, str]:
     """Returns what was typed as ``key=value``."""
-    return dict(word.split("=", 1) for word in arguments if "=" in word)
+    words = (word for word in arguments if "=" in word and not Path(word).is_dir())
+    return dict(word.split("=", 1) for word in words)
 
 
 def recorded(folder: Path, step: str = "last", *, beginning: bool = False) -> Trained:
