@@ -9,6 +9,8 @@ from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS
 
+from scalewise.hardware import DeviceKind, Hardware, on_this_machine
+
 LEARN = (
     "experiment=smoke",
     "model.layers=2",
@@ -30,7 +32,9 @@ HOOKS = {
     "post_local_sgd": ("parallelism.lossless_steps=10",),
 }
 BF16 = ("ddp", "fsdp", "hsdp", "tensor", "context", "pipeline_one_f_one_b", "shard_tensor")
-USUAL = ("fsdp",)
+EMULATED = on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16
+USUAL = () if EMULATED else ("fsdp",)
+"""Where bf16 is emulated, each takes minutes."""
 
 
 @pytest.fixture(scope="module")
