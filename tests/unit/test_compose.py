@@ -25,8 +25,10 @@ INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml
 def inputs(tmp_path: Path) -> dict[str, list[str]]:
     """Returns what options need beside them: somebody's files, or a schedule that stays."""
     (tmp_path / "a.txt").write_text("some text\n" * 100)
+    (tmp_path / "a.jsonl").write_text('{"instruction": "Add 1 and 1.", "output": "2"}\n' * 100)
     np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     return {
+        "chat": [f"data.paths=[{tmp_path}/*.jsonl]"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
         "hf": [f"data.path={tmp_path}"],
