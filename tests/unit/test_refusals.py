@@ -22,7 +22,7 @@ TYPOS: list[Row] = [
     (["model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
     (["+model.widht=3"], "model.widht", "no such key", "did you mean model.width?"),
     (["+lr=3"], "lr", "no such key", "there is adapter, callbacks"),
-    (["data.paths=[x]"], "data.paths", "no such key", "it is a key of data=text, tokens"),
+    (["data.paths=[x]"], "data.paths", "no such key", "it is a key of data=chat, text, tokens"),
     (["optimizer.lr.x=3"], "optimizer.lr.x", "no such key", "optimizer.lr holds no further"),
     (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),
     (["schema/run=x"], "schema/run", "no such key", "schedule"),
@@ -74,7 +74,7 @@ INTERPOLATIONS: list[Row] = [
 ]
 TARGETS: list[Row] = [
     (["model._target_=os.system"], "model._target_", "no registered option", "decoder_nano"),
-    (["data={_target_: os.system}"], "data._target_", "no registered option", "data=corpus"),
+    (["data={_target_: os.system}"], "data._target_", "no registered option", "data=chat, corpus"),
     (
         ["optimizer._target_=scalewise.schedules.Cosine"],
         "optimizer._target_",
