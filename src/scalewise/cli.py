@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -60,7 +61,11 @@ def _dispatch(given: list[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
         print(f"scalewise: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"scalewise.verbs.{verb.replace('-', '_')}")
+    gc.disable()  # what starting makes stays: looking for garbage in it was an eighth of a plan
+    try:
+        module = importlib.import_module(f"scalewise.verbs.{verb.replace('-', '_')}")
+    finally:
+        gc.enable()
     return int(module.main(given[1:]))
 
 

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.units import GIB, TERA
@@ -285,6 +283,8 @@ def _visible_gpus(
 
 
 def _memory_bytes() -> int:
+    import psutil  # a plan for other hardware starts sooner without
+
     total = int(psutil.virtual_memory().total)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()

@@ -4,6 +4,7 @@ Hydra composes, this file validates, and only then does a verb hear of a Run. Al
 jobs are validated before the first starts.
 """
 
+import gc
 import io
 import os
 import sys
@@ -127,6 +128,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
                 cure = "add -m: a sweep of one job"
                 raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
             run = read(config, _lines(config.hydra), here=verb.here)
+            gc.enable()
             passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
             passage.raised.append(error)
@@ -140,6 +142,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     argv, errors = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["scalewise", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises instead of printing a traceback
+    gc.disable()  # until what the line says is composed: see the import of a verb
     try:
         prepare()
         with nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag():
@@ -152,6 +155,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         lines = [*passage.filed, *flags.overrides]
         raise refuse.translated(error, lines, here=verb.here and not away) from error
     finally:
+        gc.enable()
         if passage.folder is not None:
             _remove_empty(passage.folder)
         _passages.remove(passage)
@@ -227,6 +231,7 @@ def launch(
     engine: Mapping[str, object],
 ) -> list[JobReturn]:
     """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
+    gc.enable()
     passage = _passages[-1]
     folder = passage.folder or sweep_folder(config)
     here = passage.verb.here and engine["engine"] not in passage.verb.elsewhere
