@@ -3,10 +3,9 @@
 Hydra imports every module here in every application, so nothing heavy is imported at its head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, make_dataclass
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -68,21 +67,10 @@ def _slurm() -> object:
     return make_dataclass("Slurm", [*((f.name, f.type, f) for f in kept), *settings])
 
 
-LAUNCHERS = {
-    "scalewise": {"_target_": TARGET, "engine": "in_turn"},
-    "packed": {"_target_": TARGET, "engine": "packed", "slots": None},
-    "slurm": _slurm(),
-    "joblib": {"_target_": TARGET, "engine": "joblib", "n_jobs": -1},
+LAUNCHERS: dict[str, Callable[[], object]] = {
+    "scalewise": lambda: {"_target_": TARGET, "engine": "in_turn"},
+    "packed": lambda: {"_target_": TARGET, "engine": "packed", "slots": None},
+    "slurm": _slurm,
+    "joblib": lambda: {"_target_": TARGET, "engine": "joblib", "n_jobs": -1},
 }
-"""Names of ``hydra/launcher``, with the engine of each and its options."""
-
-
-def store() -> None:
-    """Registers the launchers; once more after all plugins, since one of them has a joblib too."""
-    for name, node in LAUNCHERS.items():
-        ConfigStore.instance().store(
-            group="hydra/launcher", name=name, node=node, provider="scalewise"
-        )
-
-
-store()
+"""Names of ``hydra/launcher``, with what makes the engine of each and its options."""

@@ -283,9 +283,7 @@ def _visible_gpus(
 
 
 def _memory_bytes() -> int:
-    import psutil  # a plan for other hardware starts sooner without
-
-    total = int(psutil.virtual_memory().total)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
     except OSError:

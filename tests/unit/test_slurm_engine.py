@@ -27,13 +27,11 @@ H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp p
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
     """The options of ``hydra/launcher=slurm`` at rest."""
-    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
-    assert "slurm" in LAUNCHERS
-    node = ConfigStore.instance().repo["hydra"]["launcher"]["slurm.yaml"].node
+    node = OmegaConf.structured(LAUNCHERS["slurm"]())
     plain: Any = OmegaConf.to_container(node, resolve=False)
     return {**plain, "submitit_folder": str(tmp_path / "slurm")}
 

@@ -214,10 +214,7 @@ def flags_of(arguments: Sequence[str]) -> Namespace:
 
 def prepare() -> None:
     """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
-    from hydra_plugins import scalewise_launcher
-
-    Plugins.instance()  # whatever is installed has its names by now
-    scalewise_launcher.store()
+    Plugins.instance()  # whatever is installed has its names by now: one has a joblib too
     schema.store()
     mount.mount(_passages[-1].own if _passages else None)
     naming.register()

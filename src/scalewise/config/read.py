@@ -51,7 +51,8 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
     parts = {group: _part(group, values[group], complaints) for group in tree.CLOSED}
     if None in parts.values():
         raise ConfigError(complaints)
-    plain = {key: _as_declared(Run, key, key, values[key], complaints) for key in _PLAIN}
+    hints = typing.get_type_hints(Run)
+    plain = {key: _as_declared(hints[key], key, values[key], complaints) for key in _PLAIN}
     callbacks = values["callbacks"]
     if not isinstance(callbacks, Mapping):
         complaints.append(Complaint("callbacks", callbacks, "is no mapping of names to callbacks"))
@@ -165,14 +166,15 @@ def _part(group: str, values: object, complaints: list[Complaint]) -> Any:
         Complaint(f"{group}.{key}", values[key], "no such key", meant(key, keys, f"{group}."))
         for key in unknown
     ]
+    hints = typing.get_type_hints(cls)
     return cls(
-        **{key: _as_declared(cls, key, f"{group}.{key}", values[key], complaints) for key in keys}
+        **{key: _as_declared(hints[key], f"{group}.{key}", values[key], complaints) for key in keys}
     )
 
 
-def _as_declared(cls: type, field: str, key: str, value: Any, complaints: list[Complaint]) -> Any:
+def _as_declared(hint: Any, key: str, value: Any, complaints: list[Complaint]) -> Any:
     """Returns a value of the composed config as a spec holds it: its lists are tuples of texts."""
-    if typing.get_origin(typing.get_type_hints(cls)[field]) is not tuple:
+    if typing.get_origin(hint) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         complaints.append(Complaint(key, value, "is not a list of texts", f"write '{key}=[...]'"))

@@ -6,8 +6,8 @@ each spec gets a writable twin with ``_target_`` as its first field.
 
 import dataclasses
 import typing
-from collections.abc import Mapping
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial
 from typing import Any, Self
 
 from hydra.core.config_store import ConfigNode, ConfigStore
@@ -19,14 +19,20 @@ from scalewise.run import Run
 
 @cache
 def store() -> None:
-    """Puts the twins into Hydra's ConfigStore, once."""
+    """Puts the twins and the launchers' options into Hydra's ConfigStore, once."""
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
     registry.discover()
     configs = ConfigStore.instance()
     configs.store(group="schema", name="run", node=_run_twin(), provider="scalewise")
+    twins, launchers = configs.repo["schema"], configs.repo["hydra"]["launcher"]
     for group, specs in registry.OPTIONS.items():
         for name, cls in specs.items():
-            node = _Twin(f"schema/{group}", f"{name}.yaml", cls)
-            configs.repo["schema"].setdefault(group, {})[node.name] = node
+            made = Deferred(f"schema/{group}", f"{name}.yaml", partial(twin, cls))
+            twins.setdefault(group, {})[made.name] = made
+    for name, options in LAUNCHERS.items():
+        made = Deferred("hydra/launcher", f"{name}.yaml", options)
+        launchers[made.name] = made
     configs.repo = _Shared(configs.repo)
 
 
@@ -37,17 +43,17 @@ class _Shared(dict[str, Any]):
         return self
 
 
-class _Twin(ConfigNode):
-    """A stored twin, made when it is first asked for: a line names few of the options."""
+class Deferred(ConfigNode):
+    """A stored node, made when it is first asked for: a line names few of the options."""
 
-    def __init__(self, group: str, name: str, cls: type) -> None:
+    def __init__(self, group: str, name: str, make: Callable[[], object]) -> None:
         self.group, self.name, self.package, self.provider = group, name, None, "scalewise"
-        self.cls = cls
+        self.make = make
 
     @cached_property
     def node(self) -> DictConfig:  # type: ignore[override]  # Hydra's is an attribute
         """Returns the config that Hydra loads, and gives away copies of."""
-        made: DictConfig = OmegaConf.structured(twin(self.cls))
+        made: DictConfig = OmegaConf.structured(self.make())
         return made
 
     def __copy__(self) -> ConfigNode:
