@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,39 @@ def test_token_ids_have_no_text(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", "data=synthetic", "data.sequence=32")
     with pytest.raises(ConfigError, match="were token ids, not text; leave out prompt"):
         evaluate.main([str(run.path), "prompt=The"])
+
+
+def test_data_that_have_changed_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    words = "one and the other go to the sea and see the ships there"
+    text.write_text(f"{words}\n" * 400, "utf-8")
+    line = ("data=text", f"data.paths=[{text}]", "data.vocabulary=300", "data.sequence=32")
+    run = trained(tmp_path / "run", *line)
+    kept = run.path / "tokenizer.json"
+    earlier = kept.read_bytes()
+
+    text.write_text("quite another text than that, of other words\n" * 400, "utf-8")
+    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert f"gives another tokenizer than {kept}" in capsys.readouterr().err
+    more = (*line, f"resume={run.path}", "trainer.max_steps=8")
+    again = scalewise.train(scalewise.compose([*SMOKE, *more]), tmp_path / "again")
+    assert (again.status, again.exit_code) == ("refused", 2)
+    assert "what it was trained on has changed since" in again.reason
+
+    text.unlink()  # what was learnt can be taken away without what it was learnt from
+    assert cli.main(["export", str(run.path), f"to={tmp_path}/there"]) == 0
+    assert (tmp_path / "there" / "tokenizer.json").read_bytes() == earlier
+
+
+def test_an_older_checkpoint_is_taken_aloud(
+    plain: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Folder(shutil.copytree(plain.path, tmp_path / "copy"))
+    shutil.copytree(copy.checkpoint(6), copy.checkpoint(7))
+    (copy.checkpoint(7) / "training.pt").unlink()
+    assert cli.main(["evaluate", str(copy.path), "rows=1"]) == 0
+    assert "step-00000007 is damaged; step-00000006 in its place" in capsys.readouterr().out
+    assert cli.main(["evaluate", str(copy.path), "step=5"]) == 2
+    assert "choose one of step=3, 6, 7, last, best" in capsys.readouterr().err

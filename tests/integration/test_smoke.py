@@ -61,6 +61,7 @@ def test_files_are_laid_out_as_promised(folder: Folder) -> None:
         "wandb",
         "report.html",
         "report_spec.json",
+        "tokenizer.json",
     }
     assert folder.path.parent.name == "decoder_nano-single-fp32-adamw-lr3e-3"
 

@@ -95,6 +95,20 @@ def test_formats_are_told_apart_and_answers_alone_are_labels(
     assert learnt == answers + END_OF_TEXT
 
 
+def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
+    asked, said = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
+    path = lines(tmp_path / "a.jsonl", ALPACA, asked, said, ALPACA)
+    small = {**SMALL, "sequence": 64}
+    splits = Chat(paths=(path,), **small).prepare(300, 0)
+    assert len(splits.train) == 3
+    assert splits.note == (
+        "of 4 conversations, data.sequence=64: 1 begins its answer past the row and is left out, "
+        "1 is longer and loses its end"
+    )
+    large = {**SMALL, "sequence": 1024}
+    assert Chat(paths=(path,), **large).prepare(300, 0).note == ""
+
+
 @pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
 def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"

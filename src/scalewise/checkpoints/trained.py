@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scalewise.adapters import Adapter, Lora
 from scalewise.checkpoints import store
+from scalewise.data import kept
 from scalewise.data.base import Data, Splits
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.spec import Decoder
@@ -47,8 +48,15 @@ class Trained:
         return store.verify(self.checkpoint) if self.checkpoint else 0
 
     def splits(self) -> Splits:
-        """Returns the rows that the run read; raises ``DataError`` where they are gone."""
-        return self.data.prepare(self.model.vocabulary, self.seed)
+        """Returns the rows that the run read; raises ``DataError`` where they are others."""
+        found = self.data.prepare(self.model.vocabulary, self.seed)
+        kept.check(found, self.folder)
+        return found
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
+        own = self.folder / kept.NAME
+        return own if own.is_file() else self.splits().tokenizer
 
     def state(self) -> dict[str, Tensor]:
         """Returns the weights to give away, whole, by the model's own names."""
@@ -88,10 +96,13 @@ def checkpoint(folder: Path, step: str) -> Path:
         found = known.get(best[0]) if best else None
     elif step == "last":
         found = store.latest(checkpoints)
+        if found and found != (newest := [*known.values()][-1]):
+            print(f"{newest} is damaged; {found.name} in its place", flush=True)
     else:
         found = known.get(int(step)) if step.isdecimal() else None
     if found is None:
-        cure = f"choose one of step={', '.join(map(str, (*known, 'last')))}" if known else ""
+        names = [*map(str, known), "last", *(["best"] if store.best_of(checkpoints) else [])]
+        cure = f"choose one of step={', '.join(names)}" if known else ""
         raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
     store.verify(found)
     return found

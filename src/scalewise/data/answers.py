@@ -98,7 +98,19 @@ def splits(folder: Path, spec: Chat) -> Splits:
     """Returns the rows of both splits of a folder that ``write`` has filled, or of one alone."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     rows = {split: _rows(folder, split, spec, meta) for split in meta["splits"]}
-    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json")
+    told = _unfit(rows["train"], spec.sequence)
+    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", told)
+
+
+def _unfit(rows: PaddedRows, sequence: int) -> str:
+    """Returns how many conversations no row holds, or not all of; nothing where there are none."""
+    reasons = {
+        "begins its answer past the row and is left out": rows.left_out,
+        "is longer and loses its end": rows.cut,
+    }
+    told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+    of_all = f"of {len(rows) + rows.left_out:,} conversations, data.sequence={sequence}: "
+    return of_all + ", ".join(told) if told else ""
 
 
 def _rows(folder: Path, split: str, spec: Chat, meta: dict[str, Any]) -> PaddedRows:

@@ -46,11 +46,15 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows to train on, the held-out rows, and the tokenizer.json that reads them back."""
+    """The rows to train on, the held-out rows, and the tokenizer.json that reads them back.
+
+    ``note``: what the user should know of them, a line.
+    """
 
     train: Rows
     validation: Rows | None = None
     tokenizer: Path | None = None
+    note: str = ""
 
 
 class Data(ABC):

@@ -54,7 +54,7 @@ def _write_alone(model: Decoder, adapter: Adapter, state: dict[str, Tensor], to:
 def _write_tokenizer(told: Trained, to: Path) -> list[str]:
     """Copies the tokenizer beside the weights; returns why there is none."""
     try:
-        file = told.splits().tokenizer
+        file = told.tokenizer()
     except (DataError, OSError) as error:
         return [f"no tokenizer: {error}"]
     if file is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.checkpoints import store
+from scalewise.data import kept
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
@@ -58,6 +60,12 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
     start = store.verify(resume) if resume else 0
+    if resume:
+        kept.check(splits, resume.parents[1])
+    if place.rank == 0:
+        kept.keep(splits, folder)
+        if splits.note:
+            print(splits.note, file=sys.stderr, flush=True)
     module = TrainingModule(run, steps)
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None

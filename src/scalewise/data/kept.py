@@ -1,0 +1,37 @@
+"""The tokenizer in a run's folder: what the ids of its weights stand for, whatever the data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from scalewise.data.base import Splits
+from scalewise.errors import DataError
+
+NAME = "tokenizer.json"
+
+
+def keep(splits: Splits, folder: Path) -> None:
+    """Copies the tokenizer of a run's data into its folder, where the data are text."""
+    if splits.tokenizer is not None:
+        shutil.copyfile(splits.tokenizer, folder / NAME)
+
+
+def check(splits: Splits, folder: Path) -> None:
+    """Raises ``DataError`` where an earlier run's ids stood for other text than ``splits`` do."""
+    kept = folder / NAME
+    if splits.tokenizer is None or not kept.is_file():  # token ids, or written before it was kept
+        return
+    if _meaning(splits.tokenizer) != _meaning(kept):
+        reason = (
+            f"gives another tokenizer than {kept}, of which the weights of that run were made: "
+            "what it was trained on has changed since"
+        )
+        cure = "put the data back as they were; a new run takes them as they are"
+        raise DataError.one("data", splits.tokenizer, reason, cure)
+
+
+def _meaning(file: Path) -> object:
+    """Returns what a tokenizer.json says, however it is laid out."""
+    return json.loads(file.read_text("utf-8"))
