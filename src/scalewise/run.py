@@ -9,7 +9,7 @@ from enum import Enum
 from math import ceil, isfinite
 from pathlib import Path
 
-from scalewise.adapters.spec import Adapter, census, census_by_kind
+from scalewise.adapters.spec import Adapter
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.config.registry import target
@@ -31,6 +31,7 @@ from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
 from scalewise.plan.spec import Planning, Search
 from scalewise.precision import Number, Precision
+from scalewise.quantization.spec import NoQuantization, Quantization, census, census_by_kind
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
 from scalewise.trainer import Trainer
@@ -64,6 +65,7 @@ class Run:
     tracking: Wandb
     launch: Launch
     hardware: Hardware
+    quantization: Quantization = field(default_factory=NoQuantization)
     plan: Planning = field(default_factory=Planning)
     name: str = "run"
     """Folder and W&B name: its parts and its learning rate."""
@@ -118,12 +120,12 @@ class Run:
         return self.flops_per_token * self.tokens_per_step
 
     def census(self) -> tuple[Weight, ...]:
-        """Returns every tensor of the model as it is trained, with what an adapter adds."""
-        return census(self.adapter, self.model)
+        """Returns every tensor that is held of the model, with what an adapter adds."""
+        return census(self.quantization, self.adapter, self.model)
 
     def census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
-        return census_by_kind(self.adapter, self.model)
+        return census_by_kind(self.quantization, self.adapter, self.model)
 
     @property
     def is_frozen(self) -> bool:
@@ -148,6 +150,7 @@ class Run:
         yield from of_specs
         if not of_specs:
             yield from self.adapter.complaints_with(self.model)
+            yield from self.quantization.complaints_with(self)
             yield from self.optimizer.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
@@ -181,6 +184,7 @@ class Run:
             reason = "there is no such checkpoint folder"
             yield Complaint("resume", self.resume, reason, "give a path, or resume=null")
         yield from self.optimizer.machine_complaints()
+        yield from self.quantization.machine_complaints()
         yield from self.tracking.machine_complaints()
         yield from self.parallelism.machine_complaints(self)
 

@@ -14,6 +14,7 @@ FLOORS = {
     0: ("errors", "units", "output"),
     1: (
         "adapters",
+        "quantization",
         "compilation",
         "memory",
         "config.registry",
@@ -35,6 +36,7 @@ FLOORS = {
         "plan",
         "adapters.exported",
         "adapters.lora",
+        "quantization.linear",
         "optimizers.blockwise",
         "optimizers.stepping",
         "checkpoints",

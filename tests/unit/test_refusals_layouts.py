@@ -33,6 +33,18 @@ LAYOUTS: list[Row] = [
         "set null",
     ),
     (
+        ["quantization=nf4", "adapter=lora", "parallelism=tensor"],
+        "parallelism.tensor",
+        "would cut the matrices that quantization=nf4 packs whole",
+        "parallelism=fsdp",
+    ),
+    (
+        ["quantization=nf4", "adapter=lora", "parallelism=deepspeed_zero2"],
+        "parallelism",
+        "makes numbers of its own format of what quantization=nf4 packs",
+        "set parallelism=fsdp",
+    ),
+    (
         ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
         "parallelism.stages_per_rank",
         "one_f_one_b wants 1 stages on a rank",

@@ -151,6 +151,8 @@ class Pissa(Lora):
     What is frozen is the rest of the matrix: the model computes at first what it did before.
     """
 
+    reads_matrices = True
+
     def fill(self, module: ModelModule, seed: int) -> None:
         """Moves the principal part of each adapted matrix into A and B."""
         from scalewise.adapters.lora import move_principal

@@ -21,6 +21,8 @@ class Adapter(ABC):
 
     rank: int = 0
     dropout: float = 0.0
+    reads_matrices = False
+    """Whether it is made of the model's own matrices, which then have to be whole."""
 
     @abstractmethod
     def weights(self, model: Model) -> tuple[Weight, ...]:

@@ -7,6 +7,7 @@ FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
 MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA = "adapter=lora"
+QLORA = (LORA, "quantization=nf4")
 
 
 def mesh(**sizes: int) -> Line:
@@ -78,12 +79,14 @@ TRAINED: tuple[Line, ...] = (
     _GPT2,
     WEIGHTS,
     (LORA, MIXED),
+    (*QLORA, *WEIGHTS),
     ("optimizer=adamw_8bit", *_TALL),
     _DDP,
     (*_DDP, MIXED, SELECTIVE),
     (*_DDP, "optimizer=sgd", "trainer.global_batch=16"),
     fsdp(2, MIXED, SELECTIVE),
     fsdp(2, LORA),
+    fsdp(2, *QLORA, *WEIGHTS),
     fsdp(2, MIXED, *WEIGHTS),
     (*_ZERO2, MIXED, *WEIGHTS),
     (*_TENSOR, MIXED, SELECTIVE),
@@ -104,6 +107,12 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*mesh(shards=2, tensor=2), MIXED, *WEIGHTS),
     (*_piped("gpipe"), MIXED, "trainer.micro_batch=8"),
     mesh(pipeline=2, tensor=2),
+    (*QLORA, MIXED, SELECTIVE),
+    (*QLORA, "adapter.targets=[.*]"),
+    (*_piped("one_f_one_b"), *QLORA),
+    (LORA, "quantization=fp4", "quantization.double=false", *WEIGHTS),
+    (LORA, "quantization=int8", *WEIGHTS),
+    fsdp(2, LORA, "quantization=int8", MIXED, *WEIGHTS),
     (BF16,),
     fsdp(2, BF16),
     fsdp(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),

@@ -12,18 +12,22 @@ from torch import Tensor
 
 from scalewise.adapters import Adapter, Lora
 from scalewise.checkpoints import store
+from scalewise.config import registry
 from scalewise.data import kept
 from scalewise.data.base import Data, Splits
 from scalewise.errors import ConfigError
+from scalewise.models.base import Weight
 from scalewise.models.decoder.spec import Decoder
 from scalewise.optimizers import Optimizer
 from scalewise.precision import Precision
+from scalewise.quantization import NoQuantization, Quantization
 from scalewise.trainer import Trainer
 
-SPECS = ("model", "data", "precision", "optimizer", "adapter", "trainer")
+SPECS = ("model", "data", "precision", "optimizer", "adapter", "trainer", "quantization")
 """The groups that a trained model goes by, as ``Trained`` has them."""
 PREFIX = "model."
 """What a checkpoint's names begin with."""
+UNPACKED = {"_target_": registry.target(NoQuantization)}
 BEGINNING = "0"
 """The step of the model as it was before it was trained."""
 
@@ -41,6 +45,7 @@ class Trained:
     optimizer: Optimizer
     adapter: Adapter
     trainer: Trainer
+    quantization: Quantization
 
     @property
     def step(self) -> int:
@@ -58,21 +63,37 @@ class Trained:
         own = self.folder / kept.NAME
         return own if own.is_file() else self.splits().tokenizer
 
-    def state(self) -> dict[str, Tensor]:
-        """Returns the weights to give away, whole, by the model's own names."""
-        assert self.checkpoint is not None
+    def state(self, *, exact: bool = False) -> dict[str, Tensor]:
+        """Returns the weights to give away, whole and unpacked, by the model's own names.
+
+        ``exact``: with the matrices that were packed as they had been before.
+        """
+        if self.checkpoint is None:
+            began = dict(self.model.build(self.seed).state_dict())
+            return began if exact else self.quantization.rounded(began, self.model)
         held = store.whole(self.checkpoint)
         if self.optimizer.averages:
             held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
-        return {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+        state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+        state = self.quantization.unpacked(state, self.model)
+        if exact and self.packed:
+            began = self.model.build(self.seed).state_dict()
+            state |= {weight.name: began[weight.name] for weight in self.packed}
+        return state
 
-    def merged(self) -> dict[str, Tensor]:
+    def merged(self, *, exact: bool = False) -> dict[str, Tensor]:
         """Returns the same with what an adapter has learnt added to the model's own."""
-        if not isinstance(self.adapter, Lora):
-            return self.state()
+        if not isinstance(self.adapter, Lora) or self.checkpoint is None:
+            return self.state(exact=exact)
         from scalewise.adapters import lora
 
-        return lora.merged(self.state(), self.adapter, self.model)
+        return lora.merged(self.state(exact=exact), self.adapter, self.model)
+
+    @property
+    def packed(self) -> list[Weight]:
+        """Returns the matrices that were packed."""
+        census, packs = self.model.census(), self.quantization.is_packed
+        return [weight for weight in census if packs(weight, self.model)]
 
 
 def resolved(folder: Path) -> Mapping[str, Any]:
@@ -81,6 +102,8 @@ def resolved(folder: Path) -> Mapping[str, Any]:
         values = yaml.safe_load((folder / "resolved.yaml").read_text("utf-8"))
     except (OSError, yaml.YAMLError):
         values = None
+    if isinstance(values, Mapping):
+        values = {"quantization": UNPACKED, **values}  # written before there was that group
     if not isinstance(values, Mapping) or not {*SPECS, "seed"} <= set(values):
         reason = f"{folder} is no folder of a run: it has no readable resolved.yaml"
         raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")

@@ -13,6 +13,7 @@ GROUPS = (
     "optimizer",
     "schedule",
     "adapter",
+    "quantization",
     "memory",
     "compile",
     "trainer",

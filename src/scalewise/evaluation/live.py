@@ -12,16 +12,15 @@ from scalewise.models.module import ModelModule
 from scalewise.precision import Number
 
 
-def model(told: Trained, device: torch.device) -> ModelModule:
-    """Returns the whole model with its weights, adapters merged into them, to be asked only."""
-    if told.checkpoint is None:
-        with device:
-            module = told.model.build(told.seed)
-    else:
-        module = told.model.shape(Part(range(told.model.layers)))
-        module.to_empty(device=device)
-        module.init_buffers()
-        module.load_state_dict(told.merged())
+def model(told: Trained, device: torch.device, *, exact: bool = False) -> ModelModule:
+    """Returns the whole model with its weights, adapters merged into them, to be asked only.
+
+    ``exact``: with the matrices that were packed as they had been before.
+    """
+    module = told.model.shape(Part(range(told.model.layers)))
+    module.to_empty(device=device)
+    module.init_buffers()
+    module.load_state_dict(told.merged(exact=exact))
     held = torch.bfloat16 if told.precision.parameters is Number.bf16 else torch.float32
     return module.to(held).eval().requires_grad_(False)
 

@@ -61,6 +61,7 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     for group, keys in (
         ("model", None),
         ("adapter", None),
+        ("quantization", None),
         ("optimizer", ("_target_",)),
         ("trainer", ("global_batch",)),
         ("data", None),

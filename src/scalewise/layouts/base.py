@@ -68,6 +68,7 @@ class Layout(Strategy):
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
         whole = Part(range(run.model.layers))
         module = run.model.shape(whole)
+        run.quantization.apply(module, run.model)
         run.adapter.apply(module, run.model)
         module.to_empty(device=torch.get_default_device())
         run.model.fill(module, run.seed)

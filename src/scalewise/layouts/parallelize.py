@@ -1,4 +1,4 @@
-"""The order: context, adapter, tensor, recompute, compile, shard; then weights are made."""
+"""The order: context, packing, adapter, tensor, recompute, compile, shard; then the weights."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
         module = run.model.shape(part)
     if split is not None:
         module.replace_mixes(partial(context.mix, spec.attention, split))
+    run.quantization.apply(module, run.model)
     run.adapter.apply(module, run.model)
     tensor_mesh = layout.axis("tensor")
     if tensor_mesh is not None:

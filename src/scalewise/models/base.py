@@ -22,7 +22,8 @@ class Weight:
 
     ``name`` is its name in the module's ``state_dict``; ``role`` one of ``embedding``,
     ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``; ``layer`` the
-    block it belongs to, None outside the blocks. A tied weight is listed once.
+    block it belongs to, None outside the blocks. A tied weight is listed once. ``bytes`` are those
+    of an element that has a format of its own; None: the run's.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Weight:
     role: str
     layer: int | None = None
     trainable: bool = True
+    bytes: int | None = None
 
     @property
     def count(self) -> int:
@@ -39,6 +41,10 @@ class Weight:
     def share(self, ranks: int) -> int:
         """Returns the elements that one of ``ranks`` holds of a weight cut by its rows."""
         return ceil(self.shape[0] / ranks) * prod(self.shape[1:])
+
+    def size(self, held: int, ranks: int = 1) -> int:
+        """Returns the bytes of that share; ``held``: of an element in the run's format."""
+        return self.share(ranks) * (self.bytes or held)
 
 
 class Split(StrEnum):

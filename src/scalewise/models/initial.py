@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from typing import cast
 
 import torch
@@ -10,15 +11,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
+class Packed(ABC):
+    """A matrix that is held in few bits: whatever is put into it is packed."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Returns that of the matrix."""
+
+    @property
+    @abstractmethod
+    def place(self) -> Tensor:
+        """Returns a tensor that lies where the matrix does, sharded as it is."""
+
+    @abstractmethod
+    def pack(self, whole: Tensor) -> None:
+        """Packs a matrix; of sharded tensors each rank takes its own."""
+
+
 @torch.no_grad()
-def draw(name: str, parameter: nn.Parameter, seed: int, std: float) -> None:
+def draw(name: str, parameter: nn.Parameter | Packed, seed: int, std: float) -> None:
     """Fills a parameter, or this rank's shard of it, with normal numbers of deviation ``std``.
 
     At no time is more than one whole tensor held beside the shards.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     # The mesh's kind of device draws, though an offloaded shard lies on the host.
-    sharded = cast(Tensor, parameter)
+    sharded = parameter.place if isinstance(parameter, Packed) else cast(Tensor, parameter)
     device: str | torch.device = sharded.device
     if isinstance(sharded, DTensor):
         device = sharded.device_mesh.device_type
@@ -28,12 +47,14 @@ def draw(name: str, parameter: nn.Parameter, seed: int, std: float) -> None:
 
 
 @torch.no_grad()
-def put(parameter: Tensor, whole: Tensor) -> None:
+def put(parameter: Tensor | Packed, whole: Tensor) -> None:
     """Copies a whole tensor into a parameter, or this rank's part of it into its shard.
 
     Nothing is sent: every rank holds ``whole`` and takes its own.
     """
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, Packed):
+        parameter.pack(whole)
+    elif isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         parameter.to_local().copy_(
             distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from scalewise.models.initial import Packed
+
 
 class ModelModule(nn.Module):
     """A model or a part of it; made on the meta device and cut there.
@@ -19,11 +21,18 @@ class ModelModule(nn.Module):
     """Takes what gives logits, ``x_BTW`` and ``labels_BT``."""
     joined: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
 
-    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the model's parameters by their names, whatever an adapter has put around them."""
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter | Packed]]:
+        """Yields the model's parameters by their names, whatever an adapter has put around them.
+
+        What is held of a packed matrix is one.
+        """
         for name, parameter in self.named_parameters():
-            if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), parameter
+            holder, _, kind = name.rpartition(".")
+            layer = self.get_submodule(holder)
+            if ".lora_" in name or (isinstance(layer, Packed) and "scale" in kind):
+                continue
+            packed = layer if isinstance(layer, Packed) and kind == "weight" else None
+            yield name.replace(".base_layer.", "."), packed or parameter
 
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:

@@ -35,8 +35,10 @@ class Pass:
     the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
     share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
     ``frozen``: whether the model's own weights are not trained; ``adapted``: layers that have
-    matrices of ``rank`` beside them. ``loss``: bytes of a number in the loss. ``every_second``:
-    whether selective recomputation keeps every second product alone, as torchtitan's does.
+    matrices of ``rank`` beside them; ``packed``: layers whose matrices are unpacked for each
+    product, with ``scale_bytes`` of scales for each number. ``loss``: bytes of a number in the
+    loss. ``every_second``: whether selective recomputation keeps every second product alone, as
+    torchtitan's does.
     """
 
     rows: int
@@ -56,6 +58,8 @@ class Pass:
     frozen: bool = False
     adapted: tuple[str, ...] = ()
     rank: int = 0
+    packed: tuple[str, ...] = ()
+    scale_bytes: float = 0.0
     loss: int = 4
     every_second: bool = False
 
@@ -78,7 +82,8 @@ class Operator:
     which it is made; ``shares``: whether those of the output's format are given its own.
     ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
     that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
-    needs besides. ``kept_by_selective``: whether selective recomputation keeps the results.
+    needs besides. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
+    of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
 
@@ -92,9 +97,15 @@ class Operator:
     weight_first: bool = True
     forward_scratch: int = 0
     scratch: int = 0
+    packed: bool = False
     kept_by_selective: bool = False
     flops: float = 0.0
     backward_flops: float = 0.0
+
+    @property
+    def reads_back(self) -> bool:
+        """Returns whether backward reads what forward has left: a result, or a product's weight."""
+        return bool(self.saved) or (self.work is Work.product and not self.packed)
 
 
 @dataclass
@@ -129,6 +140,7 @@ class Tape:
         shares: bool = False,
         forward_scratch: int = 0,
         scratch: int = 0,
+        packed: bool = False,
         kept_by_selective: bool = False,
         flops: float = 0.0,
         backward_flops: float = 0.0,
@@ -155,6 +167,7 @@ class Tape:
                 weight_first=weight_first,
                 forward_scratch=forward_scratch,
                 scratch=scratch,
+                packed=packed,
                 kept_by_selective=kept_by_selective,
                 flops=flops,
                 backward_flops=backward_flops,
@@ -167,11 +180,13 @@ class Tape:
 class Tapes:
     """The parts of a model: what comes before its layers, one of these, the head, and the loss.
 
-    The first tensor of a part but ``first`` is what it reads. ``loss`` is None where ``last`` takes
+    ``start`` is the first layer, which keeps less where nothing before it is trained. The first
+    tensor of a part but ``first`` is what it reads. ``loss`` is None where ``last`` takes
     the loss of pieces. ``shared``: bytes that all layers read and none makes again.
     """
 
     first: Tape
+    start: Tape
     block: Tape
     last: Tape
     loss: Tape | None

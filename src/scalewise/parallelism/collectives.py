@@ -78,17 +78,15 @@ def _of_shards(share: Share) -> Iterator[Collective]:
     for name, weights, layers in (("a block", block, share.layers), ("the rest", rest, 1)):
         if not weights:
             continue
-        count, trained = (
-            _padded(weights, ranks),
-            _padded((w for w in weights if w.trainable), ranks),
-        )
+        whole = _padded(weights, ranks, gathered)
+        trained = _padded((w for w in weights if w.trainable), ranks, reduced)
         again = weights is block and mesh.reshard_after_forward
         if ranks > 1:
             axes, gathers = ("shards", "context"), layers * share.passes * (2 if again else 1)
             yield Collective(
-                Kind.all_gather, axes, count * gathered, gathers, f"weights of {name}", hides=True
+                Kind.all_gather, axes, whole, gathers, f"weights of {name}", hides=True
             )
-            size = trained * reduced
+            size = trained
             yield Collective(
                 Kind.reduce_scatter,
                 axes,
@@ -98,7 +96,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 hides=True,
             )
         if replicas > 1:
-            size = trained * reduced // ranks
+            size = trained // ranks
             yield Collective(
                 Kind.all_reduce,
                 ("replicate",),
@@ -109,9 +107,9 @@ def _of_shards(share: Share) -> Iterator[Collective]:
             )
 
 
-def _padded(weights: Iterable[Weight], ranks: int) -> int:
-    """Returns the numbers of weights, each cut by its rows into equal shards."""
-    return sum(ceil(w.shape[0] / ranks) * ranks * prod(w.shape[1:]) for w in weights)
+def _padded(weights: Iterable[Weight], ranks: int, held: int) -> int:
+    """Returns the bytes of weights, each cut by rows into equal shards; ``held``: of a number."""
+    return sum(weight.size(held, ranks) * ranks for weight in weights)
 
 
 def _of_tensor(share: Share) -> Iterator[Collective]:

@@ -87,6 +87,10 @@ class Holds(Parts):
         count = self.layers * numbers(self.block, shards, trained=trained)
         return count + numbers(self.rest, shards, trained=trained)
 
+    def weight_bytes(self, held: int, shards: int) -> int:
+        """Returns the bytes of all weights here that one shard has; ``held``: of a number."""
+        return self.layers * sizes(self.block, held, shards) + sizes(self.rest, held, shards)
+
     def state_bytes(self, run: Run) -> int:
         """Returns the bytes of the optimizer's state for the share that this rank steps."""
         held = run.precision.parameters.bytes
@@ -132,9 +136,16 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         frozen=run.is_frozen,
         adapted=run.adapter.adapted(run.model),
         rank=run.adapter.rank,
+        packed=run.quantization.packed(run.model),
+        scale_bytes=run.quantization.scale_bytes,
     )
 
 
 def numbers(weights: Iterable[Weight], ranks: int = 1, *, trained: bool = False) -> int:
     """Returns the numbers that one of ``ranks`` holds of weights cut by their rows."""
     return sum(weight.share(ranks) for weight in weights if weight.trainable or not trained)
+
+
+def sizes(weights: Iterable[Weight], held: int, ranks: int = 1) -> int:
+    """Returns the bytes that one of ``ranks`` holds of them; ``held``: of a number."""
+    return sum(weight.size(held, ranks) for weight in weights)

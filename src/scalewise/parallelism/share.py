@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from scalewise.adapters.spec import Adapter, census_by_kind
+from scalewise.adapters.spec import Adapter
 from scalewise.memory import Recompute
 from scalewise.models.base import Model, Part, Split, Weight
+from scalewise.quantization.spec import Quantization, census_by_kind
 
 if TYPE_CHECKING:
     from scalewise.parallelism.mesh import Mesh
@@ -82,7 +83,8 @@ class Share(Parts):
     def weights_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Returns the weights of one block and those outside of blocks, cut as on this rank."""
         run = self.run
-        block, rest = _cut_by_kind(run.adapter, run.model, self.mesh.sizes["tensor"])
+        tensor = self.mesh.sizes["tensor"]
+        block, rest = _cut_by_kind(run.quantization, run.adapter, run.model, tensor)
         return block, tuple(filter(self._has, rest))
 
     def _has(self, weight: Weight) -> bool:
@@ -128,10 +130,10 @@ def stages_of(model: Model, count: int, sequence: int) -> Sequence[Part]:
 
 @lru_cache(maxsize=256)
 def _cut_by_kind(
-    adapter: Adapter, model: Model, ranks: int
+    quantization: Quantization, adapter: Adapter, model: Model, ranks: int
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
     table = _table(adapter, model)
-    block, rest = census_by_kind(adapter, model)
+    block, rest = census_by_kind(quantization, adapter, model)
     if ranks == 1:
         return block, rest
     return tuple(_cut(w, table, ranks) for w in block), tuple(_cut(w, table, ranks) for w in rest)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
-from scalewise.models.base import Model
-from scalewise.models.tape import Pass, Tapes
-from scalewise.parallelism.holds import Gathering, Holds, numbers
+from scalewise.models.base import Part
+from scalewise.parallelism.holds import Gathering, Holds, numbers, sizes
 from scalewise.plan.ledger import EVERY, Line, Phase
 from scalewise.plan.moments import Moment, waiting
-from scalewise.plan.replay import Replay, replay
+from scalewise.plan.replay import Replay
+from scalewise.plan.replays import NOTHING, of_block, of_ends, of_start, tapes_of
 from scalewise.precision import Number
 
 if TYPE_CHECKING:
     from scalewise.run import Run
 
-_NOTHING = Replay(0, 0, 0, 0)
 KEPT = {
     Recompute.nothing: "all that backward reads",
     Recompute.selective: "products and attention; the rest is made again",
@@ -44,28 +42,6 @@ PASSES = (Phase.forward, Phase.loss, *BACKWARD)
 WITH_ROTATIONS = PASSES[: PASSES.index(Phase.reduce_block)]
 """Until the first block has taken its last look at them."""
 AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
-
-
-@lru_cache(maxsize=1024)
-def tapes_of(model: Model, shape: Pass) -> Tapes:
-    """Returns the tapes of a model; the many layouts of a search share few shapes."""
-    return model.tapes(shape)
-
-
-@lru_cache(maxsize=1024)
-def _of_block(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
-    return replay(tapes_of(model, shape).block, recompute, fresh=fresh)
-
-
-@lru_cache(maxsize=1024)
-def _of_ends(model: Model, shape: Pass, fresh: bool) -> tuple[Replay, Replay, Replay]:
-    """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
-    tapes = tapes_of(model, shape)
-    return (
-        replay(tapes.first, given=(), fresh=fresh),
-        replay(tapes.last, fresh=fresh),
-        replay(tapes.loss, fresh=fresh) if tapes.loss else _NOTHING,
-    )
 
 
 def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
@@ -106,17 +82,24 @@ class Device:
         self.tied = holds.first and holds.last and bool(run.model.tied_weights)
         self.blocks = _blocks(holds.layers)
         self.tapes = tapes_of(run.model, holds.shape)
-        self.recomputes = run.memory.of_parts(holds.parts)
-        self.of_block = {
-            recompute: _of_block(run.model, holds.shape, recompute, fresh)
-            for recompute in {*self.recomputes, Recompute.nothing}
-        }
-        self.block = self.of_block[Recompute.nothing]
-        kept = (self.of_block[recompute].kept for recompute in self.recomputes)
+        self.fresh = fresh
+        self.block = of_block(run.model, holds.shape, Recompute.nothing, fresh)
+        self.replays = self._replays(holds.parts)
+        kept = (each.kept for each in self.replays)
         self.kept_by_first = tuple(accumulate(kept, initial=0))
-        start, head, loss = _of_ends(run.model, holds.shape, fresh)
-        self.start = start if holds.first else _NOTHING
-        self.head, self.loss = (head, loss) if holds.last else (_NOTHING, _NOTHING)
+        start, head, loss = of_ends(run.model, holds.shape, fresh)
+        self.start = start if holds.first else NOTHING
+        self.head, self.loss = (head, loss) if holds.last else (NOTHING, NOTHING)
+
+    def _replays(self, parts: Sequence[Part]) -> list[Replay]:
+        """Returns what the blocks of some parts do, in order."""
+        run, shape = self.run, self.holds.shape
+        found: list[Replay] = []
+        for part in parts:
+            for place, each in enumerate(run.memory.of_parts((part,))):
+                of = of_start if part.first and not place else of_block
+                found.append(of(run.model, shape, each, self.fresh))
+        return found
 
     @property
     def head_weights(self) -> int:
@@ -168,10 +151,14 @@ class Device:
 
     def _of_parameters(self, number: Number) -> Line:
         shards = self.holds.parameters
-        count = self.holds.numbers(shards)
+        size, count = self.holds.weight_bytes(number.bytes, shards), self.holds.numbers(shards)
         shared = f", 1 of {shards} shards" if shards > 1 else ""
-        formula = f"{count:,} x {number.bytes} B{shared}"
-        return line("parameters", count * number.bytes, EVERY, formula, f"held in {number}")
+        packed = (count * number.bytes - size) // (number.bytes - 1)
+        formula, reason = f"{count:,} x {number.bytes} B{shared}", f"held in {number}"
+        if packed:
+            formula = f"{packed:,} B + {count - packed:,} x {number.bytes} B{shared}"
+            reason = f"packed matrices, and the rest held in {number}"
+        return line("parameters", size, EVERY, formula, reason)
 
     def _gradients(self) -> Iterator[Line]:
         holds, each = self.holds, self.gradient_bytes
@@ -215,19 +202,19 @@ class Device:
     def _gathered(self, gathering: Gathering) -> Iterator[Line]:
         """FSDP: whole weights around the block at work, and gradients on their way to shards."""
         holds, shards = self.holds, gathering.shards
-        block = numbers(holds.block, shards) * shards
-        rest = numbers(holds.rest, shards) * shards
+        block = sizes(holds.block, gathering.whole, shards) * shards
+        rest = sizes(holds.rest, gathering.whole, shards) * shards
         layers, keeps = holds.layers, gathering.keeps
         if shards > 1 or gathering.replicas:
             yield line(
                 "gathered weights outside of blocks",
-                rest * gathering.whole,
+                rest,
                 PASSES[:-1],
-                f"{rest:,} x {gathering.whole} B",
+                f"{rest // gathering.whole:,} x {gathering.whole} B",
                 "gathered for the whole pass",
             )
             # The buffer of a gather is as large as what it fills; torch keeps it for one block.
-            each, whole = block * gathering.whole, layers * keeps
+            each, whole = block, layers * keeps
             ahead = min(gathering.ahead, layers - 1)
             held = {
                 Phase.forward: max(whole, 1) * each + each,
@@ -250,7 +237,7 @@ class Device:
             yield Line(
                 "gathered weights of blocks",
                 held,
-                f"{block:,} x {gathering.whole} B a block",
+                f"{block:,} B a block",
                 "kept after forward" if keeps else "the block at work, and one on its way",
             )
         if self.followed:
@@ -317,11 +304,10 @@ class Device:
 
     def _kept(self) -> Iterator[Line]:
         kept = {phase: self.kept_by_first[waiting] for phase, (waiting, _) in self.blocks.items()}
-        blocks = Counter(self.recomputes)
-        formula = " + ".join(
-            f"{count} x {self.of_block[each].kept:,} B" for each, count in blocks.items()
-        )
-        yield Line("activations of blocks", kept, formula, "; ".join(KEPT[each] for each in blocks))
+        sizes = Counter(each.kept for each in self.replays)
+        formula = " + ".join(f"{count} x {size:,} B" for size, count in sizes.items())
+        ways = dict.fromkeys(self.run.memory.of_parts(self.holds.parts))
+        yield Line("activations of blocks", kept, formula, "; ".join(KEPT[each] for each in ways))
         yield line(
             "rotations",
             self.tapes.shared,
@@ -337,7 +323,7 @@ class Device:
 
     def _at_work(self) -> Iterator[Line]:
         head, loss, start = self.head, self.loss, self.start
-        replays = [self.of_block[each] for each in self.recomputes]
+        replays = self.replays
         before = self.kept_by_first
         forward = max(
             kept + block.forward_peak for kept, block in zip(before, replays, strict=False)
@@ -362,8 +348,8 @@ class Device:
         received = stream * sum(not part.first for part in holds.parts)
         returned = stream * sum(not part.last for part in holds.parts)
         given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
-        recomputes = self.run.memory.of_parts(tuple(waiting(holds, moment)))
-        others = sum(self.of_block[each].kept for each in recomputes)
+        replays = self._replays(tuple(waiting(holds, moment)))
+        others = sum(each.kept for each in replays)
         others += moment.others * tapes.shared
         others -= stream * sum(not part.first for part in waiting(holds, moment))  # in buffers
         if parts == 1:  # of several the last goes backward at once
@@ -374,7 +360,7 @@ class Device:
             "activations of other pieces",
             others,
             PASSES,
-            f"those of {len(recomputes)} blocks and more",
+            f"those of {len(replays)} blocks and more",
             f"{holds.in_flight} of {holds.pieces * parts} passes await their backward at the most",
         )
         held = given + (parts - 1) * stream

@@ -37,7 +37,7 @@ def checkpoint_bytes(run: Run) -> int:
     census, held = run.census(), run.precision.parameters.bytes
     trained = [weight for weight in census if weight.trainable]
     state = sum(run.optimizer.state_bytes(weight, 1, held) for weight in trained)
-    return held * sum(weight.count for weight in census) + state
+    return sum(weight.size(held) for weight in census) + state
 
 
 def _of_node(run: Run) -> Iterator[Line]:
@@ -54,10 +54,10 @@ def _of_node(run: Run) -> Iterator[Line]:
         size = held * holds.numbers(holds.gradients, trained=True)
         yield _line("offloaded gradients", ranks, size, "what the host steps by")
     if holds.parameters_on_host and not holds.parameters_on_disk:
-        size = (zero.weights if zero else held) * holds.numbers(holds.parameters)
+        size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
     if run.checkpoint.background:
-        size = held * holds.numbers(holds.parameters) + holds.state_bytes(run)
+        size = holds.weight_bytes(held, holds.parameters) + holds.state_bytes(run)
         yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")
     rows = run.trainer.micro_batch * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _line("rows", ranks, rows, "of the loader, as token ids")

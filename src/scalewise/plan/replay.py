@@ -51,9 +51,13 @@ def replay(
         # What the block reads is held for the second forward until its backward has ended.
         held = {*given} - {*forward.saves}
         leftover = sum(tape.sizes[place] for place in (unused & cached) | held)
-        again = second.peak + tape.sizes[tape.operators[-1].writes[0]]
+        # It is made when backward first reads of it; gradients have come so far by then.
+        asked = max(at for at, operator in enumerate(tape.operators) if operator.reads_back)
+        arriving = _Backward(tape, forward, 0, fresh=fresh)
+        arriving.run(tape.operators[asked + 1 :])
+        again = second.peak + arriving.now - forward.kept
     backward = _Backward(tape, forward, leftover, fresh=fresh)
-    backward.run()
+    backward.run(tape.operators)
     peak = max(backward.peak, again)
     return Replay(kept, first.peak, peak, backward.held)
 
@@ -116,17 +120,17 @@ class _Backward:
     def __init__(self, tape: Tape, forward: _Forward, leftover: int, *, fresh: bool) -> None:
         self._tape, self._fresh = tape, fresh
         self._saves = dict(forward.saves)
-        self._now = forward.kept + leftover
+        self.now = forward.kept + leftover
         self.peak = self.held = 0
         self._gradient: dict[int, int] = {}
         self._sizes: list[int] = []
         self._owners: list[int] = []
 
-    def run(self) -> None:
+    def run(self, operators: Sequence[Operator]) -> None:
         tape = self._tape
         output = tape.operators[-1].writes[0]
         self._gradient[output] = self._make(tape.sizes[output])
-        for operator in reversed(tape.operators):
+        for operator in reversed(operators):
             if operator.writes[0] in self._gradient:
                 self._through(operator)
 
@@ -145,12 +149,12 @@ class _Backward:
                 made.append((place, self._make(sizes[place])))
         if computed and not operator.weight_first:
             self._grow(computed)
-        self.peak = max(self.peak, self._now + operator.scratch)
+        self.peak = max(self.peak, self.now + operator.scratch)
         self._drop(arrived)
         for place in operator.saved:
             self._saves[place] -= 1
             if not self._saves[place]:
-                self._now -= sizes[place]
+                self.now -= sizes[place]
         for place, buffer in made:
             if (before := self._gradient.get(place)) is not None:
                 total = self._make(sizes[place])
@@ -161,9 +165,9 @@ class _Backward:
         if computed:
             if held != computed:
                 self._grow(held)
-                self._now -= computed
+                self.now -= computed
             self.held += held * self._fresh
-            self._now -= held * (not self._fresh)
+            self.now -= held * (not self._fresh)
 
     def _make(self, size: int) -> int:
         self._sizes.append(size)
@@ -174,8 +178,8 @@ class _Backward:
     def _drop(self, buffer: int) -> None:
         self._owners[buffer] -= 1
         if not self._owners[buffer]:
-            self._now -= self._sizes[buffer]
+            self.now -= self._sizes[buffer]
 
     def _grow(self, size: int) -> None:
-        self._now += size
-        self.peak = max(self.peak, self._now)
+        self.now += size
+        self.peak = max(self.peak, self.now)

@@ -19,8 +19,8 @@ from scalewise.parallelism.collectives import Collective, Kind
 from scalewise.parallelism.mesh import AXES
 from scalewise.parallelism.ring import Link
 from scalewise.plan import traffic
-from scalewise.plan.device import tapes_of
 from scalewise.plan.replay import products
+from scalewise.plan.replays import tapes_of
 from scalewise.units import GIGA, MICRO
 
 if TYPE_CHECKING:

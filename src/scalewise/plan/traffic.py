@@ -47,7 +47,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     held = run.precision.parameters.bytes
     moved = zero.weights if zero else held  # DeepSpeed's masters stay where they are stepped
     share = holds.numbers(holds.states, trained=True)
-    weights, stepped = moved * holds.numbers(holds.parameters), held * share
+    weights, stepped = holds.weight_bytes(moved, holds.parameters), held * share
     passes = run.accumulation * holds.pieces
     link = host = disk = 0
     gathering = holds.gathering

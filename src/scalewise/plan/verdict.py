@@ -150,7 +150,7 @@ def _beside(run: Run, peak: int) -> int:
     A save copies the rank's weights and state once, while gradients may be there still.
     """
     holds, each = run.parallelism.holds(run), run.precision.parameters.bytes
-    saved = each * holds.numbers(holds.parameters) + holds.state_bytes(run)
+    saved = holds.weight_bytes(each, holds.parameters) + holds.state_bytes(run)
     checkpoint = run.checkpoint
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return PROCESS_BYTES + int(SCATTERED * peak) + saved * saves

@@ -34,6 +34,7 @@ NOUNS = {
     "optimizer": "optimizer",
     "model": "model",
     "adapter": "adapter",
+    "quantization": "quantization",
     "schedule": "schedule",
     "seed": "seed",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice, takewhile
 from math import isfinite
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 from scalewise import output
 from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import this_machine
+from scalewise.units import bytes_text
 from scalewise.verbs import trained
 
 if TYPE_CHECKING:
+    import torch
+
     from scalewise.checkpoints.trained import Trained
     from scalewise.data.base import Splits
     from scalewise.evaluation.held_out import HeldOut
@@ -50,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         module = live.model(told, device)
         found = _measured(told, module, splits, options["rows"])
         _tell(told, found)
-        _keep(folder / RECORD, told.step, found)
+        packing = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
+        _keep(folder / RECORD, told.step, found, packing)
         if options["prompt"]:
             print(f"\n{_written(told, module, splits, options)}\n")
     print(f"result {folder / RECORD}")
@@ -65,6 +69,24 @@ def _tell(told: Trained, found: HeldOut) -> None:
         f"the likeliest token is right in {found.accuracy:.1%}",
         flush=True,
     )
+
+
+def _of_packing(
+    told: Trained, device: torch.device, splits: Splits, rows: str, found: HeldOut
+) -> dict[str, float]:
+    """Returns what packing saves and costs: bytes, and loss beside that of the whole matrices."""
+    from scalewise.evaluation import live
+
+    held = told.precision.parameters.bytes
+    whole = sum(weight.size(held) for weight in told.packed)
+    packed = sum(p.size(held) for weight in told.packed for p in told.quantization.parts(weight))
+    exact = _measured(told, live.model(told, device, exact=True), splits, rows).loss
+    print(
+        f"packed matrices: {bytes_text(packed)} instead of {bytes_text(whole)}; the loss is "
+        f"{exact:.4f} with the matrices whole, {found.loss - exact:+.4f} by packing",
+        flush=True,
+    )
+    return {"packed_bytes": packed, "whole_bytes": whole, "loss_of_whole": exact}
 
 
 def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
@@ -132,8 +154,8 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     return str(tokenizer.decode([*prompt, *new]))
 
 
-def _keep(path: Path, step: int, found: HeldOut) -> None:
+def _keep(path: Path, step: int, found: HeldOut, packing: Mapping[str, float]) -> None:
     from scalewise.tracking.files import read_json, write_json
 
-    record = {str(step): {**asdict(found), "perplexity": found.perplexity}}
+    record = {str(step): {**asdict(found), "perplexity": found.perplexity, **packing}}
     write_json(path, read_json(path) | record)

@@ -19,7 +19,7 @@ _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused":
 def heading(order: Order) -> None:
     """Prints what is about to run, and what makes it slow."""
     run = order.run
-    census = run.census()
+    census = run.adapter.weights(run.model)
     trained = sum(weight.count for weight in census if weight.trainable)
     held = sum(weight.count for weight in census)
     few = f" ({count_text(trained)} of them trained)" if trained < held else ""

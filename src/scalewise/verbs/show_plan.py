@@ -44,8 +44,9 @@ def one(plan: Plan) -> None:
     console = output.console()
     run, fit = plan.run, plan.fit
     device = run.hardware.match or run.hardware.device.value.upper()
+    count = sum(weight.count for weight in run.adapter.weights(run.model))
     console.print(
-        f"{run.name}: {count_text(sum(w.count for w in run.census()))} parameters on "
+        f"{run.name}: {count_text(count)} parameters on "
         f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
         f"{run.tokens_per_step:,} tokens a step"
     )

@@ -113,9 +113,9 @@ class DecoderModule(ModelModule):
         self.init_buffers()
         residual = self.spec.initial_std / sqrt(2 * self.spec.layers)
         for name, parameter in self.own_parameters():
-            if name.endswith("bias"):
+            if isinstance(parameter, nn.Parameter) and name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif "norm" in name:
+            elif isinstance(parameter, nn.Parameter) and "norm" in name:
                 nn.init.ones_(parameter)
             else:
                 writes = name.endswith(("attention.output.weight", "feedforward.down.weight"))

@@ -10,15 +10,16 @@ FP32 = 4
 
 def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
-    first, block, last, loss = (Writer(spec, run) for _ in range(4))
+    first, start, block, last, loss = (Writer(spec, run) for _ in range(5))
     first.embedding()
+    start.block(trained=not run.frozen)
     block.block()
     last.head()
     loss.loss()
     rope = spec.position is Position.rope
     rotations = 2 * run.tokens * spec.head_size * run.table * rope
     whole = None if 0 < run.loss_chunk < run.places else loss.tape
-    return Tapes(first.tape, block.tape, last.tape, whole, rotations)
+    return Tapes(first.tape, start.tape, block.tape, last.tape, whole, rotations)
 
 
 class Writer:
@@ -43,9 +44,9 @@ class Writer:
             x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
         self._dropout(x)
 
-    def block(self) -> None:
-        """Writes one layer."""
-        x = self.tape.tensor(self._stream)
+    def block(self, *, trained: bool = True) -> None:
+        """Writes one layer; ``trained``: whether something before it is."""
+        x = self.tape.tensor(self._stream, trained=trained)
         x2 = self._residual(x, self._attention(self._norm(x)))
         self._residual(x2, self._feedforward(self._norm(x2)))
 
@@ -177,8 +178,11 @@ class Writer:
         holds: tuple[int, ...] = (),
     ) -> int:
         """Writes a linear layer and, where it is adapted, the two narrow ones beside it."""
-        trains = not self.run.frozen
-        written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
+        trains, packed = not self.run.frozen, name in self.run.packed
+        if packed:
+            written = self._unpacked_product(x, into, out, holds)
+        else:
+            written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
         if name not in self.run.adapted:
             return written
         size = self.tape.sizes[written]
@@ -224,6 +228,27 @@ class Writer:
             kept_by_selective=kept,
             flops=flops,
             backward_flops=flops * (tape.trained[x] + trains),
+        )
+
+    def _unpacked_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
+        """Writes a product with a frozen matrix, unpacked for forward and again for backward."""
+        run, tape = self.run, self.tape
+        if run.casts and tape.sizes[x] != run.places * into * run.compute:
+            x = self._cast(x, run.places * into * run.compute)
+        size, flops = into * out * run.compute, 2.0 * into * out * run.places
+        scales = round(into * out * run.scale_bytes)
+        matrix = tape.add(Work.pointwise, (), size, forward_scratch=scales)
+        self._products += 1
+        return tape.add(
+            Work.product,
+            (x, matrix, *holds),
+            run.places * out * run.compute,
+            gradients=(x,),
+            scratch=size,
+            packed=True,
+            kept_by_selective=self._products % 2 == 1 or not run.every_second,
+            flops=flops,
+            backward_flops=flops * tape.trained[x],
         )
 
     def _rotate(self, x: int) -> int:

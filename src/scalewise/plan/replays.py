@@ -1,0 +1,41 @@
+"""What the parts of a model do in a pass, each worked out once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from scalewise.memory import Recompute
+from scalewise.models.base import Model
+from scalewise.models.tape import Pass, Tapes
+from scalewise.plan.replay import Replay, replay
+
+NOTHING = Replay(0, 0, 0, 0)
+
+
+@lru_cache(maxsize=1024)
+def tapes_of(model: Model, shape: Pass) -> Tapes:
+    """Returns the tapes of a model; the many layouts of a search share few shapes."""
+    return model.tapes(shape)
+
+
+@lru_cache(maxsize=1024)
+def of_block(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
+    """Returns any block but the first of all."""
+    return replay(tapes_of(model, shape).block, recompute, fresh=fresh)
+
+
+@lru_cache(maxsize=1024)
+def of_start(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
+    """Returns the first block of all."""
+    return replay(tapes_of(model, shape).start, recompute, fresh=fresh)
+
+
+@lru_cache(maxsize=1024)
+def of_ends(model: Model, shape: Pass, fresh: bool) -> tuple[Replay, Replay, Replay]:
+    """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
+    tapes = tapes_of(model, shape)
+    return (
+        replay(tapes.first, given=(), fresh=fresh),
+        replay(tapes.last, fresh=fresh),
+        replay(tapes.loss, fresh=fresh) if tapes.loss else NOTHING,
+    )

@@ -1,0 +1,5 @@
+"""Frozen matrices in few bits."""
+
+from scalewise.quantization.spec import NoQuantization, Quantization
+
+__all__ = ["NoQuantization", "Quantization"]

@@ -1,0 +1,199 @@
+"""Matrices that bitsandbytes packs, as specs: 4 bits scaled by blocks, 8 bits scaled by rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from math import ceil
+from typing import TYPE_CHECKING
+
+from scalewise.adapters.low_rank import linear_layers
+from scalewise.compilation import Scope
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.models.base import Model, Weight
+from scalewise.parallelism.deepspeed import DeepSpeed
+from scalewise.parallelism.mesh import Mesh
+from scalewise.quantization.spec import Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.module import ModelModule
+    from scalewise.quantization.linear import PackedLinear
+    from scalewise.run import Run
+
+BLOCK = 64
+"""Numbers that share a scale."""
+SCALES = 256
+"""Scales that share one of their own."""
+FP32 = 4
+
+
+class Packing(Quantization):
+    """Packs the linear layers of all blocks; embeddings, norms and the head stay as they are."""
+
+    def packed(self, model: Model) -> tuple[str, ...]:
+        """Returns every linear layer of a block."""
+        return linear_layers(model)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what trains, cuts or reads the matrices themselves."""
+        name = run.choices.get("quantization", type(self).__name__)
+        layout = run.parallelism
+        if not run.is_frozen:
+            reason = "packed matrices cannot be trained, and nothing else would be"
+            yield Complaint("quantization", name, reason, "add adapter=lora")
+        elif run.adapter.reads_matrices:
+            chosen = run.choices.get("adapter", type(run.adapter).__name__)
+            reason = f"is made of whole matrices, which quantization={name} packs"
+            yield Complaint("adapter", chosen, reason, "set adapter=lora")
+        if isinstance(layout, Mesh) and layout.sizes.get("tensor", 1) > 1:
+            reason = f"would cut the matrices that quantization={name} packs whole"
+            cure = "set parallelism.tensor=1, and shard instead: parallelism=fsdp"
+            yield Complaint("parallelism.tensor", layout.sizes["tensor"], reason, cure)
+        if isinstance(layout, DeepSpeed):
+            chosen = run.choices.get("parallelism", "deepspeed")
+            reason = f"makes numbers of its own format of what quantization={name} packs"
+            yield Complaint("parallelism", chosen, reason, "set parallelism=fsdp")
+        if run.compile.scope is not Scope.none:
+            reason = f"bitsandbytes, which unpacks for quantization={name}, is not compiled"
+            yield Complaint("compile", str(run.compile.scope), reason, "set compile=none")
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields that bitsandbytes is not installed."""
+        if find_spec("bitsandbytes") is None:
+            reason, cure = "needs bitsandbytes, which is not installed", "pip install bitsandbytes"
+            yield Complaint("quantization", type(self).__name__, reason, cure)
+
+    def apply(self, module: ModelModule, model: Model) -> None:
+        """Puts layers that pack what is put into them in the place of the linear ones."""
+        from torch import nn
+
+        for block in module.layers():
+            for name in self.packed(model):
+                held = block.get_submodule(name)
+                assert isinstance(held, nn.Linear)
+                out, into = held.weight.shape
+                block.set_submodule(name, self.layer(into, out, bias=held.bias is not None))
+
+    @abstractmethod
+    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+        """Returns a layer on the meta device."""
+
+    def unpacked(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+        """Returns the tensors of a checkpoint with every matrix whole, in fp32 where packed."""
+        found = dict(state)
+        for weight in filter(lambda weight: self.is_packed(weight, model), model.census()):
+            layer = self._like(weight)
+            held = {
+                part.name.rpartition(".")[2]: found.pop(part.name) for part in self.parts(weight)
+            }
+            layer.load_state_dict(held, assign=True)
+            found[weight.name] = _whole(layer)
+        return found
+
+    def rounded(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+        """Returns a model's tensors as packing leaves them, in fp32 where packed."""
+        found = dict(state)
+        for weight in filter(lambda weight: self.is_packed(weight, model), model.census()):
+            layer = self._like(weight).to_empty(device=found[weight.name].device)
+            layer.pack(found[weight.name])
+            found[weight.name] = _whole(layer)
+        return found
+
+    def _like(self, weight: Weight) -> PackedLinear:
+        out, into = weight.shape
+        return self.layer(into, out, bias=False)
+
+
+def _whole(layer: PackedLinear) -> Tensor:
+    import torch
+
+    return layer.unpacked(torch.float32)
+
+
+@dataclass(frozen=True)
+class FourBit(Packing):
+    """Codes of 16 values, scaled block by block (Dettmers et al., 2023, QLoRA, section 3)."""
+
+    double: bool = True
+    """Whether the scales are packed as well, to 8 bits each: 4.13 bits a number instead of 4.5."""
+
+    code = ""
+    """What bitsandbytes calls the 16 values."""
+
+    @property
+    def scale_bytes(self) -> float:  # type: ignore[override]  # of a dataclass
+        """Returns the bytes of a number: unpacked scales, and those before their mean is added."""
+        return 2 * FP32 / BLOCK if self.double else 0.0
+
+    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+        """Returns the codes, their scales and, of scales that are packed, theirs and the mean."""
+        stem = weight.name.removesuffix("weight")
+        scales = ceil(weight.count / BLOCK)
+        of_scales = (ceil(scales / SCALES) + 1, FP32)
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight": (ceil(weight.count / 2),),
+            "scale": (scales,) if self.double else (scales, FP32),
+        }
+        if self.double:
+            shapes["scale_of_scales"] = of_scales
+        return tuple(
+            replace(weight, name=f"{stem}{kind}", shape=shape, bytes=1)
+            for kind, shape in shapes.items()
+        )
+
+    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+        """Returns a layer on the meta device."""
+        from scalewise.quantization.linear import FourBitLinear
+
+        return FourBitLinear(into, out, bias=bias, code=self.code, double=self.double)
+
+
+@option("quantization", "nf4")
+@dataclass(frozen=True)
+class NF4(FourBit):
+    """4 bits whose values are quantiles of a normal distribution."""
+
+    code = "nf4"
+
+
+@option("quantization", "fp4")
+@dataclass(frozen=True)
+class FP4(FourBit):
+    """4 bits that are a sign, exponent bits and a fraction."""
+
+    code = "fp4"
+
+
+@option("quantization", "int8")
+@dataclass(frozen=True)
+class Int8(Packing):
+    """8 bits with a scale for each row; on CUDA inputs too (Dettmers et al., 2022, LLM.int8)."""
+
+    threshold: float = 6.0
+    """Features with an input beyond it are multiplied in 16 bits, on CUDA; 0: none is."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        if not self.threshold >= 0:
+            cure = "set quantization.threshold=6.0, or 0"
+            yield Complaint("quantization.threshold", self.threshold, "is below zero", cure)
+
+    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+        """Returns the numbers and the scale of each row."""
+        stem = weight.name.removesuffix("weight")
+        shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32)}
+        return tuple(
+            replace(weight, name=f"{stem}{kind}", shape=shape, bytes=1)
+            for kind, shape in shapes.items()
+        )
+
+    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+        """Returns a layer on the meta device."""
+        from scalewise.quantization.linear import Int8Linear
+
+        return Int8Linear(into, out, bias=bias, threshold=self.threshold)

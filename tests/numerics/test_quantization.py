@@ -1,0 +1,208 @@
+"""Packed matrices are bitsandbytes' own, stay as they are, and train adapters in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from fixtures.jobs import Job
+from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from torch import Tensor
+
+from scalewise import cli, compose
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.quantization.linear import FourBitLinear, Int8Linear, PackedLinear
+from scalewise.quantization.packing import FP4, NF4, FourBit, Int8
+
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.targets=[attention.query,feedforward.down]")
+QUANTIZATIONS = {
+    "nf4": ("quantization=nf4",),
+    "fp4": ("quantization=fp4", "quantization.double=false"),
+    "int8": ("quantization=int8",),
+}
+USUAL = {
+    "nf4": ("ddp", "fsdp", "pipeline_one_f_one_b"),
+    "fp4": (),
+    "int8": ("fsdp",),
+}
+TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
+NEVER = ("tensor", "deepspeed")
+"""What refuses packed matrices."""
+CASES = [
+    pytest.param(
+        name,
+        layout,
+        marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
+    )
+    for name in QUANTIZATIONS
+    for layout in (LAYOUTS if name == "nf4" else USUAL["nf4"])
+    if not any(never in layout for never in NEVER)
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_packed_model_takes_the_steps_of_one_device(
+    name: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    line = (*LORA, *QUANTIZATIONS[name])
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
+    assert_equal(run, alone("accumulated", *line))
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference) -> None:
+    line = (*LORA, *QUANTIZATIONS[name])
+    run, spec = alone("accumulated", *line), compose([*SHAPE, *LLAMA, *line])
+    held = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
+    assert held.keys() == {weight.name for weight in spec.census()}
+    trained = {weight.name for weight in spec.census() if weight.trainable}
+    assert {key.removeprefix("model.") for key in gradients(run, 2)} == trained
+    first = SingleLayout(DeviceKind.cpu).build(spec)
+    for key, tensor in first.named_parameters():
+        key = key.replace(".base_layer.", ".")
+        assert torch.equal(held[key], tensor) == (key not in trained), key
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_the_census_is_the_module(name: str, shape: tuple[str, ...]) -> None:
+    spec = compose([*SHAPE, *shape, *LORA, *QUANTIZATIONS[name]])
+    found = {
+        key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
+        for key, held in SingleLayout(DeviceKind.cpu).build(spec).named_parameters()
+    }
+    assert found == {w.name: (w.shape, w.size(4), w.trainable) for w in spec.census()}
+
+
+def theirs(packing: FourBit | Int8, whole: Tensor, bias: Tensor | None) -> torch.nn.Linear:
+    """Returns bitsandbytes' own layer of a matrix."""
+    out, into = whole.shape
+    layer: torch.nn.Linear
+    if isinstance(packing, Int8):
+        layer = bnb.nn.Linear8bitLt(
+            into, out, bias=bias is not None, has_fp16_weights=False, threshold=packing.threshold
+        )
+        layer.weight = bnb.nn.Int8Params(whole, requires_grad=False, has_fp16_weights=False)
+    else:
+        kind = {"quant_type": packing.code, "compress_statistics": packing.double}
+        layer = bnb.nn.Linear4bit(
+            into, out, bias=bias is not None, compute_dtype=torch.float32, **kind
+        )
+        layer.weight = bnb.nn.Params4bit(whole, requires_grad=False, **kind)
+    layer = layer.to("cpu")
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+PACKINGS = [NF4(), NF4(double=False), FP4(), FP4(double=False), Int8()]
+
+
+def packed(packing: FourBit | Int8, whole: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    out, into = whole.shape
+    layer = packing.layer(into, out, bias=bias is not None).to_empty(device="cpu")
+    layer.pack(whole)
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+@pytest.fixture
+def whole() -> Tensor:
+    """A matrix of which neither blocks nor scales come out even."""
+    return torch.randn(136, 250, generator=torch.Generator().manual_seed(7)) / 16
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_products_and_gradients_are_those_of_bitsandbytes(
+    packing: FourBit | Int8, whole: Tensor
+) -> None:
+    bias, x = torch.randn(136), torch.randn(3, 5, 250)
+    found = []
+    for layer in (packed(packing, whole, bias), theirs(packing, whole, bias)):
+        given = x.clone().requires_grad_()
+        product = layer(given)
+        product.pow(2).sum().backward()
+        assert given.grad is not None
+        found.append((product.detach(), given.grad))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_bytes_are_those_of_bitsandbytes(packing: FourBit | Int8, whole: Tensor) -> None:
+    layer = theirs(packing, whole, None)
+    held = [tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")]
+    held = [tensor for tensor in held if tensor.numel() > 1]
+    if isinstance(packing, FourBit):  # what is no tensor lies packed as text
+        held = [held[0], *(t for k, t in layer.state_dict().items() if k.endswith("absmax"))]
+        offset = 4 * packing.double
+    else:
+        offset = 0
+    ours = sum(parameter.nbytes for parameter in packed(packing, whole).parameters())
+    assert ours == sum(tensor.nbytes for tensor in held) + offset
+
+
+def test_more_bits_err_less(whole: Tensor) -> None:
+    """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
+    errors = {
+        name: float((packed(packing, whole).unpacked(torch.float32) - whole).norm() / whole.norm())
+        for name, packing in {"nf4": NF4(), "fp4": FP4(), "int8": Int8()}.items()
+    }
+    assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tensor) -> None:
+    """What CUDA runs; here with the operators that stand for its kernels."""
+    packing = Int8(threshold=threshold)
+    ours, wanted = packed(packing, whole), theirs(packing, whole, None).eval()
+    assert isinstance(ours, Int8Linear)
+    x = torch.randn(2, 8, 250, generator=torch.Generator().manual_seed(3))
+    x[..., 11] *= 30  # a feature of outliers
+    with torch.no_grad():
+        found = ours.in_integers(x)
+        torch.testing.assert_close(found, wanted(x), rtol=1e-5, atol=1e-5)
+        error = float((found - x @ whole.T).norm() / (x @ whole.T).norm())
+    assert (error < 0.02) == (threshold > 0)
+
+
+def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
+    layer, x = packed(NF4(), whole), torch.randn(4, 250, requires_grad=True)
+    assert isinstance(layer, FourBitLinear)
+    with torch.autocast("cpu", torch.bfloat16):
+        product = layer(x)
+    assert product.dtype == torch.bfloat16
+    product.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    wanted = x @ layer.unpacked(torch.float32).T
+    torch.testing.assert_close(product.float(), wanted, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n == "fp4" else n for n in QUANTIZATIONS],
+)
+def test_an_evaluation_tells_what_packing_costs(
+    name: str, alone: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = alone("accumulated", *LORA, *QUANTIZATIONS[name], *TEXT)
+    found = {}
+    for step in ("3", "0"):
+        assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
+        found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
+    assert "packed matrices: " in capsys.readouterr().out
+    assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
+    held = compose([*SHAPE, *LLAMA, *LORA, *QUANTIZATIONS[name]]).census()
+    assert found["3"]["packed_bytes"] == sum(weight.size(4) for weight in held if weight.bytes)
+    never_packed = alone("accumulated", *LORA, *TEXT)
+    assert cli.main(["evaluate", str(never_packed.path), "step=0"]) == 0
+    began = json.loads((never_packed.path / "evaluation.json").read_text("utf-8"))["0"]
+    assert found["0"]["loss_of_whole"] == pytest.approx(began["loss"], rel=1e-6)
+    assert found["0"]["loss"] != began["loss"]
