@@ -23,6 +23,7 @@ from scalewise.plan.spec import Rank, Search
 from scalewise.plan.steptime import of_step, rates
 from scalewise.plan.verdict import Verdict, judged
 from scalewise.precision import Number, Precision
+from scalewise.quantization.packing import NF4
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -122,6 +123,8 @@ def walk(run: Run) -> Iterator[Candidate]:
     typed = typed_keys(run.overrides)  # what was typed is held
     for training, trained in _trainings(run, typed):
         for laid_out, laid in _layouts(trained, typed):
+            if any(laid.quantization.complaints_with(laid)):
+                continue
             for saving, saved in _savings(laid, typed):
                 tried = list(_sizes(saved, typed))
                 for passes, plan in tried:
@@ -161,8 +164,14 @@ def _trainings(run: Run, typed: frozenset[str]) -> Iterator[Way]:
         ]
     for told, trained in trainings:
         yield told, trained
+        adapted: list[Way] = [(told, trained)] if run.is_frozen else []
         if "adapter" not in typed and not run.is_frozen:
-            yield (*told, "adapter=lora"), replace(trained, adapter=Lora())
+            adapted = [((*told, "adapter=lora"), replace(trained, adapter=Lora()))]
+            yield from adapted
+        if "quantization" not in typed and not run.quantization.packed(run.model):
+            for words, frozen in adapted:
+                packed = replace(frozen, quantization=NF4())
+                yield (*words, "quantization=nf4"), packed
         if "optimizer" not in typed and not isinstance(run.optimizer, SGD):
             yield (*told, "optimizer=sgd"), replace(trained, optimizer=SGD())
 
