@@ -32,13 +32,15 @@ LONG = pytest.mark.exhaustive
 CASES = {
     "plain": (),
     "lora": ("adapter=lora", "adapter.targets=[.*]"),
+    "dora": ("adapter=dora", "adapter.targets=[.*]"),
+    "ia3": ("adapter=ia3",),
     "schedule_free": ("optimizer=schedule_free", "optimizer.lr=0.01", "schedule=constant"),
     "bf16": ("precision=bf16_mixed",),
     "bf16_true": ("precision=bf16_true",),
     "fsdp": ("parallelism=fsdp", "parallelism.shards=2"),
     "pipeline": ("parallelism=pipeline",),
 }
-SELDOM = ("bf16", "bf16_true", "fsdp", "pipeline")
+SELDOM = ("dora", "ia3", "bf16", "bf16_true", "fsdp", "pipeline")
 CPU = torch.device("cpu")
 
 

@@ -79,8 +79,12 @@ CASES = {
     "lora": ("adapter=lora", *EVERYWHERE),
     "rslora": ("adapter=rslora", *EVERYWHERE),
     "pissa": ("adapter=pissa", *EVERYWHERE),
+    "dora": ("adapter=dora", *EVERYWHERE),
+    "ia3": ("adapter=ia3",),
     "fused": ("adapter=lora", "adapter.targets=[attention.query,attention.value]", *GPT2),
     "fused, rslora": ("adapter=rslora", *EVERYWHERE, *GPT2),
+    "fused, dora": ("adapter=dora", "adapter.targets=[attention.query,attention.value]", *GPT2),
+    "fused, ia3": ("adapter=ia3", *GPT2),
 }
 """GPT-2 has queries, keys and values in one matrix, and transposed."""
 

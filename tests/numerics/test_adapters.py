@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
 from fixtures.steps import Reference, assert_equal, gradients, steps_of
-from peft import LoraConfig, inject_adapter_in_model
+from peft import IA3Config, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
@@ -27,11 +28,15 @@ ADAPTERS = {
     "lora": LORA,
     "rslora": ("adapter=rslora", *LORA[1:]),
     "pissa": ("adapter=pissa", *LORA[1:]),
+    "dora": ("adapter=dora", *LORA[1:]),
+    "ia3": ("adapter=ia3", "adapter.targets=[auto,attention.output,feedforward.up]"),
 }
 USUAL = {
     "lora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
     "rslora": (),
     "pissa": ("tensor", "deepspeed_zero3"),
+    "dora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
+    "ia3": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
 }
 CASES = [
     pytest.param(
@@ -40,7 +45,7 @@ CASES = [
         marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
     )
     for adapter, usual in USUAL.items()
-    for layout in (LAYOUTS if adapter == "lora" else USUAL["lora"])
+    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3") else USUAL["lora"])
 ]
 
 
@@ -50,7 +55,11 @@ def test_an_adapter_takes_the_steps_of_one_device(
 ) -> None:
     line = ADAPTERS[adapter]
     run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    assert_equal(run, alone("accumulated", *line))
+    reference = alone("accumulated", *line)
+    assert_equal(run, reference)
+    held, wanted, trained = run.weights(), reference.weights(), gradients(reference, 0)
+    for name in wanted.keys() - trained.keys():
+        assert torch.equal(held[name], wanted[name]), name
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -80,33 +89,68 @@ def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_values_and_scales_are_those_of_peft(adapter: str) -> None:
     """PEFT draws A of LoRA by itself; what it makes of W alone is compared."""
-    spec = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter]])
-    ours = SingleLayout(DeviceKind.cpu).build(spec)
-    theirs = spec.model.build(spec.seed)
-    config = LoraConfig(
-        r=4,
-        lora_alpha=16,
-        target_modules=["query"],
-        init_lora_weights="pissa" if adapter == "pissa" else True,
-        use_rslora=adapter == "rslora",
-    )
-    inject_adapter_in_model(config, theirs)
+    ours, theirs = both(adapter, LLAMA)
+    drawn = ".lora_A." if adapter != "pissa" else None
+    for name, tensor in theirs.named_parameters():
+        mine = ours.get_parameter(name)
+        assert mine.requires_grad == tensor.requires_grad, name
+        if drawn is None or drawn not in name:
+            torch.testing.assert_close(mine, tensor, rtol=1e-5, atol=1e-6)
     for name, layer in theirs.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        mine = ours.get_submodule(name)
-        assert isinstance(mine, LoraLayer)
-        assert mine.scaling == layer.scaling
-        if adapter == "pissa":
-            for key, tensor in layer.named_parameters():
-                torch.testing.assert_close(mine.get_parameter(key), tensor, rtol=1e-5, atol=1e-6)
-        else:
-            assert not mine.lora_B["default"].weight.any()
+        if isinstance(layer, LoraLayer):
+            mine = ours.get_submodule(name)
+            assert isinstance(mine, LoraLayer)
+            assert mine.scaling == layer.scaling
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_the_census_is_the_module(rank: int) -> None:
-    spec = compose([*SHAPE, *LLAMA, *LORA, f"adapter.rank={rank}"])
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_computes_what_peft_does(adapter: str, shape: tuple[str, ...]) -> None:
+    ours, theirs = both(adapter, shape)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    theirs.load_state_dict(ours.state_dict())
+    tokens_BT = torch.arange(64).reshape(2, 32)
+    logits = [module(tokens_BT) for module in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    for each in logits:
+        each.logsumexp(-1).sum().backward()
+    for name, tensor in theirs.named_parameters():
+        mine = ours.get_parameter(name).grad
+        assert (mine is None) == (tensor.grad is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, tensor.grad, rtol=1e-4, atol=1e-4)
+
+
+def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
+    """Returns an adapted model, and one that PEFT alone has adapted."""
+    spec = compose([*SHAPE, *shape, *ADAPTERS[adapter]])
+    theirs = spec.model.build(spec.seed)
+    config: PeftConfig
+    if adapter == "ia3":
+        rows = ["attention.output", "feedforward.down"]
+        config = IA3Config(target_modules=[*spec.adapter.scaled(spec.model)])
+        config.feedforward_modules = set(rows)
+    else:
+        config = LoraConfig(
+            r=4,
+            lora_alpha=16,
+            target_modules=[*spec.adapter.adapted(spec.model)],
+            init_lora_weights="pissa" if adapter == "pissa" else True,
+            use_rslora=adapter == "rslora",
+            use_dora=adapter == "dora",
+        )
+    inject_adapter_in_model(config, theirs)
+    return SingleLayout(DeviceKind.cpu).build(spec), theirs
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1")], ids=str)
+def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ...]) -> None:
+    spec = compose([*SHAPE, *shape, *adapter])
     with torch.device("meta"):
         module = spec.model.build(1)
     spec.adapter.apply(module, spec.model)
@@ -117,8 +161,9 @@ def test_the_census_is_the_module(rank: int) -> None:
     assert found == [(w.name, w.shape, w.trainable) for w in spec.census()]
 
 
-def test_flops_are_those_torch_counts() -> None:
-    run = compose([*SHAPE, *LLAMA, *LORA, "model.layers=8"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+def test_flops_are_those_torch_counts(adapter: str) -> None:
+    run = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter], "model.layers=8"])
     module = SingleLayout(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU

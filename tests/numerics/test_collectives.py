@@ -45,6 +45,12 @@ AGAIN = {
         "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
         "memory=checkpoint_full",
     ),
+    "dora, all": ("adapter=dora", "adapter.targets=[.*]"),
+    "dora, full": ("adapter=dora", "adapter.targets=[.*]", "memory=checkpoint_full"),
+    "dora, selective": ("adapter=dora", "adapter.targets=[.*]", "memory=checkpoint_selective"),
+    "ia3": ("adapter=ia3",),
+    "ia3, full": ("adapter=ia3", "memory=checkpoint_full"),
+    "ia3, down": ("adapter=ia3", "adapter.targets=[feedforward.down]"),
     "lora, up": ("adapter=lora", "adapter.targets=[feedforward.up]"),
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
@@ -54,6 +60,8 @@ USUAL = (
     ("llama", "tensor", "loss"),
     ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
+    ("llama", "tensor", "dora, full"),
+    ("llama", "tensor", "ia3"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
 SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")

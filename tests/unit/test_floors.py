@@ -34,7 +34,9 @@ FLOORS = {
     ),
     2: (
         "plan",
+        "adapters.dora",
         "adapters.exported",
+        "adapters.ia3",
         "adapters.lora",
         "quantization.linear",
         "optimizers.blockwise",

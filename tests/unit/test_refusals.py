@@ -160,6 +160,10 @@ RULES: list[Row] = [
     (["adapter=lora", "adapter.alpha=0"], "adapter.alpha", "must be positive", "alpha=16"),
     (["adapter=lora", "adapter.dropout=1"], "adapter.dropout", "not in [0, 1)", ""),
     (["adapter=lora", "adapter.targets=[]"], "adapter.targets", "names no layer", "[auto]"),
+    (["adapter=dora", "adapter.rank=0"], "adapter.rank", "1 or more", "adapter.rank=8"),
+    (["adapter=ia3", "adapter.targets=[]"], "adapter.targets", "names no layer", "[auto]"),
+    (["adapter=ia3", "adapter.targets=['(']"], "adapter.targets", "is no pattern", ""),
+    (["adapter=ia3", "adapter.targets=[down]"], "adapter.targets", "no linear layer", "there is"),
     (
         ["adapter=lora", "adapter.targets=[attention.quer]"],
         "adapter.targets",

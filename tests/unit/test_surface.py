@@ -74,7 +74,7 @@ def test_groups_and_their_options() -> None:
             "sgd",
         ],
         "schedule": ["constant", "cosine", "linear", "wsd"],
-        "adapter": ["lora", "none", "pissa", "rslora"],
+        "adapter": ["dora", "ia3", "lora", "none", "pissa", "rslora"],
         "quantization": ["fp4", "int8", "nf4", "none"],
         "memory": ["auto", "checkpoint_every_n", "checkpoint_full", "checkpoint_selective", "none"],
         "compile": ["block", "none", "whole"],

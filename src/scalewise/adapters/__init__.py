@@ -3,9 +3,10 @@
 import logging
 
 from scalewise.adapters.low_rank import Lora
+from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, NoAdapter
 
-__all__ = ["Adapter", "Lora", "NoAdapter"]
+__all__ = ["IA3", "Adapter", "Lora", "NoAdapter"]
 
 # PEFT imports torchao, which tells of kernels for other machines, and of torch's of itself.
 for name in ("torchao", "torch.utils._pytree"):

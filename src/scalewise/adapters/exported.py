@@ -1,4 +1,4 @@
-"""A low-rank adapter alone, as PEFT keeps it: ``PeftModel.from_pretrained`` loads the folder."""
+"""An adapter alone, as PEFT keeps it: ``PeftModel.from_pretrained`` loads the folder."""
 
 from __future__ import annotations
 
@@ -7,35 +7,59 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.adapters.lora import DEFAULT
 from scalewise.adapters.low_rank import Lora
+from scalewise.adapters.spec import Adapter
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.decoder.weights import Piece, is_llama, pieces
 
 
 def export(
-    state: Mapping[str, Tensor], spec: Lora, model: Decoder, folder: Path, base: str
+    state: Mapping[str, Tensor], spec: Adapter, model: Decoder, folder: Path, base: str
 ) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     ``state`` holds whole tensors; ``base`` is where the model lies that the adapter belongs to.
+    Raises ``ConfigError`` for a model that has no home there.
+    """
+    config: PeftConfig
+    if isinstance(spec, Lora):
+        config, tensors = _low_rank(state, spec, model)
+    else:
+        config, tensors = _scaled(state, model)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.task_type = "CAUSAL_LM"
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _low_rank(
+    state: Mapping[str, Tensor], spec: Lora, model: Decoder
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Returns PEFT's configuration and its tensors.
+
     Layers of ours that Hugging Face keeps as one (GPT-2's queries, keys and values) become one
-    product of as many times the rank. Raises ``ConfigError`` for a model that has no home there.
+    product of as many times the rank.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for piece in pieces(model):
         adapted = [_module(name) for name in piece.ours if _of(name, "A") in state]
-        if not adapted:
+        if not adapted or not piece.theirs.endswith(".weight"):
             continue
         theirs = _module(piece.theirs)
         for part, tensor in _joined(piece, state, spec.rank).items():
-            tensors[f"base_model.model.{theirs}.lora_{part}.weight"] = tensor
-        ranks[".".join(theirs.split(".")[-2:])] = spec.rank * len(adapted)
+            tensors[f"{theirs}.lora_{part}.weight"] = tensor
+        if spec.magnitudes:
+            tensors[f"{theirs}.lora_magnitude_vector"] = _magnitudes(piece, state)
+        ranks[_short(theirs)] = spec.rank * len(adapted)
     wide = {target: rank for target, rank in ranks.items() if rank != spec.rank}
     more = {target: rank / spec.rank for target, rank in wide.items()}
     config = LoraConfig(
@@ -43,6 +67,7 @@ def export(
         lora_alpha=cast(int, spec.alpha),  # any number will do
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
+        use_dora=spec.magnitudes,
         target_modules=sorted(ranks),
         rank_pattern=wide,
         # So that alpha / rank, or alpha / sqrt(rank), is what it was.
@@ -51,13 +76,32 @@ def export(
             for target, times in more.items()
         },
         fan_in_fan_out=not is_llama(model),
-        base_model_name_or_path=base,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return config, tensors
+
+
+def _scaled(state: Mapping[str, Tensor], model: Decoder) -> tuple[IA3Config, dict[str, Tensor]]:
+    """Returns PEFT's configuration and its tensors; of a joined layer what has no scale has one."""
+    tensors: dict[str, Tensor] = {}
+    inputs: set[str] = set()
+    for piece in pieces(model):
+        scales = [state.get(f"{_module(name)}.ia3_l.{DEFAULT}") for name in piece.ours]
+        if all(scale is None for scale in scales) or not piece.theirs.endswith(".weight"):
+            continue
+        theirs = _module(piece.theirs)
+        held = [
+            torch.ones(len(state[name]), 1) if scale is None else scale
+            for name, scale in zip(piece.ours, scales, strict=True)
+        ]
+        tensors[f"{theirs}.ia3_l"] = torch.cat(held)
+        if len(held[0]) == 1:
+            inputs.add(_short(theirs))
+    config = IA3Config(
+        target_modules=sorted({_short(_module(name)) for name in tensors}),
+        feedforward_modules=sorted(inputs),
+        fan_in_fan_out=not is_llama(model),
+    )
+    return config, tensors
 
 
 def _joined(piece: Piece, state: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -71,6 +115,23 @@ def _joined(piece: Piece, state: Mapping[str, Tensor], rank: int) -> dict[str, T
         top, left = sum(rows[:index]), rank * place
         up[top : top + rows[index], left : left + rank] = state[_of(name, "B")]
     return {"A": down, "B": up}
+
+
+def _magnitudes(piece: Piece, state: Mapping[str, Tensor]) -> Tensor:
+    """Returns those of a tensor of theirs: rows that nothing is added to keep their norms."""
+    held = [
+        state.get(
+            f"{_module(name)}.lora_magnitude_vector.{DEFAULT}.weight",
+            torch.linalg.vector_norm(state[name].float(), dim=1).to(state[name].dtype),
+        )
+        for name in piece.ours
+    ]
+    return torch.cat(held)
+
+
+def _short(theirs: str) -> str:
+    """Returns what is enough of a module's name: ``self_attn.q_proj``."""
+    return ".".join(theirs.split(".")[-2:])
 
 
 def _module(name: str) -> str:

@@ -24,22 +24,27 @@ DEFAULT = "default"
 
 def inject(module: ModelModule, names: Sequence[str], spec: Lora) -> None:
     """Puts PEFT's layers in the place of the targets; all else is frozen from here on."""
-    targets = [
-        f"{name}.{target}"
-        for name, block in module.named_modules()
-        if any(block is layer for layer in module.layers())
-        for target in names
-    ]
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=cast(int, spec.alpha),  # any number will do
         use_rslora=spec.rank_stabilized,
         lora_dropout=spec.dropout,
-        target_modules=targets,
+        target_modules=whole_names(module, names),
         init_lora_weights=False,
+        use_dora=spec.magnitudes,
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, module)
+
+
+def whole_names(module: ModelModule, names: Sequence[str]) -> list[str]:
+    """Returns the names that layers of a block, by name within it, have in all of them."""
+    return [
+        f"{name}.{target}"
+        for name, block in module.named_modules()
+        if any(block is layer for layer in module.layers())
+        for target in names
+    ]
 
 
 @torch.no_grad()
@@ -75,13 +80,18 @@ def move_principal(module: ModelModule) -> None:
 def merged(state: Mapping[str, Tensor], spec: Lora, model: Model) -> dict[str, Tensor]:
     """Returns the model's own weights with each product of B and A added to its matrix.
 
-    It is computed in fp32 and rounded once, to the matrix's format.
+    Rows that have magnitudes are made as long. It is computed in fp32 and rounded once, to the
+    matrix's format.
     """
-    whole = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
-    for weight in model.census():
-        if spec.is_target(weight, model) and weight.name.endswith(".weight"):
-            module = weight.name.removesuffix(".weight")
-            down, up = (state[f"{module}.lora_{part}.{DEFAULT}.weight"].float() for part in "AB")
-            held = whole[weight.name]
-            whole[weight.name] = (held.float() + spec.scale * up @ down).to(held.dtype)
+    whole = {weight.name: state[weight.name] for weight in model.census()}
+    for name, held in whole.items():
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.{DEFAULT}.weight" not in state:
+            continue
+        down, up = (state[f"{module}.lora_{part}.{DEFAULT}.weight"].float() for part in "AB")
+        sum_OI = held.float() + spec.scale * up @ down
+        if spec.magnitudes:
+            magnitudes_O = state[f"{module}.lora_magnitude_vector.{DEFAULT}.weight"].float()
+            sum_OI *= (magnitudes_O / torch.linalg.vector_norm(sum_OI, dim=1))[:, None]
+        whole[name] = sum_OI.to(held.dtype)
     return whole

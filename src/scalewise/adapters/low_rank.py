@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import sqrt
 from typing import TYPE_CHECKING
 
+from scalewise.adapters import layers
 from scalewise.adapters.spec import Adapter
-from scalewise.config.near import meant
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Split, Weight
 
 if TYPE_CHECKING:
-    from scalewise.models.module import ModelModule
+    from torch import Tensor
 
-AUTO = "auto"
+    from scalewise.models.module import ModelModule
 
 
 @option("adapter", "lora")
@@ -32,7 +30,7 @@ class Lora(Adapter):
     """Weight of the added product, times the rank."""
     dropout: float = 0.0
     """Share of A's inputs dropped while training."""
-    targets: tuple[str, ...] = (AUTO,)
+    targets: tuple[str, ...] = (layers.AUTO,)
     """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
     auto: the model's own choice."""
 
@@ -46,46 +44,15 @@ class Lora(Adapter):
 
     def adapted(self, model: Model) -> tuple[str, ...]:
         """Returns the linear layers whose whole name a target describes."""
-        return _described(self.targets, model)
+        return layers.described(self.targets, model, model.adapter_targets)
 
-    def weights(self, model: Model) -> tuple[Weight, ...]:
-        """Returns the model's own, frozen, and after each target's its A and B."""
-        return tuple(self._weights(model))
-
-    def _weights(self, model: Model) -> Iterator[Weight]:
-        added: list[Weight] = []
-        for weight in model.census():
-            module, _, kind = weight.name.rpartition(".")
-            if kind == "weight":
-                yield from added
-                added = []
-            yield replace(weight, trainable=False)
-            if kind == "weight" and self.is_target(weight, model):
-                out, into = weight.shape
-                added = [
-                    replace(weight, name=f"{module}.lora_{part}.default.weight", shape=shape)
-                    for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
-                ]
-        yield from added
-
-    def flops(self, model: Model, sequence: int) -> float:
-        """Returns the model's, less what a frozen m x n layer spares: its gradient, 2 m n a token.
-
-        An added layer of m x n costs 6 m n, as any that is trained.
-        """
-        frozen = added = 0
-        for weight in self.weights(model):
-            if weight.trainable:
-                added += weight.count
-            elif weight.layer is not None and len(weight.shape) > 1:
-                frozen += weight.count
-        frozen += model.vocabulary * model.width  # the head, tied or not
-        return model.flops(sequence) - 2.0 * frozen + 6.0 * added
-
-    def is_target(self, weight: Weight, model: Model) -> bool:
-        """Returns whether a weight of the model is one that A and B are put beside."""
-        inside = weight.name.removeprefix(f"blocks.{weight.layer}.").rpartition(".")[0]
-        return weight.layer is not None and inside in self.adapted(model)
+    def added(self, weight: Weight, how: Split) -> tuple[Weight, ...]:
+        """Returns the A and B of a layer, of which ``weight`` is the matrix."""
+        module, (out, into) = weight.name.removesuffix(".weight"), weight.shape
+        return tuple(
+            replace(weight, name=f"{module}.lora_{part}.default.weight", shape=shape)
+            for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
+        )
 
     def tensor_split(self, model: Model) -> dict[str, Split]:
         """Returns the model's table, and A and B cut on the side on which their layer is."""
@@ -106,21 +73,11 @@ class Lora(Adapter):
             yield Complaint("adapter.alpha", self.alpha, "must be positive", "set adapter.alpha=16")
         if not 0 <= self.dropout < 1:
             yield Complaint("adapter.dropout", self.dropout, "is not in [0, 1)")
-        if not self.targets:
-            yield Complaint("adapter.targets", [], "names no layer", "set adapter.targets=[auto]")
-        for target in self.targets:
-            try:
-                re.compile(target)
-            except re.error as error:
-                yield Complaint("adapter.targets", target, f"is no pattern: {error}")
+        yield from layers.complaints(self.targets)
 
     def complaints_with(self, model: Model) -> Iterator[Complaint]:
         """Yields targets that describe no linear layer of the model's blocks."""
-        linear = linear_layers(model)
-        for target in self.targets:
-            if target != AUTO and not _described((target,), model):
-                reason = "is no linear layer of the model's blocks"
-                yield Complaint("adapter.targets", target, reason, meant(target, linear))
+        yield from layers.complaints_with(self.targets, model)
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
@@ -133,6 +90,12 @@ class Lora(Adapter):
         from scalewise.adapters.lora import draw
 
         draw(module, seed)
+
+    def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+        """Returns the model's own weights with each product of B and A added to its matrix."""
+        from scalewise.adapters.lora import merged
+
+        return merged(state, self, model)
 
 
 @option("adapter", "rslora")
@@ -160,22 +123,44 @@ class Pissa(Lora):
         move_principal(module)
 
 
-def linear_layers(model: Model) -> tuple[str, ...]:
-    """Returns the linear layers of a block, by name within it."""
-    return tuple(
-        name.removeprefix("blocks.*.")
-        for name, how in model.tensor_split().items()
-        if name.startswith("blocks.*.") and how in (Split.column, Split.row)
-    )
+@option("adapter", "dora")
+@dataclass(frozen=True)
+class Dora(Lora):
+    """LoRA of a matrix's direction, with a magnitude for each row (DoRA; Liu et al., 2024).
 
+    ``m / |W + scale B A| * (W + scale B A) x``, the norms of rows being taken for constant in
+    backward. They cost 2 rank flops for each number of W once a pass, which plans count as time;
+    ``flops`` leaves them out, as the more tokens a pass has, the less they are of it.
+    """
 
-@lru_cache(maxsize=64)
-def _described(targets: tuple[str, ...], model: Model) -> tuple[str, ...]:
-    """Returns the linear layers that targets describe; a search asks a thousand times."""
-    named = set(model.adapter_targets) if AUTO in targets else set()
-    patterns = [re.compile(target) for target in targets if target != AUTO]
-    return tuple(
-        name
-        for name in linear_layers(model)
-        if name in named or any(pattern.fullmatch(name) for pattern in patterns)
-    )
+    magnitudes = True
+    reads_matrices = True
+
+    def added(self, weight: Weight, how: Split) -> tuple[Weight, ...]:
+        """Returns the A and B of a layer, and its magnitudes."""
+        name = f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector.default.weight"
+        magnitudes = replace(weight, name=name, shape=weight.shape[:1], role="scale")
+        return (*super().added(weight, how), magnitudes)
+
+    def tensor_split(self, model: Model) -> dict[str, Split]:
+        """Returns the table of LoRA, and magnitudes cut or whole as their layer's outputs are."""
+        table = super().tensor_split(model)
+        for name in self.adapted(model):
+            cut = table[f"blocks.*.{name}"] is Split.column
+            how = Split.column if cut else Split.tokens
+            table[f"blocks.*.{name}.lora_magnitude_vector.default"] = how
+        return table
+
+    def apply(self, module: ModelModule, model: Model) -> None:
+        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        from scalewise.adapters.dora import measure_rows
+
+        super().apply(module, model)
+        measure_rows(module)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws A, and makes each magnitude the norm of its row of W; B is zero."""
+        from scalewise.adapters.dora import put_norms
+
+        super().fill(module, seed)
+        put_norms(module)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from scalewise.adapters import layers
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Split, Weight
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from scalewise.models.module import ModelModule
 
 
@@ -23,13 +26,42 @@ class Adapter(ABC):
     dropout: float = 0.0
     reads_matrices = False
     """Whether it is made of the model's own matrices, which then have to be whole."""
+    magnitudes: bool = False
+    """Whether the rows of adapted matrices have magnitudes of their own."""
 
-    @abstractmethod
     def weights(self, model: Model) -> tuple[Weight, ...]:
-        """Returns every tensor once, frozen or not, in the order of the module's parameters."""
+        """Returns every tensor once, in the order of the module's parameters.
+
+        They are the model's own, frozen, and after each layer what is added to it.
+        """
+        return tuple(self._weights(model))
+
+    def _weights(self, model: Model) -> Iterator[Weight]:
+        changed, table = {*self.adapted(model), *self.scaled(model)}, model.tensor_split()
+        added: tuple[Weight, ...] = ()
+        for weight in model.census():
+            layer = layers.name_of(weight)
+            if weight.name.endswith(".weight"):  # a bias comes before what is added
+                yield from added
+                added = ()
+            yield replace(weight, trainable=False)
+            if layer in changed:
+                added = self.added(weight, table[f"blocks.*.{layer}"])
+        yield from added
 
     def adapted(self, model: Model) -> tuple[str, ...]:
         """Returns the layers that get matrices of ``rank`` beside them, by name within a block."""
+        return ()
+
+    def scaled(self, model: Model) -> tuple[str, ...]:
+        """Returns the layers whose outputs or inputs are scaled, by name within a block."""
+        return ()
+
+    def added(self, weight: Weight, how: Split) -> tuple[Weight, ...]:
+        """Returns what is added to a layer, of which ``weight`` is the matrix.
+
+        ``how``: which side of it tensor parallelism cuts.
+        """
         return ()
 
     def tensor_split(self, model: Model) -> dict[str, Split]:
@@ -37,8 +69,25 @@ class Adapter(ABC):
         return model.tensor_split()
 
     def flops(self, model: Model, sequence: int) -> float:
-        """Returns the flops of one forward and backward pass, per token, as ``Model.flops``."""
-        return model.flops(sequence)
+        """Returns the flops of one forward and backward pass, per token, as ``Model.flops``.
+
+        A frozen m x n layer spares its gradient, 2 m n a token; an added one costs 6 m n, as any
+        that is trained.
+        """
+        frozen = added = 0
+        for weight in self.weights(model):
+            if len(weight.shape) < 2 or weight.layer is None or weight.role == "scale":
+                continue
+            if weight.trainable:
+                added += weight.count
+            else:
+                frozen += weight.count
+        frozen += model.vocabulary * model.width  # the head, tied or not
+        return model.flops(sequence) - 2.0 * frozen + 6.0 * added
+
+    def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
+        """Returns whole weights of the model alone that compute what these do, adapter and all."""
+        return dict(state)
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures out of range."""
@@ -79,6 +128,10 @@ class NoAdapter(Adapter):
     def weights(self, model: Model) -> tuple[Weight, ...]:
         """Returns the model's own."""
         return model.census()
+
+    def flops(self, model: Model, sequence: int) -> float:
+        """Returns the model's."""
+        return model.flops(sequence)
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Changes nothing."""

@@ -6,8 +6,10 @@ MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
 MIXTURE = (EVERY_N, "memory.otherwise=selective")
-LORA = "adapter=lora"
+LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
+EVERYWHERE = ("adapter.targets=[.*]",)
+"""Every linear layer of a block."""
 
 
 def mesh(**sizes: int) -> Line:
@@ -87,6 +89,10 @@ TRAINED: tuple[Line, ...] = (
     fsdp(2, MIXED, SELECTIVE),
     fsdp(2, LORA),
     fsdp(2, *QLORA, *WEIGHTS),
+    (DORA, MIXED),
+    fsdp(2, DORA, *EVERYWHERE),
+    (IA3, MIXED),
+    fsdp(2, IA3, *EVERYWHERE),
     fsdp(2, MIXED, *WEIGHTS),
     (*_ZERO2, MIXED, *WEIGHTS),
     (*_TENSOR, MIXED, SELECTIVE),
@@ -125,6 +131,17 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*_piped("one_f_one_b"), *MIXTURE),
     (MIXED, *MIXTURE, "memory.every=1.5"),
     fsdp(2, *MIXTURE, "memory.every=3"),
+    (DORA, *EVERYWHERE, *_GPT2),
+    (DORA, *EVERYWHERE, *WEIGHTS),
+    (DORA, *EVERYWHERE, SELECTIVE),
+    (*_TENSOR, DORA, *EVERYWHERE, FULL),
+    fsdp(2, DORA, *EVERYWHERE, MIXED),
+    (*_TENSOR, LORA, *EVERYWHERE, FULL),
+    (*_TENSOR, DORA, *EVERYWHERE),
+    (*_piped("one_f_one_b"), DORA, *EVERYWHERE),
+    (IA3, *EVERYWHERE, *_GPT2),
+    fsdp(2, IA3, *EVERYWHERE, MIXED, SELECTIVE),
+    (*_TENSOR, IA3, *EVERYWHERE, FULL),
     ("optimizer=adafactor", *WEIGHTS),
     ("optimizer=adamw_4bit", BF16, *_TALL),
     ("optimizer=lion", *WEIGHTS),
@@ -190,6 +207,9 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (MIXED, FULL),
     (MIXED, LORA),
     (BF16, LORA, FULL),
+    (MIXED, *fsdp(8), DORA, *EVERYWHERE),
+    (BF16, *mesh(tensor=8), DORA, *EVERYWHERE),
+    (MIXED, *fsdp(8), IA3),
     (MIXED, *fsdp(8)),
     (MIXED, *fsdp(8), SUMS),
     (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from scalewise.adapters import Adapter, Lora
+from scalewise.adapters import Adapter
 from scalewise.checkpoints import store
 from scalewise.config import registry
 from scalewise.data import kept
@@ -83,11 +83,9 @@ class Trained:
 
     def merged(self, *, exact: bool = False) -> dict[str, Tensor]:
         """Returns the same with what an adapter has learnt added to the model's own."""
-        if not isinstance(self.adapter, Lora) or self.checkpoint is None:
+        if self.checkpoint is None:
             return self.state(exact=exact)
-        from scalewise.adapters import lora
-
-        return lora.merged(self.state(exact=exact), self.adapter, self.model)
+        return self.adapter.merged(self.state(exact=exact), self.model)
 
     @property
     def packed(self) -> list[Weight]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scalewise.adapters import Adapter, Lora
+from scalewise.adapters import Adapter, NoAdapter
+from scalewise.adapters.layers import is_added
 from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints.trained import Trained
 from scalewise.data import templates
@@ -37,7 +38,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
 
 
 def _write_alone(model: Decoder, adapter: Adapter, state: dict[str, Tensor], to: Path) -> None:
-    if not isinstance(adapter, Lora) or isinstance(adapter, Pissa):
+    if isinstance(adapter, NoAdapter | Pissa):
         reason = "the run has trained no adapter"
         if isinstance(adapter, Pissa):
             reason = "PiSSA has changed the matrices that its products belong to"
@@ -47,7 +48,7 @@ def _write_alone(model: Decoder, adapter: Adapter, state: dict[str, Tensor], to:
     base = model.weights or str(to / "base")
     exported.export(state, adapter, model, to, base)
     if model.weights is None:  # drawn from a seed: nobody else has it
-        own = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+        own = {name: tensor for name, tensor in state.items() if not is_added(name)}
         weights.export(own, model, to / "base")
 
 

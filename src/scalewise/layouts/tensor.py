@@ -50,6 +50,8 @@ def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spe
             style = kinds[table[pattern]]
             if ".lora_B" in name and table[pattern] is Split.tokens and spec.sequence_parallel:
                 style = SequenceParallel(use_local_output=True)
+            elif ".lora_magnitude" in name or name.endswith(".ia3_l"):
+                style = Scale(table[pattern], between)
             parallelize_module(part, mesh, style)
         elif pattern in columns:
             parallelize_module(part, mesh, Gathered(between))
@@ -111,6 +113,23 @@ class Whole(ParallelStyle):
         return _joined(Replicate(), inputs, mesh)
 
 
+class Scale(ParallelStyle):
+    """A vector that scales features: cut as its layer's are, or whole where those are."""
+
+    def __init__(self, how: Split, between: Placement) -> None:
+        super().__init__()
+        held = {Split.column: Shard(0), Split.row: Shard(1), Split.tokens: Replicate()}
+        self._held = held[how]
+        self._scaled = between if how is Split.tokens else Shard(2)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks: Any = (self._given, partial(_local, self._scaled))
+        return distribute_module(module, device_mesh, partial(_cut, self._held), *hooks)
+
+    def _given(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [self._scaled], run_check=False)
+
+
 class Head(ParallelStyle):
     """The matrix that gives logits, its rows cut; with its own weight or the embedding's."""
 
@@ -119,13 +138,8 @@ class Head(ParallelStyle):
         self._between, self._loss_parallel = between, loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in part.named_parameters(recurse=False):
-                shards = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-                part.register_parameter(key, nn.Parameter(shards))
-
         hooks: Any = (self._gathered, self._logits)
-        return distribute_module(module, device_mesh, cut, *hooks)
+        return distribute_module(module, device_mesh, partial(_cut, Shard(0)), *hooks)
 
     def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return _joined(self._between, inputs, mesh)
@@ -136,6 +150,12 @@ class Head(ParallelStyle):
             return kept
         whole: Tensor = logits_BTV.redistribute(placements=[Replicate()]).to_local()
         return whole
+
+
+def _cut(held: Placement, name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in part.named_parameters(recurse=False):
+        shards = distribute_tensor(parameter, mesh, [held], src_data_rank=None)
+        part.register_parameter(key, nn.Parameter(shards))
 
 
 def _joined(given: Placement, inputs: Any, mesh: DeviceMesh) -> Any:

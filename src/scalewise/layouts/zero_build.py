@@ -48,6 +48,10 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
         for name, tensor in known.items():
             holder, _, key = name.rpartition(".")
             setattr(whole.get_submodule(holder), key, tensor)
+    for layer in whole.modules():
+        if hasattr(layer, "base_layer"):  # an adapter's, which reads weights of layers in it
+            for parameter in layer.parameters():
+                zero.register_external_parameter(layer, parameter)
     run.objective.apply(whole)
     run.memory.apply(whole, part)
     return whole

@@ -21,9 +21,9 @@ class Weight:
     """One parameter tensor of a model.
 
     ``name`` is its name in the module's ``state_dict``; ``role`` one of ``embedding``,
-    ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``; ``layer`` the
-    block it belongs to, None outside the blocks. A tied weight is listed once. ``bytes`` are those
-    of an element that has a format of its own; None: the run's.
+    ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``, ``scale`` (an
+    adapter's vector); ``layer`` the block it belongs to, None outside the blocks. A tied weight is
+    listed once. ``bytes`` are those of an element that has a format of its own; None: the run's.
     """
 
     name: str
@@ -121,7 +121,12 @@ class Model(ABC):
     @property
     @abstractmethod
     def adapter_targets(self) -> tuple[str, ...]:
-        """Returns the linear layers of a block that adapters change by default."""
+        """Returns the linear layers of a block that low-rank adapters change by default."""
+
+    @property
+    @abstractmethod
+    def scaled_targets(self) -> tuple[str, ...]:
+        """Returns the linear layers of a block that learnt scales change by default."""
 
     @abstractmethod
     def tensor_sizes(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from scalewise.adapters.layers import is_added
 from scalewise.models.initial import Packed
 
 
@@ -29,7 +30,7 @@ class ModelModule(nn.Module):
         for name, parameter in self.named_parameters():
             holder, _, kind = name.rpartition(".")
             layer = self.get_submodule(holder)
-            if ".lora_" in name or (isinstance(layer, Packed) and "scale" in kind):
+            if is_added(name) or (isinstance(layer, Packed) and "scale" in kind):
                 continue
             packed = layer if isinstance(layer, Packed) and kind == "weight" else None
             yield name.replace(".base_layer.", "."), packed or parameter

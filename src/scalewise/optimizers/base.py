@@ -83,7 +83,7 @@ class Optimizer(ABC):
     def settings(self, weight: Weight) -> dict[str, object]:
         """Returns what a weight's group says: its rate and its decay."""
         spared = any(re.search(pattern, weight.name) for pattern in self.no_decay)
-        decays = len(weight.shape) >= 2 and not spared
+        decays = len(weight.shape) >= 2 and weight.role != "scale" and not spared
         factor = 1.0
         for pattern, by in self.lr_factors.items():
             if re.search(pattern, weight.name):

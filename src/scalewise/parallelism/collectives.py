@@ -151,9 +151,9 @@ def _without_backward(share: Share) -> Without:
         return Without()
     gathers, scatters, asked = 1, 0, False  # the embedding is frozen
     for half in share.halves.values():
-        gathers += not (asked or half.columns)
+        gathers += not (asked or half.columns or half.scaled)
         scatters += not asked
-        asked = asked or bool(half.columns or half.rows)
+        asked = asked or bool(half.columns or half.rows or half.scaled)
     return Without(gathers, scatters)
 
 
@@ -170,6 +170,9 @@ def _of_added(share: Share, layers: int) -> Iterator[Collective]:
         yield Collective(Kind.all_reduce, axes, size, columns, "an adapter's gradients")
     else:
         yield Collective(Kind.all_reduce, axes, size, rows + again + columns, "an adapter's sums")
+    if share.run.adapter.magnitudes:  # rows end in the residual stream
+        size = share.run.model.width * SCALAR
+        yield Collective(Kind.all_reduce, axes, size, rows + again, "norms of cut rows")
 
 
 def _of_loss(share: Share) -> Iterator[Collective]:
@@ -248,8 +251,9 @@ def _without_gradient(share: Share) -> set[str]:
     """Returns what attention of the first block takes no gradient of, before any adapter."""
     if not (share.first and share.run.is_frozen):
         return set()
-    inputs = {"query", "key", "value"}
-    idle = {n for n in inputs if f"blocks.*.attention.{n}.lora_A.default" not in share.table}
+    adapter, model = share.run.adapter, share.run.model
+    inputs, changed = {"query", "key", "value"}, (*adapter.adapted(model), *adapter.scaled(model))
+    idle = {name for name in inputs if f"attention.{name}" not in changed}
     return idle | ({"mixed"} if idle == inputs else set())
 
 

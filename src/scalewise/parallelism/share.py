@@ -93,7 +93,7 @@ class Share(Parts):
 
     @property
     def halves(self) -> dict[str, Half]:
-        """Returns how many layers of each half of a block are adapted, in their order."""
+        """Returns how many layers of each half of a block are changed, in their order."""
         return _halves(self.run.adapter, self.run.model)
 
     @property
@@ -104,10 +104,11 @@ class Share(Parts):
 
 @dataclass
 class Half:
-    """The adapted layers of a block's attention, or of its feedforward."""
+    """The adapted layers of a block's attention, or of its feedforward, and those scaled."""
 
     columns: int = 0
     rows: int = 0
+    scaled: int = 0
 
 
 def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
@@ -147,7 +148,8 @@ def _halves(adapter: Adapter, model: Model) -> dict[str, Half]:
         if block or how not in (Split.column, Split.row):
             continue
         half = halves.setdefault(layer.split(".")[0], Half())
-        adapted = f"{name}.lora_A.default" in _table(adapter, model)
+        adapted = layer in adapter.adapted(model)
+        half.scaled += layer in adapter.scaled(model)
         half.columns += adapted and how is Split.column
         half.rows += adapted and how is Split.row
     return halves

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from math import ceil
 from typing import TYPE_CHECKING
 
-from scalewise.adapters.low_rank import linear_layers
+from scalewise.adapters import layers
 from scalewise.compilation import Scope
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
@@ -37,7 +37,7 @@ class Packing(Quantization):
 
     def packed(self, model: Model) -> tuple[str, ...]:
         """Returns every linear layer of a block."""
-        return linear_layers(model)
+        return layers.linear(model)
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields what trains, cuts or reads the matrices themselves."""

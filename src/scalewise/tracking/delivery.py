@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import yaml
 
+from scalewise.adapters.layers import is_added
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
 from scalewise.tracking.files import FACTS, read_json, read_metrics, write_json
@@ -262,7 +263,7 @@ def _adapter(checkpoint: Path, file: Path) -> Path:
     from scalewise.checkpoints import store
 
     tensors = store.whole(checkpoint)
-    save_file({name: tensors[name] for name in tensors if ".lora_" in name}, file)
+    save_file({name: tensors[name] for name in tensors if is_added(name)}, file)
     return file
 
 

@@ -241,6 +241,11 @@ class Decoder(Model):
         """Returns queries and values, which serve best at a given size (Hu et al., 2021, 7.1)."""
         return ("attention.query", "attention.value")
 
+    @property
+    def scaled_targets(self) -> tuple[str, ...]:
+        """Returns keys, values and what reads the inner activations (Liu et al., 2022, 3.3)."""
+        return ("attention.key", "attention.value", "feedforward.down")
+
     def tensor_sizes(self) -> dict[str, int]:
         """Returns heads, feedforward and vocabulary."""
         return {

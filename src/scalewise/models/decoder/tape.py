@@ -175,21 +175,70 @@ class Writer:
         out: int,
         *,
         bias: bool = False,
+        row: bool = False,
         holds: tuple[int, ...] = (),
     ) -> int:
-        """Writes a linear layer and, where it is adapted, the two narrow ones beside it."""
-        trains, packed = not self.run.frozen, name in self.run.packed
-        if packed:
+        """Writes a linear layer and, where it is adapted, the two narrow ones beside it.
+
+        ``row``: whether tensor ranks have parts of its sums, as each reads some of the features.
+        """
+        run, tape = self.run, self.tape
+        scaled = name in run.scaled
+        x = self._rescaled(x, into, wide_input=True) if row and scaled else x
+        if name in run.packed:
             written = self._unpacked_product(x, into, out, holds)
         else:
+            trains = not run.frozen
             written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
-        if name not in self.run.adapted:
+        written = self._summed(written) if row else written
+        if scaled and not row:
+            return self._rescaled(written, out)
+        if name not in run.adapted:
             return written
-        size = self.tape.sizes[written]
-        narrow = self._product(x, into, self.run.rank)
-        wide = self._product(narrow, self.run.rank, out)
-        scaled = self.tape.add(Work.pointwise, (wide,), size)
-        return self.tape.add(Work.pointwise, (written, scaled), size, shares=True)
+        size = tape.sizes[written]
+        if run.magnitudes and bias:
+            written = tape.add(Work.pointwise, (written,), size)
+        narrow = self._product(x, into, run.rank)
+        narrow = self._summed(narrow) if row else narrow
+        wide = self._product(narrow, run.rank, out, places=run.between if row else run.places)
+        if run.magnitudes:
+            self._row_norms(into, out)
+        weighed = tape.add(Work.pointwise, (wide,), size)
+        summed = tape.add(Work.pointwise, (written, weighed), size, shares=True)
+        if not run.magnitudes:
+            return summed
+        grown = self._scaled(summed, size, out)
+        return tape.add(Work.pointwise, (grown,), size, shares=True) if bias else grown
+
+    def _row_norms(self, into: int, out: int) -> None:
+        """Writes how rows of W + scale B A are measured: of W and A, of A, and of B with that."""
+        run, rank = self.run, self.run.rank
+        for flops, rows in ((into * out, out), (into * rank, rank), (rank * out, out)):
+            self.tape.add(
+                Work.product,
+                (),
+                rows * rank * run.held,
+                kept_by_selective=True,
+                flops=2.0 * rank * flops,
+            )
+
+    def _rescaled(self, x: int, features: int, *, wide_input: bool = False) -> int:
+        """Writes PEFT's product of features and scales, made in the format of the scales.
+
+        ``wide_input``: whether what is scaled is cast before, and not by the product itself.
+        """
+        size = self.tape.sizes[x]
+        wide = size // self.run.compute * self.run.held
+        given = self._cast(x, wide) if wide_input and wide != size else x
+        scaled = self._scaled(given, wide, features)
+        return scaled if wide == size else self._cast(scaled, size)
+
+    def _scaled(self, x: int, size: int, features: int) -> int:
+        """Writes a product, of ``size`` bytes, with a vector that is trained."""
+        vector = features * self.run.held
+        return self.tape.add(
+            Work.pointwise, (x,), size, saved=(x,), weight=(vector, vector), scratch=size
+        )
 
     def _product(
         self,
@@ -199,9 +248,11 @@ class Writer:
         *,
         bias: bool = False,
         trains: bool = True,
+        places: int | None = None,
         holds: tuple[int, ...] = (),
     ) -> int:
         run, tape = self.run, self.tape
+        places = places or run.places
         count, more = into * out, out * bias
         saved, read = [], x
         if run.casts:
@@ -211,16 +262,16 @@ class Writer:
                 saved.append(tape.add(Work.pointwise, (), count * run.compute))
             else:
                 tape.add(Work.pointwise, (), count * run.compute)
-            if tape.sizes[x] != run.places * into * run.compute:
-                read = self._cast(x, run.places * into * run.compute)
+            if tape.sizes[x] != places * into * run.compute:
+                read = self._cast(x, places * into * run.compute)
         weights = (count + more) * trains
         self._products += 1
         kept = self._products % 2 == 1 or not run.every_second
-        flops = 2.0 * count * run.places
+        flops = 2.0 * count * places
         return tape.add(
             Work.product,
             (read, *holds),
-            run.places * out * run.compute,
+            places * out * run.compute,
             saved=(*((read,) if trains else ()), *saved),
             gradients=(read,),
             weight=(weights * run.compute, weights * run.held),
@@ -277,16 +328,15 @@ class Writer:
         if spec.position is Position.rope:
             query, key = self._rotate(query), self._rotate(key)
         mixed = self._mixed(query, key, value)
-        holds = (read, normed)
-        out = self._linear(
+        return self._linear(
             "attention.output",
             mixed,
             spec.query_width // cut,
             spec.width,
             bias=spec.bias,
-            holds=holds,
+            row=True,
+            holds=(read, normed),
         )
-        return self._summed(out)
 
     def _mixed(self, query: int, key: int, value: int) -> int:
         """Writes attention, and what brings it the tokens of other context ranks."""
@@ -351,8 +401,12 @@ class Writer:
         else:
             up = self._linear("feedforward.up", read, spec.width, hidden_width, bias=bias)
             hidden = tape.add(Work.pointwise, (up,), tape.sizes[up], saved=(up,))
-        holds = (read, normed)
-        out = self._linear(
-            "feedforward.down", hidden, hidden_width, spec.width, bias=bias, holds=holds
+        return self._linear(
+            "feedforward.down",
+            hidden,
+            hidden_width,
+            spec.width,
+            bias=bias,
+            row=True,
+            holds=(read, normed),
         )
-        return self._summed(out)
