@@ -133,7 +133,7 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(2, *MIXTURE, "memory.every=3"),
     (DORA, *EVERYWHERE, *_GPT2),
     (DORA, *EVERYWHERE, *WEIGHTS),
-    (DORA, *EVERYWHERE, SELECTIVE),
+    (DORA, *EVERYWHERE, SELECTIVE, "adapter.dropout=0.1"),
     (*_TENSOR, DORA, *EVERYWHERE, FULL),
     fsdp(2, DORA, *EVERYWHERE, MIXED),
     (*_TENSOR, LORA, *EVERYWHERE, FULL),

@@ -35,11 +35,12 @@ class Pass:
     the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
     share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
     ``frozen``: whether the model's own weights are not trained; ``adapted``: layers that have
-    matrices of ``rank`` beside them, their rows ``magnitudes`` or not; ``scaled``: layers whose
-    outputs are multiplied by a vector, or their inputs, which then are those of the feedforward.
-    ``packed``: layers whose matrices are unpacked for each product, with ``scale_bytes`` of scales
-    for each number. ``loss``: bytes of a number in the loss. ``every_second``: whether selective
-    recomputation keeps every second product alone, as torchtitan's does.
+    matrices of ``rank`` beside them, a ``dropout`` of what these read, and ``magnitudes`` of their
+    rows or not; ``scaled``: layers whose outputs, or inputs if they end a sublayer, are multiplied
+    by a vector; ``packed``: layers whose matrices are unpacked for each product, with
+    ``scale_bytes`` of scales for each number. ``loss``: bytes of a number in the loss.
+    ``every_second``: whether selective recomputation keeps every second product alone, as
+    torchtitan's does.
     """
 
     rows: int
@@ -59,6 +60,7 @@ class Pass:
     frozen: bool = False
     adapted: tuple[str, ...] = ()
     rank: int = 0
+    dropout: float = 0.0
     magnitudes: bool = False
     scaled: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()

@@ -136,6 +136,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         frozen=run.is_frozen,
         adapted=run.adapter.adapted(run.model),
         rank=run.adapter.rank,
+        dropout=run.adapter.dropout,
         magnitudes=run.adapter.magnitudes,
         scaled=run.adapter.scaled(run.model),
         packed=run.quantization.packed(run.model),

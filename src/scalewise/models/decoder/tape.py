@@ -42,7 +42,7 @@ class Writer:
             table = (0, 0) if run.frozen else (place, place)
             row = tape.add(Work.pointwise, (), tape.sizes[x] // run.rows, weight=table)
             x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
-        self._dropout(x)
+        self._dropout(x, spec.dropout)
 
     def block(self, *, trained: bool = True) -> None:
         """Writes one layer; ``trained``: whether something before it is."""
@@ -126,11 +126,11 @@ class Writer:
         )
 
     def _residual(self, x: int, branch: int) -> int:
-        branch = self._dropout(branch)
+        branch = self._dropout(branch, self.spec.dropout)
         return self.tape.add(Work.pointwise, (x, branch), self.tape.sizes[x], shares=True)
 
-    def _dropout(self, x: int) -> int:
-        if not self.spec.dropout:
+    def _dropout(self, x: int, share: float) -> int:
+        if not share:
             return x
         size = self.tape.sizes[x]
         mask = size if self.run.on_cpu else size // self.run.stream
@@ -198,7 +198,7 @@ class Writer:
         size = tape.sizes[written]
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
-        narrow = self._product(x, into, run.rank)
+        narrow = self._product(self._dropout(x, run.dropout), into, run.rank)
         narrow = self._summed(narrow) if row else narrow
         wide = self._product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
