@@ -26,7 +26,7 @@ from scalewise.hardware import (
 from scalewise.launch.spec import Launch
 from scalewise.memory import Auto, Memory
 from scalewise.models.base import Model, Weight
-from scalewise.objectives import CausalLM
+from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
 from scalewise.plan.spec import Planning, Search
@@ -52,7 +52,7 @@ class Run:
 
     model: Model
     data: Data
-    objective: CausalLM
+    objective: Objective
     parallelism: Parallelism
     precision: Precision
     optimizer: Optimizer
@@ -105,14 +105,37 @@ class Run:
         return ceil(self.global_batch / self.rows_per_pass)
 
     @property
+    def sequences_per_row(self) -> int:
+        """Returns how many sequences a row of the data holds."""
+        return 2 if self.objective.pairs else 1
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Returns the sequences that one forward pass of one rank sees."""
+        return self.trainer.micro_batch * self.sequences_per_row
+
+    @property
+    def asks_each_pass(self) -> bool:
+        """Returns whether each pass asks the reference first: the model with its adapter off.
+
+        Where that is another than the one that training began with, what it said is kept.
+        """
+        return self.objective.reference is not None and self.adapter.turns_off
+
+    @property
     def tokens_per_step(self) -> int:
         """Returns the tokens of one optimizer step over all ranks."""
-        return self.global_batch * self.data.sequence
+        return self.global_batch * self.sequences_per_row * self.data.sequence
 
     @property
     def flops_per_token(self) -> float:
-        """Returns the flops of a token's forward and backward, nothing computed twice."""
-        return self.adapter.flops(self.model, self.data.sequence)
+        """Returns the flops of a token's forward and backward, nothing computed twice.
+
+        The forward pass of a reference is one third of what its model takes both ways.
+        """
+        sequence = self.data.sequence
+        asked = self.model.flops(sequence) / 3 if self.asks_each_pass else 0.0
+        return self.adapter.flops(self.model, sequence) + asked
 
     @property
     def flops_per_step(self) -> float:
@@ -151,6 +174,7 @@ class Run:
         if not of_specs:
             yield from self.adapter.complaints_with(self.model)
             yield from self.quantization.complaints_with(self)
+            yield from self.objective.complaints_with(self)
             yield from self.optimizer.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()

@@ -29,6 +29,9 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
     np.zeros(1000, dtype="<u2").tofile(tmp_path / "a.bin")
     return {
         "chat": [f"data.paths=[{tmp_path}/*.jsonl]"],
+        "preference": [f"data.paths=[{tmp_path}/*.jsonl]", "objective=dpo"],
+        "corpus_pairs": ["objective=dpo"],
+        "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
         "hf": [f"data.path={tmp_path}"],

@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
+from scalewise.data.corpus_pairs import CorpusPairs
 from scalewise.data.hf import HuggingFace
+from scalewise.data.preference import Preference
 from scalewise.data.rows import PackedRows
 from scalewise.data.synthetic import Synthetic
 from scalewise.data.text import Text
@@ -24,9 +26,11 @@ CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
     "chat": Chat,
     "corpus": Corpus,
+    "corpus_pairs": CorpusPairs,
     "text": Text,
     "tokens": Tokens,
     "hf": HuggingFace,
+    "preference": Preference,
     "synthetic": Synthetic,
 }
 

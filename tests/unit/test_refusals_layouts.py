@@ -81,6 +81,18 @@ LAYOUTS: list[Row] = [
         "parallelism.loss_parallel=false",
     ),
     (
+        ["parallelism=context", "objective=dpo", "data=corpus_pairs"],
+        "objective",
+        "of which each context rank has some tokens",
+        "parallelism=fsdp",
+    ),
+    (
+        ["parallelism=pipeline", "objective=dpo", "data=corpus_pairs"],
+        "objective",
+        "which no stage passes on",
+        "parallelism=fsdp",
+    ),
+    (
         ["parallelism=context", "data.sequence=54"],
         "data.sequence",
         "not a multiple of 4, the pieces that 2 context ranks cut a row into",

@@ -269,7 +269,7 @@ class TestSchedules:
 
 class TestCausalLM:
     def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary_for_each_label(self) -> None:
-        loss = CausalLM().loss(torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long))
+        loss = CausalLM().summed(torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long))
         assert loss.item() == pytest.approx(6 * math.log(11))
 
     def test_the_loss_of_a_batch_is_the_sum_over_its_pieces(self) -> None:
@@ -277,12 +277,12 @@ class TestCausalLM:
         labels = torch.arange(24).reshape(4, 6) % 5
         labels[1, 2:] = IGNORED
         smooth = CausalLM(label_smoothing=0.1)
-        rows = sum(smooth.loss(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
-        torch.testing.assert_close(rows, smooth.loss(logits, labels))
+        rows = sum(smooth.summed(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
+        torch.testing.assert_close(rows, smooth.summed(logits, labels))
 
     def test_a_batch_without_a_label_adds_nothing(self) -> None:
         logits = torch.randn(1, 3, 5).requires_grad_()
-        loss = CausalLM(label_smoothing=0.1).loss(logits, torch.full((1, 3), IGNORED))
+        loss = CausalLM(label_smoothing=0.1).summed(logits, torch.full((1, 3), IGNORED))
         loss.backward()
         assert loss.item() == 0
         assert logits.grad is not None
@@ -291,17 +291,17 @@ class TestCausalLM:
     def test_ignored_labels_take_no_part(self) -> None:
         logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.tensor([[1, IGNORED, 2, IGNORED]])
-        expected = CausalLM().loss(logits[:, ::2], labels[:, ::2])
-        torch.testing.assert_close(CausalLM().loss(logits, labels), expected)
+        expected = CausalLM().summed(logits[:, ::2], labels[:, ::2])
+        torch.testing.assert_close(CausalLM().summed(logits, labels), expected)
 
     def test_half_precision_logits_are_summed_in_fp32(self) -> None:
         logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
-        assert CausalLM().loss(logits, torch.zeros(1, 2, dtype=torch.long)).dtype is torch.float32
+        assert CausalLM().summed(logits, torch.zeros(1, 2, dtype=torch.long)).dtype is torch.float32
 
     def test_smoothing_reaches_torch(self) -> None:
         logits = torch.tensor([[[2.0, 0.0, 0.0]]])
         labels = torch.zeros(1, 1, dtype=torch.long)
-        smooth = CausalLM(label_smoothing=0.3).loss(logits, labels)
+        smooth = CausalLM(label_smoothing=0.3).summed(logits, labels)
         log = torch.log_softmax(logits[0, 0], 0)
         expected = -(0.7 * log[0] + 0.3 * log.mean())
         torch.testing.assert_close(smooth, expected)

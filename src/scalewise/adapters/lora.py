@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import sqrt
 from typing import TYPE_CHECKING, cast
 
@@ -45,6 +46,17 @@ def whole_names(module: ModelModule, names: Sequence[str]) -> list[str]:
         if any(block is layer for layer in module.layers())
         for target in names
     ]
+
+
+@contextmanager
+def off(module: ModelModule) -> Iterator[None]:
+    """Leaves the products out. PEFT's own switch would change what is trained as well."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    yield
+    for layer in layers:
+        layer._disable_adapters = False
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ class Lora(Adapter):
 
     rank_stabilized = False
     """Whether alpha is divided by the root of the rank, and not by the rank."""
+    turns_off = True
 
     @property
     def scale(self) -> float:
@@ -85,6 +87,12 @@ class Lora(Adapter):
 
         inject(module, self.adapted(model), self)
 
+    def off(self, module: ModelModule) -> AbstractContextManager[None]:
+        """Returns the context in which the products are left out."""
+        from scalewise.adapters.lora import off
+
+        return off(module)
+
     def fill(self, module: ModelModule, seed: int) -> None:
         """Draws A as PEFT does, each from ``seed`` and its name; B is zero."""
         from scalewise.adapters.lora import draw
@@ -115,6 +123,7 @@ class Pissa(Lora):
     """
 
     reads_matrices = True
+    turns_off = False
 
     def fill(self, module: ModelModule, seed: int) -> None:
         """Moves the principal part of each adapted matrix into A and B."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Adapter(ABC):
-    """What is trained of a model, as a spec."""
+    """What is trained of a model, as a spec.
+
+    ``turns_off``: whether a module computes without it, on demand, what it did before training.
+    """
 
     rank: int = 0
     dropout: float = 0.0
@@ -28,6 +32,7 @@ class Adapter(ABC):
     """Whether it is made of the model's own matrices, which then have to be whole."""
     magnitudes: bool = False
     """Whether the rows of adapted matrices have magnitudes of their own."""
+    turns_off: bool = False
 
     def weights(self, model: Model) -> tuple[Weight, ...]:
         """Returns every tensor once, in the order of the module's parameters.
@@ -100,6 +105,10 @@ class Adapter(ABC):
     @abstractmethod
     def apply(self, module: ModelModule, model: Model) -> None:
         """Freezes and adds weights, in place, in a model or a part of it on the meta device."""
+
+    def off(self, module: ModelModule) -> AbstractContextManager[None]:
+        """Returns the context in which a module computes as if there were no adapter."""
+        raise NotImplementedError
 
     @abstractmethod
     def fill(self, module: ModelModule, seed: int) -> None:

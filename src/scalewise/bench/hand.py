@@ -50,7 +50,7 @@ class HandLoop:
         """Trains one step and returns its loss on this rank."""
         batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
         logits_BTV = self._model(batch["inputs"])
-        loss = self._run.objective.loss(logits_BTV, batch["labels"]) / self._labels
+        loss = self._run.objective.summed(logits_BTV, batch["labels"]) / self._labels
         loss.backward()  # type: ignore[no-untyped-call]  # torch lacks the annotation
         limit = self._run.trainer.clip_norm
         if limit is not None:

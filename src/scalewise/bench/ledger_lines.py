@@ -10,6 +10,7 @@ LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
 EVERYWHERE = ("adapter.targets=[.*]",)
 """Every linear layer of a block."""
+PAIRS = ("objective=dpo", "data.pairs=true")
 
 
 def mesh(**sizes: int) -> Line:
@@ -82,6 +83,8 @@ TRAINED: tuple[Line, ...] = (
     WEIGHTS,
     (LORA, MIXED),
     (*QLORA, *WEIGHTS),
+    PAIRS,
+    (*PAIRS, LORA),
     ("optimizer=adamw_8bit", *_TALL),
     _DDP,
     (*_DDP, MIXED, SELECTIVE),
@@ -121,6 +124,11 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(2, LORA, "quantization=int8", MIXED, *WEIGHTS),
     (BF16,),
     fsdp(2, BF16),
+    (*PAIRS, "objective.loss_chunk=64"),
+    (*PAIRS, LORA, *WEIGHTS),
+    fsdp(2, *PAIRS),
+    fsdp(2, *PAIRS, LORA, *WEIGHTS),
+    (*_TENSOR, *PAIRS, LORA),
     fsdp(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),
     fsdp(2, "parallelism.prefetch=2", *WEIGHTS),
     (*_TENSOR, *WEIGHTS),
@@ -211,6 +219,7 @@ TRACED_SELDOM: tuple[Line, ...] = (
     (BF16, *mesh(tensor=8), DORA, *EVERYWHERE),
     (MIXED, *fsdp(8), IA3),
     (MIXED, *fsdp(8)),
+    (MIXED, *fsdp(8), LORA, *PAIRS),
     (MIXED, *fsdp(8), SUMS),
     (MIXED, *fsdp(8), SUMS, "parallelism.reduce_each_micro_batch=false"),
     (MIXED, *fsdp(32), "parallelism.reshard_after_forward=false"),

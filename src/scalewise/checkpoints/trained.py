@@ -18,12 +18,22 @@ from scalewise.data.base import Data, Splits
 from scalewise.errors import ConfigError
 from scalewise.models.base import Weight
 from scalewise.models.decoder.spec import Decoder
+from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantization, Quantization
 from scalewise.trainer import Trainer
 
-SPECS = ("model", "data", "precision", "optimizer", "adapter", "trainer", "quantization")
+SPECS = (
+    "model",
+    "data",
+    "objective",
+    "precision",
+    "optimizer",
+    "adapter",
+    "trainer",
+    "quantization",
+)
 """The groups that a trained model goes by, as ``Trained`` has them."""
 PREFIX = "model."
 """What a checkpoint's names begin with."""
@@ -41,6 +51,7 @@ class Trained:
     seed: int
     model: Decoder
     data: Data
+    objective: Objective
     precision: Precision
     optimizer: Optimizer
     adapter: Adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data.base import Splits
-from scalewise.data.conversations import Bad, conversations
+from scalewise.data.base import Data, Splits
+from scalewise.data.conversations import Bad, records
 from scalewise.data.rows import PaddedRows
 from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
+from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import DataError
 from scalewise.units import count_text
 
@@ -32,7 +33,8 @@ TOGETHER = 1000
 TOLD = 3
 """Bad records that an error names."""
 
-Written = list[Piece]
+Written = tuple[list[Piece], ...]
+"""What a record is: a conversation, or the two of a pair."""
 
 
 def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
@@ -53,28 +55,37 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
 
 
 def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
-    """Fills a folder of the cache: ids and where each conversation starts, for each split."""
-    progress = Progress("chat")
-    template = template_of(spec)
-    found, bad = _written(files, template)
+    """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
+    found, bad = _written(files, spec)
     if len(bad) > spec.max_bad_rows:
         named = "; ".join(map(str, bad[:TOLD])) + "; ..." * (len(bad) > TOLD)
-        reason = f"{_count(bad)} that {'are' if len(bad) > 1 else 'is'} no conversation: {named}"
+        are = "are" if len(bad) > 1 else "is"
+        reason = f"{_count(bad)} that {are} no {spec.record}: {named}"
         cure = f"mend them, or leave them out with data.max_bad_rows={len(bad)}"
         raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
     if bad:
         print(f"left out {_count(bad)}, the first {bad[0]}", file=sys.stderr)
     parts = _parted(found, spec.validation_fraction)
-    tokenizer = spec.tokenization.load() or spec.tokenization.train(
-        lambda: ("".join(piece.text for piece in pieces) for pieces in parts["train"])
+    for split, texts in parts.items():
+        if not texts:
+            reason = f"the {split} split has no {spec.record}"
+            cure = "give more, or data.validation_fraction=0"
+            raise DataError.one("data.paths", list(spec.paths), reason, cure)
+    keep(parts, spec.tokenization, spec.kind, folder)
+
+
+def keep(
+    parts: Mapping[str, Sequence[Written]], tokenization: Tokenization, kind: str, folder: Path
+) -> None:
+    """Writes the tokenizer, ids and where each text starts, for each split."""
+    progress = Progress(kind)
+    flat = {split: [text for each in part for text in each] for split, part in parts.items()}
+    tokenizer = tokenization.load() or tokenization.train(
+        lambda: ("".join(piece.text for piece in pieces) for pieces in flat["train"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     count = 0
-    for split, texts in parts.items():
-        if not texts:
-            reason = f"the {split} split has no conversation"
-            cure = "give more, or data.validation_fraction=0"
-            raise DataError.one("data.paths", list(spec.paths), reason, cure)
+    for split, texts in flat.items():
         starts, firsts = [0], []
         with open(folder / f"{split}.bin", "wb") as file:
             for ids in _ids(tokenizer, texts):
@@ -85,7 +96,7 @@ def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
         progress.show(f"{count_text(count)} tokens")
         np.save(folder / f"{split}.starts.npy", np.array(starts, dtype=np.int64))
         np.save(folder / f"{split}.firsts.npy", np.array(firsts, dtype=np.int64))
-    meta = {"end": tokenizer.token_to_id(spec.end_of_text), "splits": list(parts)}
+    meta = {"end": tokenizer.token_to_id(tokenization.end_of_text), "splits": list(parts)}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     progress.close("")
 
@@ -94,8 +105,8 @@ def _count(bad: Sequence[Bad]) -> str:
     return f"{len(bad)} record{'s' * (len(bad) > 1)}"
 
 
-def splits(folder: Path, spec: Chat) -> Splits:
-    """Returns the rows of both splits of a folder that ``write`` has filled, or of one alone."""
+def splits(folder: Path, spec: Data) -> Splits:
+    """Returns the rows of both splits of a folder that ``keep`` has filled, or of one alone."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     rows = {split: _rows(folder, split, spec, meta) for split in meta["splits"]}
     told = _unfit(rows["train"], spec.sequence)
@@ -113,11 +124,14 @@ def _unfit(rows: PaddedRows, sequence: int) -> str:
     return of_all + ", ".join(told) if told else ""
 
 
-def _rows(folder: Path, split: str, spec: Chat, meta: dict[str, Any]) -> PaddedRows:
-    """Returns the conversations whose first answer begins within a row."""
+def _rows(folder: Path, split: str, spec: Data, meta: dict[str, Any]) -> PaddedRows:
+    """Returns the records of which each first answer begins within a row."""
     ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
     starts, firsts = (np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts"))
-    texts = np.flatnonzero(firsts <= spec.sequence)
+    texts: NDArray[np.int64] = np.arange(len(firsts))
+    if spec.pairs:
+        texts, firsts = texts.reshape(-1, 2), firsts.reshape(-1, 2).max(1)
+    texts = texts[firsts <= spec.sequence]
     if not len(texts):
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
@@ -133,12 +147,13 @@ def template_of(spec: Chat) -> Template:
     return own or plain(spec.end_of_text)
 
 
-def _written(files: Iterable[Path], template: Template) -> tuple[list[Written], list[Bad]]:
-    """Returns the conversations of all files as they are written down, and what is bad."""
+def _written(files: Iterable[Path], spec: Chat) -> tuple[list[Written], list[Bad]]:
+    """Returns the records of all files as they are written down, and what is bad."""
     found: list[Written] = []
     bad: list[Bad] = []
+    template = template_of(spec)
     for file in files:
-        for told in conversations(file, template):
+        for told in records(file, lambda record: spec.written(record, template)):
             if isinstance(told, Bad):
                 bad.append(told)
             else:
@@ -147,7 +162,7 @@ def _written(files: Iterable[Path], template: Template) -> tuple[list[Written], 
 
 
 def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
-    """Returns the conversations to train on, and every 1/fraction-th held out."""
+    """Returns the records to train on, and every 1/fraction-th held out."""
     if not fraction:
         return {"train": list(found)}
     held = [int((n + 1) * fraction) > int(n * fraction) for n in range(len(found))]
@@ -158,7 +173,7 @@ def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written
     return parts
 
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[Written]) -> Iterator[NDArray[np.int32]]:
+def _ids(tokenizer: Tokenizer, texts: Sequence[list[Piece]]) -> Iterator[NDArray[np.int32]]:
     """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt."""
     for at in range(0, len(texts), TOGETHER):
         some = texts[at : at + TOGETHER]

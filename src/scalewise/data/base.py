@@ -22,7 +22,7 @@ class Rows(Protocol):
     length is ``sys.maxsize``, and an index below the last one asked for starts the stream anew.
 
     An id ``~t``, below zero, is the token ``t`` that is no label: padding, or a prompt. Only rows
-    that are ``masked`` hold such.
+    that are ``masked`` hold such. A row of a pair is two of these, ``tokens_2S``.
     """
 
     @property
@@ -58,9 +58,10 @@ class Splits:
 
 
 class Data(ABC):
-    """A data source as a spec."""
+    """A data source as a spec. ``pairs``: whether a row is two sequences, the preferred first."""
 
     sequence: int
+    pairs: bool = False
 
     @property
     @abstractmethod

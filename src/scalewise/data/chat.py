@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.conversations import SUFFIXES
+from scalewise.data.conversations import SUFFIXES, conversation
 from scalewise.data.reading import matching, path_complaints
+from scalewise.data.templates import Piece, Template
 from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import Complaint, DataError
 
@@ -34,6 +36,9 @@ class Chat(Data):
     max_bad_rows: int = 0
     """Records that are left out for not being conversations; more are an error."""
 
+    kind: ClassVar[str] = "chat"
+    record: ClassVar[str] = "conversation"
+
     @property
     def vocabulary_needed(self) -> int | None:
         """Returns the size of the tokenizer that is trained; None where one is given."""
@@ -55,7 +60,7 @@ class Chat(Data):
         yield from path_complaints("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
-        """Returns a row a conversation, and those held out: spread evenly over all."""
+        """Returns a row a record, and those held out: spread evenly over all."""
         from scalewise.data import answers
         from scalewise.data.cache import cached
 
@@ -63,8 +68,14 @@ class Chat(Data):
             raise DataError(complaints)
         self.tokenization.check(vocabulary)
         files = matching(self.paths)
-        folder = cached("chat", answers.identity(self, files), partial(answers.write, self, files))
+        folder = cached(
+            self.kind, answers.identity(self, files), partial(answers.write, self, files)
+        )
         return answers.splits(folder, self)
+
+    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+        """Returns a record's texts as a template writes them; raises ``ValueError``."""
+        return (template(conversation(record)),)
 
     @property
     def tokenization(self) -> Tokenization:

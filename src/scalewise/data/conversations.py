@@ -49,34 +49,39 @@ Conversation = tuple[Message, ...]
 Written = TypeVar("Written")
 
 
-def conversations(path: Path, write: Callable[[Conversation], Written]) -> Iterator[Written | Bad]:
-    """Yields what ``write`` makes of each conversation of a file, or what is wrong with a record.
+def records(path: Path, write: Callable[[dict[str, Any]], Written]) -> Iterator[Written | Bad]:
+    """Yields what ``write`` makes of each record of a file, or what is wrong with it.
 
     ``number`` is a line of .jsonl, else a record, both from 1. ``write`` raises ``ValueError`` for
     what it cannot write. Raises ``DataError`` for a file that cannot be read at all.
     """
     for number, record in _records(path):
         try:
-            yield write(_conversation(record))
+            if isinstance(record, ValueError):
+                raise record
+            if not isinstance(record, dict):
+                raise ValueError("is no object")
+            yield write(record)
         except ValueError as error:
             yield Bad(path, number, str(error))
 
 
-def _conversation(record: object) -> Conversation:
+def conversation(record: dict[str, Any]) -> Conversation:
     """Returns a record's messages; raises ``ValueError`` with what is wrong with them."""
-    if isinstance(record, ValueError):
-        raise record
-    if not isinstance(record, dict):
-        raise ValueError("is no object")
     if record.get("messages") is not None:
-        found = _said(record["messages"], "role", "content")
+        found = said(record["messages"], "role", "content")
     elif record.get("conversations") is not None:
-        found = _said(record["conversations"], "from", "value")
+        found = said(record["conversations"], "from", "value")
     elif "instruction" in record and "output" in record:
         found = _instruction(record)
     else:
         keys = ", ".join(map(str, record)) or "nothing"
         raise ValueError(f"has no messages, conversations or instruction and output; it has {keys}")
+    return sound(found)
+
+
+def sound(found: Conversation) -> Conversation:
+    """Returns a conversation that has an answer, all in whole characters; raises otherwise."""
     answers = [message.content for message in found if message.role == "assistant"]
     if not any(answer.strip() for answer in answers):
         raise ValueError("has no answer")
@@ -85,7 +90,8 @@ def _conversation(record: object) -> Conversation:
     return found
 
 
-def _said(turns: object, speaker: str, text: str) -> Conversation:
+def said(turns: object, speaker: str, text: str) -> Conversation:
+    """Returns the messages of turns that are tables of a speaker and a text."""
     if not isinstance(turns, list) or not turns:
         raise ValueError("has no list of turns")
     return tuple(_message(turn, speaker, text) for turn in turns)
@@ -94,16 +100,16 @@ def _said(turns: object, speaker: str, text: str) -> Conversation:
 def _message(turn: object, speaker: str, text: str) -> Message:
     if not isinstance(turn, dict):
         raise ValueError("has a turn that is no object")
-    said = turn.get(text)
-    if isinstance(said, list):
-        said = _joined(said)
-    if not isinstance(said, str):
+    content = turn.get(text)
+    if isinstance(content, list):
+        content = _joined(content)
+    if not isinstance(content, str):
         raise ValueError(f"has a turn without a text in {text!r}")
     role = ROLES.get(str(turn.get(speaker)))
     if role is None:
         known = ", ".join(ROLES)
         raise ValueError(f"has a turn of {turn.get(speaker)!r}; known are {known}")
-    return Message(role, said)
+    return Message(role, content)
 
 
 def _joined(parts: list[Any]) -> str | None:

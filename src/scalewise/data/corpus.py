@@ -49,7 +49,7 @@ class Corpus(Data):
         from scalewise.data.tokenized import Source, splits, tokenized
 
         root = Path(sysconfig.get_path("stdlib"))
-        sizes = self._sizes(root)
+        sizes = self.sizes(root)
         if len(sizes) < 2:
             reason = f"{root} has no two Python sources within that size"
             cure = "give more data.megabytes, or your own files with data=text"
@@ -67,7 +67,7 @@ class Corpus(Data):
         )
         return splits(tokenized(source, vocabulary), self.sequence, validation=True)
 
-    def _sizes(self, root: Path) -> dict[str, int]:
+    def sizes(self, root: Path) -> dict[str, int]:
         """Returns the bytes of each source by its path under ``root``, in order while they fit."""
         sizes: dict[str, int] = {}
         left = self.megabytes * 1e6

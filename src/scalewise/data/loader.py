@@ -1,11 +1,12 @@
 """Micro batches as tensors: a training loader that can be put anywhere, and a validation loader.
 
-Shapes: B rows of a micro batch, T tokens, S = T + 1.
+Shapes: B rows of a micro batch, T tokens, S = T + 1. Pairs are two rows, one below the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from scalewise.data.order import Order
 from scalewise.objectives import IGNORED
 
 Batch = dict[str, torch.Tensor]
+Gather = Callable[[NDArray[np.int64]], NDArray[Any]]
+"""Something of each row, by the rows' indices."""
+UNREAL = -1
+"""The index of a row that fills a micro batch up."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,17 @@ class Share:
         """Returns the micro batches of one optimizer step."""
         return ceil(self.global_batch / (self.micro_batch * self.ranks))
 
-    def read(self, rows: Rows, order: Order, micro_steps: int) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``, the micro batch that follows ``micro_steps`` others."""
+    def read(self, gather: Gather, order: Order, micro_steps: int, fill: int = ~0) -> NDArray[Any]:
+        """Returns what ``gather`` has of the micro batch that follows ``micro_steps`` others."""
         step, micro_step = divmod(micro_steps, self.accumulation)
         first = (micro_step * self.ranks + self.rank) * self.micro_batch
         real = min(max(self.global_batch - first, 0), self.micro_batch)
-        tokens_BS = rows.gather(order.indices(step, first, max(real, 1)))
+        found_B = gather(order.indices(step, first, max(real, 1)))
         if real == self.micro_batch:
-            return tokens_BS
-        filled_BS = np.full((self.micro_batch, tokens_BS.shape[1]), ~0)
-        filled_BS[:real] = tokens_BS[:real]
-        return filled_BS
+            return found_B
+        filled_B = np.full((self.micro_batch, *found_B.shape[1:]), fill, found_B.dtype)
+        filled_B[:real] = found_B[:real]
+        return filled_B
 
     def masks(self, rows: Rows) -> bool:
         """Returns whether some labels of a global batch may be masked or filled up."""
@@ -54,7 +59,41 @@ class Share:
         return filled or rows.masked
 
 
-class Loader:
+class MicroBatches:
+    """The micro batches of one rank by their number, with what is known of their rows besides."""
+
+    reference: NDArray[np.float32] | None = None
+    """``logp_N2``, what a reference said of each pair; once it is set, batches hold it."""
+
+    def __init__(self, rows: Rows, share: Share, seed: int | None, *, pin_memory: bool) -> None:
+        self._rows, self._share, self._pin_memory = rows, share, pin_memory
+        self._order = Order(len(rows), seed, share.global_batch)
+
+    @property
+    def rows(self) -> int:
+        """Returns how many there are."""
+        return len(self._rows)
+
+    def once(self, steps: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+        """Yields this rank's part of the rows of ``steps``, each at least once: index and batch."""
+        steps = min(steps, ceil(len(self._rows) / self._share.global_batch))
+        for number in range(steps * self._share.accumulation):
+            index_B = self._share.read(lambda index_B: index_B, self._order, number, UNREAL)
+            yield index_B, self._tensors(number, self._read(number))
+
+    def _read(self, number: int) -> NDArray[np.int64]:
+        return self._share.read(self._rows.gather, self._order, number)
+
+    def _tensors(self, number: int, tokens_BS: NDArray[np.int64]) -> Batch:
+        batch = tensors(tokens_BS, self._pin_memory, masked=self._share.masks(self._rows))
+        if self.reference is None:
+            return batch
+        said_B2 = self._share.read(self.reference.__getitem__, self._order, number, fill=0)
+        said_B = torch.from_numpy(said_B2).flatten()
+        return {**batch, "reference": said_B.pin_memory() if self._pin_memory else said_B}
+
+
+class Loader(MicroBatches):
     """The training rows in shuffled order, epoch after epoch, for a number of optimizer steps.
 
     ``micro_steps`` is the number of micro batches yielded so far, and iterating goes on from
@@ -72,8 +111,7 @@ class Loader:
         start: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self._rows, self._share, self._pin_memory = rows, share, pin_memory
-        self._order = Order(len(rows), None if rows.streamed else seed, share.global_batch)
+        super().__init__(rows, share, None if rows.streamed else seed, pin_memory=pin_memory)
         self._length = steps * share.accumulation
         self.micro_steps = start
 
@@ -85,19 +123,17 @@ class Loader:
         while self.micro_steps < self._length:
             counted = None
             if self._rows.masked and self.micro_steps % self._share.accumulation == 0:
-                ahead = [self._read(later) for later in range(self._share.accumulation)]
-                counted = sum(int((tokens_BS[:, 1:] >= 0).sum()) for tokens_BS in ahead)
-            tokens_BS = ahead.pop(0) if ahead else self._read(0)
+                numbers = range(self.micro_steps, self.micro_steps + self._share.accumulation)
+                ahead = [self._read(number) for number in numbers]
+                counted = sum(int((tokens_BS[..., 1:] >= 0).sum()) for tokens_BS in ahead)
+            number = self.micro_steps
+            tokens_BS = ahead.pop(0) if ahead else self._read(number)
             # Counted before the yield: whoever holds the batch sees it counted.
             self.micro_steps += 1
-            yield self._as_tensors(tokens_BS, counted)
-
-    def _read(self, later: int) -> NDArray[np.int64]:
-        return self._share.read(self._rows, self._order, self.micro_steps + later)
-
-    def _as_tensors(self, tokens_BS: NDArray[np.int64], counted: int | None) -> Batch:
-        batch = tensors(tokens_BS, self._pin_memory, masked=self._share.masks(self._rows))
-        return batch if counted is None else {**batch, "labels_of_step": torch.tensor(counted)}
+            batch = self._tensors(number, tokens_BS)
+            if counted is not None:
+                batch["labels_of_step"] = torch.tensor(counted)
+            yield batch
 
     def seek(self, micro_steps: int) -> None:
         """Makes the next batch the one that follows ``micro_steps`` micro batches."""
@@ -112,34 +148,33 @@ class Loader:
         self.seek(state["micro_steps"])
 
 
-class ValidationLoader:
+class ValidationLoader(MicroBatches):
     """The first held-out rows in stored order, each once, as many batches on every rank.
 
     ``share.global_batch`` says how many rows at the most.
     """
 
     def __init__(self, rows: Rows, share: Share, *, pin_memory: bool = False) -> None:
-        self._rows, self._pin_memory = rows, pin_memory
-        self._share = replace(share, global_batch=min(share.global_batch, len(rows)))
-        self._order = Order(len(rows), None, self._share.global_batch)
+        share = replace(share, global_batch=min(share.global_batch, len(rows)))
+        super().__init__(rows, share, None, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         return self._share.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
-        masked = self._share.masks(self._rows)
-        for micro_step in range(len(self)):
-            tokens_BS = self._share.read(self._rows, self._order, micro_step)
-            yield tensors(tokens_BS, self._pin_memory, masked=masked)
+        for number in range(len(self)):
+            yield self._tensors(number, self._read(number))
 
 
 def tensors(tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool) -> Batch:
     """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or copies.
 
+    Of ``tokens_B2S`` both sequences of a row become rows.
+
     ``masked`` ids, those below zero, become inputs without a label. Pinned tensors are copies: a
     view with gaps would not cross to the device in one transfer.
     """
-    tokens = torch.from_numpy(tokens_BS)
+    tokens = torch.from_numpy(tokens_BS).view(-1, tokens_BS.shape[-1])
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     if masked:
         inputs, labels = batch["inputs"], batch["labels"]

@@ -5,7 +5,7 @@ Shapes: B rows, S = sequence + 1 tokens of a row (T inputs and one more label).
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -47,7 +47,7 @@ class PackedRows:
 class PaddedRows:
     """One text a row, of ids of which those below zero are no labels; cut, or filled with ``~end``.
 
-    Text i is ``ids_N[starts[i] : starts[i + 1]]``.
+    Text i is ``ids_N[starts[i] : starts[i + 1]]``. A row of a pair has two of them.
     """
 
     streamed = False
@@ -61,7 +61,7 @@ class PaddedRows:
         sequence: int,
         end: int,
     ) -> None:
-        """``texts``: those that are rows, in their order."""
+        """``texts``: those that are rows, in their order; pairs as ``texts_N2``."""
         self._ids, self._starts, self._texts = ids_N, starts, texts
         self._width, self._end = sequence + 1, end
         self.left_out = len(starts) - 1 - len(texts)
@@ -71,12 +71,13 @@ class PaddedRows:
         return len(self._texts)
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns ``tokens_BS``, the rows at ``indices``."""
-        tokens_BS = np.full((len(indices), self._width), ~self._end, dtype=np.int64)
-        for row_S, text in zip(tokens_BS, self._texts[np.asarray(indices)], strict=True):
+        """Returns ``tokens_BS``, or ``tokens_B2S``, the rows at ``indices``."""
+        texts = self._texts[np.asarray(indices)]
+        tokens_BS = np.full((texts.size, self._width), ~self._end, dtype=np.int64)
+        for row_S, text in zip(tokens_BS, texts.flat, strict=True):
             found = self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
             row_S[: len(found)] = found
-        return tokens_BS
+        return tokens_BS.reshape(*texts.shape, self._width)
 
 
 class StreamedRows:
@@ -133,7 +134,7 @@ class StreamedRows:
 class RandomRows:
     """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``.
 
-    ``masked_share`` of the tokens are no labels.
+    ``masked_share`` of the tokens are no labels. A row of ``pairs`` is two of the table's.
     """
 
     seed: int
@@ -142,6 +143,7 @@ class RandomRows:
     rows: int
     sequence: int
     masked_share: float = 0.0
+    pairs: bool = False
     streamed: bool = False
 
     @property
@@ -154,6 +156,10 @@ class RandomRows:
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns ``tokens_BS``: a hash of (seed, row, place), modulo the vocabulary."""
+        if self.pairs:
+            index_B2 = 2 * np.asarray(indices)[:, None] + np.arange(2)
+            single = replace(self, pairs=False, first=2 * self.first)
+            return single.gather(index_B2.flatten()).reshape(*index_B2.shape, -1)
         width = self.sequence + 1
         index_B = np.asarray(indices, dtype=np.int64) + self.first
         place_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)

@@ -23,6 +23,8 @@ class Synthetic(Data):
     """Rows of an epoch; a twentieth as many more are held out."""
     masked: float = 0.0
     """Share of the tokens that are no labels, as padding and prompts are."""
+    pairs: bool = False
+    """Whether a row is two sequences, as objective=dpo compares them."""
 
     @property
     def vocabulary_needed(self) -> int | None:
@@ -47,6 +49,6 @@ class Synthetic(Data):
             raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
         held = max(1, self.rows // 20)
         return Splits(
-            RandomRows(seed, ids, 0, self.rows, self.sequence, self.masked),
-            RandomRows(seed, ids, self.rows, held, self.sequence, self.masked),
+            RandomRows(seed, ids, 0, self.rows, self.sequence, self.masked, self.pairs),
+            RandomRows(seed, ids, self.rows, held, self.sequence, self.masked, self.pairs),
         )

@@ -28,6 +28,12 @@ class HeldOut:
     loss: float
     accuracy: float
 
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f} nats a token, perplexity {self.perplexity:,.2f}, "
+            f"the likeliest token is right in {self.accuracy:.1%}"
+        )
+
     @property
     def perplexity(self) -> float:
         """Returns e to the loss: among so many tokens the model is as unsure as among equals."""

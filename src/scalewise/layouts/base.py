@@ -18,7 +18,7 @@ from scalewise.checkpoints.writer import Writer
 from scalewise.layouts import norms, optimizer_state
 from scalewise.measure.memory import Holdings
 from scalewise.models.base import Part, Weight
-from scalewise.objectives import CausalLM
+from scalewise.objectives import Objective
 
 if TYPE_CHECKING:
     from scalewise.checkpoints.spec import Checkpoint
@@ -31,23 +31,23 @@ Batch = dict[str, Tensor]
 class Loss:
     """The summed loss of a micro batch, times a factor."""
 
-    objective: CausalLM
+    objective: Objective
     factor: Tensor | float = 1.0
 
     @property
     def in_module(self) -> bool:
-        """Returns whether a module takes the loss itself."""
+        """Returns whether a module takes the sums over tokens itself."""
         return self.objective.loss_chunk is not None
 
     def of(self, module: nn.Module, batch: Batch) -> Tensor:
         """Returns the loss of a batch."""
         labels = (batch["labels"],) if self.in_module else ()
-        return self(module(batch["inputs"], *labels), batch["labels"])
+        return self(module(batch["inputs"], *labels), batch)
 
-    def __call__(self, output: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the loss from what a module returned: logits, or the sum that it took."""
-        summed = output if self.in_module else self.objective.loss(output, labels_BT)
-        return summed * self.factor
+    def __call__(self, output: Tensor, batch: Batch) -> Tensor:
+        """Returns the loss from what a module returned: logits, or the sums that it took."""
+        summed = output if self.in_module else self.objective.summed(output, batch["labels"])
+        return self.objective.loss(norms.local(summed), batch) * self.factor
 
 
 class Layout(Strategy):

@@ -127,7 +127,7 @@ class MeshLayout(Layout, ModelParallelStrategy):
     def train(self, module: nn.Module, batch: Batch, loss: Loss, *, last: bool) -> Tensor:
         """Returns the loss of a micro batch; a pipeline has gone backward by then as well."""
         if self._pipeline is None:
-            return norms.local(super().train(module, batch, loss, last=last))
+            return super().train(module, batch, loss, last=last)
         with self.loss_context():
             return self._pipeline.train(self.cut(batch), loss, last=last)
 

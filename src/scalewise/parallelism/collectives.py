@@ -81,8 +81,9 @@ def _of_shards(share: Share) -> Iterator[Collective]:
         whole = _padded(weights, ranks, gathered)
         trained = _padded((w for w in weights if w.trainable), ranks, reduced)
         again = weights is block and mesh.reshard_after_forward
+        uses = 2 + share.run.asks_each_pass if again else 1
         if ranks > 1:
-            axes, gathers = ("shards", "context"), layers * share.passes * (2 if again else 1)
+            axes, gathers = ("shards", "context"), layers * share.passes * uses
             yield Collective(
                 Kind.all_gather, axes, whole, gathers, f"weights of {name}", hides=True
             )
@@ -123,10 +124,12 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     # Attention's sums are made again; those that end a block are not, unless an adapter follows.
     again = share.recomputed[Recompute.full] * (1 + halves[-1].rows)
     without = _without_backward(share)
-    sums = passes * (joins + again - (last and chunked) - without.scatters)
+    asked = share.run.asks_each_pass  # a pass forward, without the adapter
+    sums = joins + again - (last and chunked) - without.scatters + asked * (2 * layers + first)
+    sums *= passes
     if mesh.sequence_parallel:
         gathers = joins + 2 * sum(share.recomputed.values()) - without.gathers
-        gathers *= passes
+        gathers = passes * (gathers + asked * (2 * layers + last))
         yield Collective(Kind.all_gather, axes, share.residual, gathers, "tokens joined")
         yield Collective(Kind.reduce_scatter, axes, share.residual, sums, "sums cut by tokens")
         yield from _of_whole_weights(share)
@@ -185,7 +188,8 @@ def _of_loss(share: Share) -> Iterator[Collective]:
         pieces = {each: share.tokens // each, share.tokens % each: 1}
     for tokens, number in pieces.items():
         count = number * share.passes * bool(tokens)
-        labels, runs = share.rows * tokens, 1 if chunk is None else 2
+        labels = share.rows * tokens
+        runs = (1 if chunk is None else 2) + share.run.asks_each_pass
         if mesh.loss_parallel:
             size, sums = labels * SCALAR, 3 * runs * count
             yield Collective(Kind.all_reduce, axes, size, sums, "the loss from cut logits")

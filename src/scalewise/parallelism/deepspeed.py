@@ -222,7 +222,7 @@ class DeepSpeed(Parallelism):
             buckets = 2 if stage == 3 else 1
         return replace(
             of_replicas(run),
-            shape=shape(run, run.trainer.micro_batch, run.data.sequence, cast=True),
+            shape=shape(run, run.sequences_per_pass, run.data.sequence, cast=True),
             zero=Zero(
                 stage,
                 weights=precision.compute.bytes,

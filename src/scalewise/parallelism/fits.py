@@ -9,6 +9,7 @@ from scalewise.compilation import Scope
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind
 from scalewise.memory import Recompute
+from scalewise.objectives import CausalLM
 from scalewise.precision import Number
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     yield from _of_tensor(mesh, run)
     yield from _of_context(mesh, run)
     yield from _of_pipeline(mesh, run)
+    yield from _of_pairs(mesh, run)
     if run.precision.compute is Number.fp16:
         yield Complaint(
             "precision",
@@ -65,7 +67,8 @@ def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"does not divide the {tokens} tokens of a row on a rank",
             "set parallelism.sequence_parallel=false",
         )
-    if mesh.loss_parallel and run.objective.label_smoothing:
+    smooths = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
+    if mesh.loss_parallel and smooths:
         yield Complaint(
             "parallelism.loss_parallel",
             True,
@@ -130,6 +133,19 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"keeps its results for one backward, and {mesh.pipeline_schedule.name} makes two",
             "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
+
+
+def _of_pairs(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    if not run.objective.pairs:
+        return
+    chosen = run.choices.get("objective", type(run.objective).__name__)
+    cure = "set parallelism=fsdp, ddp or tensor"
+    if mesh.sizes["context"] > 1:
+        reason = "asks how likely a whole answer is, of which each context rank has some tokens"
+        yield Complaint("objective", chosen, reason, cure)
+    if mesh.sizes["pipeline"] > 1:
+        reason = "compares a batch with what a reference said of it, which no stage passes on"
+        yield Complaint("objective", chosen, reason, cure)
 
 
 def _largest_divisor(size: int, limit: int) -> int:

@@ -113,7 +113,7 @@ def of_replicas(run: Run) -> Holds:
     block, rest = run.census_by_kind()
     return Holds(
         (Part(range(layers)),),
-        shape(run, run.trainer.micro_batch, run.data.sequence),
+        shape(run, run.sequences_per_pass, run.data.sequence),
         block,
         rest,
     )

@@ -55,8 +55,8 @@ class Share(Parts):
 
     @property
     def rows(self) -> int:
-        """Returns the rows of one pass."""
-        return self.run.trainer.micro_batch * self.run.accumulation // self.passes
+        """Returns the rows of one pass, those of pairs two by two."""
+        return self.run.sequences_per_pass * self.run.accumulation // self.passes
 
     @property
     def tokens(self) -> int:

@@ -59,7 +59,7 @@ def _of_node(run: Run) -> Iterator[Line]:
     if run.checkpoint.background:
         size = holds.weight_bytes(held, holds.parameters) + holds.state_bytes(run)
         yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")
-    rows = run.trainer.micro_batch * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
+    rows = run.sequences_per_pass * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _line("rows", ranks, rows, "of the loader, as token ids")
 
 

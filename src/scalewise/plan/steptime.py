@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.memory import Recompute
-from scalewise.models.tape import Operator, Tape, Work
+from scalewise.models.tape import Operator, Tape, Tapes, Work
 from scalewise.parallelism.collectives import Collective, Kind
 from scalewise.parallelism.mesh import AXES
 from scalewise.parallelism.ring import Link
@@ -25,6 +25,7 @@ from scalewise.units import GIGA, MICRO
 
 if TYPE_CHECKING:
     from scalewise.hardware import Hardware
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 HIDDEN_SHARE = 0.8
@@ -68,11 +69,13 @@ class StepTime:
     """Seconds in which the loader gathers rows, before each micro batch."""
     copies: float = 0.0
     """Seconds of copies to and from the host that nothing hides."""
+    reference: float = 0.0
+    """Seconds in which a reference is asked."""
 
     @property
     def seconds(self) -> float:
         """Returns their sum; what is hidden takes none."""
-        busy = self.products + self.attention + self.pointwise + self.recompute
+        busy = self.products + self.attention + self.pointwise + self.recompute + self.reference
         waits = sum(self.messages.values()) + self.bubble + self.rows + self.copies
         return busy + self.optimizer + waits
 
@@ -93,6 +96,7 @@ class StepTime:
             "attention": self.attention,
             "pointwise": self.pointwise,
             "recompute": self.recompute,
+            "reference": self.reference,
             "optimizer": self.optimizer,
             "bubble": self.bubble,
             "loading rows": self.rows,
@@ -132,18 +136,18 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     tapes = tapes_of(run.model, holds.shape)
     passes = run.accumulation * holds.pieces
     spent = dict.fromkeys(Work, 0.0)
-    ends = [tape for tape in (tapes.last, tapes.loss) if tape is not None and holds.last]
-    for tape, count in [(tapes.block, holds.layers), *((end, 1) for end in ends)]:
+    for tape, count in _parts(tapes, holds):
         for operator in tape.operators:
             spent[operator.work] += passes * count * _both_ways(tape, operator, reached)
     recompute = passes * _again(tapes.block, Counter(run.memory.of_parts(holds.parts)), reached)
+    reference = passes * _reference(holds, run, reached) if run.asks_each_pass else 0.0
     host = traffic.seconds(run, holds)
     optimizer = host.stepping
     if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
         # Weights and state are read and written, gradients read, and once before for their norm.
         stepped = holds.numbers(holds.states, trained=True) * run.precision.parameters.bytes
         optimizer += (stepped * (2 + 2) + 2 * holds.state_bytes(run)) / reached.memory
-    arithmetic = sum(spent.values()) + recompute
+    arithmetic = sum(spent.values()) + recompute + reference
     messages, hidden = _messages(run, rank, arithmetic)
     copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden))
     rounds = holds.pieces * len(holds.parts)
@@ -159,6 +163,23 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         bubble,
         _loaded(run),
         copies,
+        reference,
+    )
+
+
+def _parts(tapes: Tapes, holds: Holds) -> list[tuple[Tape, int]]:
+    """Returns what a rank runs in a pass, and how often."""
+    ends = [tape for tape in (tapes.last, tapes.loss) if tape is not None and holds.last]
+    return [(tapes.block, holds.layers), *((end, 1) for end in ends)]
+
+
+def _reference(holds: Holds, run: Run, reached: Rates) -> float:
+    """Returns the seconds of a pass forward through the model without its adapter."""
+    tapes = tapes_of(run.model, replace(holds.shape, adapted=()))
+    return sum(
+        count * reached.seconds(operator.work, operator.flops, _moved(tape, operator))
+        for tape, count in _parts(tapes, holds)
+        for operator in tape.operators
     )
 
 

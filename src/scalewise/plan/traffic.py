@@ -52,7 +52,8 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     link = host = disk = 0
     gathering = holds.gathering
     if holds.parameters_on_host:
-        link += weights * passes * (1 if gathering and gathering.keeps else 2)
+        uses = 1 if gathering and gathering.keeps else 2 + run.asks_each_pass
+        link += weights * passes * uses
     if holds.states_on_host:
         late = gathering is not None and gathering.whole_gradients
         link += moved * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)

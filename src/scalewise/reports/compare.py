@@ -22,6 +22,9 @@ FORESEEN = {PEAK: FORESEEN_PEAK, STEP: FORESEEN_STEP}
 PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
+PREFERRED = "val/reward_accuracy"
+CHANCE = 0.5
+"""What a model that is its own reference has of it."""
 
 EQUIVALENT = 1e-5
 """Nats per token below which two losses come from the same mathematics, summed in another order."""

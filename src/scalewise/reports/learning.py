@@ -1,6 +1,6 @@
 """What the jobs learned, over the steps: losses, distances, norms, rates and throughput."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -57,14 +57,14 @@ def loss(comparison: Comparison) -> Section | None:
             for job, curve in of.items()
         ]
 
-    detail = f"nats per token, {numbers.plural(len(curves), 'job')}"
+    detail = f"{_unit(curves)}, {numbers.plural(len(curves), 'job')}"
     told = "Curves: train loss over the steps."
     panels = [_lines("Train loss", detail, ends(curves), "loss", told, note=note, aside=aside)]
     validation = _curves(comparison, VALIDATION)
     if validation:
         told = "Points: validation loss over the steps."
         checks = ends(validation, dots=True)
-        panels.append(_lines("Validation loss", "nats per token", checks, "val", told, aside=aside))
+        panels.append(_lines("Validation loss", _unit(curves), checks, "val", told, aside=aside))
     distances = _distances(comparison, far, points, aside)
     panels += distances
     notes: list[str | Markup] = []
@@ -98,6 +98,11 @@ def _live(*shown: Mapping[Job, Series]) -> tuple[Drawn, ...]:
     return tuple(
         Drawn(title, Curves((key,))) for (key, title), of in zip(kinds, shown, strict=True) if of
     )
+
+
+def _unit(jobs: Iterable[Job]) -> str:
+    kinds = {job.run.choices.get("objective") for job in jobs}
+    return "nats per pair" if kinds == {"dpo"} else "nats per token"
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:
@@ -183,7 +188,7 @@ def loss_of_one(job: Job) -> Section | None:
     what = "Train and validation loss" if check.steps else "Train loss"
     aside = max((line.label for line in lines), key=len)
     told = f"Curves: {what.lower()} over the steps."
-    panels = [_lines(what, "nats per token", lines, "loss", told)]
+    panels = [_lines(what, _unit([job]), lines, "loss", told)]
     live = [Drawn(what, Curves((LOSS, VALIDATION) if check.steps else (LOSS,)))]
     for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
         curve = lttb(series.get(key, Series()), 200)

@@ -22,6 +22,7 @@ from scalewise.reports import (
     importance,
     learning,
     overview,
+    preferences,
     repeat,
     screening,
     sections,
@@ -141,6 +142,7 @@ def _of_run(comparison: Comparison, unit: MemoryUnit) -> Iterator[Part]:
         budgets.memory(comparison, unit),
         budgets.time(comparison),
         learning.loss_of_one(job),
+        preferences.section([job]),
         learning.throughput(job),
     )
     yield from (section for section in drawn if section is not None)
@@ -154,6 +156,7 @@ def _of_sweep(comparison: Comparison, unit: MemoryUnit) -> Iterator[Part]:
         budgets.memory(comparison, unit),
         budgets.time(comparison),
         learning.loss(comparison),
+        preferences.section(comparison.jobs),
         tradeoff.trade(comparison, unit),
         coordinates.coordinates(comparison, unit),
         importance.importance(comparison),

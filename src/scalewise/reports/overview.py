@@ -10,6 +10,7 @@ from scalewise.reports import numbers
 from scalewise.reports.compare import (
     LOSS,
     PEAK,
+    PREFERRED,
     PRICE,
     SHOWN,
     SPEED,
@@ -246,6 +247,7 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
         column("MFU", "throughput/mfu", -1, share),
         column("train loss", LOSS, 1, numbers.loss),
         column("val loss", VALIDATION, 1, numbers.loss),
+        column("preferred rightly", PREFERRED, -1, share),
     ]
     far = [largest_distance(job, reference) for job in jobs]
     if any(number is not None for number in far):

@@ -18,6 +18,7 @@ from scalewise.reports import redact
 CURVES = (
     "train/loss",
     "val/loss",
+    "val/reward_accuracy",
     "train/grad_norm",
     "train/lr",
     "throughput/tokens_per_s",

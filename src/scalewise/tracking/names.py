@@ -17,8 +17,12 @@ class Metric:
 
 _ROWS = (
     Metric("step", "", "Optimizer steps done"),
-    Metric("train/loss", "nats/token", "Mean loss of the global batch"),
-    Metric("val/loss", "nats/token", "Mean loss of the held-out rows"),
+    Metric("train/loss", "nats/token", "Mean loss of the global batch; of preferences, a pair"),
+    Metric("val/loss", "nats/token", "Mean loss of the held-out rows; of preferences, a pair"),
+    Metric("train/reward_margin", "nats", "Reward of the chosen answer over the rejected one's"),
+    Metric("val/reward_margin", "nats", "The same, of the held-out pairs"),
+    Metric("train/reward_accuracy", "", "Share of pairs whose chosen answer has more reward"),
+    Metric("val/reward_accuracy", "", "The same, of the held-out pairs; by chance 0.5"),
     Metric("train/tokens", "tokens", "Tokens trained on so far, over all ranks"),
     Metric("train/grad_norm", "", "Norm of the whole gradient before clipping"),
     Metric("train/lr", "", "Learning rate of the first parameter group"),

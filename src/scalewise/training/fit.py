@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from scalewise.tracking.session import Session
 from scalewise.training.callbacks.open import instantiated
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.recorder import Recorder, Row, Waiting
+from scalewise.training.callbacks.reference import Reference
 from scalewise.training.callbacks.saver import Saver
 from scalewise.training.callbacks.terminal import Terminal
 from scalewise.training.module import TrainingModule
@@ -79,13 +80,16 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
         )
         recorder.sinks += [file.append, session.log, terminal]
-    train, validation = _loaders(run, splits, place, steps, start)
+    loaders = _loaders(run, splits, place, steps, start)
     with lightning_quiet():
         link = link_in(folder)
         pruning = Pruning(link, recorder, place.rank) if link else None
-        trainer = assemble(run, folder, place, steps, recorder, pruning)
+        first = []
+        if run.objective.reference is not None and not run.asks_each_pass:
+            first = [Reference(run, [loader for loader in loaders if loader is not None])]
+        trainer = assemble(run, folder, place, steps, recorder, pruning, first)
         try:
-            trainer.fit(module, train, validation, ckpt_path=str(resume) if resume else None)
+            trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
             if pruning:
                 pruning.settle()
         finally:
@@ -102,11 +106,12 @@ def assemble(
     steps: int,
     recorder: Recorder,
     pruning: Pruning | None = None,
+    first: Sequence[Callback] = (),
 ) -> Trainer:
     """Returns the Lightning Trainer of a run, with nothing in it that the run does not name."""
     saver, waiting = Saver(run, folder), Waiting(recorder)
     last = [pruning] if pruning else []
-    callbacks: list[Callback] = [recorder, *instantiated(run), saver, *last, waiting]
+    callbacks: list[Callback] = [*first, recorder, *instantiated(run), saver, *last, waiting]
     every = run.trainer.validate_every
     ranked = "RANK" in os.environ  # said, or Lightning would look for a cluster by itself
     trainer = Trainer(

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from scalewise.data.loader import Batch
 from scalewise.layouts.base import Layout, Loss
-from scalewise.objectives import IGNORED
+from scalewise.models.module import ModelModule
+from scalewise.objectives import Objective
 from scalewise.run import Run
 
 LOOP = "epoch_loop.batch_progress"
@@ -25,7 +26,8 @@ class TrainingModule(LightningModule):
     """What Lightning trains. The last micro batch's loss stays on the device, unlogged.
 
     Losses are sums over labels, divided by the labels of the whole global batch: how it is cut
-    into micro batches and over ranks changes nothing, whatever rows are padded or masked.
+    into micro batches and over ranks changes nothing, whatever rows are padded or masked. Those
+    over pairs are divided by the pairs.
     """
 
     model: nn.Module
@@ -35,13 +37,18 @@ class TrainingModule(LightningModule):
         super().__init__()
         self.run, self.steps = run, steps
         self._labels = torch.zeros(())
-        self.last_loss = torch.zeros(())
+        self.last_measured = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
 
     @property
     def layout(self) -> Layout:
         """Returns the strategy that trains this module."""
         return cast(Layout, self.trainer.strategy)
+
+    @property
+    def last_loss(self) -> Tensor:
+        """Returns the first of what was measured."""
+        return self.last_measured[0]
 
     def configure_model(self) -> None:
         """Builds what this rank holds of the model, from the run's seed."""
@@ -55,31 +62,35 @@ class TrainingModule(LightningModule):
         """
         if batch_idx % self.run.accumulation == 0:
             self._labels = self._all_labels(batch)
+        batch = self._with_reference(batch)
         parts = self.run.accumulation * self.run.parallelism.averaged_over
         loss = Loss(self.run.objective, parts / self._labels)
         last = (batch_idx + 1) % self.run.accumulation == 0
-        output = self.layout.train(self.model, batch, loss, last=last)
-        self.last_loss = output.detach()
-        return output
+        measured = self.layout.train(self.model, batch, loss, last=last)
+        self.last_measured = measured.detach().view(-1)
+        return measured[0] if measured.dim() else measured
 
     def on_validation_epoch_start(self) -> None:
         """Begins the sums of a validation, of the weights that the optimizer would give away."""
         if self.run.optimizer.averages:
             self._optimizer.eval()
-        self._held_out = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = len(self.run.objective.keys) + 1
+        self._held_out = torch.zeros(sums, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds the loss and the labels of one micro batch."""
-        loss = self.layout.evaluate(self.model, batch, Loss(self.run.objective))
-        labels = self.layout.cut({"labels": batch["labels"]})["labels"]
-        self._held_out += torch.stack([loss.double(), (labels != IGNORED).sum().double()])
+        """Adds what is measured of one micro batch, and its labels or pairs."""
+        objective, batch = self.run.objective, self._with_reference(batch)
+        measured = self.layout.evaluate(self.model, batch, Loss(objective))
+        count = objective.count(self.layout.cut({"labels": batch["labels"]})["labels"])
+        self._held_out += torch.cat([measured.view(-1).double(), count.view(1).double()])
 
     def on_validation_epoch_end(self) -> None:
-        """Logs ``val/loss``, the mean over all held-out labels of all ranks."""
+        """Logs ``val/loss``, the mean over all held-out labels of all ranks, and what is beside."""
         if dist.is_initialized():
             dist.all_reduce(self._held_out)
-        loss, labels = self._held_out.tolist()
-        self.log("val/loss", torch.tensor(loss / labels if labels else float("nan")))
+        *measured, count = self._held_out.tolist()
+        for key, total in zip(self.run.objective.keys, measured, strict=True):
+            self.log(f"val/{key}", torch.tensor(total / count if count else float("nan")))
         if self.run.optimizer.averages:
             self._optimizer.train()
 
@@ -152,8 +163,30 @@ class TrainingModule(LightningModule):
         """Returns whether the forward pass draws random numbers."""
         return bool(getattr(self.run.model, "dropout", 0.0) or self.run.adapter.dropout)
 
+    @torch.no_grad()
+    def asked(self, objective: Objective, batch: Batch) -> Tensor:
+        """Returns what an objective sums up over a batch, dropout and gradients left out."""
+        trains = self.model.training
+        self.model.eval()
+        found = self.layout.evaluate(self.model, batch, Loss(objective))
+        self.model.train(trains)
+        return found
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        """Returns a batch with what the model without its adapter says, where that is to be asked.
+
+        Else the loader has put beside the rows what was said before the first step.
+        """
+        reference = self.run.objective.reference
+        if reference is None or not self.run.asks_each_pass:
+            return batch
+        with self.run.adapter.off(cast(ModelModule, self.model)):
+            return {**batch, "reference": self.asked(reference, batch)}
+
     def _all_labels(self, batch: Batch) -> Tensor:
-        """Returns the labels of the global batch that a step begins with."""
+        """Returns the labels, or the pairs, of the global batch that a step begins with."""
+        if self.run.objective.pairs:
+            return torch.tensor(float(self.run.global_batch), device=self.device)
         own = batch.get("labels_of_step")
         if own is None:  # none is masked
             labels = float(self.run.tokens_per_step)

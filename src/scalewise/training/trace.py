@@ -23,6 +23,7 @@ from scalewise.layouts.base import Layout, Loss
 from scalewise.layouts.mesh import MeshLayout
 from scalewise.measure.memory import MemoryProbe
 from scalewise.models.base import Model
+from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
 from scalewise.parallelism.single import Single
 from scalewise.precision import Number
@@ -166,8 +167,10 @@ class _Step:
     def __init__(self, run: Run, layout: Layout, module: nn.Module, precision: Precision) -> None:
         self.run, self.layout, self.module, self.precision = run, layout, module, precision
         self.optimizer = layout.optimizer(run, module)
-        shape = (run.trainer.micro_batch, run.data.sequence)
+        shape = (run.sequences_per_pass, run.data.sequence)
         self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("inputs", "labels")}
+        if run.objective.pairs:
+            self.batch["reference"] = torch.zeros(shape[:1])
         self.mark: Callable[[str], None] = _nothing
         self.pieces = 0
         layout.watch_backward(self._piece)
@@ -231,7 +234,11 @@ class _Step:
         waits = isinstance(layout, MeshLayout) and not last
         with cast(MeshLayout, layout).block_backward_sync() if waits else nullcontext():
             with self.precision.forward_context():
+                if run.asks_each_pass and run.objective.reference is not None:
+                    with torch.no_grad(), run.adapter.off(cast(ModelModule, self.module)):
+                        layout.evaluate(self.module, self.batch, Loss(run.objective.reference))
                 loss = layout.train(self.module, self.batch, Loss(run.objective, factor), last=last)
+            loss = loss[0] if loss.dim() else loss
             forward_ended()
             with layout.loss_context():
                 cast(Any, loss / run.accumulation).backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice, takewhile
 from math import isfinite
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scalewise.checkpoints.trained import Trained
     from scalewise.data.base import Splits
     from scalewise.evaluation.held_out import HeldOut
+    from scalewise.evaluation.preferences import Preferred
     from scalewise.models.module import ModelModule
 
 ALL, AS_TRAINED = "all", "as trained"
@@ -47,12 +48,16 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from scalewise.evaluation import live
+    from scalewise.evaluation.held_out import HeldOut
 
     device, splits = torch.device(this_machine().device.value), told.splits()
     with live.arithmetic(told, device):
         module = live.model(told, device)
         found = _measured(told, module, splits, options["rows"])
-        _tell(told, found)
+        labels = f"{found.labels:,} labels of " if isinstance(found, HeldOut) else ""
+        what = "pairs" if told.data.pairs else "rows"
+        print(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
+        print(found, flush=True)
         packing = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
         _keep(folder / RECORD, told.step, found, packing)
         if options["prompt"]:
@@ -61,18 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(told: Trained, found: HeldOut) -> None:
-    rows = f"{found.labels:,} labels of {found.rows} held-out rows"
-    print(f"step {told.step} of {told.folder.name}: {rows}")
-    print(
-        f"loss {found.loss:.4f} nats a token, perplexity {found.perplexity:,.2f}, "
-        f"the likeliest token is right in {found.accuracy:.1%}",
-        flush=True,
-    )
-
-
 def _of_packing(
-    told: Trained, device: torch.device, splits: Splits, rows: str, found: HeldOut
+    told: Trained, device: torch.device, splits: Splits, rows: str, found: HeldOut | Preferred
 ) -> dict[str, float]:
     """Returns what packing saves and costs: bytes, and loss beside that of the whole matrices."""
     from scalewise.evaluation import live
@@ -104,22 +99,25 @@ def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
         yield Complaint("temperature", given["temperature"], "is no number of 0 or more", cure)
 
 
-def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> HeldOut:
-    from scalewise.evaluation import held_out
+def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> HeldOut | Preferred:
+    from scalewise.evaluation import held_out, live, preferences
+    from scalewise.objectives import DPO
 
     if splits.validation is None:
         reason, cure = "the run's data have no held-out rows", "give the folder of another run"
         raise ConfigError.one("", str(told.folder), reason, cure)
     count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
     count = int(rows) if count is None else count
+    given = (splits.validation, count, told.trainer.micro_batch)
     with output.console().status("evaluating") as status:
-        return held_out.measured(
-            module,
-            splits.validation,
-            count,
-            told.trainer.micro_batch,
-            lambda done: status.update(f"{done} rows evaluated"),
-        )
+
+        def tell(done: int) -> None:
+            status.update(f"{done} rows evaluated")
+
+        if not isinstance(told.objective, DPO):
+            return held_out.measured(module, *given, tell)
+        reference = live.model(replace(told, checkpoint=None), next(module.parameters()).device)
+        return preferences.measured(module, reference, told.objective, *given, tell)
 
 
 def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
@@ -154,8 +152,10 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     return str(tokenizer.decode([*prompt, *new]))
 
 
-def _keep(path: Path, step: int, found: HeldOut, packing: Mapping[str, float]) -> None:
+def _keep(path: Path, step: int, found: HeldOut | Preferred, packing: Mapping[str, float]) -> None:
+    from scalewise.evaluation.held_out import HeldOut
     from scalewise.tracking.files import read_json, write_json
 
-    record = {str(step): {**asdict(found), "perplexity": found.perplexity, **packing}}
+    more = {"perplexity": found.perplexity} if isinstance(found, HeldOut) else {}
+    record = {str(step): asdict(found) | more | packing}
     write_json(path, read_json(path) | record)

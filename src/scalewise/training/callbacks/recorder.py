@@ -36,7 +36,7 @@ class Recorder(Callback):
     def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
         self._run, self.sinks = run, sinks
         self._start = start_step
-        self._losses: list[torch.Tensor] = []
+        self._measured: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
         self._probe: MemoryProbe | None = None
@@ -97,8 +97,8 @@ class Recorder(Callback):
     ) -> None:
         """Ends a micro batch and, at the last of a step, the step."""
         assert isinstance(pl_module, TrainingModule)
-        self._losses.append(pl_module.last_loss)
-        if len(self._losses) % self._run.accumulation:
+        self._measured.append(pl_module.last_measured)
+        if len(self._measured) % self._run.accumulation:
             return
         self._norms.append(pl_module.last_grad_norm)
         if self._probe:
@@ -114,8 +114,9 @@ class Recorder(Callback):
         self.clock.mark(OTHER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hands on the held-out loss with its step."""
-        self.flush(trainer, {"val/loss": float(trainer.callback_metrics["val/loss"])})
+        """Hands on what was measured on held-out rows, with its step."""
+        keys = [f"val/{key}" for key in self._run.objective.keys]
+        self.flush(trainer, {key: float(trainer.callback_metrics[key]) for key in keys})
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -142,7 +143,7 @@ class Recorder(Callback):
         if not steps:
             return
         rows = list(self._finished(trainer, steps))
-        self._losses, self._norms, self._rates = [], [], []
+        self._measured, self._norms, self._rates = [], [], []
         rows[-1] |= of_last or {}
         for row in rows:
             if row["step"] == self._start + PROBED_STEP:
@@ -153,28 +154,30 @@ class Recorder(Callback):
 
     def _finished(self, trainer: Trainer, steps: int) -> Iterator[Row]:
         accumulation = self._run.accumulation
-        kept = steps * accumulation
-        loss_S = torch.stack(self._losses[:kept]).float().view(steps, accumulation).mean(1)
-        norm_S = torch.stack([norm.to(loss_S.device) for norm in self._norms]).float()
+        kept, keys = steps * accumulation, self._run.objective.keys
+        passes_NK = torch.stack(self._measured[:kept]).float()
+        means_SK = passes_NK.view(steps, accumulation, len(keys)).mean(1)
+        norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
         spent = self.clock.drain()[-steps:]
         phases = [phase for phase in TIMES if phase in spent[0]]
         seconds_SP = torch.tensor(
             [[step[phase] for phase in phases] for step in spent],
             dtype=torch.float64,
-            device=loss_S.device,
+            device=means_SK.device,
         )
-        means = torch.cat([loss_S, norm_S]).double()
+        found_SK = torch.cat([means_SK, norm_S[:, None]], 1).double()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            means[:steps] /= dist.get_world_size()
-            dist.all_reduce(means[:steps], dist.ReduceOp.SUM)
-        numbers, seconds = means.tolist(), slowest(seconds_SP).tolist()
+            means_SK = found_SK[:, :-1] / dist.get_world_size()
+            dist.all_reduce(means_SK, dist.ReduceOp.SUM)
+            found_SK[:, :-1] = means_SK
+        numbers, seconds = found_SK.tolist(), slowest(seconds_SP).tolist()
         first = trainer.global_step - steps + 1
         for place in range(steps):
             times = dict(zip(phases, seconds[place], strict=True))
             yield {
                 "step": first + place,
-                "train/loss": numbers[place],
-                "train/grad_norm": numbers[steps + place],
+                **{f"train/{key}": numbers[place][n] for n, key in enumerate(keys)},
+                "train/grad_norm": numbers[place][-1],
                 "train/lr": self._rates[place],
                 **self._rates_of(first + place, times),
             }

@@ -1,0 +1,98 @@
+"""Pairs that need no file: code as it stands, preferred to the same words out of order."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.data.base import Splits
+from scalewise.data.corpus import VALIDATION_FRACTION, Corpus, held_out
+from scalewise.data.tokenizing import Tokenization
+
+if TYPE_CHECKING:
+    from scalewise.data.answers import Written
+
+PROMPT, ANSWER = 2, 4
+"""Lines of either part of a pair."""
+
+
+@option("data", "corpus_pairs")
+@dataclass(frozen=True)
+class CorpusPairs(Corpus):
+    """Lines of Python's standard library and the ones that follow: preferred to those shuffled.
+
+    Each line of a rejected answer has the words of the chosen one's, in another order.
+    """
+
+    sequence: int = 128
+    """Tokens of an answer with its prompt; of a longer one the end is left out."""
+    vocabulary: int = 1024
+    """Tokens of the byte-level BPE that is trained on the text; at least 257."""
+    megabytes: float = 2.0
+    """The most source text that is read, in MB (10^6 bytes)."""
+
+    pairs = True
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns the pairs; those of about 5 % of the files are held out."""
+        from scalewise.data import answers
+        from scalewise.data.cache import cached
+
+        Tokenization(self.vocabulary).check(vocabulary)
+        root = Path(sysconfig.get_path("stdlib"))
+        sizes = self.sizes(root)
+        identity = {
+            "format": answers.FORMAT,
+            "python": sys.version,
+            "files": list(sizes.items()),
+            **Tokenization(self.vocabulary).identity(),
+        }
+        folder = cached("corpus_pairs", identity, partial(_write, root, list(sizes), self))
+        return answers.splits(folder, self)
+
+
+def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> None:
+    from scalewise.data import answers
+
+    held = held_out(names, VALIDATION_FRACTION)
+    parts = {
+        "train": list(_pairs(root, (name for name in names if name not in held))),
+        "validation": list(_pairs(root, sorted(held))),
+    }
+    answers.keep(parts, Tokenization(spec.vocabulary), "corpus_pairs", folder)
+
+
+def _pairs(root: Path, names: Iterable[str]) -> Iterator[Written]:
+    from scalewise.data.pairs import written
+    from scalewise.data.templates import plain
+    from scalewise.data.tokenizing import END_OF_TEXT
+
+    template = plain(END_OF_TEXT)
+    for name in names:
+        text = (root / name).read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if len(line.split()) > 1]
+        for at in range(0, len(lines) - PROMPT - ANSWER + 1, PROMPT + ANSWER):
+            asked, told = lines[at : at + PROMPT], lines[at + PROMPT :][:ANSWER]
+            chosen = "\n".join(_spaced(line, line.split()) for line in told)
+            rejected = "\n".join(_spaced(line, _shuffled(line, at)) for line in told)
+            if chosen != rejected:
+                record = {"prompt": "\n".join(asked), "chosen": chosen, "rejected": rejected}
+                yield written(record, template)
+
+
+def _spaced(line: str, words: list[str]) -> str:
+    """Returns words one space apart behind a line's indentation."""
+    return line[: len(line) - len(line.lstrip())] + " ".join(words)
+
+
+def _shuffled(line: str, seed: int) -> list[str]:
+    from scalewise.data.order import permutation
+
+    words = line.split()
+    return [words[place] for place in permutation(len(words), seed, len(line))]

@@ -1,0 +1,94 @@
+"""What every objective answers: what of a batch adds up over tokens, and what is made of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from scalewise.errors import Complaint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.module import ModelModule
+    from scalewise.run import Run
+
+IGNORED = -100
+"""A label that takes no part in the loss."""
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """A loss as a spec: the sum over a batch of what is measured, to be divided into means.
+
+    ``pairs``: whether a row of the data is two sequences, one preferred to the other.
+    ``measures``: what a loss holds besides itself, by the end of a metric's key.
+    """
+
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time, made once more for backward; None: of all tokens."""
+
+    pairs: ClassVar[bool] = False
+    measures: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Returns the ends of the keys of all that a loss holds."""
+        return ("loss", *self.measures)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            yield Complaint("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields data of another kind than this objective reads."""
+        if run.data.pairs:
+            chosen = run.choices.get("data", type(run.data).__name__)
+            reason = "has rows of two answers each, which another objective compares"
+            yield Complaint("data", chosen, reason, "set objective=dpo, or data=chat")
+
+    @property
+    def reference(self) -> Objective | None:
+        """Returns what the model as it was at first is asked about a batch; None: nothing."""
+        return None
+
+    @abstractmethod
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns what adds up over tokens whose labels are not ``IGNORED``, in fp32."""
+
+    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns the sum over a batch from what ``summed`` gave of all its tokens.
+
+        A scalar, or a vector of the loss and, after it, the ``measures``.
+        """
+        return summed
+
+    def count(self, labels_BT: Tensor) -> Tensor:
+        """Returns how many the loss of a batch is summed over, and divided by: labels, or pairs."""
+        return (labels_BT != IGNORED).sum()
+
+    def apply(self, module: ModelModule) -> None:
+        """Has a module take the sums itself where they are taken in pieces."""
+        if self.loss_chunk is not None:
+            module.loss = self.in_pieces
+
+    def in_pieces(
+        self, head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor
+    ) -> Tensor:
+        """Returns ``summed(head(x), labels)``, with the logits of ``loss_chunk`` tokens at once."""
+        from torch.utils.checkpoint import checkpoint
+
+        def piece(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
+            return self.summed(head(x_BCW), labels_BC)
+
+        assert self.loss_chunk is not None
+        each = max(1, self.loss_chunk // x_BTW.shape[0])
+        parts = [slice(at, at + each) for at in range(0, labels_BT.shape[1], each)]
+        sums: list[Tensor] = [
+            checkpoint(piece, x_BTW[:, part], labels_BT[:, part], use_reentrant=False)
+            for part in parts
+        ]
+        return sum(sums[1:], sums[0])

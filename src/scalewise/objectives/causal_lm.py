@@ -1,0 +1,43 @@
+"""The next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.objectives.base import IGNORED, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@option("objective", "causal_lm")
+@dataclass(frozen=True)
+class CausalLM(Objective):
+    """Predict the next token: cross-entropy in nats."""
+
+    label_smoothing: float = 0.0
+    """Share of the target probability spread over the whole vocabulary."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        yield from super().complaints()
+        if not 0 <= self.label_smoothing < 1:
+            yield Complaint(
+                "objective.label_smoothing", self.label_smoothing, "is a share, in [0, 1)"
+            )
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the cross-entropy of all labels, a scalar."""
+        from torch.nn import functional as F
+
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            labels_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )

@@ -1,0 +1,96 @@
+"""Preferences: of two answers to a question the better one is to become likelier.
+
+Shape suffixes: B sequences, of which two by two are a pair, the preferred one first; P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.objectives.base import IGNORED, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.run import Run
+
+
+@dataclass(frozen=True)
+class LogProbabilities(Objective):
+    """What a model thinks of each sequence; nothing to minimise."""
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the log-probability of each sequence's labels, ``logp_B``."""
+        from torch.nn import functional as F
+
+        losses_N = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            labels_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        )
+        return -losses_N.view(labels_BT.shape).sum(1)
+
+
+@option("objective", "dpo")
+@dataclass(frozen=True)
+class DPO(LogProbabilities):
+    """Prefer, more than a reference does, the chosen answer to the rejected one.
+
+    ``-log sigmoid(beta ((log p - log p_ref)(chosen) - (log p - log p_ref)(rejected)))`` a pair
+    (Rafailov et al., 2023, equation 7). The reference is the model as it was before the first step.
+    """
+
+    beta: float = 0.1
+    """How dearly moving away from the reference is paid for."""
+
+    pairs = True
+    measures = ("reward_margin", "reward_accuracy")
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        yield from super().complaints()
+        if not self.beta > 0:
+            cure = "set objective.beta=0.1"
+            yield Complaint("objective.beta", self.beta, "must be positive", cure)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields data without pairs."""
+        if not run.data.pairs:
+            chosen = run.choices.get("data", type(run.data).__name__)
+            reason = "has no pairs of answers to compare"
+            cure = "set data=preference data.paths=['my/*.jsonl'], or objective=causal_lm"
+            yield Complaint("data", chosen, reason, cure)
+
+    @property
+    def reference(self) -> LogProbabilities:
+        """Returns the question of what it thought of each answer."""
+        return LogProbabilities(self.loss_chunk)
+
+    def count(self, labels_BT: Tensor) -> Tensor:
+        """Returns the pairs that have labels; others fill batches up."""
+        return self._real(labels_BT).sum()
+
+    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns sums over the pairs: the loss, the margins, and how often a margin is positive.
+
+        A margin is the reward of the chosen answer over that of the rejected one, beta times what
+        its log-probability has gained on the reference's. One of 0 is half right: a model that is
+        its own reference is right by chance.
+        """
+        import torch
+        from torch.nn import functional as F
+
+        gained_P2 = (summed - batch["reference"]).view(-1, 2)
+        margin_P = self.beta * (gained_P2[:, 0] - gained_P2[:, 1])
+        seen_P = margin_P.detach()
+        right_P = (seen_P.sign() + 1) / 2
+        measured_3P = torch.stack([-F.logsigmoid(margin_P), seen_P, right_P])
+        return torch.where(self._real(batch["labels"]), measured_3P, 0.0).sum(1)
+
+    def _real(self, labels_BT: Tensor) -> Tensor:
+        return (labels_BT != IGNORED).view(len(labels_BT) // 2, -1).any(1)
