@@ -115,6 +115,12 @@ class Run:
         return self.trainer.micro_batch * self.sequences_per_row
 
     @property
+    def rows_text(self) -> str:
+        """Returns what one optimizer step reads, in words."""
+        what = "pairs of twice" if self.objective.pairs else "rows of"
+        return f"{self.global_batch} {what} {self.data.sequence} tokens"
+
+    @property
     def asks_each_pass(self) -> bool:
         """Returns whether each pass asks the reference first: the model with its adapter off.
 

@@ -40,6 +40,15 @@ AGAIN = {
     "mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss": ("objective.loss_chunk=24",),
     "lora": ("adapter=lora",),
+    "dpo": ("objective=dpo", "data.pairs=true"),
+    "dpo, loss": ("objective=dpo", "data.pairs=true", "objective.loss_chunk=24"),
+    "dpo, lora": ("objective=dpo", "data.pairs=true", "adapter=lora"),
+    "dpo, lora, loss": (
+        "objective=dpo",
+        "data.pairs=true",
+        "adapter=lora",
+        "objective.loss_chunk=24",
+    ),
     "lora, full": (
         "adapter=lora",
         "adapter.targets=[attention.query,attention.output,feedforward.up,feedforward.down]",
@@ -62,6 +71,8 @@ USUAL = (
     ("llama", "fsdp", "lora, full"),
     ("llama", "tensor", "dora, full"),
     ("llama", "tensor", "ia3"),
+    ("llama", "fsdp", "dpo, lora"),
+    ("llama", "tensor", "dpo, lora"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
 SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
@@ -80,6 +91,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         for shape in SHAPES
         for again in AGAIN
         if not ("zero_bubble" in layout and again in ("selective", "mixture"))  # which is refused
+        if not ("dpo" in again and ("pipeline" in layout or "context" in layout))  # as is this
         for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
         for usual in [plain or (shape, layout, again) in USUAL]
     ],

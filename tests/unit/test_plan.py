@@ -38,6 +38,23 @@ def plan_of(compose: Compose) -> Compose:
     return lambda *line: planned(compose(*line, here=False))
 
 
+def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
+    """Pairs are twice the sequences; without an adapter what was said is kept."""
+    pairs = ("objective=dpo", "data.pairs=true")
+    lines = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
+    lines["asked"] = (*pairs, "adapter=lora")
+    runs = {name: compose(*LLAMA, *line, here=False) for name, line in lines.items()}
+    steps = {name: found for name, run in runs.items() if (found := of_step(run))}
+    assert steps["kept"].products == pytest.approx(2 * steps["text"].products, rel=0.01)
+    assert steps["asked"].products == pytest.approx(2 * steps["frozen"].products, rel=0.01)
+    assert [name for name, step in steps.items() if step.reference] == ["asked"]
+    arithmetic = steps["kept"].products + steps["kept"].attention + steps["kept"].pointwise
+    assert arithmetic / 4 < steps["asked"].reference < arithmetic / 2.5
+    assert runs["kept"].flops_per_step == 2 * runs["text"].flops_per_step
+    third = runs["text"].flops_per_token / 3
+    assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + third
+
+
 def ledger(gib: float) -> Ledger:
     line = Line("all", dict.fromkeys(EVERY, int(gib * GIB)), "", "")
     return Ledger((line,))

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -84,6 +84,11 @@ class Job:
         """Returns how far off the planner was, as a share of what was measured."""
         said, came = self.foreseen(key), self.measured(key)
         return said / came - 1 if said is not None and came else None
+
+
+def prefers(jobs: Iterable[Job]) -> bool:
+    """Returns whether all jobs compare pairs of answers: their losses are of a pair."""
+    return {job.run.choices.get("objective") for job in jobs} == {"dpo"}
 
 
 @dataclass(frozen=True)

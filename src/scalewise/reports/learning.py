@@ -17,6 +17,7 @@ from scalewise.reports.compare import (
     distance,
     finite,
     lttb,
+    prefers,
 )
 from scalewise.reports.layout import Drawing, twice
 from scalewise.reports.live import Curves, Drawn
@@ -101,8 +102,7 @@ def _live(*shown: Mapping[Job, Series]) -> tuple[Drawn, ...]:
 
 
 def _unit(jobs: Iterable[Job]) -> str:
-    kinds = {job.run.choices.get("objective") for job in jobs}
-    return "nats per pair" if kinds == {"dpo"} else "nats per token"
+    return "nats per pair" if prefers(jobs) else "nats per token"
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:
@@ -211,8 +211,9 @@ def _amount(job: Job) -> tuple[str, ...]:
     if ended is None or not ended.tokens or not ended.steps:
         return ()
     size = f" {count_text(ended.parameters)} parameters" if ended.parameters else " The run"
+    rows = "pairs of twice" if prefers([job]) else "rows of"
     batch = (
-        f", {ended.global_batch:,} rows of {ended.sequence:,} tokens a step"
+        f", {ended.global_batch:,} {rows} {ended.sequence:,} tokens a step"
         if ended.global_batch and ended.sequence
         else ""
     )

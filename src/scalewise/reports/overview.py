@@ -20,6 +20,7 @@ from scalewise.reports.compare import (
     Job,
     best,
     largest_distance,
+    prefers,
 )
 from scalewise.reports.findings import counts, status_word
 from scalewise.reports.numbers import MemoryUnit, memory_unit
@@ -203,7 +204,8 @@ def held_constant(comparison: Comparison) -> str:
     if len(batches) == 1:
         rows, sequence = batches.pop()
         if rows and sequence:
-            said.append(f"{rows:,} rows of {sequence:,} tokens a step")
+            what = "pairs of twice" if prefers(comparison.jobs) else "rows of"
+            said.append(f"{rows:,} {what} {sequence:,} tokens a step")
     steps = {summary.steps for summary in ended if summary.steps}
     if len(steps) == 1:
         said.append(f"{steps.pop():,} steps")

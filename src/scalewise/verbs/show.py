@@ -27,7 +27,7 @@ def heading(order: Order) -> None:
     readers, micro_batch = run.parallelism.data_parallel_size, run.trainer.micro_batch
     most = "" if readers * micro_batch * run.accumulation == run.global_batch else "at most "
     print(
-        f"{run.global_batch} rows of {run.data.sequence} tokens a step ({most}{micro_batch} a pass"
+        f"{run.rows_text} a step ({most}{micro_batch} a pass"
         f" x {readers} of {run.world_size} ranks x {run.accumulation} passes)",
         flush=True,
     )

@@ -30,7 +30,7 @@ def one(found: Found) -> None:
     )
     if found.candidates:
         run = found.candidates[0].run
-        console.print(f"each takes {run.global_batch} rows of {run.data.sequence} tokens a step")
+        console.print(f"each takes {run.rows_text} a step")
     if found.rank is not asked.plan.rank_by:
         console.print(NO_TIME)
     if best is None:

@@ -74,7 +74,9 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
         share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
         parts.insert(4, f"MFU {share:.1%}")
     if "val/loss" in last:
-        parts.insert(2, f"val {last['val/loss']:.4f}")
+        right = last.get("val/reward_accuracy")
+        told = "" if right is None else f", {right:.1%} preferred rightly"
+        parts.insert(2, f"val {last['val/loss']:.4f}{told}")
     return "  ".join(parts)
 
 

@@ -1,0 +1,73 @@
+"""A model that is told what to prefer prefers it, and everything that speaks of it says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Doors, Folder
+
+import scalewise
+from scalewise import cli
+
+TINY = "experiment=finetune/dpo_tiny"
+SHORT = (
+    TINY,
+    "tracking=none",
+    "trainer.max_steps=4",
+    "trainer.validate_every=2",
+    "trainer.validation_rows=7",
+    "trainer.micro_batch=3",
+    "schedule.warmup_steps=1",
+    "data.megabytes=0.3",
+    "data.sequence=64",
+)
+LONG = pytest.mark.exhaustive
+CASES = {
+    "plain": (),
+    "lora": ("adapter=lora", "adapter.targets=[.*]"),
+    "pissa": ("adapter=pissa",),
+}
+
+
+def evaluated(run: Folder, step: str = "last") -> dict[str, float]:
+    assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))
+    return dict(found[step if step != "last" else max(found, key=int)])
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", *(pytest.param(case, marks=LONG) for case in ("lora", "pissa"))]
+)
+def test_an_evaluation_is_the_last_validation(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = scalewise.train(scalewise.compose([*SHORT, *CASES[case]]), tmp_path / "run")
+    assert result.status == "ok", result.reason
+    run = Folder(result.folder)
+    found = evaluated(run)
+    for key in ("loss", "reward_margin", "reward_accuracy"):
+        last = float(run.metrics[-1][f"val/{key}"])
+        assert found[key] == pytest.approx(last, rel=1e-4, abs=1e-5), key
+    assert "7 held-out pairs" in capsys.readouterr().out
+    first = evaluated(run, "0")
+    assert (first["reward_margin"], first["reward_accuracy"]) == (0, 0.5)
+
+
+@LONG
+def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
+    run = scalewise(TINY, "tracking=none").ok().folder
+    trained, untrained = evaluated(run), evaluated(run, "0")
+    print(f"untrained {untrained}, trained {trained}")
+    assert trained["reward_accuracy"] > 0.9 > untrained["reward_accuracy"] == 0.5
+    assert trained["likelier"] > 0.8 > untrained["likelier"]
+    page = (run.path / "report.html").read_text("utf-8")
+    said = re.search(r"Held-out pairs are preferred rightly in ([\d.]+)", page)
+    last = float(run.metrics[-1]["val/reward_accuracy"])
+    assert said is not None
+    assert float(said[1]) / 100 == pytest.approx(last, abs=5e-3)
+    assert "more than untrained" in page
+    assert "nats per pair" in page
+    assert run.column("train/reward_margin")[-1] > 1

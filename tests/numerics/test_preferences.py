@@ -1,0 +1,205 @@
+"""Preferences: the loss and gradients of the formula, in every layout, on whatever is padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from scalewise import compose
+from scalewise.data.loader import Batch, Share, ValidationLoader, tensors
+from scalewise.data.rows import RandomRows
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.base import Loss
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.module import ModelModule
+from scalewise.objectives import DPO, IGNORED
+from scalewise.run import Run
+
+PAIRS = ("objective=dpo", "objective.beta=0.5", "data.pairs=true")
+WAYS = {"kept": PAIRS, "asked": (*PAIRS, "adapter=lora"), "pissa": (*PAIRS, "adapter=pissa")}
+"""What the reference says is kept, or asked each pass; PiSSA's frozen weights are no reference."""
+USUAL = {"kept": ("ddp", "fsdp"), "asked": ("fsdp", "tensor"), "pissa": ()}
+ROUNDING = 1e-5
+"""Of a margin: a difference of log-probabilities of a hundred nats and more."""
+CASES = [
+    pytest.param(way, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
+    for way in WAYS
+    for layout in LAYOUTS
+    for usual in [layout in USUAL[way]]
+    if not ("pipeline" in layout or "context" in layout)  # which is refused
+]
+
+
+@pytest.fixture
+def run() -> Run:
+    return compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora"])
+
+
+@pytest.fixture
+def module(run: Run) -> ModelModule:
+    """An adapted model that has learnt something."""
+    built: Any = SingleLayout(DeviceKind.cpu).build(run)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return built
+
+
+def batch(run: Run, pairs: int, filled: int = 0) -> Batch:
+    """Returns pairs whose answers differ in length, and some that fill the batch up."""
+    rows = RandomRows(3, run.model.vocabulary, 0, 50, run.data.sequence, 0.2, pairs=True)
+    tokens_P2S = rows.gather(range(pairs))
+    for pair, two in enumerate(tokens_P2S):
+        for side, row in enumerate(two):
+            row[len(row) - 3 * pair - 2 * side :] = ~0
+    filler = np.full((filled, *tokens_P2S.shape[1:]), ~0)
+    return tensors(np.concatenate([tokens_P2S, filler]), pin_memory=False, masked=True)
+
+
+def by_hand(logits_BTV: Tensor, said_BTV: Tensor, labels_BT: Tensor, beta: float) -> Tensor:
+    """Returns equation 7 of Rafailov et al. (2023), its mean over the pairs, one by one."""
+    losses = []
+    for pair in range(0, len(labels_BT), 2):
+        gained = []
+        for row in (pair, pair + 1):
+            real = labels_BT[row] != IGNORED
+            label_N = labels_BT[row][real][:, None]
+            own, said = (
+                logits[row][real].log_softmax(-1).gather(-1, label_N).sum()
+                for logits in (logits_BTV, said_BTV)
+            )
+            gained.append(own - said)
+        losses.append(-torch.sigmoid(beta * (gained[0] - gained[1])).log())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("chunk", [None, 24])
+def test_loss_and_gradients_are_those_of_the_formula(
+    chunk: int | None, run: Run, module: ModelModule
+) -> None:
+    reference = run.model.build(run.seed)
+    objective = replace(run.objective, loss_chunk=chunk)
+    assert isinstance(objective, DPO)
+    given = batch(run, 5)
+    wanted = by_hand(
+        module(given["inputs"]), reference(given["inputs"]).detach(), given["labels"], 0.5
+    )
+    wanted.backward()
+    gradients = _gradients(module)
+    module.zero_grad()
+    objective.apply(module)
+    with torch.no_grad(), run.adapter.off(module):
+        given["reference"] = Loss(objective.reference).of(module, given)
+    found_3 = Loss(objective, 1 / 5).of(module, given)
+    found_3[0].backward()
+    torch.testing.assert_close(found_3[0], wanted, rtol=1e-5, atol=0)
+    assert_close(_gradients(module), gradients, "gradients")
+
+
+def _gradients(module: ModelModule) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def test_pairs_that_fill_a_batch_up_are_none(run: Run, module: ModelModule) -> None:
+    objective = DPO()
+    found = []
+    for filled in (0, 3):
+        given = batch(run, 4, filled)
+        said_B = -torch.arange(2.0 * (4 + filled))
+        loss_3 = Loss(objective).of(module, {**given, "reference": said_B})
+        assert int(objective.count(given["labels"])) == 4
+        found.append(loss_3)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_model_is_its_own_reference_before_it_is_trained(run: Run) -> None:
+    objective, given = DPO(), batch(run, 4)
+    model = run.model.build(1)
+    given["reference"] = Loss(objective.reference).of(model, given).detach()
+    loss, margin, right = Loss(objective, 1 / 4).of(model, given).tolist()
+    assert (loss, margin, right) == (pytest.approx(np.log(2)), 0.0, 0.5)
+
+
+def test_without_its_adapter_a_model_is_what_it_was(run: Run, module: ModelModule) -> None:
+    tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
+    learnt, plain = module(tokens_BT), run.model.build(run.seed)(tokens_BT)
+    with run.adapter.off(module):
+        torch.testing.assert_close(module(tokens_BT), plain, rtol=0, atol=0)
+    torch.testing.assert_close(module(tokens_BT), learnt, rtol=0, atol=0)
+    assert not torch.allclose(learnt, plain)
+    assert _trained(module) == trained
+
+
+def _trained(module: ModelModule) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def test_flops_are_those_torch_counts() -> None:
+    run = compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
+    module: Any = SingleLayout(DeviceKind.cpu).build(run)
+    tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+        with torch.no_grad(), run.adapter.off(module):
+            module(tokens)
+        module(tokens).float().logsumexp(-1).sum().backward()
+    passes = 3.5 + 1  # forward and backward of attention, and the reference's forward
+    attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
+    found = counter.get_total_flops() / tokens.numel()
+    assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (3, 2)])
+def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
+    rows = RandomRows(3, 50, 0, 11, 8, pairs=True)
+    shares = [Share(11, micro_batch, rank, ranks) for rank in range(ranks)]
+    loaders = [ValidationLoader(rows, share) for share in shares]
+    said_N2 = np.zeros((11, 2), dtype=np.float32)
+    for loader in loaders:
+        for index_B, given in loader.once(steps=1):
+            firsts_B2 = given["inputs"][:, 0].view(-1, 2).numpy()
+            said_N2[index_B[index_B >= 0]] += 1 + firsts_B2[index_B >= 0]
+    assert (said_N2 == 1 + rows.gather(range(11))[:, :, 0]).all()
+    for loader in loaders:
+        loader.reference = said_N2
+        for given in loader:
+            real = (given["labels"] != IGNORED).any(1)
+            assert (given["reference"] == (1 + given["inputs"][:, 0]) * real).all()
+
+
+@pytest.mark.parametrize(("way", "layout"), CASES)
+def test_a_layout_takes_the_steps_of_one_device(
+    way: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = steps_of(LAYOUTS[layout], "all_at_once", Job(tmp_path, shared_cache), *WAYS[way])
+    wanted = alone("all_at_once", *WAYS[way])
+    assert_equal(run, wanted)
+    assert_margins_equal(run, wanted)
+
+
+def test_accumulation_changes_nothing(alone: Reference, tmp_path: Path, shared_cache: Path) -> None:
+    run = steps_of((), "all_at_once", Job(tmp_path, shared_cache), *WAYS["kept"])
+    wanted = alone("all_at_once", *WAYS["kept"])
+    assert_equal(run, wanted)
+    assert_margins_equal(run, wanted)
+    assert wanted.column("train/reward_accuracy")[0] == 0.5
+    assert any(wanted.column("train/reward_margin"))
+
+
+def assert_margins_equal(run: Folder, wanted: Folder) -> None:
+    for key in ("train/reward_margin", "val/reward_margin"):
+        assert run.column(key) == pytest.approx(wanted.column(key), abs=ROUNDING), key
+    for key in ("train/reward_accuracy", "val/reward_accuracy"):
+        assert run.column(key) == pytest.approx(wanted.column(key)), key

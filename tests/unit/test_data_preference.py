@@ -1,0 +1,131 @@
+"""Pairs of answers: their records, what is learnt of them, and what is bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer
+
+from scalewise.data.base import Splits
+from scalewise.data.corpus_pairs import CorpusPairs
+from scalewise.data.preference import Preference
+from scalewise.data.tokenizing import END_OF_TEXT
+from scalewise.errors import DataError
+
+SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
+TEXTS = {"prompt": "Add 2 and 2.", "chosen": "4", "rejected": "five"}
+ASKED, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "Add 2 and 2."), ("assistant", "4"), ("assistant", "five"))
+)
+MORE = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+SHAPES = {
+    "texts": TEXTS,
+    "messages": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+    "whole": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "ultrafeedback": {"prompt": "Add 2 and 2.", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def lines(path: Path, *records: object) -> str:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return str(path)
+
+
+def read(splits: Splits, row: int = 0) -> list[tuple[str, str]]:
+    """Returns the text of both sequences of a row, and that of their labels alone."""
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    found = []
+    for ids_S in splits.train.gather([row])[0]:
+        whole = np.where(ids_S < 0, ~ids_S, ids_S)
+        labels = ids_S[1:][ids_S[1:] >= 0]
+        said, learnt = (
+            tokenizer.decode(it.tolist(), skip_special_tokens=False) for it in (whole, labels)
+        )
+        found.append((said.replace(END_OF_TEXT, ""), learnt.removesuffix(END_OF_TEXT)))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_told_apart_and_answers_alone_are_labels(shape: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", SHAPES[shape])
+    splits = Preference(paths=(path,), **SMALL).prepare(300, 0)
+    asked = "### User:\nAdd 2 and 2.\n\n### Assistant:\n"
+    assert read(splits) == [(f"{asked}4", "4"), (f"{asked}five", "five")]
+
+
+def test_what_both_begin_with_is_no_answer(tmp_path: Path) -> None:
+    last = {"role": "assistant", "content": "No."}
+    record = {"chosen": [ASKED, GOOD, *MORE], "rejected": [ASKED, GOOD, MORE[0], last]}
+    path = lines(tmp_path / "a.jsonl", record)
+    splits = Preference(paths=(path,), **SMALL).prepare(300, 0)
+    assert [learnt for _, learnt in read(splits)] == ["Yes.", "No."]
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet"])
+def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    records = [SHAPES["whole"], SHAPES["whole"]]
+    if suffix == "json":
+        path.write_text(json.dumps(records))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    splits = Preference(paths=(str(path),), **SMALL).prepare(300, 0)
+    assert len(splits.train) == 2
+    assert [learnt for _, learnt in read(splits, 1)] == ["4", "five"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "Add.", "chosen": "4"}, "has no rejected; it has prompt, chosen"),
+        ({"chosen": "4", "rejected": "5"}, "has a text for an answer, and no prompt"),
+        ({**TEXTS, "rejected": "4"}, "has no two answers to one prompt"),
+        ({"chosen": [ASKED, GOOD], "rejected": [MORE[0], BAD]}, "has no two answers to one prompt"),
+        ({**TEXTS, "chosen": [ASKED]}, "has no answer"),
+        ({**TEXTS, "chosen": 4}, "has no list of turns"),
+        ({**TEXTS, "prompt": 4}, "has no list of turns"),
+        ({**TEXTS, "chosen": " "}, "has no answer"),
+        ([TEXTS], "is no object"),
+    ],
+)
+def test_bad_records_are_named_and_may_be_left_out(
+    record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "a.jsonl", TEXTS, record)
+    with pytest.raises(DataError, match="1 record that is no pair of answers") as refused:
+        Preference(paths=(path,), **SMALL).prepare(300, 0)
+    assert f"a.jsonl:2 {reason}" in str(refused.value)
+    splits = Preference(paths=(path,), max_bad_rows=1, **SMALL).prepare(300, 0)
+    assert len(splits.train) == 1
+    assert "left out 1 record" in capsys.readouterr().err
+
+
+def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
+    long = " ".join(map(str, range(100)))
+    path = lines(tmp_path / "a.jsonl", TEXTS, {**TEXTS, "prompt": long}, {**TEXTS, "chosen": long})
+    splits = Preference(paths=(path,), **{**SMALL, "sequence": 40}).prepare(300, 0)
+    assert len(splits.train) == 2
+    assert long.startswith(read(splits, 1)[0][1])
+
+
+def test_embedded_pairs_have_the_same_words() -> None:
+    splits = CorpusPairs(vocabulary=300, megabytes=0.3, sequence=1000).prepare(300, 0)
+    assert splits.validation is not None
+    for row in range(20):
+        (chosen, learnt), (rejected, other) = read(splits, row)
+        assert chosen.split("### Assistant:")[0] == rejected.split("### Assistant:")[0]
+        assert sorted(learnt.split()) == sorted(other.split())
+        assert learnt != other
+    assert len(splits.train) > 5 * len(splits.validation) > 0
