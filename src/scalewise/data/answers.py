@@ -120,7 +120,7 @@ def _unfit(rows: PaddedRows, sequence: int) -> str:
         "is longer and loses its end": rows.cut,
     }
     told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
-    of_all = f"of {len(rows) + rows.left_out:,} conversations, data.sequence={sequence}: "
+    of_all = f"of {rows.all_texts:,} conversations, data.sequence={sequence}: "
     return of_all + ", ".join(told) if told else ""
 
 

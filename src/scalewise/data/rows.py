@@ -64,7 +64,8 @@ class PaddedRows:
         """``texts``: those that are rows, in their order; pairs as ``texts_N2``."""
         self._ids, self._starts, self._texts = ids_N, starts, texts
         self._width, self._end = sequence + 1, end
-        self.left_out = len(starts) - 1 - len(texts)
+        self.all_texts = len(starts) - 1
+        self.left_out = self.all_texts - texts.size
         self.cut = int((np.diff(starts)[texts] > self._width).sum())
 
     def __len__(self) -> int:

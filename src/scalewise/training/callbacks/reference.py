@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.data.loader import UNREAL, MicroBatches
+from scalewise.errors import Interrupted
 from scalewise.run import Run
 from scalewise.training.module import TrainingModule
+from scalewise.training.stopping import STOP
 
 
 class Reference(Callback):
@@ -28,9 +31,14 @@ class Reference(Callback):
         assert isinstance(pl_module, TrainingModule)
         question = self._run.objective.reference
         assert question is not None
+        if trainer.is_global_zero:
+            print("asking the untrained model about each pair ...", flush=True)
         for loader in self._loaders:
             said_N2 = torch.zeros(loader.rows, 2, device=pl_module.device)
             for index_B, batch in loader.once(pl_module.steps):
+                if number := STOP.agreed(pl_module.device):
+                    name = signal.Signals(number).name
+                    raise Interrupted(number, f"{name} before the first step; nothing is trained")
                 there = trainer.strategy.batch_to_device(batch)
                 with trainer.precision_plugin.forward_context():
                     said_B2 = pl_module.asked(question, there).view(-1, 2)
