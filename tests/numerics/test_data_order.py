@@ -41,7 +41,7 @@ def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
         read = []
         for micro_step in range(step * (n := shares(*cut)[0].accumulation), (step + 1) * n):
             for share in shares(*cut):
-                tokens_BS = share.read(held, order, micro_step)
+                tokens_BS = share.read(held.gather, order, micro_step)
                 assert tokens_BS.shape == (cut[1], SEQUENCE + 1)
                 filled_B = (tokens_BS < 0).any(1)
                 np.testing.assert_array_equal(filled_B, (tokens_BS < 0).all(1))
