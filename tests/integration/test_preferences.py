@@ -21,7 +21,6 @@ SHORT = (
     "trainer.validation_rows=7",
     "trainer.micro_batch=3",
     "schedule.warmup_steps=1",
-    "data.megabytes=0.3",
     "data.sequence=64",
 )
 LONG = pytest.mark.exhaustive

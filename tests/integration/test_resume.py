@@ -36,7 +36,7 @@ KINDS = {
         "callbacks.ema.decay=0.9",
     ),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.1"),
-    "preferences": ("objective=dpo", "data=synthetic", "data.pairs=true"),
+    "preferences": ("objective=dpo", "data=corpus_pairs", "data.megabytes=2"),
     "wsd": ("schedule=wsd",),
 }
 

@@ -120,8 +120,13 @@ def test_answers_must_begin_within_a_row(tmp_path: Path) -> None:
     assert long.startswith(read(splits, 1)[0][1])
 
 
+def test_too_little_text_has_no_pairs() -> None:
+    with pytest.raises(DataError, match=r"split has no pair; give more data\.megabytes"):
+        CorpusPairs(vocabulary=300, megabytes=0.001).prepare(300, 0)
+
+
 def test_embedded_pairs_have_the_same_words() -> None:
-    splits = CorpusPairs(vocabulary=300, megabytes=0.3, sequence=1000).prepare(300, 0)
+    splits = CorpusPairs(vocabulary=300, megabytes=1.0, sequence=1000).prepare(300, 0)
     assert splits.validation is not None
     for row in range(20):
         (chosen, learnt), (rejected, other) = read(splits, row)

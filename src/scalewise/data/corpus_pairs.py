@@ -14,6 +14,7 @@ from scalewise.config.registry import option
 from scalewise.data.base import Splits
 from scalewise.data.corpus import VALIDATION_FRACTION, Corpus, held_out
 from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import DataError
 
 if TYPE_CHECKING:
     from scalewise.data.answers import Written
@@ -65,6 +66,10 @@ def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> Non
         "train": list(_pairs(root, (name for name in names if name not in held))),
         "validation": list(_pairs(root, sorted(held))),
     }
+    for split, found in parts.items():
+        if not found:
+            reason, cure = f"the {split} split has no pair", "give more data.megabytes"
+            raise DataError.one("data.megabytes", spec.megabytes, reason, cure)
     answers.keep(parts, Tokenization(spec.vocabulary), "corpus_pairs", folder)
 
 
