@@ -157,5 +157,5 @@ def _keep(path: Path, step: int, found: HeldOut | Preferred, packing: Mapping[st
     from scalewise.tracking.files import read_json, write_json
 
     more = {"perplexity": found.perplexity} if isinstance(found, HeldOut) else {}
-    record = {str(step): asdict(found) | more | packing}
+    record = {str(step): {**asdict(found), **more, **packing}}
     write_json(path, read_json(path) | record)
