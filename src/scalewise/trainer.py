@@ -29,6 +29,8 @@ class Trainer:
     """Largest norm of the whole gradient; None: no clipping."""
     validate_every: int | None = 100
     """Steps between validations; None: never."""
+    validate_first: bool = False
+    """Whether held-out rows are read before the first step too: what training begins from."""
     validation_rows: int = 64
     """Held-out rows read at each validation, at the most."""
     log_every: int = 10
@@ -55,6 +57,9 @@ class Trainer:
             reason = f"exactly one of {', '.join(lengths)} is needed, not {' and '.join(given)}"
             cure = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
             yield Complaint(f"trainer.{others[0]}", getattr(self, others[0]), reason, cure)
+        if self.validate_first and self.validate_every is None:
+            cure = "set trainer.validate_every=100"
+            yield Complaint("trainer.validate_first", True, "nothing is validated", cure)
         positive = (*given, "micro_batch", "log_every", "validation_rows")
         optional = ("global_batch", "clip_norm", "validate_every")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):

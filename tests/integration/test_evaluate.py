@@ -24,6 +24,7 @@ SMOKE = (
     "tracking=none",
     "trainer.max_steps=6",
     "trainer.validate_every=3",
+    "trainer.validate_first=true",
     "trainer.validation_rows=6",
     "schedule.warmup_steps=1",
     "optimizer.lr=0.01",
@@ -68,6 +69,9 @@ def test_the_loss_is_that_of_the_last_validation(
     near = 1e-3 if "bf16" in case else 1e-5
     assert found["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=near)
     assert found["rows"] == 6
+    assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
+    began = json.loads((run.path / "evaluation.json").read_text("utf-8"))["0"]["loss"]
+    assert run.summary["metrics"]["val/loss_first"] == pytest.approx(began, rel=near)
 
 
 def test_the_beginning_is_worse_and_both_are_kept(

@@ -80,8 +80,8 @@ def test_a_line_shows_the_phases_that_there_are(
 def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:
     """A run may go on under a pipeline that began without."""
     rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
-    metrics = summarize(compose(), rows)["metrics"]
+    metrics = summarize(compose(), rows, {})["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
     assert metrics["time/forward_s"] == pytest.approx(0.03)
-    assert summarize(compose(), rows[1:])["metrics"]["time/forward_s"] is None
+    assert summarize(compose(), rows[1:], {})["metrics"]["time/forward_s"] is None

@@ -155,6 +155,12 @@ RULES: list[Row] = [
     (["trainer.max_steps=null"], "trainer.max_steps", "exactly one of", "max_steps=1000"),
     (["trainer.max_tokens=9"], "trainer.max_steps", "exactly one", "trainer.max_steps=null"),
     (["trainer.max_steps=null", "trainer.max_epochs=inf"], "trainer.max_epochs", "finite", ""),
+    (
+        ["trainer.validate_first=true", "trainer.validate_every=null"],
+        "trainer.validate_first",
+        "nothing is validated",
+        "trainer.validate_every=100",
+    ),
     (["trainer.validate_every=0"], "trainer.validate_every", "must be positive", ""),
     (["trainer.clip_norm=nan"], "trainer.clip_norm", "must be positive", ""),
     (["launch.memory_limit_gib=inf"], "launch.memory_limit_gib", "finite", ""),

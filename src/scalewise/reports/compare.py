@@ -22,6 +22,7 @@ FORESEEN = {PEAK: FORESEEN_PEAK, STEP: FORESEEN_STEP}
 PRICE = "price/dollars_per_billion_tokens"
 LOSS = "train/loss"
 VALIDATION = "val/loss"
+UNTRAINED = "val/loss_first"
 PREFERRED = "val/reward_accuracy"
 CHANCE = 0.5
 """What a model that is its own reference has of it."""

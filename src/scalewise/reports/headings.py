@@ -16,6 +16,7 @@ from scalewise.reports.compare import (
     SPEED,
     STEP,
     TIME_REST,
+    UNTRAINED,
     VALIDATION,
     Comparison,
     Job,
@@ -211,9 +212,11 @@ def loss_heading_of_one(job: Job) -> str:
     first, last = clean.values[0], clean.values[-1]
     way = "falls" if last < first else "rises" if last > first else "stays"
     said = f"Train loss {way} from {numbers.loss(first)} to {numbers.loss(last)}"
-    validation = job.measured(VALIDATION)
-    tail = f", validation ends at {numbers.loss(validation)}" if validation is not None else ""
-    return said + tail
+    validation, untrained = job.measured(VALIDATION), job.measured(UNTRAINED)
+    if validation is None:
+        return said
+    begins = "ends at" if untrained is None else f"goes from {numbers.loss(untrained)} to"
+    return f"{said}, validation {begins} {numbers.loss(validation)}"
 
 
 def throughput_heading(speeds: Sequence[float]) -> str:

@@ -11,6 +11,7 @@ from scalewise.reports.compare import (
     LOSS,
     SHOWN,
     SPEED,
+    UNTRAINED,
     VALIDATION,
     Comparison,
     Job,
@@ -182,7 +183,10 @@ def loss_of_one(job: Job) -> Section | None:
                   f"train {numbers.loss(train.values[-1])}", tip="train loss")]  # fmt: skip
     check = series.get(VALIDATION, Series())
     if check.steps:
-        lines.append(Line(tuple(zip(check.steps, check.values, strict=True)),
+        untrained = job.measured(UNTRAINED)
+        points = tuple(zip(check.steps, check.values, strict=True))
+        begins = ((0, untrained),) if untrained is not None else ()
+        lines.append(Line((*begins, *points),
                           f"val {numbers.loss(check.values[-1])}", "--c-1", "--ct-1",
                           "validation loss", dots=True))  # fmt: skip
     what = "Train and validation loss" if check.steps else "Train loss"

@@ -96,7 +96,8 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
             STOP.release()
             if terminal:
                 terminal.close()
-                _sum_up(run, folder, [*file.earlier, *recorder.rows], session)
+                rows = [*file.earlier, *recorder.rows]
+                _sum_up(run, folder, rows, recorder.untrained, session)
 
 
 def assemble(
@@ -127,7 +128,7 @@ def assemble(
         accumulate_grad_batches=run.accumulation,
         val_check_interval=every * run.accumulation if every else None,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=-1 if run.trainer.validate_first and not recorder.start else 0,
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -142,15 +143,15 @@ def assemble(
     return trainer
 
 
-def _sum_up(run: Run, folder: Path, rows: list[Row], session: Session) -> None:
+def _sum_up(run: Run, folder: Path, rows: list[Row], untrained: Row, session: Session) -> None:
     if rows:
-        summary = summarize(run, rows)
+        summary = summarize(run, rows, untrained)
         write_json(folder / "summary.json", summary)
         session.summarize(summary)
 
 
-def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
-    """Returns ``summary.json``: final losses, medians of times and rates, memory."""
+def summarize(run: Run, rows: list[Row], untrained: Row) -> dict[str, object]:
+    """Returns ``summary.json``: first and final losses, medians of times and rates, memory."""
     steps = rows[-1]["step"]
     first = int(len(rows) * WARM_UP_SHARE)
     window = rows[first:]
@@ -165,6 +166,7 @@ def summarize(run: Run, rows: list[Row]) -> dict[str, object]:
         else:
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
+    metrics |= {f"{key}_first": value for key, value in untrained.items()}
     metrics |= foreseen(run)
     metrics["price/dollars_per_billion_tokens"] = price(
         run, cast(float | None, metrics.get("throughput/tokens_per_s"))

@@ -35,13 +35,14 @@ class Recorder(Callback):
 
     def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
         self._run, self.sinks = run, sinks
-        self._start = start_step
+        self.start = start_step
         self._measured: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
         self._probe: MemoryProbe | None = None
         self._memory: Row = {}
         self.rows: list[Row] = []
+        self.untrained: Row = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
@@ -56,7 +57,7 @@ class Recorder(Callback):
     ) -> None:
         """Ends the wait for data."""
         last = (batch_idx + 1) % self._run.accumulation == 0
-        if trainer.global_step == self._start + PROBED_STEP - 1 and last:
+        if trainer.global_step == self.start + PROBED_STEP - 1 and last:
             optimizer = trainer.optimizers[0]
             assert isinstance(pl_module, TrainingModule)
             holdings = pl_module.layout.holdings()
@@ -111,12 +112,17 @@ class Recorder(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps validation out of the step."""
-        self.clock.mark(OTHER)
+        if not trainer.sanity_checking:
+            self.clock.mark(OTHER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands on what was measured on held-out rows, with its step."""
         keys = [f"val/{key}" for key in self._run.objective.keys]
-        self.flush(trainer, {key: float(trainer.callback_metrics[key]) for key in keys})
+        found = {key: float(trainer.callback_metrics[key]) for key in keys}
+        if trainer.sanity_checking:  # what Lightning calls a validation before the first step
+            self.untrained = found
+        else:
+            self.flush(trainer, found)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -146,7 +152,7 @@ class Recorder(Callback):
         self._measured, self._norms, self._rates = [], [], []
         rows[-1] |= of_last or {}
         for row in rows:
-            if row["step"] == self._start + PROBED_STEP:
+            if row["step"] == self.start + PROBED_STEP:
                 row |= of_fullest(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:
@@ -254,4 +260,5 @@ class Waiting(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Marks the time after validation."""
-        self._recorder.clock.mark("data")
+        if not trainer.sanity_checking:
+            self._recorder.clock.mark("data")

@@ -62,6 +62,8 @@ class Saver(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the step of the lowest held-out loss so far, and any step whose time it is."""
+        if trainer.sanity_checking:
+            return
         loss = float(trainer.callback_metrics["val/loss"])
         best = self._run.checkpoint.best and (self._best is None or loss < self._best)
         if best or self._due(trainer):
