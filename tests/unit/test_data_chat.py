@@ -102,8 +102,8 @@ def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
     splits = Chat(paths=(path,), **small).prepare(300, 0)
     assert len(splits.train) == 3
     assert splits.note == (
-        "of 4 conversations, data.sequence=64: 1 begins its answer past the row and is left out, "
-        "1 is longer and loses its end"
+        "of 4 conversations, data.sequence=64: 1 left out (answers begin past the row), "
+        "1 cut (longer than the row)"
     )
     large = {**SMALL, "sequence": 1024}
     assert Chat(paths=(path,), **large).prepare(300, 0).note == ""

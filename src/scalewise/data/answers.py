@@ -116,8 +116,8 @@ def splits(folder: Path, spec: Data) -> Splits:
 def _unfit(rows: PaddedRows, sequence: int) -> str:
     """Returns how many conversations no row holds, or not all of; nothing where there are none."""
     reasons = {
-        "begins its answer past the row and is left out": rows.left_out,
-        "is longer and loses its end": rows.cut,
+        "left out (answers begin past the row)": rows.left_out,
+        "cut (longer than the row)": rows.cut,
     }
     told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
     of_all = f"of {rows.all_texts:,} conversations, data.sequence={sequence}: "
