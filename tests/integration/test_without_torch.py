@@ -68,7 +68,7 @@ def test_there_is_no_torch(bare: Path, scalewise: Doors) -> None:
 
 @pytest.mark.parametrize("experiment", tree.names("experiment"))
 def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
-    said = plan(f"experiment={experiment}", "data=synthetic").ok().out
+    said = plan(f"experiment={experiment}").ok().out
     assert "where the bytes go" in said
     assert "activations of blocks" in said
     assert "fits, " in said
@@ -77,7 +77,7 @@ def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
 @pytest.mark.parametrize("experiment", tree.names("experiment"))
 def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
     small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
-    ended = plan(f"experiment={experiment}", "data=synthetic", *small)
+    ended = plan(f"experiment={experiment}", *small)
     assert ended.code == 3, ended.said
     assert "out_of_memory" in ended.out
     assert "scalewise train " in ended.out
