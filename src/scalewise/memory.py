@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from scalewise.compilation import Scope
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
+from scalewise.plan.spec import Search
 
 if TYPE_CHECKING:
     from scalewise.models.base import Part
     from scalewise.models.module import ModelModule
+    from scalewise.run import Run
+
+OFFLOADED_FROM = 1024
+"""Bytes of the smallest tensor that is offloaded: less is not worth the way."""
 
 
 class Recompute(StrEnum):
@@ -28,7 +34,9 @@ class Recompute(StrEnum):
 
 
 class Memory(ABC):
-    """Activation checkpointing, block by block."""
+    """Activation checkpointing, block by block; ``offload``: whether what is kept goes away."""
+
+    offload: bool = False
 
     @abstractmethod
     def of(self, layer: int) -> Recompute:
@@ -38,16 +46,21 @@ class Memory(ABC):
     def complaints(self) -> Iterator[Complaint]:
         """Yields what cannot be."""
 
+    @abstractmethod
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what does not go with the rest of a run."""
+
     def of_model(self, layers: int) -> Counter[Recompute]:
         """Returns the layers of a whole model by what backward computes a second time."""
         return Counter(map(self.of, range(layers)))
 
     def described(self, layers: int) -> str:
-        """Returns it in words: ``full``, ``8 full, 24 selective``."""
+        """Returns it in words: ``full``, ``8 full, 24 selective``, ``full, offloaded``."""
         found = self.of_model(layers)
+        told = ", ".join(f"{count} {recompute}" for recompute, count in found.items())
         if len(found) == 1:
-            return min(found).value
-        return ", ".join(f"{count} {recompute}" for recompute, count in found.items())
+            told = min(found).value
+        return f"{told}, offloaded" if self.offload else told
 
     def of_parts(self, parts: tuple[Part, ...]) -> tuple[Recompute, ...]:
         """Returns the same of each layer of some parts, in order."""
@@ -55,11 +68,14 @@ class Memory(ABC):
 
     def apply(self, module: ModelModule, part: Part) -> None:
         """Makes the blocks of ``part`` forget, in place; names and weights stay as they are."""
+        from scalewise.layouts.offload import offload
         from scalewise.layouts.recompute import forget
 
         for recompute, block in zip(self.of_parts((part,)), module.layers(), strict=True):
             if recompute is not Recompute.nothing:
                 forget(block, keep_products=recompute is Recompute.selective)
+            if self.offload:
+                offload(block)
 
 
 @option("memory", "memory")
@@ -73,6 +89,8 @@ class Checkpointing(Memory):
     """2: every second block, from the first; 1.5: two of three; 1: all."""
     otherwise: Recompute = Recompute.nothing
     """What backward computes a second time of the other blocks."""
+    offload: bool = False
+    """Whether what blocks keep waits for backward on the host; from the CPU, on the disk."""
 
     def of(self, layer: int) -> Recompute:
         """Returns what backward computes a second time of a layer of the whole model."""
@@ -83,6 +101,12 @@ class Checkpointing(Memory):
         if not self.every >= 1:
             reason = "is one block in so many; 1 means every block"
             yield Complaint("memory.every", self.every, reason, "set memory.every=2")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields compiled blocks, which keep what is known to their compiler alone."""
+        if self.offload and run.compile.scope is not Scope.none:
+            reason = "does not reach into compiled blocks"
+            yield Complaint("memory.offload", True, reason, "set compile=none")
 
 
 @option("memory", "auto")
@@ -108,3 +132,9 @@ class Auto(Memory):
         """Yields a budget that is none."""
         if self.budget_gib is not None and not self.budget_gib > 0:
             yield Complaint("memory.budget_gib", self.budget_gib, "must be positive")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields a search, which chooses by itself."""
+        if run.plan.search is not Search.none:
+            reason, cure = "is chosen by plan.search itself", "leave out memory=auto"
+            yield Complaint("memory", "auto", reason, cure)

@@ -24,12 +24,12 @@ from scalewise.hardware import (
     this_machine,
 )
 from scalewise.launch.spec import Launch
-from scalewise.memory import Auto, Memory
+from scalewise.memory import Memory
 from scalewise.models.base import Model, Weight
 from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
-from scalewise.plan.spec import Planning, Search
+from scalewise.plan.spec import Planning
 from scalewise.precision import Number, Precision
 from scalewise.quantization.spec import NoQuantization, Quantization, census, census_by_kind
 from scalewise.schedules import Schedule
@@ -182,14 +182,12 @@ class Run:
             yield from self.quantization.complaints_with(self)
             yield from self.objective.complaints_with(self)
             yield from self.optimizer.complaints_with(self)
+            yield from self.memory.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
         yield from self._of_tokens()
         yield from self._of_formats()
         yield from self._of_callbacks()
-        if isinstance(self.memory, Auto) and self.plan.search is not Search.none:
-            reason, cure = "is chosen by plan.search itself", "leave out memory=auto"
-            yield Complaint("memory", "auto", reason, cure)
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
             yield Complaint("name", self.name, reason, "set name=my-run")

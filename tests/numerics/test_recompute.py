@@ -15,14 +15,17 @@ OPTIONS = {
     "checkpoint_selective": ("memory=checkpoint_selective",),
     "checkpoint_mixture": ("memory=checkpoint_every_n", "memory.otherwise=selective"),
     "loss_chunk": ("objective.loss_chunk=24",),
+    "offload": ("memory=offload_activations",),
+    "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
 }
 SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
 USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "tensor")
+USUAL_OF = {"checkpoint_mixture": (), "offload": ("tensor",), "offload_all": ("fsdp",)}
 CASES = [
     pytest.param(layout, option, marks=marks(layout) + (() if usual else (pytest.mark.exhaustive,)))
     for layout in EVERY
     for option in OPTIONS
-    for usual in [layout in USUAL and option != "checkpoint_mixture"]
+    for usual in [layout in USUAL_OF.get(option, USUAL)]
     if not ("zero_bubble" in layout and option in SELECTIVE)  # which is refused
 ]
 

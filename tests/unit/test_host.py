@@ -54,6 +54,26 @@ def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
     assert not [what for what in on_disk if what.startswith("offloaded")]
 
 
+def test_activations_wait_on_the_host(compose: Compose) -> None:
+    away = ("memory=offload_activations", "precision=bf16_true")
+    run = compose(*LINE[:-2], *away, here=False)
+    inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
+    assert lines(run)["offloaded activations"] == 8 * inputs
+    piped = (
+        "parallelism=pipeline",
+        "parallelism.pipeline=2",
+        "parallelism.pipeline_micro_batches=4",
+    )
+    rest = [part for part in LINE[:-2] if not part.startswith("parallelism")]
+    four = compose(*rest, *away, *piped, "trainer.micro_batch=4", here=False)
+    held = four.parallelism.holds(four, 0)
+    assert held.in_flight == 2  # of one row each, through the layers of a stage
+    of_stage = inputs * held.layers // run.model.layers
+    assert lines(four)["offloaded activations"] == 2 * 2 * of_stage
+    on_disk = compose(*LINE[:-2], *away, "hardware=cpu", here=False)
+    assert "offloaded activations" not in lines(on_disk)
+
+
 def test_a_checkpoint_on_its_way_is_a_copy_of_the_state(run_of: Compose) -> None:
     run = run_of("checkpoint.background=true")
     assert lines(run)["checkpoint on its way"] == pytest.approx(checkpoint_bytes(run), rel=1e-3)

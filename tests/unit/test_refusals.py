@@ -107,6 +107,12 @@ TARGETS: list[Row] = [
 ]
 RULES: list[Row] = [
     (["memory.every=0.5"], "memory.every", "is one block in so many", "memory.every=2"),
+    (
+        ["memory=offload_activations", "compile=block"],
+        "memory.offload",
+        "does not reach into compiled blocks",
+        "compile=none",
+    ),
     (["memory=auto", "memory.budget_gib=0"], "memory.budget_gib", "must be positive", ""),
     (["memory=auto", "plan.search=all"], "memory", "chosen by plan.search", "leave out memory"),
     (["callbacks.guard.factor=abc"], "callbacks.guard.factor", "is not a number", "3.0 by def"),

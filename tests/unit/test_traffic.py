@@ -83,6 +83,17 @@ def test_deepspeed_moves_what_it_offloads(deepspeed: Compose) -> None:
     assert disk == pytest.approx((2 + 1) * in_bf16 + 2 * (2 + 1) * shard, rel=1e-3)
 
 
+def test_activations_go_there_and_back(run_of: Compose) -> None:
+    run = run_of("memory=offload_activations", "precision=bf16_true", *RATES)
+    inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
+    assert moved(run).activations == 2 * inputs
+    assert step(run).copies == pytest.approx(2 * inputs / (50 * GIGA))
+    unsaid = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
+    assert traffic.unknown(unsaid) == ("host_link_gb_per_s",)
+    on_disk = run_of("memory=offload_activations", "hardware=cpu")
+    assert traffic.unknown(on_disk) == ("disk_gb_per_s",)
+
+
 def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
     run = run_of(OFFLOAD, *RATES, "hardware.devices_per_node=4", "hardware.nodes=2")
     plain = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
@@ -93,7 +104,7 @@ def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
     assert here.copies == pytest.approx(max(0.0, found.link / (50 * GIGA) - spare))
     slow = step(run_of(OFFLOAD, "hardware.host_link_gb_per_s=1", *RATES[1:]))
     assert slow.copies > 10 * step(plain).seconds
-    assert slow.parts()["copies to and from the host"] == slow.copies
+    assert slow.parts()["copies off the device and back"] == slow.copies
 
 
 def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> None:
@@ -111,4 +122,4 @@ def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> 
 def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
     run = compose("parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", here=False)
     assert traffic.unknown(run) == ()
-    assert traffic.seconds(run, run.parallelism.holds(run)) == traffic.HostTime(0.0, 0.0)
+    assert traffic.seconds(run, run.parallelism.holds(run)) == traffic.HostTime(0.0, 0.0, 0.0)

@@ -5,6 +5,8 @@ Line = tuple[str, ...]
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
+OFFLOAD = ("memory=offload_activations", "objective.loss_chunk=64")
+OFFLOAD_ALL = (*OFFLOAD, "memory.recompute=nothing")
 MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
@@ -77,6 +79,7 @@ TRAINED: tuple[Line, ...] = (
     (),
     (FULL,),
     (EVERY_N,),
+    OFFLOAD_ALL,
     ("optimizer=sgd", "trainer.global_batch=4"),
     ("objective.loss_chunk=64",),
     _GPT2,
@@ -138,6 +141,19 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*_piped("one_f_one_b"), FULL),
     (*_piped("one_f_one_b"), *MIXTURE),
     (MIXED, *MIXTURE, "memory.every=1.5"),
+    OFFLOAD,
+    (*OFFLOAD_ALL, MIXED),
+    (*OFFLOAD_ALL, *WEIGHTS),
+    (*OFFLOAD_ALL, *_GPT2),
+    (*OFFLOAD, "memory.recompute=selective"),
+    (*OFFLOAD_ALL, LORA, MIXED),
+    (*OFFLOAD, *QLORA),
+    (*_DDP, *OFFLOAD_ALL, MIXED),
+    fsdp(2, *OFFLOAD_ALL),
+    (*_TENSOR, *OFFLOAD_ALL),
+    ("parallelism=context", *OFFLOAD_ALL),
+    (*_piped("one_f_one_b"), *OFFLOAD),
+    (*_piped("one_f_one_b"), *OFFLOAD_ALL, "trainer.micro_batch=8"),
     fsdp(2, *MIXTURE, "memory.every=3"),
     (DORA, *EVERYWHERE, *_GPT2),
     (DORA, *EVERYWHERE, *WEIGHTS),

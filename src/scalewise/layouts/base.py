@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -108,6 +108,17 @@ class Layout(Strategy):
     def evaluate(self, module: nn.Module, batch: Batch, loss: Loss) -> Tensor:
         """Returns the loss of a micro batch on this rank, without gradients."""
         return self.train(module, batch, loss, last=False)
+
+    @torch.no_grad()
+    def ask(self, question: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Returns what a method of the module gives without gradients, called as its steps are."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.forward_context():
+            if self.model is self.lightning_module:
+                return question(*args)
+            through: Any = self._forward_redirection
+            found = through(self.model, self.lightning_module, question.__name__, *args)
+            return cast(Tensor, found)
 
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient down to the norm ``limit``; returns the norm it had."""

@@ -138,7 +138,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch la
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_key(tensor) for tensor in _plain(tree_leaves((args, kwargs)))}
+        given = tree_leaves((args, kwargs))
+        known = {_key(tensor) for tensor in _plain(given)}
+        known |= {each._cdata for each in given if isinstance(each, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
         for tensor in _plain(tree_leaves(result)):
             if _key(tensor) not in known:
@@ -190,6 +192,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes that tensors hold on this rank, each storage once."""
     storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in _plain(tensors)}
     return sum(storages.values())
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Returns what tells the storages of tensors on this rank apart, while they live."""
+    return {_key(tensor) for tensor in _plain(tensors)}
 
 
 def host_peak_bytes() -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from scalewise.compilation import Scope
 from scalewise.memory import Checkpointing, Recompute
 from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
@@ -115,6 +116,10 @@ def _of_memory(run: Run) -> Iterator[Change]:
             memory = Checkpointing(recompute)
             line = f"memory=checkpoint_{recompute}"
             yield Change(line, cost, frozenset({"memory"}), _with(memory=memory))
+    if not run.memory.offload and run.compile.scope is Scope.none:
+        memory = Checkpointing(Recompute.full, offload=True)
+        line = "memory=offload_activations"
+        yield Change(line, 5, frozenset({"memory"}), _with(memory=memory))
     if run.checkpoint.background:
         kept = replace(run.checkpoint, background=False)
         line = "checkpoint.background=false"

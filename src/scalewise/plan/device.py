@@ -98,7 +98,7 @@ class Device:
         for part in parts:
             for place, each in enumerate(run.memory.of_parts((part,))):
                 of = of_start if part.first and not place else of_block
-                found.append(of(run.model, shape, each, self.fresh))
+                found.append(of(run.model, shape, each, self.fresh, run.memory.offload))
         return found
 
     @property
@@ -307,7 +307,11 @@ class Device:
         sizes = Counter(each.kept for each in self.replays)
         formula = " + ".join(f"{count} x {size:,} B" for size, count in sizes.items())
         ways = dict.fromkeys(self.run.memory.of_parts(self.holds.parts))
-        yield Line("activations of blocks", kept, formula, "; ".join(KEPT[each] for each in ways))
+        reason = "; ".join(KEPT[each] for each in ways)
+        if self.run.memory.offload:
+            gone = sum(each.away for each in self.replays)
+            reason, formula = "the rest waits elsewhere", f"{formula}, and {gone:,} B offloaded"
+        yield Line("activations of blocks", kept, formula, reason)
         yield line(
             "rotations",
             self.tapes.shared,
@@ -351,7 +355,8 @@ class Device:
         replays = self._replays(tuple(waiting(holds, moment)))
         others = sum(each.kept for each in replays)
         others += moment.others * tapes.shared
-        others -= stream * sum(not part.first for part in waiting(holds, moment))  # in buffers
+        offload = self.run.memory.offload  # then nothing that was kept is in a buffer
+        others -= stream * sum(not part.first for part in waiting(holds, moment)) * (not offload)
         if parts == 1:  # of several the last goes backward at once
             others += moment.others * (self.head.kept + self.loss.kept + given)
         else:
@@ -369,7 +374,7 @@ class Device:
         # that its last is given.
         every = holds.pieces * (received + returned)
         sent = received // parts * (moment.done > 0)  # the gradient that went last is still there
-        buffers = dict.fromkeys(EVERY, every + sent - received)
+        buffers = dict.fromkeys(EVERY, every + sent - received * (not offload))
         buffers[Phase.backward_last] -= returned // parts
         buffers[Phase.optimizer] = every
         formula = f"{holds.pieces} x {received + returned:,} B"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.plan.ledger import EVERY, Ledger, Line
+from scalewise.plan.replays import offloaded
 from scalewise.units import GIB, bytes_text
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def _of_node(run: Run) -> Iterator[Line]:
     if holds.parameters_on_host and not holds.parameters_on_disk:
         size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
+    if run.hardware.device is DeviceKind.cuda and (size := offloaded(run, holds)):
+        passes = -(-holds.in_flight // len(holds.parts))
+        yield _line("offloaded activations", ranks, passes * size, "until backward reads them")
     if run.checkpoint.background:
         size = holds.weight_bytes(held, holds.parameters) + holds.state_bytes(run)
         yield _line("checkpoint on its way", ranks, size, "a copy that a thread writes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalewise.memory import Recompute
+from scalewise.memory import OFFLOADED_FROM, Recompute
 from scalewise.models.tape import Operator, Tape
 
 
@@ -16,12 +16,14 @@ class Replay:
     ``kept``: between its forward and its backward. ``forward_peak``: the most that is alive in
     its forward, what it reads among it. ``backward_peak``: the most in its backward, what it keeps
     and its weights' gradients among it. ``gradients``: those of its weights, at the end.
+    ``away``: what is offloaded between its forward and its backward.
     """
 
     kept: int
     forward_peak: int
     backward_peak: int
     gradients: int
+    away: int = 0
 
 
 def replay(
@@ -30,14 +32,22 @@ def replay(
     *,
     given: Sequence[int] = (0,),
     fresh: bool,
+    offload: bool = False,
 ) -> Replay:
     """Returns what is alive when a part runs whose inputs are ``given`` and whose last is output.
 
-    ``fresh``: whether weights have no gradient yet, so that the one made here stays.
+    ``fresh``: whether weights have no gradient yet, so that the one made here stays. ``offload``:
+    whether what is kept is brought back when backward first reads it.
     """
     forward = _Forward(tape, given)
     forward.run(tape.operators)
     kept, first, again, leftover = forward.kept, forward, 0, 0
+    away: frozenset[int] = frozenset()
+    if recompute is Recompute.nothing and offload:
+        away = frozenset(place for place in forward.saves if tape.sizes[place] >= OFFLOADED_FROM)
+        first = _Forward(tape, given, kept=frozenset(forward.saves) - away)
+        first.run(tape.operators)
+        kept -= sum(tape.sizes[place] for place in away)
     if recompute is not Recompute.nothing:
         cached = products(tape) if recompute is Recompute.selective else frozenset()
         kept = sum(tape.sizes[place] for place in {*given, *cached})
@@ -56,10 +66,15 @@ def replay(
         arriving = _Backward(tape, forward, 0, fresh=fresh)
         arriving.run(tape.operators[asked + 1 :])
         again = second.peak + arriving.now - forward.kept
-    backward = _Backward(tape, forward, leftover, fresh=fresh)
+        if offload:
+            away = frozenset(place for place in given if tape.sizes[place] >= OFFLOADED_FROM)
+            kept -= sum(tape.sizes[place] for place in away)
+    late = away if recompute is Recompute.nothing else frozenset()
+    backward = _Backward(tape, forward, leftover, fresh=fresh, away=late)
     backward.run(tape.operators)
     peak = max(backward.peak, again)
-    return Replay(kept, first.peak, peak, backward.held)
+    gone = sum(tape.sizes[place] for place in away)
+    return Replay(kept, first.peak, peak, backward.held, gone)
 
 
 def products(tape: Tape) -> frozenset[int]:
@@ -117,10 +132,18 @@ class _Forward:
 class _Backward:
     """Counts bytes through the operators, in reverse."""
 
-    def __init__(self, tape: Tape, forward: _Forward, leftover: int, *, fresh: bool) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        forward: _Forward,
+        leftover: int,
+        *,
+        fresh: bool,
+        away: frozenset[int] = frozenset(),
+    ) -> None:
         self._tape, self._fresh = tape, fresh
-        self._saves = dict(forward.saves)
-        self.now = forward.kept + leftover
+        self._saves, self._away = dict(forward.saves), set(away)
+        self.now = forward.kept + leftover - sum(tape.sizes[place] for place in away)
         self.peak = self.held = 0
         self._gradient: dict[int, int] = {}
         self._sizes: list[int] = []
@@ -137,6 +160,9 @@ class _Backward:
     def _through(self, operator: Operator) -> None:
         sizes = self._tape.sizes
         arrived = self._gradient.pop(operator.writes[0])
+        for place in self._away.intersection(operator.saved):
+            self._grow(sizes[place])
+        self._away.difference_update(operator.saved)
         computed, held = operator.weight
         if computed and operator.weight_first:
             self._grow(computed)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
 from scalewise.models.base import Model
 from scalewise.models.tape import Pass, Tapes
 from scalewise.plan.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from scalewise.parallelism.holds import Holds
+    from scalewise.run import Run
 
 NOTHING = Replay(0, 0, 0, 0)
 
@@ -19,15 +24,29 @@ def tapes_of(model: Model, shape: Pass) -> Tapes:
 
 
 @lru_cache(maxsize=1024)
-def of_block(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
+def of_block(
+    model: Model, shape: Pass, recompute: Recompute, fresh: bool, offload: bool = False
+) -> Replay:
     """Returns any block but the first of all."""
-    return replay(tapes_of(model, shape).block, recompute, fresh=fresh)
+    return replay(tapes_of(model, shape).block, recompute, fresh=fresh, offload=offload)
 
 
 @lru_cache(maxsize=1024)
-def of_start(model: Model, shape: Pass, recompute: Recompute, fresh: bool) -> Replay:
+def of_start(
+    model: Model, shape: Pass, recompute: Recompute, fresh: bool, offload: bool = False
+) -> Replay:
     """Returns the first block of all."""
-    return replay(tapes_of(model, shape).start, recompute, fresh=fresh)
+    return replay(tapes_of(model, shape).start, recompute, fresh=fresh, offload=offload)
+
+
+def offloaded(run: Run, holds: Holds) -> int:
+    """Returns the bytes that one pass through each part of a rank leaves away from its device."""
+    if not run.memory.offload:
+        return 0
+    return sum(
+        of_block(run.model, holds.shape, recompute, fresh=True, offload=True).away
+        for recompute in run.memory.of_parts(holds.parts)
+    )
 
 
 @lru_cache(maxsize=1024)

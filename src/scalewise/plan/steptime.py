@@ -68,7 +68,7 @@ class StepTime:
     rows: float = 0.0
     """Seconds in which the loader gathers rows, before each micro batch."""
     copies: float = 0.0
-    """Seconds of copies to and from the host that nothing hides."""
+    """Seconds of copies off the device and back that nothing hides."""
     reference: float = 0.0
     """Seconds in which a reference is asked."""
 
@@ -100,7 +100,7 @@ class StepTime:
             "optimizer": self.optimizer,
             "bubble": self.bubble,
             "loading rows": self.rows,
-            "copies to and from the host": self.copies,
+            "copies off the device and back": self.copies,
             **{f"messages along {axes}": seconds for axes, seconds in self.messages.items()},
         }
         return dict(sorted(named.items(), key=lambda item: -item[1]))
@@ -149,7 +149,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         optimizer += (stepped * (2 + 2) + 2 * holds.state_bytes(run)) / reached.memory
     arithmetic = sum(spent.values()) + recompute + reference
     messages, hidden = _messages(run, rank, arithmetic)
-    copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden))
+    copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden)) + host.activations
     rounds = holds.pieces * len(holds.parts)
     bubble = (arithmetic + sum(messages.values())) * (holds.places - 1) / rounds
     return StepTime(

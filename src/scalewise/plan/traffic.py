@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.plan.host import ranks_on_a_node
+from scalewise.plan.replays import offloaded
 from scalewise.units import GIGA
 
 if TYPE_CHECKING:
@@ -19,20 +20,26 @@ class Traffic:
     """Bytes of one rank and step.
 
     ``link``: between the device and its host; ``host``: that the host's optimizer reads and
-    writes; ``disk``: between the host and the disk.
+    writes; ``disk``: between the host and the disk; ``activations``: that blocks hand over and
+    take back, along the link or, from the CPU, to the disk.
     """
 
     link: int = 0
     host: int = 0
     disk: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of a step: ``copies`` that may hide under arithmetic, ``stepping`` that cannot."""
+    """Seconds of a step: ``copies`` that may hide under arithmetic, and what cannot.
+
+    ``stepping``: of the optimizer; ``activations``: of what blocks keep, which is waited for.
+    """
 
     copies: float
     stepping: float
+    activations: float
 
 
 def of_rank(run: Run, holds: Holds) -> Traffic:
@@ -63,7 +70,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         disk += weights * passes * 2 + moved * share
     if holds.states_on_disk:
         disk += 2 * (state + stepped * (zero is not None))
-    return Traffic(link, host, disk)
+    return Traffic(link, host, disk, 2 * passes * offloaded(run, holds))
 
 
 def seconds(run: Run, holds: Holds) -> HostTime:
@@ -72,24 +79,25 @@ def seconds(run: Run, holds: Holds) -> HostTime:
     The ranks of a node share its memory and its disk. On the CPU the device is the host.
     """
     hardware, traffic = run.hardware, of_rank(run, holds)
-    if hardware.device is DeviceKind.cpu:
-        return HostTime(0.0, 0.0)
     ranks = ranks_on_a_node(run)
+    if hardware.device is DeviceKind.cpu:
+        return HostTime(0.0, 0.0, _over(ranks * traffic.activations, hardware.disk_gb_per_s))
     copies = _over(traffic.link, hardware.host_link_gb_per_s)
     stepping = _over(ranks * traffic.host, hardware.host_memory_gb_per_s, hardware.bandwidth_share)
-    return HostTime(copies, stepping + _over(ranks * traffic.disk, hardware.disk_gb_per_s))
+    stepping += _over(ranks * traffic.disk, hardware.disk_gb_per_s)
+    return HostTime(copies, stepping, _over(traffic.activations, hardware.host_link_gb_per_s))
 
 
 def unknown(run: Run) -> tuple[str, ...]:
     """Returns the rates that the profile lacks for what the run moves off its devices."""
-    if run.hardware.device is DeviceKind.cpu:
-        return ()
     traffic, hardware = of_rank(run, run.parallelism.holds(run)), run.hardware
     rates = {
-        "host_link_gb_per_s": traffic.link,
+        "host_link_gb_per_s": traffic.link + traffic.activations,
         "host_memory_gb_per_s": traffic.host,
         "disk_gb_per_s": traffic.disk,
     }
+    if hardware.device is DeviceKind.cpu:
+        rates = {"disk_gb_per_s": traffic.activations}
     return tuple(name for name, moved in rates.items() if moved and not getattr(hardware, name))
 
 

@@ -56,7 +56,7 @@ def refusal(run: Run) -> str | None:
     layout = run.parallelism
     if not isinstance(layout, Mesh | Single):
         return f"{type(layout).__name__} works on real memory"
-    if isinstance(layout, Mesh) and layout.cpu_offload:
+    if run.memory.offload or (isinstance(layout, Mesh) and layout.cpu_offload):
         return "what is offloaded is copied from real memory"
     if run.precision.compute is Number.fp16:
         return "fp16 is not computed on the CPU, whose operators a trace runs"

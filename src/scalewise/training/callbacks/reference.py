@@ -40,8 +40,7 @@ class Reference(Callback):
                     name = signal.Signals(number).name
                     raise Interrupted(number, f"{name} before the first step; nothing is trained")
                 there = trainer.strategy.batch_to_device(batch)
-                with trainer.precision_plugin.forward_context():
-                    said_B2 = pl_module.asked(question, there).view(-1, 2)
+                said_B2 = pl_module.layout.ask(pl_module.asked, question, there).view(-1, 2)
                 real_B = torch.from_numpy(index_B != UNREAL)
                 said_N2[torch.from_numpy(index_B)[real_B]] = said_B2[real_B].float()
             if dist.is_initialized():  # what another rank was told is below zero, and here zero

@@ -1,0 +1,148 @@
+"""Activation offload: what a block keeps for backward leaves the device until it is read."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import SEEK_END
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from scalewise.measure.memory import storages_of
+from scalewise.memory import OFFLOADED_FROM
+
+Restore = Callable[[], UntypedStorage]
+
+
+def offload(block: nn.Module) -> None:
+    """Makes a block hand over what it keeps for backward, in place: to the host, or to the disk.
+
+    From a CUDA device to pinned memory of its host, and from the CPU to a file without a name, in
+    ``TMPDIR``. Weights stay where they are, and so does what other blocks read too.
+    """
+    forward: Callable[..., Any] = block.forward
+
+    def handing_over(x_BTW: Tensor, *shared: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(x_BTW, *shared)
+        away = Away(block, [tensor for tensor in shared if tensor is not None])
+        with saved_tensors_hooks(away.put, away.take):
+            return forward(x_BTW, *shared)
+
+    block.forward = handing_over
+
+
+class Away:
+    """What one pass of a block has handed over: each storage once, however many views are kept."""
+
+    def __init__(self, block: nn.Module, shared: list[Tensor]) -> None:
+        self._block, self._shared = block, storages_of(shared)
+        self._known: dict[tuple[int, int], _Kept] = {}
+        self._file: IO[bytes] | None = None
+
+    def put(self, tensor: Tensor) -> Any:
+        """Returns what ``take`` makes the tensor of again."""
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()  # its numbers may still be on their way
+        if is_traceable_wrapper_subclass(around := cast(Any, tensor)):
+            names, context = around.__tensor_flatten__()
+            parts = {name: getattr(around, name) for name in names}
+            inner = {n: self.put(p) if isinstance(p, Tensor) else p for n, p in parts.items()}
+            return _Wrapped(type(around), inner, context, tensor.size(), around.stride())
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < OFFLOADED_FROM or storage._cdata in self._staying():
+            return tensor
+        key = (storage._cdata, tensor._version)
+        if key not in self._known:
+            self._known[key] = _Kept(self._handed_over(storage))
+            weakref.finalize(storage, self._known.pop, key, None)
+        kept = self._known[key]
+        kept.uses += 1
+        view = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _View(kept, tensor.dtype, view)
+
+    def take(self, put: Any) -> Tensor:
+        """Returns a tensor like the one that was ``put``."""
+        if isinstance(put, Tensor):
+            return put
+        if isinstance(put, _Wrapped):
+            inner = {
+                name: self.take(part) if isinstance(part, Tensor | _View | _Wrapped) else part
+                for name, part in put.inner.items()
+            }
+            made = put.kind.__tensor_unflatten__(inner, put.context, put.size, put.stride)
+            return cast(Tensor, made)
+        storage = put.kept.storage()
+        return torch.empty(0, dtype=put.dtype, device=storage.device).set_(storage, *put.view)
+
+    def _staying(self) -> set[int]:
+        """Returns the storages of weights, wherever they have been gathered, and of the shared."""
+        return storages_of([*self._block.parameters(), *self._block.buffers()]) | self._shared
+
+    @torch.no_grad()
+    def _handed_over(self, storage: UntypedStorage) -> Restore:
+        device = storage.device
+        whole = _bytes_in(storage)
+        if device.type == "cuda":
+            host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(whole, non_blocking=True)
+            return lambda: host.to(device, non_blocking=True).untyped_storage()
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this)
+            weakref.finalize(self, self._file.close)
+        begin, size = self._file.seek(0, SEEK_END), storage.nbytes()
+        self._file.write(whole.numpy().data)
+        return lambda: self._read(begin, size)
+
+    def _read(self, begin: int, size: int) -> UntypedStorage:
+        back = torch.empty(size, dtype=torch.uint8)
+        assert self._file is not None
+        self._file.seek(begin)
+        self._file.readinto(back.numpy().data)  # type: ignore[attr-defined]  # IO lacks it
+        return back.untyped_storage()
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of a storage that is away: its format, and offset, size and stride."""
+
+    kept: _Kept
+    dtype: torch.dtype
+    view: tuple[int, torch.Size, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """A tensor around others, as of a mesh, and what is needed to put it around them again."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def _bytes_in(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Kept:
+    """A storage that is away, until the last that needs it has been given it."""
+
+    def __init__(self, restore: Restore) -> None:
+        self.uses, self._restore = 0, restore
+        self._storage: UntypedStorage | None = None
+
+    def storage(self) -> UntypedStorage:
+        """Returns the storage, brought back by the first who asks."""
+        storage = self._storage or self._restore()
+        self.uses -= 1
+        self._storage = storage if self.uses else None
+        return storage
