@@ -108,6 +108,41 @@ TARGETS: list[Row] = [
 RULES: list[Row] = [
     (["memory.every=0.5"], "memory.every", "is one block in so many", "memory.every=2"),
     (
+        ["optimizer.in_backward=true"],
+        "optimizer.in_backward",
+        "before the norm of the whole gradient",
+        "trainer.clip_norm=null",
+    ),
+    (
+        ["optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=64"],
+        "optimizer.in_backward",
+        "before the gradients of",
+        "trainer.global_batch=",
+    ),
+    (
+        ["optimizer.in_backward=true", "trainer.clip_norm=null", "precision=fp16_mixed"],
+        "optimizer.in_backward",
+        "known to be finite",
+        "precision=bf16_mixed",
+    ),
+    (
+        [
+            "optimizer=schedule_free",
+            "optimizer.in_backward=true",
+            "trainer.clip_norm=null",
+            "schedule=constant",
+        ],
+        "optimizer.in_backward",
+        "count the steps",
+        "optimizer=adamw",
+    ),
+    (
+        ["optimizer.in_backward=true", "trainer.clip_norm=null", "parallelism=ddp"],
+        "optimizer.in_backward",
+        "before the gradient is whole",
+        "parallelism=fsdp",
+    ),
+    (
         ["memory=offload_activations", "compile=block"],
         "memory.offload",
         "does not reach into compiled blocks",

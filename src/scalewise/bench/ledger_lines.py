@@ -72,6 +72,12 @@ _GPT2 = (
     "model.activation=gelu",
     "model.bias=true",
 )
+_IN_BACKWARD = (
+    "optimizer.in_backward=true",
+    "trainer.clip_norm=null",
+    "trainer.global_batch=null",
+    *WEIGHTS,
+)
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
 _ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
 
@@ -89,6 +95,8 @@ TRAINED: tuple[Line, ...] = (
     PAIRS,
     (*PAIRS, LORA),
     ("optimizer=adamw_8bit", *_TALL),
+    _IN_BACKWARD,
+    fsdp(2, *_IN_BACKWARD),
     _DDP,
     (*_DDP, MIXED, SELECTIVE),
     (*_DDP, "optimizer=sgd", "trainer.global_batch=16"),
@@ -167,6 +175,13 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(2, IA3, *EVERYWHERE, MIXED, SELECTIVE),
     (*_TENSOR, IA3, *EVERYWHERE, FULL),
     ("optimizer=adafactor", *WEIGHTS),
+    ("optimizer=adamw_8bit", *_IN_BACKWARD),
+    ("optimizer=adamw_8bit", *_IN_BACKWARD, "model.tied=true", "model.vocabulary=8192"),
+    ("optimizer=adafactor", *_IN_BACKWARD),
+    (LORA, *_IN_BACKWARD, "memory=none"),
+    fsdp(2, MIXED, *_IN_BACKWARD),
+    ("parallelism=hsdp", *_IN_BACKWARD),
+    (*_TENSOR, *_IN_BACKWARD),
     ("optimizer=adamw_4bit", BF16, *_TALL),
     ("optimizer=lion", *WEIGHTS),
     ("optimizer=muon", *WEIGHTS),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from scalewise.checkpoints import store
 from scalewise.checkpoints.writer import Writer
 from scalewise.layouts import norms, optimizer_state
+from scalewise.layouts.in_backward import InBackward
 from scalewise.measure.memory import Holdings
 from scalewise.models.base import Part, Weight
 from scalewise.objectives import Objective
@@ -63,6 +64,7 @@ class Layout(Strategy):
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = True
     _resumed: Path | None = None
+    _in_backward: InBackward | None = None
 
     def build(self, run: Run) -> nn.Module:
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
@@ -80,7 +82,10 @@ class Layout(Strategy):
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer over what this rank holds of the model."""
-        return run.optimizer.build(self.weights(run, module))
+        optimizer = run.optimizer.build(self.weights(run, module))
+        if run.optimizer.in_backward:
+            self._in_backward = InBackward(optimizer, self.root_device)
+        return optimizer
 
     def weights(self, run: Run, module: nn.Module) -> Iterator[tuple[Weight, nn.Parameter]]:
         """Yields each parameter of a module with the weight of the whole model that it is of."""
@@ -122,6 +127,8 @@ class Layout(Strategy):
 
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient down to the norm ``limit``; returns the norm it had."""
+        if self._in_backward is not None:
+            return self._in_backward.norm()
         held = [p for p in module.parameters() if p.grad is not None]
         norm = norms.of([p.grad for p in held if p.grad is not None])
         if limit is not None:

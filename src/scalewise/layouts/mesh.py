@@ -159,6 +159,8 @@ class MeshLayout(Layout, ModelParallelStrategy):
 
     def clip(self, module: nn.Module, limit: float | None) -> Tensor:
         """Scales the whole gradient, wherever its pieces are; returns the norm it had."""
+        if self._in_backward is not None:
+            return self._in_backward.norm()
         owned = self._pipeline.owned if self._pipeline is not None else lambda parameter: True
         gradients = [p.grad for p in module.parameters() if p.grad is not None and owned(p)]
         norm = norms.total(gradients, self.spec.sizes["pipeline"], self.root_device)

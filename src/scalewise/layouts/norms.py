@@ -51,6 +51,12 @@ def total(gradients: Iterable[Tensor], stages: int, device: torch.device) -> Ten
     return square.sqrt()
 
 
+def square(gradient: Tensor) -> Tensor:
+    """Returns this rank's part of the square of a gradient's 2-norm: ranks add theirs up."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return of([local(gradient)]) ** 2 / (ranks // _pieces(gradient))
+
+
 def scale(parameters: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
     """Scales gradients in place so that their norm, ``norm`` now, is ``limit`` at the most."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)

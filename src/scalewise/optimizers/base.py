@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scalewise.errors import Complaint
 from scalewise.models.base import Weight
+from scalewise.precision import Number
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
@@ -29,6 +30,8 @@ class Optimizer(ABC):
     """Decoupled decay of matrices, per step, times the learning rate."""
     shard: bool = False
     """Whether ranks that hold the same weights share the state out (ZeRO-1); ``ddp`` alone."""
+    in_backward: bool = False
+    """Whether each weight is stepped as soon as its gradient is there, which is then dropped."""
     lr_factors: Mapping[str, float] = field(default_factory=dict)
     """What the rate is multiplied by, where a pattern (regex) is found in a weight's name."""
     no_decay: tuple[str, ...] = ()
@@ -72,13 +75,19 @@ class Optimizer(ABC):
         return self.over(self.groups(held))
 
     def groups(self, held: Iterable[tuple[Weight, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Returns parameter groups, one for all weights of the same settings."""
-        alike: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
+        """Returns parameter groups, one for all weights of the same settings.
+
+        Stepped in backward, each weight is one of its own.
+        """
+        alike: dict[tuple[object, ...], list[nn.Parameter]] = {}
+        settings: dict[tuple[object, ...], dict[str, object]] = {}
         for weight, parameter in held:
             if parameter.requires_grad:
-                key = tuple(self.settings(weight).items())
+                found = self.settings(weight)
+                key = (*found.items(), weight.name * self.in_backward)
                 alike.setdefault(key, []).append(parameter)
-        return [{"params": parameters, **dict(key)} for key, parameters in alike.items()]
+                settings[key] = found
+        return [{"params": alike[key], **settings[key]} for key in alike]
 
     def settings(self, weight: Weight) -> dict[str, object]:
         """Returns what a weight's group says: its rate and its decay."""
@@ -108,7 +117,12 @@ class Optimizer(ABC):
                 yield Complaint(key, factor, "must be 0 or more", "leave the weights out of it")
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
-        """Yields patterns that no trained weight bears."""
+        """Yields patterns that no trained weight bears, and what a step in backward comes before.
+
+        A layout says for itself whether a gradient is whole by then.
+        """
+        if self.in_backward:
+            yield from self._too_late(run)
         names = [weight.name for weight in run.census() if weight.trainable]
         for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
             for pattern in patterns:
@@ -116,6 +130,22 @@ class Optimizer(ABC):
                     reason = "is found in no name of a trained weight"
                     cure = f"the first are {', '.join(names[:3])}" if names else ""
                     yield Complaint(f"optimizer.{key}", pattern, reason, cure)
+
+    def _too_late(self, run: Run) -> Iterator[Complaint]:
+        key = "optimizer.in_backward"
+        if run.accumulation > 1:
+            reason = f"steps before the gradients of {run.accumulation} micro batches are summed up"
+            cure = f"set trainer.global_batch={run.rows_per_pass}"
+            yield Complaint(key, True, reason, cure)
+        if run.trainer.clip_norm is not None:
+            reason = "steps before the norm of the whole gradient is known"
+            yield Complaint(key, True, reason, "set trainer.clip_norm=null")
+        if run.precision.compute is Number.fp16:
+            reason = "steps before a scaled gradient is known to be finite"
+            yield Complaint(key, True, reason, "set precision=bf16_mixed")
+        if self.averages:
+            reason = "would count the steps of weights that have none"
+            yield Complaint(key, True, reason, "set optimizer=adamw")
 
     def machine_complaints(self) -> Iterator[Complaint]:
         """Yields packages that are not installed."""

@@ -52,7 +52,7 @@ class Joined(Optimizer):
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._parts = parts
+        self.parts = parts
         self.state = defaultdict(dict)
         for part in parts:
             part.state = self.state  # as its groups are the very ones of the whole
@@ -61,6 +61,6 @@ class Joined(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps each."""
         loss = _closed(closure)
-        for part in self._parts:
+        for part in self.parts:
             part.step()
         return loss

@@ -28,6 +28,11 @@ class Parallelism(ABC):
     """Whether the optimizer is given weights as pieces of one long vector."""
 
     @property
+    def sums_late(self) -> bool:
+        """Returns whether a gradient is whole only after the pass backward."""
+        return True
+
+    @property
     @abstractmethod
     def world_size(self) -> int:
         """Returns the number of processes, one device each."""
@@ -64,6 +69,10 @@ class Parallelism(ABC):
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields what this layout cannot do with the other parts of ``run``."""
+        if run.optimizer.in_backward and self.sums_late:
+            reason = "steps before the gradient is whole, which in this layout it is at the end"
+            cure = "set optimizer.in_backward=false, or parallelism=fsdp"
+            yield Complaint("optimizer.in_backward", True, reason, cure)
         if run.optimizer.shard and not self.shares_optimizer_out:
             reason = "this layout has no replicas that could share the state out"
             cure = "set optimizer.shard=false, or parallelism=ddp"

@@ -189,6 +189,11 @@ class Mesh(Parallelism):
         yield from complaints_of_mesh(self, run)
 
     @property
+    def sums_late(self) -> bool:
+        """Returns whether pieces of a batch are summed up, or shards on their way to the host."""
+        return self.sizes["pipeline"] > 1 or self.cpu_offload
+
+    @property
     def cuts_weights(self) -> bool:
         """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
         return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1

@@ -25,6 +25,11 @@ class Single(Parallelism):
         """Returns 1."""
         return 1
 
+    @property
+    def sums_late(self) -> bool:
+        """Returns False."""
+        return False
+
     def holds(self, run: Run, rank: int = 0) -> Holds:
         """Returns everything."""
         from scalewise.parallelism.holds import of_replicas

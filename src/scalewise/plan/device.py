@@ -41,6 +41,8 @@ BACKWARD = (
 PASSES = (Phase.forward, Phase.loss, *BACKWARD)
 WITH_ROTATIONS = PASSES[: PASSES.index(Phase.reduce_block)]
 """Until the first block has taken its last look at them."""
+STEPPED_IN_BACKWARD = (Phase.reduce_last, Phase.reduce_block, Phase.reduce_rest)
+"""When shards are, as soon as they have been reduced."""
 AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
 
 
@@ -82,12 +84,12 @@ class Device:
         self.tied = holds.first and holds.last and bool(run.model.tied_weights)
         self.blocks = _blocks(holds.layers)
         self.tapes = tapes_of(run.model, holds.shape)
-        self.fresh = fresh
+        self.fresh, self.stepped = fresh, self._stepped()
         self.block = of_block(run.model, holds.shape, Recompute.nothing, fresh)
         self.replays = self._replays(holds.parts)
         kept = (each.kept for each in self.replays)
         self.kept_by_first = tuple(accumulate(kept, initial=0))
-        start, head, loss = of_ends(run.model, holds.shape, fresh)
+        start, head, loss = of_ends(run.model, holds.shape, fresh, self.stepped)
         self.start = start if holds.first else NOTHING
         self.head, self.loss = (head, loss) if holds.last else (NOTHING, NOTHING)
 
@@ -98,8 +100,22 @@ class Device:
         for part in parts:
             for place, each in enumerate(run.memory.of_parts((part,))):
                 of = of_start if part.first and not place else of_block
-                found.append(of(run.model, shape, each, self.fresh, run.memory.offload))
+                found.append(
+                    of(run.model, shape, each, self.fresh, run.memory.offload, self.stepped)
+                )
         return found
+
+    def _stepped(self) -> float:
+        """Returns the bytes that a step in backward takes for each of a gradient; else -1.
+
+        Where weights are shards, their steps are not in the pass of whole ones.
+        """
+        if not self.run.optimizer.in_backward or self.gathering is not None:
+            return -1.0
+        each, held = self.run.optimizer, self.gradient_bytes
+        weights = [w for w in (*self.holds.block, *self.holds.rest) if w.trainable]
+        largest = max(weights, key=lambda weight: weight.count)
+        return each.scratch_bytes(largest, 1, held) / (largest.count * held)
 
     @property
     def head_weights(self) -> int:
@@ -118,6 +134,12 @@ class Device:
         yield from self._gradients()
         if self.tied:
             yield self._of_tied()
+            if self.stepped > 0:
+                size = numbers(self.holds.rest, trained=True) * self.gradient_bytes
+                reason = "of the tied weight, when both its gradients are one"
+                yield line(
+                    "step", round(size * (1 + self.stepped)), (Phase.reduce_rest,), "", reason
+                )
         if self.gathering is not None:
             yield from self._gathered(self.gathering)
         yield from self._kept()
@@ -145,9 +167,10 @@ class Device:
                 f"{trained:,} x {state / trained:.4g} B",
                 "for each number that is trained",
             )
-        if holds.shape.on_cpu:
+        if holds.shape.on_cpu and self.stepped < 0:
             scratch = holds.scratch_bytes(run)
-            yield Line("step", {Phase.optimizer: scratch}, "", "what stepping the largest takes")
+            when = STEPPED_IN_BACKWARD if run.optimizer.in_backward else (Phase.optimizer,)
+            yield line("step", scratch, when, "", "what stepping the largest takes")
 
     def _of_parameters(self, number: Number) -> Line:
         shards = self.holds.parameters
@@ -161,6 +184,8 @@ class Device:
         return line("parameters", size, EVERY, formula, reason)
 
     def _gradients(self) -> Iterator[Line]:
+        if self.run.optimizer.in_backward:
+            return
         holds, each = self.holds, self.gradient_bytes
         count = holds.numbers(holds.gradients, trained=True)
         whole = count * each
@@ -245,7 +270,7 @@ class Device:
             return
         if gathering.whole_gradients:
             yield self._of_earlier(gathering.reduced, "kept until the last micro batch reduces")
-        if gathering.replicas and self.stays:
+        if gathering.replicas and (self.stays or self.run.optimizer.in_backward):
             yield self._of_replicas(gathering)
         trained = numbers(holds.block, shards, trained=True) * shards
         ends = numbers(holds.rest, shards, trained=True) * shards

@@ -33,11 +33,13 @@ def replay(
     given: Sequence[int] = (0,),
     fresh: bool,
     offload: bool = False,
+    stepped: float = -1,
 ) -> Replay:
     """Returns what is alive when a part runs whose inputs are ``given`` and whose last is output.
 
     ``fresh``: whether weights have no gradient yet, so that the one made here stays. ``offload``:
-    whether what is kept is brought back when backward first reads it.
+    whether what is kept is brought back when backward first reads it. ``stepped``: bytes that the
+    optimizer takes for each byte of a weight's gradient, before it drops that; below 0: later.
     """
     forward = _Forward(tape, given)
     forward.run(tape.operators)
@@ -63,14 +65,14 @@ def replay(
         leftover = sum(tape.sizes[place] for place in (unused & cached) | held)
         # It is made when backward first reads of it; gradients have come so far by then.
         asked = max(at for at, operator in enumerate(tape.operators) if operator.reads_back)
-        arriving = _Backward(tape, forward, 0, fresh=fresh)
+        arriving = _Backward(tape, forward, 0, fresh=fresh, stepped=stepped)
         arriving.run(tape.operators[asked + 1 :])
         again = second.peak + arriving.now - forward.kept
         if offload:
             away = frozenset(place for place in given if tape.sizes[place] >= OFFLOADED_FROM)
             kept -= sum(tape.sizes[place] for place in away)
     late = away if recompute is Recompute.nothing else frozenset()
-    backward = _Backward(tape, forward, leftover, fresh=fresh, away=late)
+    backward = _Backward(tape, forward, leftover, fresh=fresh, away=late, stepped=stepped)
     backward.run(tape.operators)
     peak = max(backward.peak, again)
     gone = sum(tape.sizes[place] for place in away)
@@ -140,8 +142,9 @@ class _Backward:
         *,
         fresh: bool,
         away: frozenset[int] = frozenset(),
+        stepped: float,
     ) -> None:
-        self._tape, self._fresh = tape, fresh
+        self._tape, self._fresh, self._stepped = tape, fresh and stepped < 0, stepped
         self._saves, self._away = dict(forward.saves), set(away)
         self.now = forward.kept + leftover - sum(tape.sizes[place] for place in away)
         self.peak = self.held = 0
@@ -192,6 +195,7 @@ class _Backward:
             if held != computed:
                 self._grow(held)
                 self.now -= computed
+            self.peak = max(self.peak, self.now + round(held * max(0.0, self._stepped)))
             self.held += held * self._fresh
             self.now -= held * (not self._fresh)
 

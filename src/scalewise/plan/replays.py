@@ -25,18 +25,30 @@ def tapes_of(model: Model, shape: Pass) -> Tapes:
 
 @lru_cache(maxsize=1024)
 def of_block(
-    model: Model, shape: Pass, recompute: Recompute, fresh: bool, offload: bool = False
+    model: Model,
+    shape: Pass,
+    recompute: Recompute,
+    fresh: bool,
+    offload: bool = False,
+    stepped: float = -1,
 ) -> Replay:
     """Returns any block but the first of all."""
-    return replay(tapes_of(model, shape).block, recompute, fresh=fresh, offload=offload)
+    block = tapes_of(model, shape).block
+    return replay(block, recompute, fresh=fresh, offload=offload, stepped=stepped)
 
 
 @lru_cache(maxsize=1024)
 def of_start(
-    model: Model, shape: Pass, recompute: Recompute, fresh: bool, offload: bool = False
+    model: Model,
+    shape: Pass,
+    recompute: Recompute,
+    fresh: bool,
+    offload: bool = False,
+    stepped: float = -1,
 ) -> Replay:
     """Returns the first block of all."""
-    return replay(tapes_of(model, shape).start, recompute, fresh=fresh, offload=offload)
+    start = tapes_of(model, shape).start
+    return replay(start, recompute, fresh=fresh, offload=offload, stepped=stepped)
 
 
 def offloaded(run: Run, holds: Holds) -> int:
@@ -50,11 +62,14 @@ def offloaded(run: Run, holds: Holds) -> int:
 
 
 @lru_cache(maxsize=1024)
-def of_ends(model: Model, shape: Pass, fresh: bool) -> tuple[Replay, Replay, Replay]:
+def of_ends(
+    model: Model, shape: Pass, fresh: bool, stepped: float = -1
+) -> tuple[Replay, Replay, Replay]:
     """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
     tapes = tapes_of(model, shape)
+    ends = min(stepped, 0.0) if model.tied_weights else stepped  # then stepped after both
     return (
-        replay(tapes.first, given=(), fresh=fresh),
-        replay(tapes.last, fresh=fresh),
+        replay(tapes.first, given=(), fresh=fresh, stepped=ends),
+        replay(tapes.last, fresh=fresh, stepped=ends),
         replay(tapes.loss, fresh=fresh) if tapes.loss else NOTHING,
     )
