@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-from fixtures.doors import Doors
+from fixtures.doors import Doors, Folder
 
 
 @pytest.mark.exhaustive
@@ -15,3 +17,21 @@ def test_a_packed_model_ends_better_than_it_began(scalewise: Doors) -> None:
     page = (ended.folder.path / "report.html").read_text("utf-8")
     began, after = (f"{metrics[key]:.4f}" for key in ("val/loss_first", "val/loss"))
     assert f"validation goes from {began} to {after}" in page
+
+
+@pytest.mark.exhaustive
+def test_each_rung_of_the_ladder_takes_what_is_foreseen(scalewise: Doors) -> None:
+    small = ("model.layers=4", "model.vocabulary=4096", "trainer.max_steps=3", "tracking=none")
+    ended = scalewise("experiment=memory_ladder", "sweep=memory_ladder", *small).ok()
+    jobs = [Folder(folder) for folder in sorted(ended.folder.path.glob("[0-9]"))]
+    metrics = [job.summary["metrics"] for job in jobs]
+    peaks = [each["memory/peak_bytes"] for each in metrics]
+    assert len(peaks) == 8
+    assert all(after < before for before, after in pairwise(peaks))
+    assert [each["plan/peak_bytes"] for each in metrics] == pytest.approx(peaks, rel=0.05)
+    # Until fewer bits, and fewer weights, are trained, nothing but memory and time changes.
+    losses = [each["train/loss"] for each in metrics[:5]]
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+    page = (ended.folder.path / "report.html").read_text("utf-8")
+    assert "Seven techniques together cut peak memory by" in page
+    assert "+ in_backward" in page

@@ -120,12 +120,6 @@ RULES: list[Row] = [
         "trainer.global_batch=",
     ),
     (
-        ["optimizer.in_backward=true", "trainer.clip_norm=null", "precision=fp16_mixed"],
-        "optimizer.in_backward",
-        "known to be finite",
-        "precision=bf16_mixed",
-    ),
-    (
         [
             "optimizer=schedule_free",
             "optimizer.in_backward=true",

@@ -181,6 +181,15 @@ def test_one_complaint_names_key_reason_and_cure(
     assert_refused(overrides, key, reason, cure)
 
 
+def test_no_step_is_taken_on_scaled_gradients() -> None:
+    line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*line, "precision=fp16_mixed"], here=False)
+    (complaint,) = caught.value.complaints
+    assert complaint.key == "optimizer.in_backward"
+    assert "known to be finite" in complaint.reason
+
+
 def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:

@@ -78,6 +78,18 @@ class TestNames:
         found = sweep({"precision": ("fp32",)}, [run(n, {"precision": "fp32"}) for n in (0, 1)])
         assert [job.name for job in found.jobs] == ["fp32 #0", "fp32 #1"]
 
+    def test_of_a_ladder_each_says_what_it_adds(self) -> None:
+        rows = [("none", 0, False), ("none", 256, False), ("full", 256, False), ("full", 256, True)]
+        keys = ("memory", "objective.loss_chunk", "optimizer.in_backward")
+        varying = {key: tuple(dict.fromkeys(column)) for key, *column in zip(keys, *rows)}  # noqa: B905
+        jobs = [run(n, dict(zip(keys, row, strict=True))) for n, row in enumerate(rows)]
+        names = ["baseline", "+ loss_chunk 256", "+ full", "+ in_backward"]
+        assert [job.name for job in sweep(varying, jobs).jobs] == names
+        back = run(4, dict(zip(keys, rows[2], strict=True)))
+        assert (
+            sweep(varying, [*jobs, back]).jobs[0].name == "none · loss_chunk 0 · in_backward false"
+        )
+
     def test_reference_is_the_first_job_or_the_one_given(self) -> None:
         jobs = [run(n, {"precision": p}) for n, p in enumerate(("fp32", "bf16_mixed"))]
         varying = {"precision": ("fp32", "bf16_mixed")}

@@ -251,7 +251,7 @@ def _climbed(rungs: Sequence[Rung], unit: MemoryUnit) -> Section:
         notes=(f"Each job keeps what the one above it has, and adds to it; all begin at "
                f"{first.name}.",),
         numbers=_numbers(rungs, unit),
-        reading=("In grey is the change from the job above.",),
+        reading=("In grey is the change from the job above; a dark line is what was foreseen.",),
         said=tuple(said),
     )  # fmt: skip
 
@@ -272,7 +272,16 @@ def _panel(
             continue
         shown, name = f"{text(number)} {unit}", rung.job.name
         part = Segment(colour, number * scale, f"{name}: {shown}")
-        bars.append(Bar(name, (part,), shown, error=_change(rung, before, key)))
+        said = rung.job.foreseen(key)
+        bars.append(
+            Bar(
+                name,
+                (part,),
+                shown,
+                foreseen=None if said is None else said * scale,
+                error=_change(rung, before, key),
+            )
+        )
     if len(bars) < 2:
         return None
     sentence = f"Bars: {title.lower()} of {numbers.plural(len(bars), 'job')}, in their order."
@@ -290,14 +299,19 @@ def _change(rung: Rung, base: Rung, key: str) -> str:
 def _numbers(rungs: Sequence[Rung], unit: MemoryUnit) -> Numbers:
     first = rungs[0]
     priced = any(rung.job.measured(PRICE) is not None for rung in rungs)
-    heads = ["adds", "step, ms", "change", "in all", f"peak, {unit.name}", "change", "in all"]
+    heads = ["adds"]
+    for key, head in ((STEP, "step, ms"), (PEAK, f"peak, {unit.name}")):
+        known = any(rung.job.foreseen(key) is not None for rung in rungs)
+        heads += [head, *(["foreseen"] if known else []), "change", "in all"]
     heads += [*(["$ a billion tokens"] if priced else []), "train loss"]
     rows = []
     for before, rung in zip((first, *rungs), rungs, strict=False):
         job, cells = rung.job, [", ".join(rung.added) or numbers.MISSING]
         for key, text in ((STEP, numbers.milliseconds), (PEAK, unit.text)):
+            known = any(each.job.foreseen(key) is not None for each in rungs)
             cells += [
                 text(job.measured(key)),
+                *([text(job.foreseen(key))] if known else []),
                 _change(rung, before, key),
                 _change(rung, first, key),
             ]

@@ -179,7 +179,7 @@ def of_sweep(sweep: SweepRecord) -> Comparison:
     varying = {key: sweep.varying[key] for key in _ordered(sweep.varying)}
     short = {key: _short(values) for key, values in varying.items()}
     group_key, groups = _groups(varying, short)
-    names = [_name(run, short) for run in sweep.jobs]
+    names = _rungs(sweep.jobs, short) or [_name(run, short) for run in sweep.jobs]
     twice = {name for name, count in Counter(names).items() if count > 1}
     jobs = []
     for run, name in zip(sweep.jobs, names, strict=True):
@@ -207,16 +207,33 @@ def _short(values: Sequence[object]) -> dict[str, str]:
     }
 
 
+def _rungs(runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]) -> list[str] | None:
+    """Returns what each job adds to the one before it; None where that is not one setting each."""
+    names, seen = ["baseline"], set[str]()
+    for before, run in pairwise(runs):
+        values = ({key: numbers.value(r.varied.get(key)) for key in short} for r in (before, run))
+        old, new = values
+        keys = [key for key in short if old[key] != new[key]]
+        if len(keys) != 1 or seen & set(keys):
+            return None
+        seen |= set(keys)
+        item = run.varied.get(keys[0])
+        names.append(
+            f"+ {keys[0].rsplit('.', 1)[-1] if item is True else _word(run, keys[0], short)}"
+        )
+    return names if len(names) > 2 else None
+
+
 def _name(run: RunRecord, short: Mapping[str, Mapping[str, str]]) -> str:
-    words = []
-    for key, values in short.items():
-        if key not in run.varied:
-            continue
-        item = run.varied[key]
-        text = values.get(numbers.value(item), numbers.value(item))
-        bare = isinstance(item, str) and not text.replace(".", "").isdigit()
-        words.append(text if bare else f"{key.rsplit('.', 1)[-1]} {text}")
+    words = [_word(run, key, short) for key in short if key in run.varied]
     return " · ".join(words) or run.name or f"job {run.number}"
+
+
+def _word(run: RunRecord, key: str, short: Mapping[str, Mapping[str, str]]) -> str:
+    item = run.varied.get(key)
+    text = short[key].get(numbers.value(item), numbers.value(item))
+    bare = isinstance(item, str) and not text.replace(".", "").isdigit()
+    return text if bare else f"{key.rsplit('.', 1)[-1]} {text}"
 
 
 def _groups(
