@@ -79,7 +79,12 @@ class TestNames:
         assert [job.name for job in found.jobs] == ["fp32 #0", "fp32 #1"]
 
     def test_of_a_ladder_each_says_what_it_adds(self) -> None:
-        rows = [("none", 0, False), ("none", 256, False), ("full", 256, False), ("full", 256, True)]
+        rows = [
+            ("none", 0, False),
+            ("none", 256, False),
+            ("full", 256, False),
+            ("full", 256, "True"),
+        ]
         keys = ("memory", "objective.loss_chunk", "optimizer.in_backward")
         varying = {key: tuple(dict.fromkeys(column)) for key, *column in zip(keys, *rows)}  # noqa: B905
         jobs = [run(n, dict(zip(keys, row, strict=True))) for n, row in enumerate(rows)]

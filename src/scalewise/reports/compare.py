@@ -217,10 +217,9 @@ def _rungs(runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]) ->
         if len(keys) != 1 or seen & set(keys):
             return None
         seen |= set(keys)
-        item = run.varied.get(keys[0])
-        names.append(
-            f"+ {keys[0].rsplit('.', 1)[-1] if item is True else _word(run, keys[0], short)}"
-        )
+        turned_on = new[keys[0]].lower() == "true"
+        told = keys[0].rsplit(".", 1)[-1] if turned_on else _word(run, keys[0], short)
+        names.append(f"+ {told}")
     return names if len(names) > 2 else None
 
 
