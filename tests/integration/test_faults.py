@@ -82,6 +82,7 @@ LAYOUTS = {
     "fsdp": ("parallelism=fsdp",),
     "pipeline": ("parallelism=pipeline", "model.layers=2"),
 }
+USUAL = {("ddp", "raise"), ("ddp", "oom"), ("ddp", "hang"), ("fsdp", "hang"), ("pipeline", "kill")}
 
 
 def time_enough(undisturbed: Folder) -> int:
@@ -95,7 +96,7 @@ def time_enough(undisturbed: Folder) -> int:
         pytest.param(layout, accident, marks=() if usual else LONG)
         for layout in LAYOUTS
         for accident in ENDINGS
-        for usual in [layout == "ddp" or accident == "hang"]
+        for usual in [(layout, accident) in USUAL]
     ],
 )
 def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job: Job) -> None:
@@ -163,7 +164,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["ddp", *(pytest.param(n, marks=LONG) for n in ("fsdp", "pipeline"))]
+)
 def test_a_full_disk_costs_that_checkpoint_only(
     layout: str, small_disk: Path, shared_cache: Path
 ) -> None:

@@ -39,9 +39,10 @@ def both_train(door: Opened) -> None:
     door.until(rows, "two jobs that train")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "group"),
-    [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.exhaustive)],
+    [(signal.SIGINT, True), (signal.SIGTERM, False)],
 )
 def test_a_signal_ends_all_and_saves_each(number: int, group: bool, scalewise: Doors) -> None:
     door = scalewise.start(*LINE, *LONG_RUN, "seed=1,2,3")

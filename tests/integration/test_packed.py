@@ -56,6 +56,7 @@ def test_two_jobs_at_once_each_on_its_own_cores(scalewise: Doors) -> None:
 
 
 @several_cores
+@pytest.mark.exhaustive
 def test_whoever_dies_frees_the_place(scalewise: Doors) -> None:
     """Job 0 loses its supervisor, jobs 1 and 3 a rank; one layout takes both slots."""
     killed = "{_target_:fixtures.accidents.KillLauncher,job:0,step:5}"

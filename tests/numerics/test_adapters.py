@@ -32,12 +32,13 @@ ADAPTERS = {
     "ia3": ("adapter=ia3", "adapter.targets=[auto,attention.output,feedforward.up]"),
 }
 USUAL = {
-    "lora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
+    "lora": ("ddp", "fsdp", "deepspeed_zero3"),
     "rslora": (),
-    "pissa": ("tensor", "deepspeed_zero3"),
-    "dora": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
-    "ia3": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3"),
+    "pissa": ("tensor",),
+    "dora": ("tensor", "pipeline_one_f_one_b"),
+    "ia3": ("fsdp", "tensor"),
 }
+EACH = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
 CASES = [
     pytest.param(
         adapter,
@@ -45,7 +46,7 @@ CASES = [
         marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
     )
     for adapter, usual in USUAL.items()
-    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3") else USUAL["lora"])
+    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3") else EACH)
 ]
 
 

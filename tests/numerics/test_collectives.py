@@ -66,17 +66,14 @@ AGAIN = {
 """What is computed, and perhaps sent, a second time, or not asked for."""
 USUAL = (
     ("gpt2", "tensor", "full"),
-    ("llama", "tensor", "loss"),
     ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "tensor", "dora, full"),
-    ("llama", "tensor", "ia3"),
-    ("llama", "fsdp", "dpo, lora"),
     ("llama", "tensor", "dpo, lora"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
 SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
-SELDOM += ("replicate_tensor", "shard_context")
+SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_replicate", "fsdp_4")
 """Layouts that send what one of the others does, otherwise arranged."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]

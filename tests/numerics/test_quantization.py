@@ -26,9 +26,9 @@ QUANTIZATIONS = {
     "int8": ("quantization=int8",),
 }
 USUAL = {
-    "nf4": ("ddp", "fsdp", "pipeline_one_f_one_b"),
+    "nf4": ("fsdp", "pipeline_one_f_one_b"),
     "fp4": (),
-    "int8": ("fsdp",),
+    "int8": (),
 }
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 NEVER = ("tensor", "deepspeed")
@@ -40,7 +40,7 @@ CASES = [
         marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
     )
     for name in QUANTIZATIONS
-    for layout in (LAYOUTS if name == "nf4" else USUAL["nf4"])
+    for layout in (LAYOUTS if name == "nf4" else ("ddp", *USUAL["nf4"]))
     if not any(never in layout for never in NEVER)
 ]
 

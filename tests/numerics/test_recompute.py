@@ -45,12 +45,14 @@ def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -
     found = {
         option: job.of(*rows, *parts).summary["metrics"]
         for option, parts in {"nothing": (), **OPTIONS}.items()
+        if option != "offload"
     }
     kept = {option: metrics["memory/activations_bytes"] for option, metrics in found.items()}
     assert kept["checkpoint_full"] < kept["checkpoint_mixture"]
     assert kept["checkpoint_mixture"] < kept["checkpoint_selective"] < kept["nothing"]
     # Nothing but its input is left of a block; logits are not forgotten here.
     assert kept["checkpoint_full"] < 0.5 * kept["nothing"]
+    assert kept["offload_all"] < kept["checkpoint_full"]
     logits = 8 * 32 * 256 * 4
     peaks = {option: metrics["memory/peak_bytes"] for option, metrics in found.items()}
     assert peaks["loss_chunk"] < peaks["nothing"] - logits

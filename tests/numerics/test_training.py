@@ -15,6 +15,8 @@ from scalewise import compose
 from scalewise.tracking.names import TIMES
 
 FP32_BYTES = 4
+LONG = pytest.mark.exhaustive
+MORE = (("single", 4), ("single", 3), ("ddp", 2), ("ddp", 1))
 
 
 @pytest.fixture
@@ -30,7 +32,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folde
 
 @pytest.mark.parametrize(
     ("layout", "micro_batch"),
-    [("single", 4), ("single", 2), ("single", 3), ("ddp", 4), ("ddp", 2), ("ddp", 1), ("ddp", 3)],
+    [
+        ("single", 2),
+        ("ddp", 4),
+        ("ddp", 3),
+        *(pytest.param(*rest, marks=LONG) for rest in MORE),
+    ],
 )
 def test_every_layout_of_a_global_batch_trains_the_same(
     layout: str, micro_batch: int, alone: Folder, job: Job
