@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from scalewise.reports.compare import LOSS, PEAK, PRICE, SPEED, STEP, VALIDATION
+from scalewise.reports.compare import LOSS, PEAK, PREFERRED, PRICE, SPEED, STEP, VALIDATION
 from scalewise.reports.live import (
     Comparer,
     Coordinates,
@@ -30,6 +30,14 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             (VALIDATION, "Validation loss, nats per token"),
             ("train/grad_norm", "Gradient norm"),
             ("train/lr", "Learning rate"),
+        ),
+    ),
+    (
+        "Preferences",
+        _curves(
+            (PREFERRED, "Held-out pairs preferred rightly, by chance a half"),
+            ("val/reward_margin", "Held-out margin of the rewards, nats"),
+            ("train/reward_accuracy", "Pairs of the batch preferred rightly"),
         ),
     ),
     (
