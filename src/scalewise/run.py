@@ -126,7 +126,8 @@ class Run:
 
         Where that is another than the one that training began with, what it said is kept.
         """
-        return self.objective.reference is not None and self.adapter.turns_off
+        began_off = self.adapter.turns_off and self.adapter.resume is None
+        return self.objective.reference is not None and began_off
 
     @property
     def tokens_per_step(self) -> int:
@@ -166,12 +167,13 @@ class Run:
         return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)
 
     def settled(self) -> Run:
-        """Returns the run with every ``auto`` of hardware and layout decided for this machine."""
+        """Returns the run with what this machine decides: hardware, layout, newest checkpoint."""
         hardware = on_this_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
         present = max(1, len(this_machine().gpus)) if on_cuda else None
         devices = started_ranks() or hardware.devices or present
-        return replace(self, hardware=hardware, parallelism=self.parallelism.settle(devices))
+        layout, adapter = self.parallelism.settle(devices), self.adapter.settled()
+        return replace(self, hardware=hardware, parallelism=layout, adapter=adapter)
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields everything that is wrong: in each spec, then between them."""
@@ -211,6 +213,8 @@ class Run:
         ):
             reason = "there is no such checkpoint folder"
             yield Complaint("resume", self.resume, reason, "give a path, or resume=null")
+        if not any(self._of_specs()):
+            yield from self.adapter.machine_complaints(self)
         yield from self.optimizer.machine_complaints()
         yield from self.quantization.machine_complaints()
         yield from self.tracking.machine_complaints()

@@ -125,6 +125,10 @@ def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> N
     base = AutoModelForCausalLM.from_pretrained(alone / "base")
     assert_close(PeftModel.from_pretrained(base, alone), trained)
 
+    resumed = scalewise.compose([*SMOKE, *CASES[case], f"adapter.resume={alone}"])
+    for name, parameter in SingleLayout(DeviceKind.cpu).build(resumed).named_parameters():
+        assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
+
 
 def assert_close(theirs: Any, logits_BTV: Tensor) -> None:
     with torch.no_grad():

@@ -38,6 +38,8 @@ FLOORS = {
         "adapters.exported",
         "adapters.ia3",
         "adapters.lora",
+        "adapters.peft_folder",
+        "adapters.resumed",
         "quantization.linear",
         "optimizers.blockwise",
         "optimizers.stepping",

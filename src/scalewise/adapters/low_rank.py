@@ -34,6 +34,8 @@ class Lora(Adapter):
     targets: tuple[str, ...] = (layers.AUTO,)
     """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
     auto: the model's own choice."""
+    resume: str | None = None
+    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
     rank_stabilized = False
     """Whether alpha is divided by the root of the rank, and not by the rank."""

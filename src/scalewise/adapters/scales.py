@@ -30,6 +30,8 @@ class IA3(Adapter):
     targets: tuple[str, ...] = (layers.AUTO,)
     """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
     auto: keys, values, and what the feedforward's last layer reads."""
+    resume: str | None = None
+    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
     def scaled(self, model: Model) -> tuple[str, ...]:
         """Returns the linear layers whose whole name a target describes."""

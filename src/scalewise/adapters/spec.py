@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from scalewise.adapters import layers
 from scalewise.config.registry import option
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scalewise.models.module import ModelModule
+    from scalewise.run import Run
 
 
 class Adapter(ABC):
@@ -33,6 +35,16 @@ class Adapter(ABC):
     magnitudes: bool = False
     """Whether the rows of adapted matrices have magnitudes of their own."""
     turns_off: bool = False
+    targets: tuple[str, ...] = ()
+    resume: str | None = None
+
+    def settled(self) -> Self:
+        """Returns it with ``resume`` as a whole path; of a run's folder, the newest checkpoint."""
+        if self.resume is None:
+            return self
+        folder = Path(self.resume).expanduser().absolute()
+        *_, newest = [None, *sorted((folder / "checkpoints").glob("step-*/manifest.json"))]
+        return replace(self, resume=str(newest.parent if newest else folder))  # type: ignore[type-var]  # a dataclass
 
     def weights(self, model: Model) -> tuple[Weight, ...]:
         """Returns every tensor once, in the order of the module's parameters.
@@ -102,6 +114,13 @@ class Adapter(ABC):
         """Yields what ``model`` does not have."""
         yield from ()
 
+    def machine_complaints(self, run: Run) -> Iterator[Complaint]:
+        """Yields why a run of sound specs cannot begin with the adapter at ``resume``."""
+        if self.resume is not None:
+            from scalewise.adapters import resumed
+
+            yield from resumed.complaints(self, run)
+
     @abstractmethod
     def apply(self, module: ModelModule, model: Model) -> None:
         """Freezes and adds weights, in place, in a model or a part of it on the meta device."""
@@ -113,6 +132,14 @@ class Adapter(ABC):
     @abstractmethod
     def fill(self, module: ModelModule, seed: int) -> None:
         """Gives the added weights of a materialized module, sharded or not, their first values."""
+
+    def start(self, module: ModelModule, model: Model, seed: int) -> None:
+        """Gives what is trained of such a module the values that training begins with."""
+        self.fill(module, seed)
+        if self.resume is not None:
+            from scalewise.adapters import resumed
+
+            resumed.load(module, self.resume, model)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,11 +210,15 @@ def read(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
         raise CheckpointError.one("resume", path, f"cannot be read: {error}") from error
 
 
-def whole(path: Path, part: str = "model") -> dict[str, Tensor]:
-    """Returns the tensors of ``model`` or ``optimizer`` as a single device would hold them."""
+def whole(path: Path, part: str = "model", names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of ``model`` or ``optimizer`` as a single device would hold them.
+
+    ``names``: of these alone, those that are there; None: of all.
+    """
+    known = _metadata(path, part)
     room = {
-        name: torch.empty(held.size, dtype=held.properties.dtype)
-        for name, held in _metadata(path, part).items()
+        name: torch.empty(known[name].size, dtype=known[name].properties.dtype)
+        for name in (known if names is None else known.keys() & set(names))
     }
     read(path, part, room)
     return room

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from scalewise.config import registry
 from scalewise.data import kept
 from scalewise.data.base import Data, Splits
 from scalewise.errors import ConfigError
-from scalewise.models.base import Weight
+from scalewise.models.base import Part, Weight
 from scalewise.models.decoder.spec import Decoder
 from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
@@ -80,7 +81,7 @@ class Trained:
         ``exact``: with the matrices that were packed as they had been before.
         """
         if self.checkpoint is None:
-            began = dict(self.model.build(self.seed).state_dict())
+            began = self._begun()
             return began if exact else self.quantization.rounded(began, self.model)
         held = store.whole(self.checkpoint)
         if self.optimizer.averages:
@@ -94,9 +95,21 @@ class Trained:
 
     def merged(self, *, exact: bool = False) -> dict[str, Tensor]:
         """Returns the same with what an adapter has learnt added to the model's own."""
-        if self.checkpoint is None:
+        if self.checkpoint is None and self.adapter.resume is None:
             return self.state(exact=exact)
         return self.adapter.merged(self.state(exact=exact), self.model)
+
+    def _begun(self) -> dict[str, Tensor]:
+        """Returns the weights that training began with; of an adapter, those it went on from."""
+        if self.adapter.resume is None:
+            return dict(self.model.build(self.seed).state_dict())
+        module = self.model.shape(Part(range(self.model.layers)))
+        self.adapter.apply(module, self.model)
+        module.to_empty(device=torch.get_default_device())
+        self.model.fill(module, self.seed)
+        self.adapter.start(module, self.model, self.seed)
+        held = module.state_dict().items()
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in held}
 
     @property
     def packed(self) -> list[Weight]:

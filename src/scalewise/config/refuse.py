@@ -4,6 +4,7 @@ Hydra stops at its first error, so a refused line is looked at again, override b
 and OmegaConf raise much beside their own errors when they meet odd text, hence the broad excepts.
 """
 
+import dataclasses
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -315,7 +316,7 @@ def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
     schemas = [
         name
         for name, cls in registry.OPTIONS.get(group, {}).items()
-        if leaf in typing.get_type_hints(cls)
+        if leaf in (entry.name for entry in dataclasses.fields(cls))
     ]
     if others := [name for schema in schemas for name in tree.names(group, schema)]:
         return f"it is a key of {group}={', '.join(others)}"

@@ -75,7 +75,8 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
             yield _of_another(folder, group, run.choices.get(group), then)
             continue
         for key in keys or sorted({*before, *after}):
-            if key not in _FREE and before.get(key) != after.get(key):
+            # A list is empty where there was no such key.
+            if key not in _FREE and (before.get(key) or None) != (after.get(key) or None):
                 name = f"{group}.{key}" if key else group
                 yield _of_another(folder, name, after.get(key), before.get(key))
 

@@ -74,7 +74,7 @@ class Layout(Strategy):
         run.adapter.apply(module, run.model)
         module.to_empty(device=torch.get_default_device())
         run.model.fill(module, run.seed)
-        run.adapter.fill(module, run.seed)
+        run.adapter.start(module, run.model, run.seed)
         run.objective.apply(module)
         run.memory.apply(module, whole)
         run.compile.apply(module)

@@ -43,7 +43,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
         shard(module, run, layout)
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
     run.model.fill(module, run.seed)
-    run.adapter.fill(module, run.seed)
+    run.adapter.start(module, run.model, run.seed)
     for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, buffer.to(layout.root_device))

@@ -22,7 +22,7 @@ def pieces(run: Run, device: torch.device) -> Iterator[nn.Module]:
         run.adapter.apply(piece, run.model)
         piece.to_empty(device=device)
         run.model.fill(piece, run.seed)
-        run.adapter.fill(piece, run.seed)
+        run.adapter.start(piece, run.model, run.seed)
         yield piece
 
 

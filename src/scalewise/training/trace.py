@@ -111,7 +111,7 @@ def _step(run: Run, rank: int, wire: fake.Wire, depth: int | None = None) -> Mom
         with (
             fake.tensors(),
             patch.object(type(run.model), "fill", _nothing),
-            patch.object(type(run.adapter), "fill", _nothing),
+            patch.object(type(run.adapter), "start", _nothing),
         ):
             precision = _precision(run)
             with precision.module_init_context():

@@ -123,12 +123,12 @@ def from_hugging_face(
     ``CheckpointError`` naming ``source`` and what is missing, left over or of another shape, and
     ``ConfigError`` for a spec that Hugging Face has no shape for.
     """
-    rest = {_bare(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
+    rest = {bare(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
     shapes = {weight.name: weight.shape for weight in spec.census()}
     state: dict[str, Tensor] = {}
     missing, misshapen = [], []
     for piece in pieces(spec):
-        tensor = rest.pop(_bare(piece.theirs), None)
+        tensor = rest.pop(bare(piece.theirs), None)
         if tensor is None:
             missing.append(piece.theirs)
             continue
@@ -161,7 +161,8 @@ def from_hugging_face(
     return state
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """Returns a Hugging Face name without what only some of its models have in front."""
     return name.removeprefix("model.").removeprefix("transformer.")
 
 

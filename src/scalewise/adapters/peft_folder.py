@@ -1,0 +1,186 @@
+"""An adapter as PEFT keeps it, read as if it had been trained here. Nothing is unpickled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import isclose, sqrt
+from pathlib import Path
+from typing import Any, cast
+
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scalewise.adapters import layers
+from scalewise.adapters.low_rank import Dora, Lora, Pissa, RankStabilizedLora
+from scalewise.adapters.scales import IA3
+from scalewise.adapters.spec import Adapter, census
+from scalewise.errors import CheckpointError, Complaint
+from scalewise.models.base import Model
+from scalewise.models.decoder.spec import Decoder
+from scalewise.models.decoder.weights import Piece, bare, pieces
+from scalewise.tracking.files import read_json
+
+KEY = "adapter.resume"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PARTS = {
+    "lora_A.default.weight": "lora_A.weight",
+    "lora_B.default.weight": "lora_B.weight",
+    "lora_magnitude_vector.default.weight": "lora_magnitude_vector",
+    "ia3_l.default": "ia3_l",
+}
+"""How PEFT's module names what is added to a layer, and how its files do."""
+
+
+class PeftFolder:
+    """An ``adapter_config.json`` with its tensors, for a model that has a home at Hugging Face.
+
+    Raises ``ConfigError`` for what cannot be read.
+    """
+
+    def __init__(self, path: Path, model: Model) -> None:
+        assert isinstance(model, Decoder)
+        self.path, self.model = path, model
+        self.config: dict[str, Any] = dict(read_json(path / CONFIG))
+        if not (path / WEIGHTS).is_file():
+            cure = "save it with safe_serialization=True"
+            raise CheckpointError.one(KEY, path, f"has no {WEIGHTS}; pickles are not read", cure)
+        try:
+            self.file = cast(Any, safe_open(path / WEIGHTS, "pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError.one(KEY, path, f"cannot be read: {error}") from error
+        held: list[str] = self.file.keys()
+        self.names = {bare(name.removeprefix("base_model.model.")): name for name in held}
+        self.pieces = {ours: piece for piece in pieces(model) for ours in piece.ours}
+        self.rows = {weight.name: weight.shape[0] for weight in model.census()}
+        self.layers = {weight.name: layers.name_of(weight) for weight in model.census()}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor in the file, by its bare name; None: it has no such."""
+        known = self.names.get(name)
+        return None if known is None else tuple(self.file.get_slice(known).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor of the file; raises ``CheckpointError`` where there is none."""
+        if name not in self.names:
+            reason = f"lacks {name}"
+            raise CheckpointError.one(KEY, self.path, reason, "set the model that it belongs to")
+        tensor: Tensor = self.file.get_tensor(self.names[name])
+        return tensor
+
+    def part_of(self, name: str) -> tuple[str, str, str]:
+        """Returns the matrix that an added weight of ours belongs to, the part, and its home."""
+        suffix = next(part for part in PARTS if name.endswith(f".{part}"))
+        ours = f"{name.removesuffix(suffix)}weight"
+        theirs = bare(self.pieces[ours].theirs).removesuffix("weight")
+        return ours, suffix, f"{theirs}{PARTS[suffix]}"
+
+    def tensor(self, name: str, adapted: list[str]) -> Tensor:
+        """Returns an added weight; ``adapted``: our matrices, in one of theirs, that have some.
+
+        Of ours that are one matrix there, A is shared, or each has rows of its own.
+        """
+        ours, suffix, home = self.part_of(name)
+        found = self.read(home)
+        piece = self.pieces[ours]
+        if len(piece.ours) == 1:
+            return found
+        place = [self.rows[each] for each in piece.ours]
+        top = sum(place[: piece.ours.index(ours)])
+        rows = slice(top, top + self.rows[ours])
+        rank, number = int(self.config.get("r", 0)), adapted.index(ours)
+        columns = slice(number * rank, (number + 1) * rank)
+        if suffix.startswith("lora_A"):
+            return found if len(found) == rank else found[columns]
+        if suffix.startswith("lora_B"):
+            return found[rows] if found.shape[1] == rank else found[rows, columns]
+        return found if len(found) == 1 else found[rows]
+
+
+def spec(path: Path, model: Model, now: Adapter) -> Adapter:
+    """Returns what would have trained an adapter here; raises ``CheckpointError`` for others.
+
+    Where PEFT has one matrix for several of ours, those count as adapted that are in ``now``.
+    """
+    folder = PeftFolder(path, model)
+    config = folder.config
+    targets = tuple(dict.fromkeys(_targets(folder, now)))
+    if config.get("peft_type") == "IA3":
+        return IA3(targets=targets)
+    initial = config.get("init_lora_weights")
+    plain = initial in (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+    kinds: dict[tuple[bool, bool, bool], type[Lora]] = {
+        (False, False, False): Lora,
+        (True, False, False): RankStabilizedLora,
+        (False, True, False): Dora,
+        (False, False, True): Pissa,
+    }
+    pissa = str(initial).startswith("pissa")
+    flags = (bool(config.get("use_rslora")), bool(config.get("use_dora")), pissa)
+    kind = kinds.get(flags) if plain or pissa else None
+    if config.get("peft_type") != "LORA" or kind is None or config.get("alora_invocation_tokens"):
+        told = f"peft_type={config.get('peft_type')}, init_lora_weights={initial}"
+        reason = f"is of a kind that is not trained here: {told}"
+        raise CheckpointError.one(KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA or IA3")
+    found = kind(rank=int(config["r"]), alpha=float(config["lora_alpha"]), targets=targets)
+    for module in folder.names:
+        if module.endswith(".lora_A.weight") and not _scaled_alike(folder, found, module):
+            reason = f"{module} has another rank or alpha than the rest"
+            raise CheckpointError.one(KEY, path, reason, "give one of a single rank and alpha")
+    return found
+
+
+def _scaled_alike(folder: PeftFolder, found: Lora, name: str) -> bool:
+    """Returns whether a layer's product has the weight of all others', and their rank or more."""
+    module, config = name.removesuffix(".lora_A.weight"), folder.config
+    known = config.get("alpha_pattern") or {}
+    alpha = float(known.get(get_pattern_key([*known], module), found.alpha))
+    (rank, _) = folder.shape(name) or (0, 0)
+    scale = alpha / (sqrt(rank) if found.rank_stabilized else rank)
+    return rank % found.rank == 0 and isclose(scale, found.scale)
+
+
+def _targets(folder: PeftFolder, now: Adapter) -> Iterator[str]:
+    """Yields our layers, by name within a block, that have something added in the file."""
+    listed = {*now.adapted(folder.model), *now.scaled(folder.model)}
+    for piece in dict.fromkeys(folder.pieces.values()):
+        home = bare(piece.theirs).removesuffix("weight")
+        if any(f"{home}{part}" in folder.names for part in PARTS.values()):
+            within = [folder.layers[ours] for ours in piece.ours]
+            yield from [layer for layer in within if layer in listed] or within
+
+
+def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]:
+    """Returns whole tensors by our names; raises ``ConfigError`` for what cannot be read."""
+    folder, wanted = PeftFolder(path, model), list(names)
+    matrices = {folder.part_of(name)[0] for name in wanted}
+
+    def adapted(name: str) -> list[str]:
+        piece: Piece = folder.pieces[folder.part_of(name)[0]]
+        return [ours for ours in piece.ours if ours in matrices]
+
+    return {name: folder.tensor(name, adapted(name)) for name in wanted}
+
+
+def misfits(path: Path, now: Adapter, model: Model) -> Iterator[Complaint]:
+    """Yields what of a folder has another shape than ``now``, and what has no place in it."""
+    wanted = {weight.name: weight.shape for weight in census(now, model) if weight.trainable}
+    folder, cure = PeftFolder(path, model), "set the model that it belongs to"
+    found, homes = tensors(path, wanted, model), set()
+    for name, shape in wanted.items():
+        homes.add(folder.part_of(name)[2])
+        if tuple(found[name].shape) != shape:
+            reason = f"{name} is {tuple(found[name].shape)}, the model has {shape}"
+            yield Complaint(KEY, path, reason, cure)
+            return
+    if left := sorted(folder.names.keys() - homes):
+        yield Complaint(KEY, path, f"holds {left[0]}, which the run does not train", cure)
+    counts = Counter[str]()
+    for name, tensor in found.items():
+        counts[folder.part_of(name)[2]] += int(tensor.count_nonzero())
+    for home, count in counts.items():
+        if home.endswith("lora_B.weight") and int(folder.read(home).count_nonzero()) != count:
+            reason = f"{home} changes layers that adapter.targets does not describe"
+            yield Complaint(KEY, path, reason, "add them to adapter.targets")
+            return

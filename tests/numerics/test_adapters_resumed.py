@@ -1,0 +1,238 @@
+"""A run begins with an adapter trained before: its own kind, PEFT's, in every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.steps import Reference, assert_equal, steps_of
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from scalewise import ConfigError, Run, compose
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.decoder import weights
+from scalewise.verbs.trained import recorded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+"""PEFT asks for it."""
+
+RANK = ("adapter.rank=4", "adapter.alpha=6")
+LORA = ("adapter=lora", *RANK, "adapter.targets=[attention.query,feedforward.*]")
+ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK), "ia3": ("adapter=ia3",)}
+USUAL = [("lora", "fsdp"), ("lora", "tensor")]
+FURTHER = [
+    ("lora", "deepspeed_zero3"),
+    ("lora", "ddp"),
+    ("lora", "pipeline_one_f_one_b"),
+    ("lora", "pipeline_shard"),
+]
+FURTHER += [(adapter, layout) for adapter in ("pissa", "ia3") for layout in ("fsdp", "tensor")]
+TOKENS_BT = torch.arange(64).reshape(2, 32)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layout"),
+    [pytest.param(*case) for case in USUAL]
+    + [pytest.param(*case, marks=(*marks(case[1]), pytest.mark.exhaustive)) for case in FURTHER],
+)
+def test_a_layout_goes_on_from_what_another_has_trained(
+    adapter: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    earlier = alone("accumulated", *ADAPTERS[adapter])
+    line = (*ADAPTERS[adapter], f"adapter.resume={earlier.path}")
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
+    reference = alone("accumulated", *line)
+    assert_equal(run, reference)
+    assert reference.column("train/loss")[0] < earlier.column("train/loss")[-1]
+    assert recorded(run.path).adapter.resume == str(earlier.path / "checkpoints/step-00000003")
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_run_begins_with_the_weights_that_were_saved(adapter: str, alone: Reference) -> None:
+    earlier = alone("accumulated", *ADAPTERS[adapter])
+    line = [*SHAPE, *LLAMA, *ADAPTERS[adapter]]
+    held = {name.removeprefix("model."): each for name, each in earlier.weights().items()}
+    for path in (earlier.path, earlier.path / "checkpoints" / "step-00000003"):
+        module = built(compose([*line, f"adapter.resume={path}"]))
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, held[name.replace(".base_layer.", ".")]), name
+
+
+def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
+    tmp_path: Path, shared_cache: Path
+) -> None:
+    free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
+    earlier = Job(tmp_path, shared_cache).of(*SHAPE, *LLAMA, *LORA, *free)
+    module = built(compose([*SHAPE, *LLAMA, *LORA, f"adapter.resume={earlier.path}"]))
+    state = recorded(earlier.path).state()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
+
+
+def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapter_off(
+    alone: Reference,
+) -> None:
+    earlier = alone("accumulated", *LORA)
+    line = (*LORA, f"adapter.resume={earlier.path}")
+    began = recorded(alone("accumulated", *line).path, beginning=True).merged()
+    for name, tensor in recorded(earlier.path).merged().items():
+        assert torch.equal(began[name], tensor), name
+    pairs = ["objective=dpo", "data.pairs=true"]
+    assert compose([*SHAPE, *LLAMA, *LORA, *pairs]).asks_each_pass
+    assert not compose([*SHAPE, *LLAMA, *line, *pairs]).asks_each_pass
+
+
+def built(run: Run) -> nn.Module:
+    return SingleLayout(DeviceKind.cpu).build(run)
+
+
+LLAMA_LAYERS = ["q_proj", "up_proj", "down_proj"]
+NAMES = ("attention.query", "feedforward.up", "feedforward.down")
+TARGETS = f"adapter.targets=[{','.join(NAMES)}]"
+FUSED = "adapter.targets=[attention.query,attention.key,attention.value,feedforward.down]"
+WRITTEN: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
+    "lora": (LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS), ("lora", TARGETS)),
+    "rslora": (
+        LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS, use_rslora=True),
+        ("rslora", TARGETS),
+    ),
+    "dora": (
+        LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS, use_dora=True),
+        ("dora", TARGETS),
+    ),
+    "pissa": (
+        LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS, init_lora_weights="pissa"),
+        ("pissa", TARGETS),
+    ),
+    "ia3": (
+        IA3Config(
+            target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+        ),
+        ("ia3",),
+    ),
+    "fused": (
+        LoraConfig(r=4, lora_alpha=6, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True),
+        ("lora", FUSED),
+    ),
+    "fused, dora": (
+        LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules=["c_attn", "mlp.c_proj"],
+            fan_in_fan_out=True,
+            use_dora=True,
+        ),
+        ("dora", FUSED),
+    ),
+}
+"""GPT-2 has queries, keys and values in one matrix, which share an A."""
+
+Written = Callable[[str], tuple[list[str], Path, Tensor]]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Returns what writes an adapter by PEFT, beside the model that it is for, and its logits."""
+
+    def write(case: str) -> tuple[list[str], Path, Tensor]:
+        config, (kind, *further) = WRITTEN[case]
+        shape = [*SHAPE, *(GPT2 if case.startswith("fused") else LLAMA)]
+        run, base, folder = compose(shape), tmp_path / "base", tmp_path / "adapter"
+        weights.export(run.model.build(1).state_dict(), run.model, base)
+        own = deepcopy(config)  # PEFT writes the base into it
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(folder)
+        fresh = AutoModelForCausalLM.from_pretrained(base)
+        with torch.no_grad():
+            logits_BTV = PeftModel.from_pretrained(fresh, folder).eval()(TOKENS_BT).logits
+        kind_line = [f"adapter={kind}", *(RANK if kind != "ia3" else ()), *further]
+        return [*shape, f"model.weights={base}", *kind_line], folder, logits_BTV
+
+    return write
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_peft_has_written_computes_what_it_does_there(case: str, written: Written) -> None:
+    line, folder, logits_BTV = written(case)
+    module = built(compose([*line, f"adapter.resume={folder}"]))
+    with torch.no_grad():
+        torch.testing.assert_close(module(TOKENS_BT), logits_BTV, rtol=1e-4, atol=1e-4)
+        assert (built(compose(line))(TOKENS_BT) - logits_BTV).abs().max() > 0.01
+
+
+def said(line: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        compose(line)
+    return [str(complaint) for complaint in refused.value.complaints]
+
+
+def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) -> None:
+    earlier: Folder = alone("accumulated", *LORA)
+    line = [*SHAPE, *LLAMA, f"adapter.resume={earlier.path}"]
+    found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
+    cures = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
+    cures += ("adapter.targets=[attention.query,feedforward.*]",)
+    assert len(found) == len(cures)
+    for complaint, cure in zip(found, cures, strict=True):
+        assert complaint.endswith(f"set {cure}, or adapter.resume=null")
+    plain = alone("accumulated")
+    (complaint,) = said([*SHAPE, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
+    assert "is of a run that trained no adapter" in complaint
+
+
+def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -> None:
+    line, folder, _ = written("lora")
+    line += [f"adapter.resume={folder}"]
+    (complaint,) = said([*line, "adapter=rslora"])
+    assert complaint.endswith("set adapter=lora, or adapter.resume=null")
+    found = said([*line, "adapter.rank=8", "adapter.targets=[attention.query]"])
+    cures = ("adapter.rank=4", f"adapter.targets=[{','.join(NAMES)}]")
+    for complaint, cure in zip(found, cures, strict=True):
+        assert complaint.endswith(f"set {cure}, or adapter.resume=null")
+    for further, reason in (
+        (["model.layers=5", "model.weights=null"], "lacks layers.4."),
+        (["model.layers=3", "model.weights=null"], "holds layers.3."),
+        (["model.width=64", "model.weights=null"], "the model has (4, 64)"),
+        (["model.bias=true", "model.weights=null"], "Hugging Face's Llama has no such model"),
+    ):
+        (complaint,) = said([*line, *further])
+        assert reason in complaint
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for change, reason in (
+        ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not trained here"),
+        ({"init_lora_weights": "olora"}, "is of a kind that is not trained here"),
+        ({"alpha_pattern": {"q_proj": 5}}, "has another rank or alpha than the rest"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+        (complaint,) = said(line)
+        assert reason in complaint
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    held = folder / "adapter_model.safetensors"
+    held.write_bytes(held.read_bytes()[:-9])
+    (complaint,) = said(line)
+    assert "cannot be read" in complaint
+    held.rename(folder / "adapter_model.bin")
+    (complaint,) = said(line)
+    assert "pickles are not read" in complaint
+
+
+def test_a_layer_that_is_one_with_others_there_is_covered_wholly(written: Written) -> None:
+    line, folder, _ = written("fused")
+    targets = "adapter.targets=[attention.query,feedforward.down]"
+    (complaint,) = said([*line, targets, f"adapter.resume={folder}"])
+    assert "changes layers that adapter.targets does not describe" in complaint
