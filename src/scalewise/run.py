@@ -126,7 +126,8 @@ class Run:
 
         Where that is another than the one that training began with, what it said is kept.
         """
-        began_off = self.adapter.turns_off and self.adapter.resume is None
+        adapter = self.adapter
+        began_off = adapter.turns_off and not (adapter.trained or adapter.resume)
         return self.objective.reference is not None and began_off
 
     @property
@@ -159,8 +160,9 @@ class Run:
 
     @property
     def is_frozen(self) -> bool:
-        """Returns whether an adapter is trained in place of the model's own weights."""
-        return not all(weight.trainable for weight in self.census_by_kind()[1])
+        """Returns whether an adapter is trained in place of most of the model's own weights."""
+        block, rest = self.census_by_kind()
+        return not all(weight.trainable for weight in (*block, *rest))
 
     def steps(self, rows: int) -> int:
         """Returns the optimizer steps of this run over a training split of ``rows`` rows."""

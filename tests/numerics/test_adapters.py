@@ -31,12 +31,19 @@ ADAPTERS = {
     "dora": ("adapter=dora", *LORA[1:]),
     "ia3": ("adapter=ia3", "adapter.targets=[auto,attention.output,feedforward.up]"),
 }
+WHOLE = {
+    "whole": (*LORA, "adapter.trained=[embedding,.*norm,attention.key]"),
+    "head": ("adapter=ia3", "adapter.trained=[head,feedforward.up]"),
+}
+"""With modules of the model's own that are trained beside the adapter."""
 USUAL = {
     "lora": ("ddp", "fsdp", "deepspeed_zero3"),
     "rslora": (),
     "pissa": ("tensor",),
     "dora": ("tensor", "pipeline_one_f_one_b"),
     "ia3": ("fsdp", "tensor"),
+    "whole": ("tensor",),
+    "head": (),
 }
 EACH = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")
 CASES = [
@@ -46,7 +53,7 @@ CASES = [
         marks=(*marks(layout), *(() if layout in usual else (pytest.mark.exhaustive,))),
     )
     for adapter, usual in USUAL.items()
-    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3") else EACH)
+    for layout in (LAYOUTS if adapter in ("lora", "dora", "ia3", "whole") else EACH)
 ]
 
 
@@ -54,7 +61,7 @@ CASES = [
 def test_an_adapter_takes_the_steps_of_one_device(
     adapter: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:
-    line = ADAPTERS[adapter]
+    line = (ADAPTERS | WHOLE)[adapter]
     run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
     reference = alone("accumulated", *line)
     assert_equal(run, reference)
@@ -63,10 +70,10 @@ def test_an_adapter_takes_the_steps_of_one_device(
         assert torch.equal(held[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("adapter", [*ADAPTERS, *WHOLE])
 def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference) -> None:
-    run = alone("accumulated", *ADAPTERS[adapter])
-    spec = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter]])
+    run = alone("accumulated", *(ADAPTERS | WHOLE)[adapter])
+    spec = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])
     trained = {weight.name for weight in spec.census() if weight.trainable}
     held = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
     assert held.keys() == {weight.name for weight in spec.census()}
@@ -149,7 +156,9 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1")], ids=str)
+@pytest.mark.parametrize(
+    "adapter", [*ADAPTERS.values(), (*LORA, "adapter.rank=1"), WHOLE["whole"]], ids=str
+)
 def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ...]) -> None:
     spec = compose([*SHAPE, *shape, *adapter])
     with torch.device("meta"):
@@ -162,9 +171,9 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
     assert found == [(w.name, w.shape, w.trainable) for w in spec.census()]
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
 def test_flops_are_those_torch_counts(adapter: str) -> None:
-    run = compose([*SHAPE, *LLAMA, *ADAPTERS[adapter], "model.layers=8"])
+    run = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
     module = SingleLayout(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:F
 RANK = ("adapter.rank=4", "adapter.alpha=6")
 LORA = ("adapter=lora", *RANK, "adapter.targets=[attention.query,feedforward.*]")
 ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK), "ia3": ("adapter=ia3",)}
+ADAPTERS["whole"] = (*LORA, "adapter.trained=[.*norm,head]")
 USUAL = [("lora", "fsdp"), ("lora", "tensor")]
 FURTHER = [
     ("lora", "deepspeed_zero3"),
@@ -36,7 +37,9 @@ FURTHER = [
     ("lora", "pipeline_one_f_one_b"),
     ("lora", "pipeline_shard"),
 ]
-FURTHER += [(adapter, layout) for adapter in ("pissa", "ia3") for layout in ("fsdp", "tensor")]
+FURTHER += [
+    (adapter, layout) for adapter in ("pissa", "ia3", "whole") for layout in ("fsdp", "tensor")
+]
 TOKENS_BT = torch.arange(64).reshape(2, 32)
 
 
@@ -113,6 +116,29 @@ WRITTEN: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
     "pissa": (
         LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS, init_lora_weights="pissa"),
         ("pissa", TARGETS),
+    ),
+    "whole": (
+        LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules=["q_proj"],
+            modules_to_save=["lm_head", "input_layernorm", "model.norm"],
+        ),
+        ("lora", "adapter.targets=[attention.query]", "adapter.trained=[attention_norm,norm,head]"),
+    ),
+    "fused, whole": (
+        LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules=["mlp.c_proj"],
+            modules_to_save=["c_attn", "ln_f"],
+            fan_in_fan_out=True,
+        ),
+        (
+            "lora",
+            "adapter.targets=[feedforward.down]",
+            "adapter.trained=[attention.query,attention.key,attention.value,norm]",
+        ),
     ),
     "ia3": (
         IA3Config(
@@ -204,6 +230,8 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
     cures = ("adapter.rank=4", f"adapter.targets=[{','.join(NAMES)}]")
     for complaint, cure in zip(found, cures, strict=True):
         assert complaint.endswith(f"set {cure}, or adapter.resume=null")
+    (complaint,) = said([*line, "adapter.trained=[norm]"])
+    assert complaint.endswith("set adapter.trained=[], or adapter.resume=null")
     for further, reason in (
         (["model.layers=5", "model.weights=null"], "lacks layers.4."),
         (["model.layers=3", "model.weights=null"], "holds layers.3."),

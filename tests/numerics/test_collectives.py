@@ -61,6 +61,10 @@ AGAIN = {
     "ia3, full": ("adapter=ia3", "memory=checkpoint_full"),
     "ia3, down": ("adapter=ia3", "adapter.targets=[feedforward.down]"),
     "lora, up": ("adapter=lora", "adapter.targets=[feedforward.up]"),
+    "norms": ("adapter=lora", "adapter.trained=[.*norm]"),
+    "embedding": ("adapter=lora", "adapter.trained=[embedding]"),
+    "query": ("adapter=ia3", "adapter.trained=[attention.query]", "memory=checkpoint_full"),
+    "down": ("adapter=lora", "adapter.targets=[.*up]", "adapter.trained=[feedforward.down]"),
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
 """What is computed, and perhaps sent, a second time, or not asked for."""
@@ -69,6 +73,7 @@ USUAL = (
     ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "tensor", "dora, full"),
+    ("llama", "tensor", "norms"),
     ("llama", "tensor", "dpo, lora"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")

@@ -216,6 +216,21 @@ RULES: list[Row] = [
         "is no linear layer of the model's blocks",
         "did you mean attention.query?",
     ),
+    (["adapter=ia3", "adapter.trained=['(']"], "adapter.trained", "is no pattern", ""),
+    (["adapter=lora", "adapter.trained=[nrom]"], "adapter.trained", "no module", "mean norm?"),
+    (["adapter=lora", "adapter.trained=[head]"], "adapter.trained", "no module", ""),
+    (
+        ["adapter=lora", "adapter.trained=[attention.*]"],
+        "adapter.trained",
+        "describes attention.query, which adapter.targets describes as well",
+        "leave it out",
+    ),
+    (
+        ["adapter=lora", "adapter.trained=[.*down]", "quantization=nf4"],
+        "adapter.trained",
+        "describes feedforward.down, which quantization=nf4 packs",
+        "quantization=none",
+    ),
     (["quantization=nf4"], "quantization", "cannot be trained", "add adapter=lora"),
     (
         ["quantization=int8", "adapter=pissa"],

@@ -11,9 +11,11 @@ from peft import IA3Config, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scalewise.adapters.layers import module_of
 from scalewise.adapters.lora import DEFAULT
 from scalewise.adapters.low_rank import Lora
 from scalewise.adapters.spec import Adapter
+from scalewise.errors import ConfigError
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.decoder.weights import Piece, is_llama, pieces
 
@@ -31,12 +33,20 @@ def export(
         config, tensors = _low_rank(state, spec, model)
     else:
         config, tensors = _scaled(state, model)
+    whole = _whole(state, spec, model)
+    saved = {_module(name) for name in whole}
+    if both := saved & {name.split(".lora_")[0].removesuffix(".ia3_l") for name in tensors}:
+        reason = f"Hugging Face's {min(both)} is adapted and trained whole, part by part"
+        raise ConfigError.one("adapter.trained", spec.trained, reason, "set adapter=merged")
+    config.modules_to_save = sorted(saved) or None
+    if isinstance(config, LoraConfig):  # IA3's has no such setting
+        config.ensure_weight_tying = model.tied and "lm_head" in saved
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.task_type = "CAUSAL_LM"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    named = {f"base_model.model.{name}": tensor for name, tensor in (tensors | whole).items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -102,6 +112,18 @@ def _scaled(state: Mapping[str, Tensor], model: Decoder) -> tuple[IA3Config, dic
         fan_in_fan_out=not is_llama(model),
     )
     return config, tensors
+
+
+def _whole(state: Mapping[str, Tensor], spec: Adapter, model: Decoder) -> dict[str, Tensor]:
+    """Returns the tensors of modules that are trained themselves; a tied head has the embedding."""
+    trained, tensors = spec.whole(model), {}
+    for piece in pieces(model):
+        if any(module_of(name) in trained for name in piece.ours):
+            tensor = torch.cat([state[name] for name in piece.ours])
+            tensors[piece.theirs] = (tensor.T if piece.transposed else tensor).contiguous()
+            if piece.ours[0] in model.tied_weights:
+                tensors["lm_head.weight"] = tensor.clone()
+    return tensors
 
 
 def _joined(piece: Piece, state: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Split, Weight
 
+if TYPE_CHECKING:
+    from scalewise.models.module import ModelModule
+
 AUTO = "auto"
 KEY = "adapter.targets"
+TRAINED = "adapter.trained"
 ADDED = (".lora_", ".ia3_l.")
 """What PEFT's names of added weights have in them."""
 
@@ -47,25 +52,59 @@ def name_of(weight: Weight) -> str:
     return weight.name.removeprefix(f"blocks.{weight.layer}.").removesuffix(".weight")
 
 
+def module_of(name: str) -> str:
+    """Returns the name, within its block, of the module that a weight is of."""
+    return re.sub(r"^blocks\.\d+\.", "", name).rpartition(".")[0]
+
+
+@lru_cache(maxsize=64)
+def whole(patterns: tuple[str, ...], model: Model) -> tuple[str, ...]:
+    """Returns the modules with weights, of blocks and outside, whose whole name is described."""
+    known = dict.fromkeys(module_of(weight.name) for weight in model.census())
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return tuple(name for name in known if any(each.fullmatch(name) for each in compiled))
+
+
+def train_whole(module: ModelModule, names: Container[str]) -> None:
+    """Has the model's own weights trained that are of these modules."""
+    for name, parameter in module.named_parameters():
+        if module_of(name) in names:
+            parameter.requires_grad_(True)
+
+
 def is_added(name: str) -> bool:
     """Returns whether a weight is an adapter's, and not the model's own."""
     return any(mark in name for mark in ADDED)
 
 
-def complaints(targets: tuple[str, ...]) -> Iterator[Complaint]:
-    """Yields targets that are no patterns, and that there are none."""
+def complaints(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterator[Complaint]:
+    """Yields what are no patterns, and that there are no targets."""
     if not targets:
         yield Complaint(KEY, [], "names no layer", f"set {KEY}=[auto]")
-    for target in targets:
-        try:
-            re.compile(target)
-        except re.error as error:
-            yield Complaint(KEY, target, f"is no pattern: {error}")
+    for key, patterns in ((KEY, targets), (TRAINED, trained)):
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield Complaint(key, pattern, f"is no pattern: {error}")
 
 
-def complaints_with(targets: tuple[str, ...], model: Model) -> Iterator[Complaint]:
-    """Yields targets that describe no linear layer of the model's blocks."""
+def complaints_with(
+    targets: tuple[str, ...], trained: tuple[str, ...], changed: tuple[str, ...], model: Model
+) -> Iterator[Complaint]:
+    """Yields targets that describe no linear layer of the model's blocks.
+
+    And what is to be trained whole but is not there, or is ``changed`` by the adapter.
+    """
     for target in targets:
         if target != AUTO and not described((target,), model):
             reason = "is no linear layer of the model's blocks"
             yield Complaint(KEY, target, reason, meant(target, linear(model)))
+    for pattern in trained:
+        found = whole((pattern,), model)
+        if not found:
+            reason = "is no module of the model that has weights"
+            yield Complaint(TRAINED, pattern, reason, meant(pattern, whole((".*",), model)))
+        elif both := [name for name in found if name in changed]:
+            reason = f"describes {both[0]}, which {KEY} describes as well"
+            yield Complaint(TRAINED, pattern, reason, "leave it out of one of them")

@@ -34,6 +34,8 @@ class Lora(Adapter):
     targets: tuple[str, ...] = (layers.AUTO,)
     """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
     auto: the model's own choice."""
+    trained: tuple[str, ...] = ()
+    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
     resume: str | None = None
     """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
@@ -77,17 +79,19 @@ class Lora(Adapter):
             yield Complaint("adapter.alpha", self.alpha, "must be positive", "set adapter.alpha=16")
         if not 0 <= self.dropout < 1:
             yield Complaint("adapter.dropout", self.dropout, "is not in [0, 1)")
-        yield from layers.complaints(self.targets)
+        yield from layers.complaints(self.targets, self.trained)
 
     def complaints_with(self, model: Model) -> Iterator[Complaint]:
         """Yields targets that describe no linear layer of the model's blocks."""
-        yield from layers.complaints_with(self.targets, model)
+        given = (self.targets, self.trained, self.adapted(model))
+        yield from layers.complaints_with(*given, model)
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
         from scalewise.adapters.lora import inject
 
         inject(module, self.adapted(model), self)
+        layers.train_whole(module, self.whole(model))
 
     def off(self, module: ModelModule) -> AbstractContextManager[None]:
         """Returns the context in which the products are left out."""

@@ -8,6 +8,7 @@ from math import isclose, sqrt
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -24,6 +25,7 @@ from scalewise.tracking.files import read_json
 
 KEY = "adapter.resume"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"
 PARTS = {
     "lora_A.default.weight": "lora_A.weight",
     "lora_B.default.weight": "lora_B.weight",
@@ -69,21 +71,31 @@ class PeftFolder:
         tensor: Tensor = self.file.get_tensor(self.names[name])
         return tensor
 
+    def ties(self, embedding: Tensor) -> bool:
+        """Returns whether the head is an embedding that has been trained."""
+        if HEAD not in self.names:
+            return bool(self.config.get("ensure_weight_tying"))
+        return torch.equal(self.read(HEAD), embedding)
+
     def part_of(self, name: str) -> tuple[str, str, str]:
-        """Returns the matrix that an added weight of ours belongs to, the part, and its home."""
+        """Returns the weight of ours that a trained one belongs to, the part, and its home."""
+        if name in self.pieces:
+            return name, "", bare(self.pieces[name].theirs)
         suffix = next(part for part in PARTS if name.endswith(f".{part}"))
         ours = f"{name.removesuffix(suffix)}weight"
         theirs = bare(self.pieces[ours].theirs).removesuffix("weight")
         return ours, suffix, f"{theirs}{PARTS[suffix]}"
 
     def tensor(self, name: str, adapted: list[str]) -> Tensor:
-        """Returns an added weight; ``adapted``: our matrices, in one of theirs, that have some.
+        """Returns a trained weight; ``adapted``: our matrices, in one of theirs, that have some.
 
         Of ours that are one matrix there, A is shared, or each has rows of its own.
         """
         ours, suffix, home = self.part_of(name)
         found = self.read(home)
         piece = self.pieces[ours]
+        if not suffix and piece.transposed and found.ndim == 2:
+            found = found.T
         if len(piece.ours) == 1:
             return found
         place = [self.rows[each] for each in piece.ours]
@@ -95,7 +107,7 @@ class PeftFolder:
             return found if len(found) == rank else found[columns]
         if suffix.startswith("lora_B"):
             return found[rows] if found.shape[1] == rank else found[rows, columns]
-        return found if len(found) == 1 else found[rows]
+        return found if suffix.startswith("ia3") and len(found) == 1 else found[rows]
 
 
 def spec(path: Path, model: Model, now: Adapter) -> Adapter:
@@ -106,10 +118,11 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
     folder = PeftFolder(path, model)
     config = folder.config
     targets = tuple(dict.fromkeys(_targets(folder, now)))
+    trained = tuple(dict.fromkeys(_trained(folder, now)))
     if config.get("peft_type") == "IA3":
-        return IA3(targets=targets)
+        return IA3(targets=targets, trained=trained)
     initial = config.get("init_lora_weights")
-    plain = initial in (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+    plain = initial in (True, False, None, "gaussian", "orthogonal", "eva")
     kinds: dict[tuple[bool, bool, bool], type[Lora]] = {
         (False, False, False): Lora,
         (True, False, False): RankStabilizedLora,
@@ -123,7 +136,8 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
         told = f"peft_type={config.get('peft_type')}, init_lora_weights={initial}"
         reason = f"is of a kind that is not trained here: {told}"
         raise CheckpointError.one(KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA or IA3")
-    found = kind(rank=int(config["r"]), alpha=float(config["lora_alpha"]), targets=targets)
+    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)
     for module in folder.names:
         if module.endswith(".lora_A.weight") and not _scaled_alike(folder, found, module):
             reason = f"{module} has another rank or alpha than the rest"
@@ -151,6 +165,15 @@ def _targets(folder: PeftFolder, now: Adapter) -> Iterator[str]:
             yield from [layer for layer in within if layer in listed] or within
 
 
+def _trained(folder: PeftFolder, now: Adapter) -> Iterator[str]:
+    """Yields our modules of which the file holds the weights themselves."""
+    listed = now.whole(folder.model)
+    for piece in dict.fromkeys(folder.pieces.values()):
+        if bare(piece.theirs) in folder.names:
+            within = [layers.module_of(ours) for ours in piece.ours]
+            yield from [module for module in within if module in listed] or within
+
+
 def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]:
     """Returns whole tensors by our names; raises ``ConfigError`` for what cannot be read."""
     folder, wanted = PeftFolder(path, model), list(names)
@@ -174,6 +197,11 @@ def misfits(path: Path, now: Adapter, model: Model) -> Iterator[Complaint]:
             reason = f"{name} is {tuple(found[name].shape)}, the model has {shape}"
             yield Complaint(KEY, path, reason, cure)
             return
+    if folder.model.tied and HEAD in folder.names:
+        homes.add(HEAD)
+    if folder.model.tied and found.get(EMBEDDING) is not None and not folder.ties(found[EMBEDDING]):
+        reason = "has trained an embedding and left the head that is tied to it"
+        yield Complaint(KEY, path, reason, "set model.tied=false")
     if left := sorted(folder.names.keys() - homes):
         yield Complaint(KEY, path, f"holds {left[0]}, which the run does not train", cure)
     counts = Counter[str]()

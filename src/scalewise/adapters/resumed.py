@@ -131,6 +131,8 @@ def _differences(
     layers = [{*spec.adapted(model), *spec.scaled(model)} for spec in (now, then)]
     if layers[0] != layers[1] and now.targets != then.targets:
         yield _difference("adapter.targets", now.targets, then.targets, now.resume)
+    if now.whole(model) != then.whole(model):
+        yield _difference("adapter.trained", now.trained, then.trained, now.resume)
 
 
 def _difference(key: str, now: object, then: object, where: object) -> Complaint:

@@ -30,6 +30,8 @@ class IA3(Adapter):
     targets: tuple[str, ...] = (layers.AUTO,)
     """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
     auto: keys, values, and what the feedforward's last layer reads."""
+    trained: tuple[str, ...] = ()
+    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
     resume: str | None = None
     """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
@@ -51,11 +53,12 @@ class IA3(Adapter):
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields targets that are no patterns."""
-        yield from layers.complaints(self.targets)
+        yield from layers.complaints(self.targets, self.trained)
 
     def complaints_with(self, model: Model) -> Iterator[Complaint]:
         """Yields targets that describe no linear layer of the model's blocks."""
-        yield from layers.complaints_with(self.targets, model)
+        given = (self.targets, self.trained, self.scaled(model))
+        yield from layers.complaints_with(*given, model)
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
@@ -63,6 +66,7 @@ class IA3(Adapter):
 
         table = model.tensor_split()
         inject(module, {name: table[f"blocks.*.{name}"] for name in self.scaled(model)})
+        layers.train_whole(module, self.whole(model))
 
     def fill(self, module: ModelModule, seed: int) -> None:
         """Makes every scale one."""

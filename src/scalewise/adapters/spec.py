@@ -36,6 +36,7 @@ class Adapter(ABC):
     """Whether the rows of adapted matrices have magnitudes of their own."""
     turns_off: bool = False
     targets: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
     resume: str | None = None
 
     def settled(self) -> Self:
@@ -49,19 +50,21 @@ class Adapter(ABC):
     def weights(self, model: Model) -> tuple[Weight, ...]:
         """Returns every tensor once, in the order of the module's parameters.
 
-        They are the model's own, frozen, and after each layer what is added to it.
+        They are the model's own, frozen but for what is trained whole, and after each layer what
+        is added to it.
         """
         return tuple(self._weights(model))
 
     def _weights(self, model: Model) -> Iterator[Weight]:
-        changed, table = {*self.adapted(model), *self.scaled(model)}, model.tensor_split()
+        changed, whole = {*self.adapted(model), *self.scaled(model)}, self.whole(model)
+        table = model.tensor_split()
         added: tuple[Weight, ...] = ()
         for weight in model.census():
             layer = layers.name_of(weight)
             if weight.name.endswith(".weight"):  # a bias comes before what is added
                 yield from added
                 added = ()
-            yield replace(weight, trainable=False)
+            yield replace(weight, trainable=layers.module_of(weight.name) in whole)
             if layer in changed:
                 added = self.added(weight, table[f"blocks.*.{layer}"])
         yield from added
@@ -73,6 +76,10 @@ class Adapter(ABC):
     def scaled(self, model: Model) -> tuple[str, ...]:
         """Returns the layers whose outputs or inputs are scaled, by name within a block."""
         return ()
+
+    def whole(self, model: Model) -> tuple[str, ...]:
+        """Returns the modules of the model that are trained themselves, by name as others are."""
+        return layers.whole(self.trained, model)
 
     def added(self, weight: Weight, how: Split) -> tuple[Weight, ...]:
         """Returns what is added to a layer, of which ``weight`` is the matrix.
@@ -95,11 +102,12 @@ class Adapter(ABC):
         for weight in self.weights(model):
             if len(weight.shape) < 2 or weight.layer is None or weight.role == "scale":
                 continue
-            if weight.trainable:
+            if layers.is_added(weight.name):
                 added += weight.count
-            else:
+            elif not weight.trainable:
                 frozen += weight.count
-        frozen += model.vocabulary * model.width  # the head, tied or not
+        if not {"head", *map(layers.module_of, model.tied_weights)} & {*self.whole(model)}:
+            frozen += model.vocabulary * model.width  # the head, tied or not
         return model.flops(sequence) - 2.0 * frozen + 6.0 * added
 
     def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:

@@ -12,6 +12,9 @@ LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
 EVERYWHERE = ("adapter.targets=[.*]",)
 """Every linear layer of a block."""
+HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
+NORMS = ("adapter.trained=[.*norm,attention.key]",)
+"""What is trained whole beside an adapter."""
 PAIRS = ("objective=dpo", "data.pairs=true")
 
 
@@ -98,6 +101,8 @@ TRAINED: tuple[Line, ...] = (
     (*_DDP, MIXED, SELECTIVE),
     fsdp(2, *QLORA, *WEIGHTS),
     fsdp(2, IA3, *EVERYWHERE),
+    (LORA, MIXED, *HEAD),
+    fsdp(2, LORA, *NORMS),
     (*_ZERO2, MIXED, *WEIGHTS),
     _piped("one_f_one_b"),
     mesh(pipeline=2, shards=2),
@@ -174,6 +179,15 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (IA3, *EVERYWHERE, *_GPT2),
     fsdp(2, IA3, *EVERYWHERE, MIXED, SELECTIVE),
     (*_TENSOR, IA3, *EVERYWHERE, FULL),
+    (LORA, *NORMS, *_GPT2),
+    (LORA, "adapter.trained=[embedding]"),
+    (*QLORA, *HEAD),
+    fsdp(2, LORA, *HEAD, MIXED, *WEIGHTS),
+    (*_DDP, IA3, "model.tied=false", "adapter.trained=[head]"),
+    (*_TENSOR, LORA, *NORMS, FULL),
+    (*_TENSOR, LORA, *HEAD, MIXED),
+    (*_piped("one_f_one_b"), LORA, *HEAD),
+    (LORA, *NORMS, SELECTIVE, "objective.loss_chunk=64"),
     ("optimizer=adafactor", *WEIGHTS),
     ("optimizer=adamw_8bit", *_IN_BACKWARD),
     ("optimizer=adamw_8bit", *_IN_BACKWARD, "model.tied=true", "model.vocabulary=8192"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scalewise.adapters import Adapter, NoAdapter
-from scalewise.adapters.layers import is_added
+from scalewise.adapters import NoAdapter
+from scalewise.adapters.layers import is_added, module_of
 from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints.trained import Trained
 from scalewise.data import templates
@@ -18,7 +18,6 @@ from scalewise.errors import ConfigError, DataError
 from scalewise.exports import Form
 from scalewise.exports.card import card
 from scalewise.models.decoder import weights
-from scalewise.models.decoder.spec import Decoder
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -28,7 +27,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
     Raises ``ConfigError`` where the format has no place for it, before anything is written.
     """
     if form is Form.alone:
-        _write_alone(told.model, told.adapter, told.state(), to)
+        _write_alone(told, told.state(), to)
     else:
         weights.export(told.merged(), told.model, to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
@@ -37,7 +36,8 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
     return _write_tokenizer(told, to)
 
 
-def _write_alone(model: Decoder, adapter: Adapter, state: dict[str, Tensor], to: Path) -> None:
+def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
+    model, adapter = told.model, told.adapter
     if isinstance(adapter, NoAdapter | Pissa):
         reason = "the run has trained no adapter"
         if isinstance(adapter, Pissa):
@@ -49,6 +49,9 @@ def _write_alone(model: Decoder, adapter: Adapter, state: dict[str, Tensor], to:
     exported.export(state, adapter, model, to, base)
     if model.weights is None:  # drawn from a seed: nobody else has it
         own = {name: tensor for name, tensor in state.items() if not is_added(name)}
+        if whole := adapter.whole(model):
+            begun = model.build(told.seed).state_dict()
+            own |= {name: begun[name] for name in own if module_of(name) in whole}
         weights.export(own, model, to / "base")
 
 

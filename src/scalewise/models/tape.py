@@ -34,7 +34,8 @@ class Pass:
     the rotations. ``tensor``: ranks that share every matrix out; ``cut_tokens``: whether they share
     the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
     share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
-    ``frozen``: whether the model's own weights are not trained; ``adapted``: layers that have
+    ``frozen``: whether the model's own weights are not trained, but for the modules that are
+    trained ``whole``; ``adapted``: layers that have
     matrices of ``rank`` beside them, a ``dropout`` of what these read, and ``magnitudes`` of their
     rows or not; ``scaled``: layers whose outputs, or inputs if they end a sublayer, are multiplied
     by a vector; ``packed``: layers whose matrices are unpacked for each product, with
@@ -58,6 +59,7 @@ class Pass:
     context: int = 1
     gathers: bool = False
     frozen: bool = False
+    whole: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
     rank: int = 0
     dropout: float = 0.0

@@ -152,12 +152,19 @@ def _without_backward(share: Share) -> Without:
     """Returns what an adapter spares: gradients go back to the first weights that it added."""
     if not (share.first and share.run.is_frozen):
         return Without()
-    gathers, scatters, asked = 1, 0, False  # the embedding is frozen
+    asked = _asks_embedding(share)
+    gathers, scatters = int("embedding" not in share.run.adapter.whole(share.run.model)), 0
     for half in share.halves.values():
-        gathers += not (asked or half.columns or half.scaled)
+        asked = asked or half.norm
+        gathers += not (asked or half.columns or half.scaled or half.whole)
         scatters += not asked
-        asked = asked or bool(half.columns or half.rows or half.scaled)
+        asked = asked or bool(half.columns or half.rows or half.scaled or half.whole)
     return Without(gathers, scatters)
+
+
+def _asks_embedding(share: Share) -> bool:
+    """Returns whether what stands before the blocks is trained beside an adapter."""
+    return bool({"embedding", "position"} & {*share.run.adapter.whole(share.run.model)})
 
 
 def _of_added(share: Share, layers: int) -> Iterator[Collective]:
@@ -256,7 +263,10 @@ def _without_gradient(share: Share) -> set[str]:
     if not (share.first and share.run.is_frozen):
         return set()
     adapter, model = share.run.adapter, share.run.model
-    inputs, changed = {"query", "key", "value"}, (*adapter.adapted(model), *adapter.scaled(model))
+    changed = (*adapter.adapted(model), *adapter.scaled(model), *adapter.whole(model))
+    if _asks_embedding(share) or "attention_norm" in changed:
+        return set()
+    inputs = {"query", "key", "value"}
     idle = {name for name in inputs if f"attention.{name}" not in changed}
     return idle | ({"mixed"} if idle == inputs else set())
 

@@ -134,6 +134,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         loss_chunk=run.objective.loss_chunk or 0,
         table=precision.parameters.bytes,
         frozen=run.is_frozen,
+        whole=run.adapter.whole(run.model),
         adapted=run.adapter.adapted(run.model),
         rank=run.adapter.rank,
         dropout=run.adapter.dropout,

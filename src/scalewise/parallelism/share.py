@@ -104,11 +104,16 @@ class Share(Parts):
 
 @dataclass
 class Half:
-    """The adapted layers of a block's attention, or of its feedforward, and those scaled."""
+    """The adapted layers of a block's attention, or of its feedforward, and those scaled.
+
+    ``whole``: layers trained themselves; ``norm``: whether the norm before them is.
+    """
 
     columns: int = 0
     rows: int = 0
     scaled: int = 0
+    whole: int = 0
+    norm: bool = False
 
 
 def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
@@ -147,9 +152,11 @@ def _halves(adapter: Adapter, model: Model) -> dict[str, Half]:
         block, _, layer = name.partition("blocks.*.")
         if block or how not in (Split.column, Split.row):
             continue
-        half = halves.setdefault(layer.split(".")[0], Half())
+        first = layer.split(".")[0]
+        half = halves.setdefault(first, Half(norm=f"{first}_norm" in adapter.whole(model)))
         adapted = layer in adapter.adapted(model)
         half.scaled += layer in adapter.scaled(model)
+        half.whole += layer in adapter.whole(model)
         half.columns += adapted and how is Split.column
         half.rows += adapted and how is Split.row
     return halves

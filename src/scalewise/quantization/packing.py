@@ -50,6 +50,10 @@ class Packing(Quantization):
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
             reason = f"is made of whole matrices, which quantization={name} packs"
             yield Complaint("adapter", chosen, reason, "set adapter=lora")
+        if both := {*run.adapter.whole(run.model)} & {*self.packed(run.model)}:
+            reason = f"describes {min(both)}, which quantization={name} packs"
+            cure = "leave it out, or set quantization=none"
+            yield Complaint("adapter.trained", run.adapter.trained, reason, cure)
         if isinstance(layout, Mesh) and layout.sizes.get("tensor", 1) > 1:
             reason = f"would cut the matrices that quantization={name} packs whole"
             cure = "set parallelism.tensor=1, and shard instead: parallelism=fsdp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import yaml
 
-from scalewise.adapters.layers import is_added
+from scalewise.adapters.layers import is_added, module_of
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
 from scalewise.tracking.files import FACTS, read_json, read_metrics, write_json
@@ -80,6 +80,11 @@ class Told:
     def tracking(self) -> Mapping[str, Any]:
         """Returns the ``tracking`` part of its configuration."""
         return cast(Mapping[str, Any], self._resolved.get("tracking") or {})
+
+    @property
+    def trained_whole(self) -> list[str]:
+        """Returns the patterns of modules that were trained whole beside an adapter."""
+        return list((self._resolved.get("adapter") or {}).get("trained") or [])
 
     @cached_property
     def window(self) -> int:
@@ -250,21 +255,27 @@ def _artifacts(told: Told, run_id: str) -> Iterator[tuple[Any, list[str], int]]:
             artifact.add_reference(f"file://{path.resolve()}", checksum=False)
         yield artifact, [*names, path.name], _bytes_of(path) if whole else 0
     if (told.status.get("choices") or {}).get("adapter", "none") != "none":
-        file = _adapter(steps[-1], told.folder / "wandb" / "adapter.safetensors")
+        file = told.folder / "wandb" / "adapter.safetensors"
+        _write_adapter(steps[-1], told.trained_whole, file)
         artifact = wandb.Artifact(f"adapter-{run_id}", "adapter")
         artifact.add_file(str(file), policy="mutable")
         yield artifact, ["last", steps[-1].name], file.stat().st_size
 
 
-def _adapter(checkpoint: Path, file: Path) -> Path:
-    """Writes the adapter's tensors of a checkpoint alone, and returns the file."""
+def _write_adapter(checkpoint: Path, whole: Sequence[str], file: Path) -> None:
+    """Writes what was trained of a checkpoint alone; ``whole``: patterns of the model's modules."""
     from safetensors.torch import save_file
 
     from scalewise.checkpoints import store
 
     tensors = store.whole(checkpoint)
-    save_file({name: tensors[name] for name in tensors if is_added(name)}, file)
-    return file
+    kept = (name for name in tensors if is_added(name) or _is_trained(name, whole))
+    save_file({name: tensors[name] for name in kept}, file)
+
+
+def _is_trained(name: str, whole: Sequence[str]) -> bool:
+    module = module_of(name.removeprefix("model."))
+    return any(re.fullmatch(pattern, module) for pattern in whole)
 
 
 def _bytes_of(folder: Path) -> int:

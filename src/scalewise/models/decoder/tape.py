@@ -12,7 +12,7 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
     first, start, block, last, loss = (Writer(spec, run) for _ in range(5))
     first.embedding()
-    start.block(trained=not run.frozen)
+    start.block(trained=start.trains("embedding") or start.trains("position"))
     block.block()
     last.head()
     loss.loss()
@@ -35,11 +35,11 @@ class Writer:
         size = run.places * spec.width * run.stream
         count = spec.vocabulary * spec.width * run.held
         # Its gradient is made whole, and cut as the weight is.
-        weight = (0, 0) if run.frozen else (count, count // run.tensor)
+        weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
         x = self._summed(tape.add(Work.pointwise, (), size, weight=weight))
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
-            table = (0, 0) if run.frozen else (place, place)
+            table = (place, place) if self.trains("position") else (0, 0)
             row = tape.add(Work.pointwise, (), tape.sizes[x] // run.rows, weight=table)
             x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
         self._dropout(x, spec.dropout)
@@ -47,13 +47,13 @@ class Writer:
     def block(self, *, trained: bool = True) -> None:
         """Writes one layer; ``trained``: whether something before it is."""
         x = self.tape.tensor(self._stream, trained=trained)
-        x2 = self._residual(x, self._attention(self._norm(x)))
-        self._residual(x2, self._feedforward(self._norm(x2)))
+        x2 = self._residual(x, self._attention(self._norm("attention_norm", x)))
+        self._residual(x2, self._feedforward(self._norm("feedforward_norm", x2)))
 
     def head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
         spec, run = self.spec, self.run
-        read = self._joined(self._norm(self.tape.tensor(self._stream)))
+        read = self._joined(self._norm("norm", self.tape.tensor(self._stream)))
         if 0 < run.loss_chunk < run.places:
             self._pieces(read)
         else:
@@ -69,6 +69,11 @@ class Writer:
         scratch = 0 if run.cut_loss else size
         reads = (whole, logits)
         tape.add(Work.pointwise, reads, 0, gradients=(whole,), extra=(size,), scratch=scratch)
+
+    def trains(self, name: str) -> bool:
+        """Returns whether a module's own weights are trained."""
+        owner = "embedding" if name == "head" and self.spec.tied else name
+        return not self.run.frozen or owner in self.run.whole
 
     @property
     def _stream(self) -> int:
@@ -112,7 +117,8 @@ class Writer:
         made = piece * count // spec.width * run.compute * (run.compute < FP32)
         flops = 2.0 * count * run.places
         copy = count * run.compute * run.casts
-        gradient = 0 if run.frozen else count * run.held
+        trains = self.trains("head")
+        gradient = count * run.held * trains
         tape.add(
             Work.product,
             (normed,),
@@ -122,7 +128,7 @@ class Writer:
             forward_scratch=read + made + 2 * logits + copy,
             scratch=read + copy + max(3 * logits, logits + read + gradient, 2 * gradient + read),
             flops=flops,
-            backward_flops=(2 if run.frozen else 3) * flops,
+            backward_flops=(2 + trains) * flops,
         )
 
     def _residual(self, x: int, branch: int) -> int:
@@ -136,11 +142,12 @@ class Writer:
         mask = size if self.run.on_cpu else size // self.run.stream
         return self.tape.add(Work.pointwise, (x,), size, extra=(mask,))
 
-    def _norm(self, x: int) -> int:
+    def _norm(self, name: str, x: int) -> int:
         spec, run, tape = self.spec, self.run, self.tape
+        trains = self.trains(name)
         size, small = tape.sizes[x], run.between * FP32
         biased = spec.bias and spec.norm is Norm.layernorm
-        count = 0 if run.frozen else spec.width * (1 + biased)
+        count = spec.width * (1 + biased) * trains
         weight = (count * run.held,) * 2
         if spec.norm is Norm.layernorm or not run.on_cpu:
             mean = run.between * (run.stream if run.on_cpu else FP32)
@@ -158,9 +165,9 @@ class Writer:
             Work.pointwise,
             (scaled,),
             whole,
-            saved=() if run.frozen else (scaled,),
+            saved=(scaled,) if trains else (),
             weight=weight,
-            scratch=0 if run.frozen else whole,
+            scratch=whole * trains,
         )
         return out if size == whole else self._cast(out, size)
 
@@ -188,7 +195,7 @@ class Writer:
         if name in run.packed:
             written = self._unpacked_product(x, into, out, holds)
         else:
-            trains = not run.frozen
+            trains = self.trains(name)
             written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
         written = self._summed(written) if row else written
         if scaled and not row:
