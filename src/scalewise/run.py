@@ -278,6 +278,9 @@ class Run:
                 f"yields token ids beyond the model's vocabulary of {self.model.vocabulary}",
                 f"set data.vocabulary={self.model.vocabulary} or model.vocabulary={needed}",
             )
+        if self.data.packing and self.data.pairs:
+            reason = "would put answers beside each other, which are compared row by row"
+            yield Complaint("data.packing", True, reason, "set data.packing=false")
         if self.trainer.max_epochs is not None and getattr(self.data, "streaming", False):
             yield Complaint(
                 "trainer.max_epochs",

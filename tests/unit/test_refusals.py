@@ -255,6 +255,12 @@ RULES: list[Row] = [
     (["objective=dpo", "objective.beta=0"], "objective.beta", "must be positive", "beta=0.1"),
     (["objective=dpo"], "data", "has no pairs of answers to compare", "data=preference"),
     (["data=corpus_pairs"], "data", "rows of two answers each", "objective=dpo"),
+    (
+        ["objective=dpo", "data=synthetic", "data.pairs=true", "data.packing=true"],
+        "data.packing",
+        "compared row by row",
+        "data.packing=false",
+    ),
     (["tracking.project=a/b"], "tracking.project", "without /", ""),
     (["model.heads=3"], "model.width", "not divisible by model.heads=3", "model.width=129"),
     (["data=text"], "data.paths", "is empty", "data.paths="),

@@ -16,6 +16,8 @@ HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
 NORMS = ("adapter.trained=[.*norm,attention.key]",)
 """What is trained whole beside an adapter."""
 PAIRS = ("objective=dpo", "data.pairs=true")
+PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
+"""Rows that are long beside the model: their masks count."""
 
 
 def mesh(**sizes: int) -> Line:
@@ -94,6 +96,7 @@ TRAINED: tuple[Line, ...] = (
     (LORA, MIXED),
     (*QLORA, *WEIGHTS),
     (*PAIRS, LORA),
+    PACKING,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
     fsdp(2, *_IN_BACKWARD),
@@ -121,6 +124,12 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(2, LORA),
     fsdp(2, DORA, *EVERYWHERE),
     (MIXED,),
+    (*PACKING, FULL),
+    (*PACKING, *_GPT2),
+    (*PACKING, MIXED, SELECTIVE, "data.sequence=256"),
+    (*PACKING, *_TENSOR),
+    (*PACKING, "parallelism=context", "parallelism.attention=gather"),
+    (*PACKING, *_piped("one_f_one_b")),
     (SELECTIVE,),
     (MIXED, *WEIGHTS),
     (*_DDP, *WEIGHTS),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
+from scalewise.data.packing import PackedTexts
 from scalewise.data.rows import PaddedRows
 from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
@@ -109,17 +110,19 @@ def splits(folder: Path, spec: Data) -> Splits:
     """Returns the rows of both splits of a folder that ``keep`` has filled, or of one alone."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     rows = {split: _rows(folder, split, spec, meta) for split in meta["splits"]}
-    told = _unfit(rows["train"], spec.sequence)
+    told = _note(rows["train"], spec.sequence)
     return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", told)
 
 
-def _unfit(rows: PaddedRows, sequence: int) -> str:
-    """Returns how many conversations no row holds, or not all of; nothing where there are none."""
+def _note(rows: PaddedRows, sequence: int) -> str:
+    """Returns how many conversations no row holds, or not all of, and how full packed rows are."""
     reasons = {
         "left out (answers begin past the row)": rows.left_out,
         "cut (longer than the row)": rows.cut,
     }
     told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+    if isinstance(rows, PackedTexts):
+        told.append(rows.told)
     of_all = f"of {rows.all_texts:,} conversations, data.sequence={sequence}: "
     return of_all + ", ".join(told) if told else ""
 
@@ -136,7 +139,8 @@ def _rows(folder: Path, split: str, spec: Data, meta: dict[str, Any]) -> PaddedR
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
         raise DataError.one("data.sequence", spec.sequence, reason, cure)
-    return PaddedRows(ids_N, starts, texts, spec.sequence, meta["end"])
+    kind = PackedTexts if spec.packing else PaddedRows
+    return kind(ids_N, starts, texts, spec.sequence, meta["end"])
 
 
 def template_of(spec: Chat) -> Template:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+FIRST = 1 << 32
+"""What is added to the id of a text's first token in a row of several texts."""
+
+
 class Rows(Protocol):
     """Rows of ``sequence + 1`` token ids: the inputs, and the labels one place on.
 
@@ -23,11 +27,19 @@ class Rows(Protocol):
 
     An id ``~t``, below zero, is the token ``t`` that is no label: padding, or a prompt. Only rows
     that are ``masked`` hold such. A row of a pair is two of these, ``tokens_2S``.
+
+    Masked rows may be ``packing``: several texts lie in one, and the first token of each is
+    ``~(t + FIRST)``, no label.
     """
 
     @property
     def masked(self) -> bool:
         """Returns whether some tokens may be no labels."""
+        ...
+
+    @property
+    def packing(self) -> bool:
+        """Returns whether a row may hold several texts, which are not to see each other."""
         ...
 
     @property
@@ -58,10 +70,15 @@ class Splits:
 
 
 class Data(ABC):
-    """A data source as a spec. ``pairs``: whether a row is two sequences, the preferred first."""
+    """A data source as a spec.
+
+    ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
+    several texts, none of which attends to another.
+    """
 
     sequence: int
     pairs: bool = False
+    packing: bool = False
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from scalewise.errors import Complaint, DataError
 @option("data", "chat")
 @dataclass(frozen=True)
 class Chat(Data):
-    """Conversations, one a row, written by the tokenizer's template; questions are no labels."""
+    """Conversations in rows, written by the tokenizer's template; questions are no labels."""
 
     sequence: int = 256
     """Tokens of a row; of a longer conversation the end is left out."""
@@ -33,6 +33,8 @@ class Chat(Data):
     """The token that ends an answer where there is no template, and fills rows up."""
     validation_fraction: float = 0.05
     """Share of the conversations that is held out; 0 holds out nothing."""
+    packing: bool = False
+    """Whether a row is as many whole conversations as fit, none of which attends to another."""
     max_bad_rows: int = 0
     """Records that are left out for not being conversations; more are an error."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalewise.data.base import Rows
+from scalewise.data.base import FIRST, Rows
 from scalewise.data.order import Order
 from scalewise.objectives import IGNORED
 
@@ -85,7 +85,12 @@ class MicroBatches:
         return self._share.read(self._rows.gather, self._order, number)
 
     def _tensors(self, number: int, tokens_BS: NDArray[np.int64]) -> Batch:
-        batch = tensors(tokens_BS, self._pin_memory, masked=self._share.masks(self._rows))
+        batch = tensors(
+            tokens_BS,
+            self._pin_memory,
+            masked=self._share.masks(self._rows),
+            packing=self._rows.packing,
+        )
         if self.reference is None:
             return batch
         said_B2 = self._share.read(self.reference.__getitem__, self._order, number, fill=0)
@@ -166,13 +171,16 @@ class ValidationLoader(MicroBatches):
             yield self._tensors(number, self._read(number))
 
 
-def tensors(tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool) -> Batch:
+def tensors(
+    tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool, packing: bool = False
+) -> Batch:
     """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or copies.
 
     Of ``tokens_B2S`` both sequences of a row become rows.
 
-    ``masked`` ids, those below zero, become inputs without a label. Pinned tensors are copies: a
-    view with gaps would not cross to the device in one transfer.
+    ``masked`` ids, those below zero, become inputs without a label. With ``packing`` there are
+    ``places`` too: those of the tokens in their own texts, 0 being a text's first. Pinned tensors
+    are copies: a view with gaps would not cross to the device in one transfer.
     """
     tokens = torch.from_numpy(tokens_BS).view(-1, tokens_BS.shape[-1])
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -182,6 +190,11 @@ def tensors(tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool) -> 
             "inputs": torch.where(inputs < 0, ~inputs, inputs),
             "labels": labels.masked_fill(labels < 0, IGNORED),
         }
+    if packing:
+        first_BT = batch["inputs"] >= FIRST
+        index_T = torch.arange(first_BT.shape[1])
+        batch["places"] = index_T - torch.where(first_BT, index_T, 0).cummax(1).values
+        batch["inputs"] = torch.where(first_BT, batch["inputs"] - FIRST, batch["inputs"])
     if pin_memory:
         return {name: x_BT.contiguous().pin_memory() for name, x_BT in batch.items()}
     return batch

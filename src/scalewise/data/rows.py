@@ -11,6 +11,11 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from scalewise.data.base import FIRST
+
+TEXT = 32
+"""Tokens of a random text on average."""
+
 
 class PackedRows:
     """Rows cut end to end from 1-D shards of token ids; a row never spans two shards.
@@ -21,6 +26,7 @@ class PackedRows:
 
     streamed = False
     masked = False
+    packing = False
 
     def __init__(self, shards: Sequence[NDArray[np.integer]], sequence: int) -> None:
         long_enough = [np.asarray(shard) for shard in shards if len(shard) > sequence]
@@ -52,6 +58,7 @@ class PaddedRows:
 
     streamed = False
     masked = True
+    packing = False
 
     def __init__(
         self,
@@ -76,9 +83,12 @@ class PaddedRows:
         texts = self._texts[np.asarray(indices)]
         tokens_BS = np.full((texts.size, self._width), ~self._end, dtype=np.int64)
         for row_S, text in zip(tokens_BS, texts.flat, strict=True):
-            found = self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
+            found = self._text(text)
             row_S[: len(found)] = found
         return tokens_BS.reshape(*texts.shape, self._width)
+
+    def _text(self, text: int) -> NDArray[np.int32]:
+        return self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
 
 
 class StreamedRows:
@@ -91,6 +101,7 @@ class StreamedRows:
 
     streamed = True
     masked = False
+    packing = False
 
     def __init__(self, start: Callable[[], Iterator[NDArray[np.integer]]], sequence: int) -> None:
         self._start = start
@@ -135,7 +146,8 @@ class StreamedRows:
 class RandomRows:
     """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``.
 
-    ``masked_share`` of the tokens are no labels. A row of ``pairs`` is two of the table's.
+    ``masked_share`` of the tokens are no labels. A row of ``pairs`` is two of the table's. With
+    ``packing`` a text begins at every token with a chance of 1 / ``TEXT``.
     """
 
     seed: int
@@ -145,12 +157,13 @@ class RandomRows:
     sequence: int
     masked_share: float = 0.0
     pairs: bool = False
+    packing: bool = False
     streamed: bool = False
 
     @property
     def masked(self) -> bool:
         """Returns whether any token is no label."""
-        return self.masked_share > 0
+        return self.masked_share > 0 or self.packing
 
     def __len__(self) -> int:
         return self.rows
@@ -170,6 +183,10 @@ class RandomRows:
         if self.masked:
             share_BS = _mix(hash_BS).astype(np.float64) / 2.0**64
             tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
+        if self.packing:
+            first_BS = _mix(~hash_BS) % np.uint64(TEXT) == 0
+            whole_BS = np.where(tokens_BS < 0, ~tokens_BS, tokens_BS)
+            tokens_BS = np.where(first_BS, ~(whole_BS + FIRST), tokens_BS)
         return tokens_BS
 
 

@@ -25,6 +25,8 @@ class Synthetic(Data):
     """Share of the tokens that are no labels, as padding and prompts are."""
     pairs: bool = False
     """Whether a row is two sequences, as objective=dpo compares them."""
+    packing: bool = False
+    """Whether a row is several texts, none of which attends to another."""
 
     @property
     def vocabulary_needed(self) -> int | None:
@@ -48,7 +50,8 @@ class Synthetic(Data):
             reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
             raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
         held = max(1, self.rows // 20)
+        kind = (self.sequence, self.masked, self.pairs, self.packing)
         return Splits(
-            RandomRows(seed, ids, 0, self.rows, self.sequence, self.masked, self.pairs),
-            RandomRows(seed, ids, self.rows, held, self.sequence, self.masked, self.pairs),
+            RandomRows(seed, ids, 0, self.rows, *kind),
+            RandomRows(seed, ids, self.rows, held, *kind),
         )

@@ -54,7 +54,8 @@ def measured(
     module.loss, sums = _sums, torch.zeros(2, dtype=torch.float64, device=device)
     labels = done = 0
     for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
-        sums += module(batch["inputs"].to(device), batch["labels"].to(device))
+        there = {name: x_BT.to(device) for name, x_BT in batch.items()}
+        sums += module(there["inputs"], there["labels"], there.get("places"))
         labels += int((batch["labels"] != IGNORED).sum())
         done = min(done + micro_batch, count)
         tell(done)

@@ -42,8 +42,8 @@ class Loss:
 
     def of(self, module: nn.Module, batch: Batch) -> Tensor:
         """Returns the loss of a batch."""
-        labels = (batch["labels"],) if self.in_module else ()
-        return self(module(batch["inputs"], *labels), batch)
+        labels = batch["labels"] if self.in_module else None
+        return self(module(batch["inputs"], labels, batch.get("places")), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> Tensor:
         """Returns the loss from what a module returned: logits, or the sums that it took."""

@@ -1,6 +1,7 @@
 """Context parallelism: ranks share the tokens of each row out, and attention reaches across.
 
-Shape suffixes: B rows, T tokens of a rank, N context ranks, H query heads, K key heads, D features.
+Shape suffixes: B rows, T tokens of a rank, S of a row, N context ranks, H query heads, K key heads,
+D features.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Split:
         self.inverse_T = torch.argsort(self.order_T)
 
     def cut(self, batch: Batch) -> Batch:
-        """Returns the tokens and labels of this rank."""
+        """Returns the tokens and labels of this rank; the places of packed rows stay whole."""
         return {
-            name: x_BT[:, self.places_T.to(x_BT.device)] if x_BT.ndim == 2 else x_BT
-            for name, x_BT in batch.items()
+            name: x[:, self.places_T.to(x.device)] if name in ("inputs", "labels") else x
+            for name, x in batch.items()
         }
 
 
@@ -64,7 +65,9 @@ class UlyssesMix(nn.Module):
         super().__init__()
         self.split, self.dropout = split, dropout
 
-    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+    def forward(
+        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+    ) -> Tensor:
         """Returns ``mixed_BTHD`` of this rank's tokens."""
         split = self.split
         heads, keys = query_BTHD.shape[2], key_BTKD.shape[2]
@@ -80,8 +83,9 @@ class UlyssesMix(nn.Module):
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
+            attn_mask=mask_B1SS,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=mask_B1SS is None,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         ordered = mixed_BHTD.transpose(1, 2)[:, split.order_T.to(query_BTHD.device)]
@@ -95,7 +99,9 @@ class GatherMix(nn.Module):
         super().__init__()
         self.split, self.dropout = split, dropout
 
-    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+    def forward(
+        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+    ) -> Tensor:
         """Returns ``mixed_BTHD`` of this rank's tokens, a piece at a time against what it sees."""
         split = self.split
         both = torch.stack((key_BTKD, value_BTKD))
@@ -105,8 +111,11 @@ class GatherMix(nn.Module):
         for number, query in enumerate(torch.split(query_BTHD, split.piece, dim=1)):
             first = split.pieces[number] * split.piece
             key, value = both[:, :, : first + split.piece].unbind(0)
-            rows = torch.arange(split.piece, device=query.device)[:, None] + first
-            seen = torch.arange(first + split.piece, device=query.device)[None, :] <= rows
+            if mask_B1SS is None:
+                rows = torch.arange(split.piece, device=query.device)[:, None] + first
+                seen = torch.arange(first + split.piece, device=query.device)[None, :] <= rows
+            else:
+                seen = mask_B1SS[:, :, first : first + split.piece, : first + split.piece]
             mixed_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),

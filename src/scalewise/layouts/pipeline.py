@@ -136,6 +136,8 @@ class Pipeline:
         told: dict[str, Any] = {"target": labels, "losses": losses} if self._last else {}
         if self._last and loss.in_module:
             told["labels_BT"] = labels
+        if "places" in batch:
+            told["places_BS"] = batch["places"]
         call = schedule.step if backward else schedule.eval
         call(*inputs, **told, return_outputs=False)
         total = torch.zeros((), dtype=torch.float32, device=batch["inputs"].device)

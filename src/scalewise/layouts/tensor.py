@@ -30,7 +30,7 @@ TOKENS = Shard(1)
 def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spec: Mesh) -> None:
     """Cuts a model, or the stage of one, by its table, in place; parameters become DTensors."""
     between: Placement = TOKENS if spec.sequence_parallel else Replicate()
-    places: Placement = Shard(0) if spec.sequence_parallel else Replicate()
+    places: Placement = Shard(-2) if spec.sequence_parallel else Replicate()  # rows may differ
     kinds: dict[Split, ParallelStyle] = {
         Split.column: ColwiseParallel(),
         Split.row: RowwiseParallel(output_layouts=between),

@@ -14,8 +14,10 @@ from scalewise.models.initial import Packed
 class ModelModule(nn.Module):
     """A model or a part of it; made on the meta device and cut there.
 
-    ``forward(x, labels_BT=None)``: a last part that was given ``loss`` returns the summed loss of
-    the labels instead of logits. ``joined`` makes a rank's part of the tokens whole for it.
+    ``forward(x, labels_BT=None, places_BS=None)``: a last part that was given ``loss`` returns the
+    summed loss of the labels instead of logits. ``joined`` makes a rank's part of the tokens whole
+    for it. ``places_BS`` are those of whole rows where several texts lie in one: each attends to
+    itself alone, and begins at place 0.
     """
 
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None

@@ -41,7 +41,7 @@ class Pass:
     by a vector; ``packed``: layers whose matrices are unpacked for each product, with
     ``scale_bytes`` of scales for each number. ``loss``: bytes of a number in the loss.
     ``every_second``: whether selective recomputation keeps every second product alone, as
-    torchtitan's does.
+    torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
     """
 
     rows: int
@@ -69,6 +69,7 @@ class Pass:
     scale_bytes: float = 0.0
     loss: int = 4
     every_second: bool = False
+    packing: bool = False
 
     @property
     def places(self) -> int:

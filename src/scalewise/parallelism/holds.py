@@ -142,6 +142,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         scaled=run.adapter.scaled(run.model),
         packed=run.quantization.packed(run.model),
         scale_bytes=run.quantization.scale_bytes,
+        packing=run.data.packing,
     )
 
 

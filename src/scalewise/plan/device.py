@@ -337,13 +337,10 @@ class Device:
             gone = sum(each.away for each in self.replays)
             reason, formula = "the rest waits elsewhere", f"{formula}, and {gone:,} B offloaded"
         yield Line("activations of blocks", kept, formula, reason)
-        yield line(
-            "rotations",
-            self.tapes.shared,
-            WITH_ROTATIONS,
-            "2 x tokens x head width",
-            "of this row's places",
-        )
+        what, formula = "rotations", "2 x tokens x head width"
+        if self.run.data.packing:
+            what, formula = "rotations and mask", f"rows x ({formula} + tokens x tokens)"
+        yield line(what, self.tapes.shared, WITH_ROTATIONS, formula, "of this row's places")
         before = {
             Phase.loss: self.head.kept,
             Phase.backward_loss: self.head.kept,

@@ -168,7 +168,8 @@ class _Step:
         self.run, self.layout, self.module, self.precision = run, layout, module, precision
         self.optimizer = layout.optimizer(run, module)
         shape = (run.sequences_per_pass, run.data.sequence)
-        self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("inputs", "labels")}
+        keys = ("inputs", "labels", *["places"] * run.data.packing)
+        self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in keys}
         if run.objective.pairs:
             self.batch["reference"] = torch.zeros(shape[:1])
         self.mark: Callable[[str], None] = _nothing

@@ -1,7 +1,7 @@
 """The decoder alive.
 
-Shape suffixes: B rows, T tokens of a row, W width, F feedforward, V vocabulary, H query heads,
-K key (and value) heads, D features per head.
+Shape suffixes: B rows, T tokens of a row on this rank, S on all, W width, F feedforward,
+V vocabulary, H query heads, K key (and value) heads, D features per head.
 """
 
 from __future__ import annotations
@@ -62,20 +62,25 @@ class DecoderModule(ModelModule):
         """Says which places of a row the tokens have."""
         self.places_T = places_T
 
-    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, labels_BT: Tensor | None = None, places_BS: Tensor | None = None
+    ) -> Tensor:
         """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
         places_T = self.places_T
         if places_T is None:
             places_T = torch.arange(x.shape[1], device=x.device)
+        if places_BS is not None:
+            places_T = places_BS[:, places_T]
         if self.part.first:
             x = self.embed(x, places_T)
         rope_2TD = self.rotation(places_T)
+        mask_B1SS = None if places_BS is None else block_mask(places_BS, _computed_in(x))
         for block in self.blocks.values():
-            x = block(x, rope_2TD)
+            x = block(x, rope_2TD, mask_B1SS)
         return self.unembed(x, labels_BT) if self.part.last else x
 
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
-        """Returns ``x_BTW``, what the first block reads."""
+        """Returns ``x_BTW``, what the first block reads; rows may have places of their own."""
         assert self.embedding is not None
         x_BTW = cast(Tensor, self.embedding(tokens_BT))
         if self.position is not None:
@@ -129,7 +134,7 @@ class DecoderModule(ModelModule):
 
 
 class Block(nn.Module):
-    """One layer: ``x_BTW, rope_2TD -> x_BTW``."""
+    """One layer: ``x_BTW, rope_2TD, mask_B1SS -> x_BTW``."""
 
     def __init__(self, spec: Decoder) -> None:
         super().__init__()
@@ -139,9 +144,12 @@ class Block(nn.Module):
         self.feedforward_norm = norm(spec)
         self.feedforward = SwiGLU(spec) if spec.activation is Activation.swiglu else GELU(spec)
 
-    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None = None
+    ) -> Tensor:
         """Returns the residual stream after this layer."""
-        x_BTW = x_BTW + self._drop(self.attention(self.attention_norm(x_BTW), rope_2TD))
+        mixed_BTW = self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS)
+        x_BTW = x_BTW + self._drop(mixed_BTW)
         return x_BTW + self._drop(self.feedforward(self.feedforward_norm(x_BTW)))
 
     def _drop(self, x_BTW: Tensor) -> Tensor:
@@ -163,7 +171,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(spec.query_width, spec.width, bias=spec.bias)
         self.mix: nn.Module = CausalMix(spec.dropout)
 
-    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None) -> Tensor:
+    def forward(self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None) -> Tensor:
         """Returns ``x_BTW``, each token a mix of itself and those before it."""
         query_BTHD = self.query(x_BTW).unflatten(-1, (-1, self.head_size))
         key_BTKD = self.key(x_BTW).unflatten(-1, (-1, self.head_size))
@@ -171,7 +179,7 @@ class Attention(nn.Module):
         if rope_2TD is not None:
             query_BTHD = rotate(query_BTHD, rope_2TD)
             key_BTKD = rotate(key_BTKD, rope_2TD)
-        mixed_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD)
+        mixed_BTHD = self.mix(query_BTHD, key_BTKD, value_BTKD, mask_B1SS)
         return cast(Tensor, self.output(mixed_BTHD.flatten(-2)))
 
 
@@ -185,14 +193,17 @@ class CausalMix(nn.Module):
         super().__init__()
         self.dropout = dropout
 
-    def forward(self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-        """Returns ``mixed_BTHD``."""
+    def forward(
+        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+    ) -> Tensor:
+        """Returns ``mixed_BTHD``; a mask says which of those before it."""
         mixed_BHTD = F.scaled_dot_product_attention(
             query_BTHD.transpose(1, 2),
             key_BTKD.transpose(1, 2),
             value_BTKD.transpose(1, 2),
+            attn_mask=mask_B1SS,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=mask_B1SS is None,
             enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
         )
         return mixed_BHTD.transpose(1, 2)
@@ -251,9 +262,28 @@ def rotate(x_BTHD: Tensor, rope_2TD: Tensor) -> Tensor:
     ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by D/2 swaps a and b, and the table's
     sines carry the signs. Su et al. 2021, RoFormer, with the pairs of Hugging Face's Llama.
     """
-    cos_TD, sin_TD = rope_2TD[:, :, None].unbind(0)
+    cos_T1D, sin_T1D = rope_2TD.unsqueeze(-2).unbind(0)
     swapped_BTHD = x_BTHD.roll(x_BTHD.shape[-1] // 2, dims=-1)
-    return (x_BTHD * cos_TD + swapped_BTHD * sin_TD).to(x_BTHD.dtype)
+    return (x_BTHD * cos_T1D + swapped_BTHD * sin_T1D).to(x_BTHD.dtype)
+
+
+def block_mask(places_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``mask_B1SS``, which is added to scores: 0 for what a token sees, else -inf.
+
+    It sees itself and those before it in its own text, which begins where a place is 0. A number
+    and not a truth each: torch would make numbers of truths once more in every layer.
+    """
+    text_BS = (places_BS == 0).cumsum(1)
+    seen_BSS = (text_BS[:, :, None] == text_BS[:, None, :]).tril()
+    mask_BSS = torch.full_like(seen_BSS, -torch.inf, dtype=dtype).masked_fill_(seen_BSS, 0.0)
+    return mask_BSS[:, None]
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """Returns the format of attention: autocast's, or that of what the blocks read."""
+    kind = x.device.type
+    mixed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if mixed else x.dtype
 
 
 def rope_table(spec: Decoder) -> Tensor:

@@ -18,6 +18,8 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     loss.loss()
     rope = spec.position is Position.rope
     rotations = 2 * run.tokens * spec.head_size * run.table * rope
+    if run.packing:  # rows differ, and each has a mask of whole rows
+        rotations = rotations * run.rows + run.rows * (run.tokens * run.context) ** 2 * run.compute
     whole = None if 0 < run.loss_chunk < run.places else loss.tape
     return Tapes(first.tape, start.tape, block.tape, last.tape, whole, rotations)
 
@@ -40,7 +42,8 @@ class Writer:
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
             table = (place, place) if self.trains("position") else (0, 0)
-            row = tape.add(Work.pointwise, (), tape.sizes[x] // run.rows, weight=table)
+            rows = 1 if run.packing else run.rows
+            row = tape.add(Work.pointwise, (), tape.sizes[x] // rows, weight=table)
             x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
         self._dropout(x, spec.dropout)
 
@@ -356,7 +359,7 @@ class Writer:
             )
             read: tuple[int, ...] = (query, gathered)
             piece = run.tokens // 2  # of either end; the mask says which of the keys each sees
-            mask = piece * piece * (2 * run.context + 1) * run.compute
+            mask = piece * piece * (2 * run.context + 1) * run.compute * (not run.packing)
         elif run.context > 1:
             heads = spec.key_heads // run.tensor
             wide = tape.sizes[key] if heads % run.context == 0 else tape.sizes[query]
@@ -367,7 +370,9 @@ class Writer:
             )
         else:
             read = (query, key, value)
-        flops = 2.0 * run.places * whole * spec.query_width / run.tensor  # half is masked
+        skips = not run.packing or (run.context > 1 and run.gathers)  # half, as what comes later
+        products = 2.0 if skips else 4.0  # a mask hides what was computed
+        flops = products * run.places * whole * spec.query_width / run.tensor
         mixed = tape.add(
             Work.attention,
             read,

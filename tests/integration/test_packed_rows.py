@@ -1,0 +1,68 @@
+"""A run of packed conversations measures what one of padded ones does, in fewer rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Folder
+
+import scalewise
+from scalewise import cli
+
+SHORT = (
+    "model=decoder_nano",
+    "model.width=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.feedforward=64",
+    "model.vocabulary=512",
+    "data=chat",
+    "data.vocabulary=512",
+    "data.sequence=128",
+    "data.validation_fraction=0.2",
+    "trainer.max_steps=2",
+    "trainer.micro_batch=3",
+    "trainer.validate_every=2",
+    "trainer.validate_first=true",
+    "trainer.validation_rows=100",
+    "schedule.warmup_steps=1",
+    "tracking=none",
+    "callbacks=[]",
+)
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Returns a file of short conversations, of many lengths."""
+    path, draw = tmp_path / "a.jsonl", random.Random(1)
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(100):
+            said = " ".join(str(number + step) for step in range(draw.randint(1, 12)))
+            file.write(json.dumps({"instruction": f"Count from {number}.", "output": said}) + "\n")
+    return path
+
+
+def evaluated(run: Folder, step: str) -> dict[str, float]:
+    """Returns what is measured of a step, 0 or 2."""
+    assert cli.main(["evaluate", str(run.path), f"step={step}"]) == 0
+    return dict(json.loads((run.path / "evaluation.json").read_text("utf-8"))[step])
+
+
+@pytest.mark.exhaustive
+def test_the_untrained_loss_is_the_same_in_fewer_rows(conversations: Path, tmp_path: Path) -> None:
+    untrained = {}
+    for packing in (False, True):
+        parts = (*SHORT, f"data.paths=[{conversations}]", f"data.packing={packing}")
+        result = scalewise.train(scalewise.compose(parts), tmp_path / str(packing))
+        assert result.status == "ok", result.reason
+        run = Folder(result.folder)
+        last = float(run.metrics[-1]["val/loss"])
+        assert evaluated(run, "2")["loss"] == pytest.approx(last, rel=1e-5)
+        untrained[packing] = evaluated(run, "0")
+    assert untrained[True]["rows"] < untrained[False]["rows"] / 2
+    assert untrained[True]["labels"] == untrained[False]["labels"]
+    for key in ("loss", "accuracy"):
+        assert untrained[True][key] == pytest.approx(untrained[False][key], rel=1e-5), key

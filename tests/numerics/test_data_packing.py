@@ -1,0 +1,124 @@
+"""Several texts in a row: each is read as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixtures.decoders import PEERS, each_peer, each_spec
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, marks
+from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from numpy.typing import NDArray
+from test_decoder import EXACT, peer
+from torch import Tensor
+
+from scalewise.data.loader import Batch, tensors
+from scalewise.data.packing import PackedTexts
+from scalewise.layouts.base import Loss
+from scalewise.models.decoder.spec import Decoder
+from scalewise.models.decoder.weights import from_hugging_face
+from scalewise.models.module import ModelModule
+from scalewise.objectives import IGNORED, CausalLM
+
+LENGTHS = (11, 7, 20, 3, 13, 16)
+SEQUENCE = 32
+PACKING = ("data.packing=true",)
+USUAL = {"accumulated": ("tensor",), "all_at_once": ("fsdp", "context", "pipeline_gpipe")}
+CASES = [
+    pytest.param(batch, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
+    for batch in USUAL
+    for layout in LAYOUTS
+    for usual in [layout in USUAL[batch]]
+]
+
+
+def texts(spec: Decoder) -> list[NDArray[np.int32]]:
+    """Returns ids of texts; the first third of each are no labels, nor is any first token."""
+    draw = np.random.default_rng(5)
+    found = [draw.integers(0, spec.vocabulary, length, dtype=np.int32) for length in LENGTHS]
+    return [np.where(np.arange(len(ids)) < len(ids) // 3, ~ids, ids) for ids in found]
+
+
+def packed(spec: Decoder) -> Batch:
+    """Returns all texts in as few rows as hold them."""
+    ids_N = np.concatenate(texts(spec))
+    rows = PackedTexts(ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end=0)
+    assert len(rows) < len(LENGTHS)
+    return tensors(rows.gather(range(len(rows))), False, masked=True, packing=True)
+
+
+def by_itself(ids_S: NDArray[np.int32]) -> Batch:
+    """Returns a text as a row of its own."""
+    return tensors(ids_S[None].astype(np.int64), False, masked=True)
+
+
+def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
+    """Returns the row of a text in a batch, and its places there but the last token's."""
+    wanted = torch.from_numpy(np.where(ids_S < 0, ~ids_S, ids_S)[:-1].astype(np.int64))
+    for row, first in (batch["places"] == 0).nonzero().tolist():
+        there = slice(first, first + len(wanted))
+        if torch.equal(batch["inputs"][row, there], wanted):
+            return row, there
+    raise AssertionError("a text is in no row")
+
+
+@each_spec
+def test_logits_and_gradients_are_those_of_each_text_alone(spec: Decoder) -> None:
+    module, batch = spec.build(3), packed(spec)
+    logits_BTV = module(batch["inputs"], None, batch["places"])
+    Loss(CausalLM()).of(module, batch).backward()
+    found = _gradients(module)
+    module.zero_grad()
+    for ids_S in texts(spec):
+        one = by_itself(ids_S)
+        torch.testing.assert_close(
+            logits_BTV[where(batch, ids_S)], module(one["inputs"])[0], **EXACT
+        )
+        Loss(CausalLM()).of(module, one).backward()
+    assert_close(found, _gradients(module), "gradients")
+    labels = sum(int((ids_S[1:] >= 0).sum()) for ids_S in texts(spec))
+    assert int((batch["labels"] != IGNORED).sum()) == labels
+
+
+def _gradients(module: ModelModule) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+@each_peer
+def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: Decoder) -> None:
+    theirs, batch = peer(spec), packed(spec)
+    ours = spec.build(0)
+    ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
+    with torch.no_grad():
+        wanted = theirs(batch["inputs"], position_ids=batch["places"], use_cache=False).logits
+        found = ours(batch["inputs"], None, batch["places"])
+    torch.testing.assert_close(found, wanted, **EXACT)
+
+
+def test_a_text_in_a_row_of_its_own_is_what_it_was() -> None:
+    spec = PEERS["llama-gqa"]
+    module, ids_S = spec.build(3), texts(spec)[2]
+    one = by_itself(ids_S)
+    places = torch.arange(one["inputs"].shape[1])[None]
+    torch.testing.assert_close(module(one["inputs"], None, places), module(one["inputs"]), **EXACT)
+
+
+@pytest.mark.parametrize("scope", ["block", "whole"])
+@pytest.mark.exhaustive
+def test_compiled_it_is_the_same(
+    scope: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    compiled = (*PACKING, f"compile.scope={scope}", "compile.backend=aot_eager")
+    run = steps_of((), "accumulated", Job(tmp_path, shared_cache), *compiled)
+    assert_equal(run, alone("accumulated", *PACKING))
+
+
+@pytest.mark.parametrize(("batch", "layout"), CASES)
+def test_a_layout_takes_the_steps_of_one_device(
+    batch: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = steps_of(LAYOUTS[layout], batch, Job(tmp_path, shared_cache), *PACKING)
+    assert_equal(run, alone(batch, *PACKING))
