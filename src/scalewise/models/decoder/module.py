@@ -148,8 +148,7 @@ class Block(nn.Module):
         self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
         """Returns the residual stream after this layer."""
-        mixed_BTW = self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS)
-        x_BTW = x_BTW + self._drop(mixed_BTW)
+        x_BTW = x_BTW + self._drop(self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS))
         return x_BTW + self._drop(self.feedforward(self.feedforward_norm(x_BTW)))
 
     def _drop(self, x_BTW: Tensor) -> Tensor:
