@@ -47,7 +47,9 @@ def test_help_lists_verbs_groups_and_examples(
     for group in (*tree.GROUPS, "experiment", "sweep"):
         assert all(name in rows[group] for name in tree.names(group))
     assert all(f"  {line}\n" in said for _, line in usage.EXAMPLES)
-    long = ("  model", "  parallelism", "  sweep")
+    long = tuple(
+        f"  {group}" for group in ("model", "parallelism", "memory", "experiment", "sweep")
+    )
     assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
 
 
@@ -58,7 +60,9 @@ def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFi
     assert said.startswith(f"scalewise {verb}: {cli.VERBS[verb]}\n")
     assert all(form in said and does in said for form, does in usage.FORMS[verb])
     assert ("  parallelism" in said) == (verb in usage.COMPOSING)
-    long = ("  model", "  parallelism", "  sweep")
+    long = tuple(
+        f"  {group}" for group in ("model", "parallelism", "memory", "experiment", "sweep")
+    )
     assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
 
 
