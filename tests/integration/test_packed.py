@@ -116,6 +116,7 @@ def test_a_signal_before_anything_trains(scalewise: Doors) -> None:
     assert door.leftovers(within=2) == []
 
 
+@pytest.mark.exhaustive
 def test_jobs_save_themselves_when_the_sweep_is_killed(scalewise: Doors) -> None:
     line = (*PACKED, "hydra.launcher.slots=2", SLOW, "trainer.max_steps=6", "seed=1,2")
     door = scalewise.start(*line)

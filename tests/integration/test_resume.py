@@ -41,7 +41,7 @@ KINDS = {
 }
 
 LONG = pytest.mark.exhaustive
-USUAL = ["single", "ddp", "fsdp", "dropout_uneven_ema"]
+USUAL = ["single", "fsdp", "dropout_uneven_ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
 Reference = Callable[[str], Folder]

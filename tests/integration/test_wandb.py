@@ -114,7 +114,7 @@ def test_a_failure_is_one_at_the_server_too(scalewise: Doors) -> None:
     assert_key_is_nowhere(ended)
 
 
-@pytest.mark.parametrize("fault", [500, 401, pytest.param(429, marks=LONG)])
+@pytest.mark.parametrize("fault", [500, *(pytest.param(n, marks=LONG) for n in (401, 429))])
 def test_a_broken_server_costs_seconds_and_the_online_mode(fault: int, scalewise: Doors) -> None:
     with WandbServer(faults={"*": fault}) as server:
         ended = scalewise(*TINY, env=reaching(server)).ok()

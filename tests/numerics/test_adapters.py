@@ -37,11 +37,11 @@ WHOLE = {
 }
 """With modules of the model's own that are trained beside the adapter."""
 USUAL = {
-    "lora": ("ddp", "fsdp", "deepspeed_zero3"),
+    "lora": ("fsdp", "deepspeed_zero3"),
     "rslora": (),
-    "pissa": ("tensor",),
-    "dora": ("tensor", "pipeline_one_f_one_b"),
-    "ia3": ("fsdp", "tensor"),
+    "pissa": (),
+    "dora": ("tensor",),
+    "ia3": ("fsdp",),
     "whole": ("tensor",),
     "head": (),
 }

@@ -30,8 +30,9 @@ RANK = ("adapter.rank=4", "adapter.alpha=6")
 LORA = ("adapter=lora", *RANK, "adapter.targets=[attention.query,feedforward.*]")
 ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK), "ia3": ("adapter=ia3",)}
 ADAPTERS["whole"] = (*LORA, "adapter.trained=[.*norm,head]")
-USUAL = [("lora", "fsdp"), ("lora", "tensor")]
+USUAL = [("lora", "fsdp")]
 FURTHER = [
+    ("lora", "tensor"),
     ("lora", "deepspeed_zero3"),
     ("lora", "ddp"),
     ("lora", "pipeline_one_f_one_b"),

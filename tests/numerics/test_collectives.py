@@ -73,7 +73,6 @@ USUAL = (
     ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "tensor", "dora, full"),
-    ("llama", "tensor", "norms"),
     ("llama", "tensor", "dpo, lora"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")

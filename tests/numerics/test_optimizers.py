@@ -172,7 +172,7 @@ USUAL = {
     "adamw_8bit": ("fsdp",),
     "adamw_4bit": (),
     "schedule_free": ("tensor",),
-    "adafactor": ("pipeline_one_f_one_b",),
+    "adafactor": (),
     "muon": ("pipeline_one_f_one_b",),
 }
 """Those that CI takes: the others are of the same code, or of less."""
