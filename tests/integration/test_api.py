@@ -28,7 +28,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("layout", [pytest.param("single", marks=LONG), "ddp"])
+@LONG
+@pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_a_script_trains_twice(layout: str, scalewise: Doors) -> None:
     (scalewise.cwd / "script.py").write_text(SCRIPT)
     line = [sys.executable, "script.py", *UNTRACKED, f"parallelism={layout}"]

@@ -63,7 +63,7 @@ class TestASearch:
         assert varied == {"inject": "none", "data.sequence": "32"}
 
 
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("single", marks=LONG)])
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=LONG)])
 def test_a_pruned_trial_trains_fewer_steps(layout: str, scalewise: Doors) -> None:
     axes = ("optimizer.lr=1e-2,1e-7", "trainer.max_steps=12", f"parallelism={layout}")
     ended = scalewise(*GRID, "hydra.sweeper.pruner=asha", *axes).ok()

@@ -78,6 +78,7 @@ USUAL = (
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
 SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
 SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_replicate", "fsdp_4")
+SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
 """Layouts that send what one of the others does, otherwise arranged."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]

@@ -11,7 +11,8 @@ from fixtures.steps import BATCHES, Reference, assert_equal, steps_of
 
 USUAL = ("all_at_once",)
 SELDOM = ("fsdp_4", "replicate_tensor", "context_tensor", "pipeline_context", "pipeline_replicate")
-SELDOM += ("tensor_alone", "ddp_small_buckets", "fsdp_prefetch", "context_in_order")
+SELDOM += ("tensor_alone", "ddp_small_buckets", "fsdp_prefetch", "context_in_order", "fsdp_kept")
+SELDOM += ("fsdp_zero2", "pipeline_gpipe", "pipeline_interleaved_1f1b", "shard_context")
 """Products beyond those that are promised, and variants that are in CI through others."""
 
 CASES = [

@@ -26,7 +26,7 @@ QUANTIZATIONS = {
     "int8": ("quantization=int8",),
 }
 USUAL = {
-    "nf4": ("fsdp", "pipeline_one_f_one_b"),
+    "nf4": ("fsdp",),
     "fp4": (),
     "int8": (),
 }
@@ -40,7 +40,7 @@ CASES = [
         marks=(*marks(layout), *(() if layout in USUAL[name] else (pytest.mark.exhaustive,))),
     )
     for name in QUANTIZATIONS
-    for layout in (LAYOUTS if name == "nf4" else ("ddp", *USUAL["nf4"]))
+    for layout in (LAYOUTS if name == "nf4" else ("ddp", "fsdp", "pipeline_one_f_one_b"))
     if not any(never in layout for never in NEVER)
 ]
 

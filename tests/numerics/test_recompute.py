@@ -19,8 +19,13 @@ OPTIONS = {
     "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
 }
 SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
-USUAL = ("single", "fsdp", "pipeline_zbv_zero_bubble", "tensor")
-USUAL_OF = {"checkpoint_mixture": (), "offload": ("tensor",), "offload_all": ("fsdp",)}
+USUAL = ("fsdp", "tensor")
+USUAL_OF = {
+    "checkpoint_mixture": (),
+    "checkpoint_full": ("pipeline_zbv_zero_bubble", *USUAL),
+    "offload": ("tensor",),
+    "offload_all": ("fsdp",),
+}
 CASES = [
     pytest.param(layout, option, marks=marks(layout) + (() if usual else (pytest.mark.exhaustive,)))
     for layout in EVERY
