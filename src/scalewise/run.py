@@ -107,7 +107,7 @@ class Run:
     @property
     def sequences_per_row(self) -> int:
         """Returns how many sequences a row of the data holds."""
-        return 2 if self.objective.pairs else 1
+        return 2 if self.objective.pairs else max(1, self.objective.answers_per_row)
 
     @property
     def sequences_per_pass(self) -> int:
@@ -117,7 +117,9 @@ class Run:
     @property
     def rows_text(self) -> str:
         """Returns what one optimizer step reads, in words."""
+        answered = f"prompts answered {self.objective.answers_per_row} times in"
         what = "pairs of twice" if self.objective.pairs else "rows of"
+        what = answered if self.objective.answers_per_row else what
         return f"{self.global_batch} {what} {self.data.sequence} tokens"
 
     @property
@@ -131,6 +133,15 @@ class Run:
         return self.objective.reference is not None and began_off
 
     @property
+    def passes_asked(self) -> int:
+        """Returns the passes forward alone that each pass begins with.
+
+        One for each token that the model writes, all read again, and one of a reference.
+        """
+        written = self.data.answer if self.objective.answers_per_row else 0
+        return written + self.asks_each_pass
+
+    @property
     def tokens_per_step(self) -> int:
         """Returns the tokens of one optimizer step over all ranks."""
         return self.global_batch * self.sequences_per_row * self.data.sequence
@@ -139,10 +150,10 @@ class Run:
     def flops_per_token(self) -> float:
         """Returns the flops of a token's forward and backward, nothing computed twice.
 
-        The forward pass of a reference is one third of what its model takes both ways.
+        A pass forward, of a reference or to write a token, is one third of a model's both ways.
         """
         sequence = self.data.sequence
-        asked = self.model.flops(sequence) / 3 if self.asks_each_pass else 0.0
+        asked = self.model.flops(sequence) / 3 * self.passes_asked
         return self.adapter.flops(self.model, sequence) + asked
 
     @property

@@ -13,6 +13,7 @@ from scalewise.errors import Complaint
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
 
 FIRST = 1 << 32
@@ -79,6 +80,15 @@ class Data(ABC):
     sequence: int
     pairs: bool = False
     packing: bool = False
+
+    @property
+    def answer(self) -> int:
+        """Returns the tokens at the end of each row that answer it and can be checked; 0: none."""
+        return 0
+
+    def reward(self, written_BA: Tensor, right_BA: Tensor) -> Tensor:
+        """Returns ``reward_B`` of answers: the share of their tokens that are right."""
+        return (written_BA == right_BA).float().mean(1)
 
     @property
     @abstractmethod

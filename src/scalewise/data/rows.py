@@ -177,11 +177,11 @@ class RandomRows:
         width = self.sequence + 1
         index_B = np.asarray(indices, dtype=np.int64) + self.first
         place_BS = (index_B[:, None] * width + np.arange(width)).astype(np.uint64)
-        key = _mix(np.array([self.seed], dtype=np.uint64))
-        hash_BS = _mix(place_BS + key)
+        key = mix(np.array([self.seed], dtype=np.uint64))
+        hash_BS = mix(place_BS + key)
         tokens_BS = (hash_BS % np.uint64(self.vocabulary)).astype(np.int64)
         if self.masked:
-            share_BS = _mix(hash_BS).astype(np.float64) / 2.0**64
+            share_BS = mix(hash_BS).astype(np.float64) / 2.0**64
             tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
         if self.packing:
             first_BS = _mix(~hash_BS) % np.uint64(TEXT) == 0
@@ -190,7 +190,7 @@ class RandomRows:
         return tokens_BS
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Returns the SplitMix64 hash of each element (Steele, Lea and Flood, 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -3,5 +3,6 @@
 from scalewise.objectives.base import IGNORED, Objective
 from scalewise.objectives.causal_lm import CausalLM
 from scalewise.objectives.dpo import DPO
+from scalewise.objectives.grpo import GRPO
 
-__all__ = ["DPO", "IGNORED", "CausalLM", "Objective"]
+__all__ = ["DPO", "GRPO", "IGNORED", "CausalLM", "Objective"]

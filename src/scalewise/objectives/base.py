@@ -34,6 +34,11 @@ class Objective(ABC):
     measures: ClassVar[tuple[str, ...]] = ()
 
     @property
+    def answers_per_row(self) -> int:
+        """Returns how often the model itself answers each row; 0: it reads what is there."""
+        return 0
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Returns the ends of the keys of all that a loss holds."""
         return ("loss", *self.measures)

@@ -11,29 +11,13 @@ from typing import TYPE_CHECKING
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
-from scalewise.objectives.base import IGNORED, Objective
+from scalewise.objectives.base import IGNORED
+from scalewise.objectives.likelihood import LogProbabilities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from scalewise.run import Run
-
-
-@dataclass(frozen=True)
-class LogProbabilities(Objective):
-    """What a model thinks of each sequence; nothing to minimise."""
-
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Returns the log-probability of each sequence's labels, ``logp_B``."""
-        from torch.nn import functional as F
-
-        losses_N = F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(),
-            labels_BT.flatten(),
-            ignore_index=IGNORED,
-            reduction="none",
-        )
-        return -losses_N.view(labels_BT.shape).sum(1)
 
 
 @option("objective", "dpo")

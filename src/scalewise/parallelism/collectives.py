@@ -81,7 +81,7 @@ def _of_shards(share: Share) -> Iterator[Collective]:
         whole = _padded(weights, ranks, gathered)
         trained = _padded((w for w in weights if w.trainable), ranks, reduced)
         again = weights is block and mesh.reshard_after_forward
-        uses = 2 + share.run.asks_each_pass if again else 1
+        uses = 2 + share.run.passes_asked if again else 1
         if ranks > 1:
             axes, gathers = ("shards", "context"), layers * share.passes * uses
             yield Collective(

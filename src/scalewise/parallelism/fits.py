@@ -24,6 +24,7 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     yield from _of_context(mesh, run)
     yield from _of_pipeline(mesh, run)
     yield from _of_pairs(mesh, run)
+    yield from _of_answers(mesh, run)
     if run.precision.compute is Number.fp16:
         yield Complaint(
             "precision",
@@ -146,6 +147,20 @@ def _of_pairs(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     if mesh.sizes["pipeline"] > 1:
         reason = "compares a batch with what a reference said of it, which no stage passes on"
         yield Complaint("objective", chosen, reason, cure)
+
+
+def _of_answers(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    if not run.objective.answers_per_row:
+        return
+    chosen = run.choices.get("objective", type(run.objective).__name__)
+    reasons = {
+        "tensor": "draws the next token from all its logits, of which each tensor rank has some",
+        "context": "reads all of an answer so far, of which each context rank has some tokens",
+        "pipeline": "writes answers token by token, and a pipeline passes whole batches on",
+    }
+    for axis, reason in reasons.items():
+        if mesh.sizes[axis] > 1:
+            yield Complaint("objective", chosen, reason, "set parallelism=fsdp or ddp")
 
 
 def _largest_divisor(size: int, limit: int) -> int:

@@ -70,7 +70,7 @@ class StepTime:
     copies: float = 0.0
     """Seconds of copies off the device and back that nothing hides."""
     reference: float = 0.0
-    """Seconds in which a reference is asked."""
+    """Seconds of passes forward alone: a reference is asked, or answers are written."""
 
     @property
     def seconds(self) -> float:
@@ -140,7 +140,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         for operator in tape.operators:
             spent[operator.work] += passes * count * _both_ways(tape, operator, reached)
     recompute = passes * _again(tapes.block, Counter(run.memory.of_parts(holds.parts)), reached)
-    reference = passes * _reference(holds, run, reached) if run.asks_each_pass else 0.0
+    reference = passes * run.passes_asked * _asked(holds, run, reached)
     host = traffic.seconds(run, holds)
     optimizer = host.stepping
     if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
@@ -173,7 +173,7 @@ def _parts(tapes: Tapes, holds: Holds) -> list[tuple[Tape, int]]:
     return [(tapes.block, holds.layers), *((end, 1) for end in ends)]
 
 
-def _reference(holds: Holds, run: Run, reached: Rates) -> float:
+def _asked(holds: Holds, run: Run, reached: Rates) -> float:
     """Returns the seconds of a pass forward through the model without its adapter."""
     tapes = tapes_of(run.model, replace(holds.shape, adapted=()))
     return sum(

@@ -59,7 +59,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     link = host = disk = 0
     gathering = holds.gathering
     if holds.parameters_on_host:
-        uses = 1 if gathering and gathering.keeps else 2 + run.asks_each_pass
+        uses = 1 if gathering and gathering.keeps else 2 + run.passes_asked
         link += weights * passes * uses
     if holds.states_on_host:
         late = gathering is not None and gathering.whole_gradients

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from scalewise.data.loader import Batch
 from scalewise.layouts.base import Layout, Loss
 from scalewise.models.module import ModelModule
-from scalewise.objectives import Objective
+from scalewise.objectives import GRPO, Objective
+from scalewise.objectives.answering import Answering
 from scalewise.run import Run
 
 LOOP = "epoch_loop.batch_progress"
@@ -27,7 +28,7 @@ class TrainingModule(LightningModule):
 
     Losses are sums over labels, divided by the labels of the whole global batch: how it is cut
     into micro batches and over ranks changes nothing, whatever rows are padded or masked. Those
-    over pairs are divided by the pairs.
+    over pairs or answers are divided by those.
     """
 
     model: nn.Module
@@ -36,6 +37,8 @@ class TrainingModule(LightningModule):
         """``steps`` is the length of the schedule."""
         super().__init__()
         self.run, self.steps = run, steps
+        objective = run.objective
+        self._answering = Answering(objective, run.data) if isinstance(objective, GRPO) else None
         self._labels = torch.zeros(())
         self.last_measured = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
@@ -62,6 +65,9 @@ class TrainingModule(LightningModule):
         """
         if batch_idx % self.run.accumulation == 0:
             self._labels = self._all_labels(batch)
+        if self._answering:
+            step = self.trainer.global_step
+            batch = self._answering.explored(batch, self.asked, self.run.seed, step)
         batch = self._with_reference(batch)
         parts = self.run.accumulation * self.run.parallelism.averaged_over
         loss = Loss(self.run.objective, parts / self._labels)
@@ -79,7 +85,10 @@ class TrainingModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds what is measured of one micro batch, and its labels or pairs."""
-        objective, batch = self.run.objective, self._with_reference(batch)
+        objective = self.run.objective
+        if self._answering:
+            batch = self._answering.likeliest(batch, self.asked)
+        batch = self._with_reference(batch)
         measured = self.layout.evaluate(self.model, batch, Loss(objective))
         count = objective.count(self.layout.cut({"labels": batch["labels"]})["labels"])
         self._held_out += torch.cat([measured.view(-1).double(), count.view(1).double()])
@@ -184,9 +193,10 @@ class TrainingModule(LightningModule):
             return {**batch, "reference": self.asked(reference, batch)}
 
     def _all_labels(self, batch: Batch) -> Tensor:
-        """Returns the labels, or the pairs, of the global batch that a step begins with."""
-        if self.run.objective.pairs:
-            return torch.tensor(float(self.run.global_batch), device=self.device)
+        """Returns the labels, pairs or answers of the global batch that a step begins with."""
+        each = 1 if self.run.objective.pairs else self.run.objective.answers_per_row
+        if each:
+            return torch.tensor(float(self.run.global_batch * each), device=self.device)
         own = batch.get("labels_of_step")
         if own is None:  # none is masked
             labels = float(self.run.tokens_per_step)

@@ -172,6 +172,9 @@ class _Step:
         self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in keys}
         if run.objective.pairs:
             self.batch["reference"] = torch.zeros(shape[:1])
+        if run.objective.answers_per_row:
+            self.batch |= {key: torch.zeros(shape[:1]) for key in ("advantage", "reward")}
+            self.batch["reference"] = torch.zeros(shape)
         self.mark: Callable[[str], None] = _nothing
         self.pieces = 0
         layout.watch_backward(self._piece)

@@ -1,0 +1,112 @@
+"""Answers that can be checked: those better than others to the same prompt become likelier.
+
+Shape suffixes: B sequences, G by G answers to one prompt; T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.objectives.base import IGNORED
+from scalewise.objectives.likelihood import TokenLogProbabilities
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.run import Run
+
+EQUAL = 1e-4
+"""Added to the deviation of a group's rewards, so that equal ones divide by something."""
+
+
+@option("objective", "grpo")
+@dataclass(frozen=True)
+class GRPO(TokenLogProbabilities):
+    """Answer each prompt several times; make likelier what earns more than the group's mean.
+
+    The mean over tokens of ``1 - r - (ratio - 1) A + beta KL``, with ``A = (r - mean(r)) / std(r)``
+    in a group and ``KL = p_ref / p - log(p_ref / p) - 1`` (Shao et al., 2024, DeepSeekMath,
+    equations 3 and 4). Answers are used for one step, so that the ratio is 1 and clips nothing.
+    """
+
+    answers: int = 8
+    """Answers that the model gives to each prompt of a step."""
+    beta: float = 0.0
+    """How dearly moving away from the reference is paid for, the model with its adapter off."""
+
+    measures = ("reward",)
+
+    @property
+    def answers_per_row(self) -> int:
+        """Returns ``answers``."""
+        return self.answers
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Returns the ends of the keys of all that a loss holds."""
+        return (*super().keys, "kl") if self.beta else super().keys
+
+    @property
+    def reference(self) -> TokenLogProbabilities | None:
+        """Returns the question of what it thinks of each token; None where it costs nothing."""
+        return TokenLogProbabilities() if self.beta else None
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        if self.loss_chunk is not None:
+            reason = "sums over tokens, and this loss weighs each by its answer's reward"
+            yield Complaint("objective.loss_chunk", self.loss_chunk, reason, "leave it out")
+        if self.answers < 2:
+            reason = "must be 2 or more: an answer is as good as others to its prompt are bad"
+            yield Complaint("objective.answers", self.answers, reason, "set objective.answers=8")
+        if not self.beta >= 0:
+            cure = "set objective.beta=0"
+            yield Complaint("objective.beta", self.beta, "must be 0 or more", cure)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields data without answers to check, and a reference that is nowhere."""
+        if not run.data.answer:
+            chosen = run.choices.get("data", type(run.data).__name__)
+            reason = "has no answers that can be checked"
+            cure = "set data=arithmetic, or objective=causal_lm"
+            yield Complaint("data", chosen, reason, cure)
+        if self.beta > 0 and not run.adapter.turns_off:
+            reason = "needs the model as it was, and nothing keeps it: no adapter can be turned off"
+            cure = "set adapter=lora, or objective.beta=0"
+            yield Complaint("objective.beta", self.beta, reason, cure)
+
+    def count(self, labels_BT: Tensor) -> Tensor:
+        """Returns the answers that have labels; others fill batches up."""
+        return (labels_BT != IGNORED).any(1).sum()
+
+    def advantages(self, reward_B: Tensor) -> Tensor:
+        """Returns how much better an answer is than its group, in the group's deviations."""
+        reward_PG = reward_B.view(-1, self.answers)
+        apart_PG = reward_PG - reward_PG.mean(1, keepdim=True)
+        return (apart_PG / (reward_PG.std(1, keepdim=True) + EQUAL)).flatten()
+
+    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns sums over the answers: the loss, the rewards, and the KL where it is paid for.
+
+        The advantages of a group add up to 0, so that a loss of them would say nothing: what is
+        lost of the whole reward, 1, stands in for its constant part.
+        """
+        import torch
+
+        real_BT = batch["labels"] != IGNORED
+        tokens_B = real_BT.sum(1).clamp(min=1)
+        ratio_BT = (summed - summed.detach()).exp()
+        lost_B1, advantage_B1 = 1 - batch["reward"][:, None], batch["advantage"][:, None]
+        loss_BT = lost_B1 - advantage_B1 * (ratio_BT - 1)
+        measured = [batch["reward"]]
+        if self.beta:
+            gap_BT = batch["reference"] - summed
+            kl_BT = gap_BT.exp() - gap_BT - 1
+            loss_BT = loss_BT + self.beta * kl_BT
+            measured.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)
+        loss_B = (loss_BT * real_BT).sum(1) / tokens_B
+        return torch.where(real_BT.any(1), torch.stack([loss_B, *measured]), 0.0).sum(1)

@@ -1,0 +1,51 @@
+"""What a model thinks of tokens that are there: a question to ask of it, nothing to minimise.
+
+Shape suffixes: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.objectives.base import IGNORED, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLogProbabilities(Objective):
+    """What a model thinks of each token."""
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the log-probability of each label, ``logp_BT``; 0 where there is none."""
+        from torch.nn import functional as F
+
+        losses_N = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            labels_BT.flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        )
+        return -losses_N.view(labels_BT.shape)
+
+
+@dataclass(frozen=True)
+class LogProbabilities(TokenLogProbabilities):
+    """What a model thinks of each sequence."""
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the log-probability of each sequence's labels, ``logp_B``."""
+        return super().summed(logits_BTV, labels_BT).sum(1)
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """What a model thinks may follow one place of each sequence."""
+
+    place: int = 0
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns ``logits_BV`` of the place."""
+        return logits_BTV[:, self.place].float()
