@@ -11,6 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from scalewise.data.arithmetic import Arithmetic
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.corpus_pairs import CorpusPairs
@@ -24,6 +25,7 @@ from scalewise.errors import DataError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
+    "arithmetic": Arithmetic,
     "chat": Chat,
     "corpus": Corpus,
     "corpus_pairs": CorpusPairs,

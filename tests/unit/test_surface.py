@@ -45,6 +45,7 @@ def test_groups_and_their_options() -> None:
             "tinyllama_1b",
         ],
         "data": [
+            "arithmetic",
             "chat",
             "corpus",
             "corpus_pairs",
@@ -54,7 +55,7 @@ def test_groups_and_their_options() -> None:
             "text",
             "tokens",
         ],
-        "objective": ["causal_lm", "dpo"],
+        "objective": ["causal_lm", "dpo", "grpo"],
         "parallelism": [
             "context",
             "ddp",

@@ -18,6 +18,7 @@ NORMS = ("adapter.trained=[.*norm,attention.key]",)
 PAIRS = ("objective=dpo", "data.pairs=true")
 PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
 """Rows that are long beside the model: their masks count."""
+REWARDS = ("objective=grpo", "objective.answers=4", "data=arithmetic", "data.sequence=32")
 
 
 def mesh(**sizes: int) -> Line:
@@ -150,6 +151,9 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (BF16,),
     fsdp(2, BF16),
     (*PAIRS, "objective.loss_chunk=64"),
+    REWARDS,
+    (*_DDP, *REWARDS),
+    fsdp(2, *REWARDS, LORA, "objective.beta=0.1"),
     (*PAIRS, LORA, *WEIGHTS),
     fsdp(2, *PAIRS),
     fsdp(2, *PAIRS, LORA, *WEIGHTS),

@@ -26,6 +26,7 @@ UNTRAINED = "val/loss_first"
 PREFERRED = "val/reward_accuracy"
 CHANCE = 0.5
 """What a model that is its own reference has of it."""
+REWARD = "val/reward"
 
 EQUIVALENT = 1e-5
 """Nats per token below which two losses come from the same mathematics, summed in another order."""

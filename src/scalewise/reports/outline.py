@@ -24,6 +24,7 @@ from scalewise.reports import (
     overview,
     preferences,
     repeat,
+    rewards,
     screening,
     sections,
     tradeoff,
@@ -143,6 +144,7 @@ def _of_run(comparison: Comparison, unit: MemoryUnit) -> Iterator[Part]:
         budgets.time(comparison),
         learning.loss_of_one(job),
         preferences.section([job]),
+        rewards.section([job]),
         learning.throughput(job),
     )
     yield from (section for section in drawn if section is not None)
@@ -157,6 +159,7 @@ def _of_sweep(comparison: Comparison, unit: MemoryUnit) -> Iterator[Part]:
         budgets.time(comparison),
         learning.loss(comparison),
         preferences.section(comparison.jobs),
+        rewards.section(comparison.jobs),
         tradeoff.trade(comparison, unit),
         coordinates.coordinates(comparison, unit),
         importance.importance(comparison),

@@ -19,6 +19,7 @@ CURVES = (
     "train/loss",
     "val/loss",
     "val/reward_accuracy",
+    "val/reward",
     "train/grad_norm",
     "train/lr",
     "throughput/tokens_per_s",

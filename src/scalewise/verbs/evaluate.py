@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from scalewise.data.base import Splits
     from scalewise.evaluation.held_out import HeldOut
     from scalewise.evaluation.preferences import Preferred
+    from scalewise.evaluation.rewards import Rewarded
     from scalewise.models.module import ModelModule
+
+    Found = HeldOut | Preferred | Rewarded
 
 ALL, AS_TRAINED = "all", "as trained"
 DEFAULTS = {
@@ -67,7 +70,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_packing(
-    told: Trained, device: torch.device, splits: Splits, rows: str, found: HeldOut | Preferred
+    told: Trained,
+    device: torch.device,
+    splits: Splits,
+    rows: str,
+    found: Found,
 ) -> dict[str, float]:
     """Returns what packing saves and costs: bytes, and loss beside that of the whole matrices."""
     from scalewise.evaluation import live
@@ -99,9 +106,9 @@ def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
         yield Complaint("temperature", given["temperature"], "is no number of 0 or more", cure)
 
 
-def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> HeldOut | Preferred:
-    from scalewise.evaluation import held_out, live, preferences
-    from scalewise.objectives import DPO
+def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> Found:
+    from scalewise.evaluation import held_out, live, preferences, rewards
+    from scalewise.objectives import DPO, GRPO
 
     if splits.validation is None:
         reason, cure = "the run's data have no held-out rows", "give the folder of another run"
@@ -114,6 +121,8 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
         def tell(done: int) -> None:
             status.update(f"{done} rows evaluated")
 
+        if isinstance(told.objective, GRPO):
+            return rewards.measured(module, told.objective, told.data, *given, tell)
         if not isinstance(told.objective, DPO):
             return held_out.measured(module, *given, tell)
         reference = live.model(replace(told, checkpoint=None), next(module.parameters()).device)
@@ -152,7 +161,7 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     return str(tokenizer.decode([*prompt, *new]))
 
 
-def _keep(path: Path, step: int, found: HeldOut | Preferred, packing: Mapping[str, float]) -> None:
+def _keep(path: Path, step: int, found: Found, packing: Mapping[str, float]) -> None:
     from scalewise.evaluation.held_out import HeldOut
     from scalewise.tracking.files import read_json, write_json
 

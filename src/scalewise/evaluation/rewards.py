@@ -1,0 +1,57 @@
+"""What a model's likeliest answers earn on prompts that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from scalewise.data.base import Data, Rows
+from scalewise.data.loader import Share, ValidationLoader
+from scalewise.layouts.base import Loss
+from scalewise.models.module import ModelModule
+from scalewise.objectives import GRPO, IGNORED
+from scalewise.objectives.answering import Answering
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Means over answers: ``reward``, and how many are ``right`` as a whole."""
+
+    rows: int
+    reward: float
+    right: float
+
+    @property
+    def loss(self) -> float:
+        """Returns what is lost of the whole reward, as training calls it."""
+        return 1 - self.reward
+
+    def __str__(self) -> str:
+        return f"reward {self.reward:.4f}, {self.right:.1%} of the answers are right as a whole"
+
+
+@torch.no_grad()
+def measured(
+    module: ModelModule,
+    objective: GRPO,
+    data: Data,
+    rows: Rows,
+    count: int,
+    micro_batch: int,
+    tell: Callable[[int], None] = lambda done: None,
+) -> Rewarded:
+    """Returns how a whole model answers the first ``count`` prompts; ``tell`` hears of them."""
+    count, device = min(count, len(rows)), next(module.parameters()).device
+    answering = Answering(objective, data)
+    sums, done = torch.zeros(2, dtype=torch.float64, device=device), 0
+    for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
+        given = {key: batch[key].to(device) for key in ("inputs", "labels")}
+        found = answering.likeliest(given, lambda asked, batch: Loss(asked).of(module, batch))
+        real_B = (given["labels"] != IGNORED).any(1)
+        right_B = (found["labels"] == given["labels"]).all(1)
+        sums += torch.stack([found["reward"][real_B].sum(), right_B[real_B].sum()]).double()
+        done = min(done + micro_batch, count)
+        tell(done)
+    return Rewarded(count, *(sums / count).tolist())

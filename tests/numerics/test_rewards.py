@@ -1,0 +1,188 @@
+"""Rewards: the gradients of the formula, answers that no layout changes, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
+from fixtures.steps import Reference, assert_close, assert_equal, steps_of
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from scalewise import compose
+from scalewise.data.loader import Batch, tensors
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.base import Loss
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.module import ModelModule
+from scalewise.objectives import GRPO, IGNORED
+from scalewise.objectives.answering import Answering
+from scalewise.run import Run
+
+REWARDS = ("objective=grpo", "objective.answers=4", "data=arithmetic", "data.sequence=32")
+PAID = (*REWARDS, "adapter=lora", "objective.beta=0.2")
+WAYS = {"free": REWARDS, "paid": PAID}
+LONG = pytest.mark.exhaustive
+CASES = [
+    ("free", "ddp"),
+    ("paid", "fsdp"),
+    pytest.param("paid", "ddp", marks=LONG),
+    pytest.param("free", "fsdp", marks=LONG),
+]
+
+
+@pytest.fixture
+def run() -> Run:
+    return compose([*SHAPE, *LLAMA, *PAID])
+
+
+@pytest.fixture
+def module(run: Run) -> ModelModule:
+    """An adapted model that has learnt something."""
+    built: Any = SingleLayout(DeviceKind.cpu).build(run)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return built
+
+
+def prompts(run: Run, filled: int = 0) -> Batch:
+    """Returns five prompts with their right answers, and rows that fill the batch up."""
+    tokens_BS = run.data.prepare(run.model.vocabulary, 0).train.gather(range(5))
+    filler = np.full((filled, tokens_BS.shape[1]), ~0)
+    return tensors(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
+
+
+def answering(run: Run) -> Answering:
+    assert isinstance(run.objective, GRPO)
+    return Answering(run.objective, run.data)
+
+
+def explored(run: Run, module: ModelModule, batch: Batch, step: int = 0) -> Batch:
+    with torch.no_grad():
+        return answering(run).explored(
+            batch, lambda asked, given: Loss(asked).of(module, given), run.seed, step
+        )
+
+
+def by_hand(logits_BTV: Tensor, said_BTV: Tensor, given: Batch, group: int, beta: float) -> Tensor:
+    """Returns equation 3 of Shao et al. (2024), with the KL of equation 4, token by token."""
+    losses = []
+    for first in range(0, len(given["labels"]), group):
+        rewards = given["reward"][first : first + group].tolist()
+        for row in range(first, first + group):
+            advantage = (given["reward"][row].item() - np.mean(rewards)) / (
+                np.std(rewards, ddof=1) + 1e-4
+            )
+            tokens = []
+            for place, label in enumerate(given["labels"][row].tolist()):
+                if label == IGNORED:
+                    continue
+                own = logits_BTV[row, place].softmax(-1)[label]
+                said = said_BTV[row, place].softmax(-1)[label]
+                kl = said / own - (said / own).log() - 1
+                tokens.append(-own / own.detach() * advantage + beta * kl)
+            losses.append(torch.stack(tokens).mean())
+    return torch.stack(losses).mean()
+
+
+def test_gradients_are_those_of_the_formula(run: Run, module: ModelModule) -> None:
+    given = explored(run, module, prompts(run))
+    assert given["advantage"].any()
+    reference = run.model.build(run.seed)(given["inputs"]).detach()
+    wanted = by_hand(module(given["inputs"]), reference, given, 4, 0.2)
+    wanted.backward()
+    gradients = _gradients(module)
+    module.zero_grad()
+    question = run.objective.reference
+    assert question is not None
+    with torch.no_grad(), run.adapter.off(module):
+        given["reference"] = Loss(question).of(module, given)
+    loss, reward, kl = Loss(run.objective, 1 / 20).of(module, given)
+    loss.backward()
+    assert_close(_gradients(module), gradients, "gradients")
+    assert kl > 0
+    torch.testing.assert_close(loss, wanted + 1 - reward)  # what is lost of the whole reward
+
+
+def _gradients(module: ModelModule) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def test_rows_that_fill_a_batch_up_are_none(run: Run, module: ModelModule) -> None:
+    objective = replace(run.objective, beta=0.0)
+    found = []
+    for filled in (0, 3):
+        given = explored(run, module, prompts(run, filled))
+        assert int(objective.count(given["labels"])) == 20
+        found.append(Loss(objective).of(module, given))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_what_is_drawn_knows_no_answer_and_no_neighbours(run: Run, module: ModelModule) -> None:
+    given = prompts(run)
+    wanted = explored(run, module, given)["labels"]
+    blind = {key: tensor.clone() for key, tensor in given.items()}
+    blind["labels"][blind["labels"] != IGNORED] = 0
+    blind["inputs"][:, 1 - run.data.answer :] = 0
+    assert torch.equal(explored(run, module, blind)["labels"], wanted)
+    apart = {key: given[key][2:3] for key in ("inputs", "labels")}
+    assert torch.equal(explored(run, module, apart)["labels"], wanted[8:12])
+    assert not torch.equal(explored(run, module, given, step=1)["labels"], wanted)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely(run: Run) -> None:
+    objective = GRPO(answers=20_000)
+    shares_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    given = {key: tensor[:1] for key, tensor in prompts(run).items()}
+    found = Answering(objective, run.data).explored(
+        given, lambda asked, batch: shares_V.log().expand(20_000, 4), seed=3, step=7
+    )
+    for place in range(32 - run.data.answer, 32):
+        drawn_V = torch.bincount(found["labels"][:, place], minlength=4) / 20_000
+        torch.testing.assert_close(drawn_V, shares_V, rtol=0, atol=0.02)
+
+
+def test_flops_are_those_torch_counts() -> None:
+    run = compose([*SHAPE, *LLAMA, *REWARDS, "model.layers=8"])
+    module: Any = SingleLayout(DeviceKind.cpu).build(run)
+    batch = prompts(run)
+    with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
+        given = explored(run, module, batch)
+        Loss(run.objective).of(module, given)[0].backward()
+    passes = 3.5 + run.data.answer
+    attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
+    found = counter.get_total_flops() / given["inputs"].numel()
+    assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(("way", "layout"), CASES)
+def test_a_layout_takes_the_steps_of_one_device(
+    way: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = steps_of(LAYOUTS[layout], "one_pass", Job(tmp_path, shared_cache), *WAYS[way])
+    wanted = alone("one_pass", *WAYS[way])
+    assert_equal(run, wanted)
+    assert_rewards_equal(run, wanted)
+
+
+def test_accumulation_changes_nothing(alone: Reference, tmp_path: Path, shared_cache: Path) -> None:
+    job = Job(tmp_path, shared_cache)
+    run = steps_of((), "one_pass", job, *WAYS["free"], "trainer.micro_batch=3")
+    assert_equal(run, alone("one_pass", *WAYS["free"]))
+    assert_rewards_equal(run, alone("one_pass", *WAYS["free"]))
+
+
+def assert_rewards_equal(run: Folder, wanted: Folder) -> None:
+    for key in ("train/reward", "val/reward"):
+        assert run.column(key) == pytest.approx(wanted.column(key)), key
+    assert any(wanted.column("train/reward"))
