@@ -23,8 +23,8 @@ from scalewise.layouts.base import Loss
 from scalewise.layouts.single import SingleLayout
 from scalewise.models.module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
-from scalewise.objectives.answering import Answering
 from scalewise.run import Run
+from scalewise.training.answering import Answering
 
 REWARDS = ("objective=grpo", "objective.answers=4", "data=arithmetic", "data.sequence=32")
 PAID = (*REWARDS, "adapter=lora", "objective.beta=0.2")

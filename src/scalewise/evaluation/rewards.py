@@ -12,7 +12,7 @@ from scalewise.data.loader import Share, ValidationLoader
 from scalewise.layouts.base import Loss
 from scalewise.models.module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
-from scalewise.objectives.answering import Answering
+from scalewise.training.answering import Answering
 
 
 @dataclass(frozen=True)

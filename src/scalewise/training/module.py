@@ -16,8 +16,8 @@ from scalewise.data.loader import Batch
 from scalewise.layouts.base import Layout, Loss
 from scalewise.models.module import ModelModule
 from scalewise.objectives import GRPO, Objective
-from scalewise.objectives.answering import Answering
 from scalewise.run import Run
+from scalewise.training.answering import Answering
 
 LOOP = "epoch_loop.batch_progress"
 """Where Lightning keeps its count of micro batches in a checkpoint."""
