@@ -26,7 +26,7 @@ from scalewise.objectives import GRPO, IGNORED
 from scalewise.run import Run
 from scalewise.training.answering import Answering
 
-REWARDS = ("objective=grpo", "objective.answers=4", "data=arithmetic", "data.sequence=32")
+REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 PAID = (*REWARDS, "adapter=lora", "objective.beta=0.2")
 WAYS = {"free": REWARDS, "paid": PAID}
 LONG = pytest.mark.exhaustive

@@ -31,7 +31,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "chat": [f"data.paths=[{tmp_path}/*.jsonl]"],
         "preference": [f"data.paths=[{tmp_path}/*.jsonl]", "objective=dpo"],
         "corpus_pairs": ["objective=dpo"],
-        "grpo": ["data=arithmetic"],
+        "grpo": ["data=reversal"],
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from scalewise.data.arithmetic import Arithmetic
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.corpus_pairs import CorpusPairs
 from scalewise.data.hf import HuggingFace
 from scalewise.data.preference import Preference
+from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
 from scalewise.data.synthetic import Synthetic
 from scalewise.data.text import Text
@@ -25,7 +25,6 @@ from scalewise.errors import DataError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
-    "arithmetic": Arithmetic,
     "chat": Chat,
     "corpus": Corpus,
     "corpus_pairs": CorpusPairs,
@@ -33,6 +32,7 @@ SPECS = {
     "tokens": Tokens,
     "hf": HuggingFace,
     "preference": Preference,
+    "reversal": Reversal,
     "synthetic": Synthetic,
 }
 

@@ -253,17 +253,30 @@ RULES: list[Row] = [
     (["objective.loss_chunk=0"], "objective.loss_chunk", "1 or more, or null", ""),
     (["objective.label_smoothing=1"], "objective.label_smoothing", "share", ""),
     (["objective=dpo", "objective.beta=0"], "objective.beta", "must be positive", "beta=0.1"),
-    (["objective=grpo"], "data", "no answers that can be checked", "data=arithmetic"),
+    (["objective=grpo"], "data", "no answers that can be checked", "data=reversal"),
     (["objective=grpo", "objective.answers=1"], "objective.answers", "2 or more", "answers=8"),
     (["objective=grpo", "objective.beta=-1"], "objective.beta", "0 or more", "beta=0"),
     (["objective=grpo", "objective.loss_chunk=8"], "objective.loss_chunk", "weighs each", ""),
     (
-        ["objective=grpo", "data=arithmetic", "objective.beta=0.1"],
+        ["objective=grpo", "data=reversal", "objective.beta=0.1"],
         "objective.beta",
         "no adapter can be turned off",
         "adapter=lora",
     ),
-    (["data=arithmetic", "data.sequence=9"], "data.sequence", "three times", "data.sequence=11"),
+    (["data=reversal", "data.sequence=9"], "data.sequence", "twice the digits", "sequence=10"),
+    *(
+        (
+            ["objective=grpo", "data=reversal", f"parallelism={layout}", "data.sequence=32"],
+            "objective",
+            reason,
+            "parallelism=fsdp",
+        )
+        for layout, reason in (
+            ("tensor", "draws the next token from all its logits"),
+            ("pipeline", "writes answers token by token"),
+            ("context", "reads all of an answer so far"),
+        )
+    ),
     (["objective=dpo"], "data", "has no pairs of answers to compare", "data=preference"),
     (["data=corpus_pairs"], "data", "rows of two answers each", "objective=dpo"),
     (

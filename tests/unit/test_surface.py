@@ -45,12 +45,12 @@ def test_groups_and_their_options() -> None:
             "tinyllama_1b",
         ],
         "data": [
-            "arithmetic",
             "chat",
             "corpus",
             "corpus_pairs",
             "hf",
             "preference",
+            "reversal",
             "synthetic",
             "text",
             "tokens",

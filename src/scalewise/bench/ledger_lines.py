@@ -18,7 +18,7 @@ NORMS = ("adapter.trained=[.*norm,attention.key]",)
 PAIRS = ("objective=dpo", "data.pairs=true")
 PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
 """Rows that are long beside the model: their masks count."""
-REWARDS = ("objective=grpo", "objective.answers=4", "data=arithmetic", "data.sequence=32")
+REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 
 
 def mesh(**sizes: int) -> Line:

@@ -184,7 +184,7 @@ class RandomRows:
             share_BS = mix(hash_BS).astype(np.float64) / 2.0**64
             tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
         if self.packing:
-            first_BS = _mix(~hash_BS) % np.uint64(TEXT) == 0
+            first_BS = mix(~hash_BS) % np.uint64(TEXT) == 0
             whole_BS = np.where(tokens_BS < 0, ~tokens_BS, tokens_BS)
             tokens_BS = np.where(first_BS, ~(whole_BS + FIRST), tokens_BS)
         return tokens_BS

@@ -72,7 +72,7 @@ class GRPO(TokenLogProbabilities):
         if not run.data.answer:
             chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has no answers that can be checked"
-            cure = "set data=arithmetic, or objective=causal_lm"
+            cure = "set data=reversal, or objective=causal_lm"
             yield Complaint("data", chosen, reason, cure)
         if self.beta > 0 and not run.adapter.turns_off:
             reason = "needs the model as it was, and nothing keeps it: no adapter can be turned off"

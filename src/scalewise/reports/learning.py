@@ -26,6 +26,8 @@ from scalewise.reports.records import Series
 from scalewise.reports.sections import Numbers, Panel, Section, window
 from scalewise.units import count_text
 
+NATS = "nats per token"
+
 
 def loss(comparison: Comparison) -> Section | None:
     """Returns the loss of all jobs and how far each is from the reference."""
@@ -103,7 +105,9 @@ def _live(*shown: Mapping[Job, Series]) -> tuple[Drawn, ...]:
 
 
 def _unit(jobs: Iterable[Job]) -> str:
-    return "nats per pair" if prefers(jobs) else "nats per token"
+    objectives = {job.run.choices.get("objective") for job in jobs}
+    named = {"dpo": "nats per pair", "grpo": "what answers lack of the whole reward"}
+    return named.get(str(objectives.pop()), NATS) if len(objectives) == 1 else NATS
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:

@@ -1,0 +1,54 @@
+"""A model that is told what its answers earn answers better, and everything that speaks of it says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fixtures.doors import Doors
+
+from scalewise import cli
+
+TINY = "experiment=finetune/grpo_tiny"
+SHORT = (
+    TINY,
+    "tracking=none",
+    "trainer.max_steps=4",
+    "trainer.micro_batch=4",
+    "trainer.validate_every=2",
+    "trainer.validation_rows=7",
+    "objective.answers=3",
+    "schedule.warmup_steps=1",
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [(), ("adapter=lora", "objective.beta=0.1")], ids=["free", "paid"])
+def test_evaluation_says_what_validation_said(way: tuple[str, ...], scalewise: Doors) -> None:
+    run = scalewise(*SHORT, *way).ok().folder
+    told = run.column("val/reward")
+    metrics = run.summary["metrics"]
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    assert cli.main(["evaluate", str(run.path), "step=0"]) == 0
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))
+    assert found["4"]["reward"] == pytest.approx(told[-1], abs=1e-6)
+    assert found["0"]["reward"] == pytest.approx(metrics["val/reward_first"], abs=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_answers_as_an_undisturbed_one(scalewise: Doors) -> None:
+    whole = scalewise(*SHORT, "checkpoint.every=2", "name=whole").ok().folder
+    rest = scalewise(*SHORT, f"resume={whole.checkpoint(2)}", "name=rest").ok().folder
+    assert rest.column("train/reward") == whole.column("train/reward")[2:]
+    assert rest.column("train/loss") == whole.column("train/loss")[2:]
+
+
+@pytest.mark.exhaustive
+def test_digits_are_written_backwards_that_were_never_seen(scalewise: Doors) -> None:
+    ended = scalewise(TINY, "tracking=none").ok()
+    assert ended.seconds < 120
+    metrics = ended.folder.summary["metrics"]
+    assert metrics["val/reward_first"] < 0.25  # of ten digits one is right by chance
+    assert metrics["val/reward"] > 0.9
+    page = (ended.folder.path / "report.html").read_text("utf-8")
+    assert f"Held-out answers earn {metrics['val/reward']:.3f}" in page
