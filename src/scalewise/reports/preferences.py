@@ -1,6 +1,6 @@
 """How often jobs prefer the better of two answers, beside the model before it was trained."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from scalewise.reports import charts, numbers
 from scalewise.reports.charts import Line
@@ -25,7 +25,7 @@ def section(jobs: Sequence[Job]) -> Section | None:
     last = max(curve.steps[-1] for curve in known.values())
     chance = Line(((0, CHANCE), (last, CHANCE)), f"untrained {numbers.percent(CHANCE)}",
                   tip="untrained", faint=True)  # fmt: skip
-    lines = [chance, *(_line(job, curve, len(known)) for job, curve in known.items())]
+    lines = [chance, *labelled(known, numbers.percent)]
 
     def draw(width: int) -> Drawing:
         return charts.curves(lines, width, aside=max((it.label for it in lines), key=len))
@@ -36,12 +36,17 @@ def section(jobs: Sequence[Job]) -> Section | None:
                    live=(Drawn("Preference accuracy", Curves((PREFERRED,))),))  # fmt: skip
 
 
-def _line(job: Job, curve: Series, jobs: int) -> Line:
-    kept = lttb(curve, 60)
-    name = f"{job.name} " if jobs > 1 else ""
-    label = f"{name}{numbers.percent(curve.values[-1])}" if jobs <= SHOWN else ""
-    return Line(tuple(zip(kept.steps, kept.values, strict=True)), label, f"--c-{job.group}",
-                f"--ct-{job.group}", job.name, dots=True)  # fmt: skip
+def labelled(known: Mapping[Job, Series], told: Callable[[float], str]) -> list[Line]:
+    """Returns the lines of jobs, with what is ``told`` of their ends beside them."""
+    lines = []
+    for job, curve in known.items():
+        kept = lttb(curve, 60)
+        name = f"{job.name} " if len(known) > 1 else ""
+        label = f"{name}{told(curve.values[-1])}" if len(known) <= SHOWN else ""
+        points = tuple(zip(kept.steps, kept.values, strict=True))
+        colours = (f"--c-{job.group}", f"--ct-{job.group}")
+        lines.append(Line(points, label, *colours, job.name, dots=True))
+    return lines
 
 
 def _finding(known: dict[Job, Series]) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from scalewise.reports import charts, numbers
-from scalewise.reports.charts import Line
-from scalewise.reports.compare import REWARD, SHOWN, Job, finite, lttb
+from scalewise.reports.compare import REWARD, Job, finite
 from scalewise.reports.layout import Drawing, twice
 from scalewise.reports.live import Curves, Drawn
+from scalewise.reports.preferences import labelled
 from scalewise.reports.records import Series
 from scalewise.reports.sections import Panel, Section
 
@@ -17,7 +17,7 @@ def section(jobs: Sequence[Job]) -> Section | None:
     known = {job: curve for job, curve in curves.items() if curve.steps}
     if not known:
         return None
-    lines = [_line(job, curve, len(known)) for job, curve in known.items()]
+    lines = labelled(known, "{:.3f}".format)
 
     def draw(width: int) -> Drawing:
         return charts.curves(lines, width, aside=max((it.label for it in lines), key=len))
@@ -34,14 +34,6 @@ def _whole(job: Job) -> Series:
     if first is None or not curve.steps:
         return curve
     return Series((0, *curve.steps), (first, *curve.values))
-
-
-def _line(job: Job, curve: Series, jobs: int) -> Line:
-    kept = lttb(curve, 60)
-    name = f"{job.name} " if jobs > 1 else ""
-    label = f"{name}{curve.values[-1]:.3f}" if jobs <= SHOWN else ""
-    return Line(tuple(zip(kept.steps, kept.values, strict=True)), label, f"--c-{job.group}",
-                f"--ct-{job.group}", job.name, dots=True)  # fmt: skip
 
 
 def _finding(known: dict[Job, Series]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from scalewise.reports.compare import LOSS, PEAK, PREFERRED, PRICE, SPEED, STEP, VALIDATION
+from scalewise.reports.compare import LOSS, PEAK, PREFERRED, PRICE, REWARD, SPEED, STEP, VALIDATION
 from scalewise.reports.live import (
     Comparer,
     Coordinates,
@@ -38,6 +38,14 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             (PREFERRED, "Held-out pairs preferred rightly, by chance a half"),
             ("val/reward_margin", "Held-out margin of the rewards, nats"),
             ("train/reward_accuracy", "Pairs of the batch preferred rightly"),
+        ),
+    ),
+    (
+        "Rewards",
+        _curves(
+            (REWARD, "Held-out reward of the likeliest answers"),
+            ("train/reward", "Reward of the answers drawn"),
+            ("train/kl", "Divergence from the reference, nats per token"),
         ),
     ),
     (
