@@ -40,7 +40,7 @@ USUAL = {
     "lora": ("fsdp", "deepspeed_zero3"),
     "rslora": (),
     "pissa": (),
-    "dora": ("tensor",),
+    "dora": (),
     "ia3": ("fsdp",),
     "whole": ("tensor",),
     "head": (),

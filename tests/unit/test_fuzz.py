@@ -108,7 +108,7 @@ def a_run_or_a_refusal(line: list[str]) -> None:
             str(complaint).encode()
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(lines)
 @example(["optimizer.lr=1" + "0" * 400])
 @example(["model.width=1" + "0" * 5000])

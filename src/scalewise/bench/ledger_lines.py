@@ -265,9 +265,9 @@ TRACED: tuple[Line, ...] = (
     (BF16, *mesh(tensor=8)),
     (MIXED, *fsdp(8), "objective.loss_chunk=1024"),
     (LORA, "objective.loss_chunk=1024"),
-    (MIXED, *stages(shards=4), FULL),
 )
 TRACED_SELDOM: tuple[Line, ...] = (
+    (MIXED, *stages(shards=4), FULL),
     (),
     (BF16,),
     (MIXED, FULL),
