@@ -1,0 +1,70 @@
+"""Parts arrive laid over their schemas, and what is composed is what Hydra makes of the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from hydra_plugins.scalewise_parts import PartSearchPath, PartSource
+from scalewise.config import door, tree
+from scalewise.config.own import own_hydra
+
+GROUPS = [group for group in tree.CLOSED if group != "hardware"]
+MOST = max(len(tree.names(group)) for group in GROUPS)
+LINES = [
+    [f"{group}={names[turn % len(names)]}" for group in GROUPS for names in [tree.names(group)]]
+    for turn in range(MOST)
+]
+"""Every option at least once."""
+
+
+def composed(line: list[str]) -> DictConfig:
+    door.prepare()
+    with own_hydra():
+        return hydra.compose("config", overrides=line)
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_what_is_composed_stays_the_same(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = composed(line)
+    monkeypatch.setattr(PartSearchPath, "manipulate_search_path", lambda self, search_path: None)
+    plain = composed(line)
+    assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(plain)
+    for group in GROUPS:
+        assert OmegaConf.get_type(found, group) is OmegaConf.get_type(plain, group)
+        assert OmegaConf.is_struct(found[group]) is OmegaConf.is_struct(plain[group])
+
+
+@pytest.mark.parametrize(
+    ("text", "laid"),
+    [
+        ("lr: 0.5", True),
+        ("lr: much", False),
+        ("rate: 0.5", False),
+        ("", True),
+    ],
+)
+def test_a_file_that_contradicts_its_schema_is_left_to_hydra(
+    text: str, laid: bool, tmp_path: Path
+) -> None:
+    door.prepare()
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults:\n  - /schema/optimizer/adamw@_here_\n  - _self_\n\n{text}\n", "utf-8"
+    )
+    config = PartSource("main", str(tmp_path)).load_config("mine").config
+    assert ("defaults" not in config) is laid
+    assert ("_target_" in config) is laid
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    ["[/optimizer/adamw@_here_, _self_]", "[/schema/optimizer/none@_here_, _self_]", "[_self_]"],
+)
+def test_what_stands_on_anything_else_is_left_to_hydra(defaults: str, tmp_path: Path) -> None:
+    door.prepare()
+    (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nlr: 1.0\n", "utf-8")
+    config = PartSource("main", str(tmp_path)).load_config("mine").config
+    assert set(config) == {"defaults", "lr"}
