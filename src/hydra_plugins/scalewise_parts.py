@@ -3,6 +3,8 @@
 Hydra would find, copy and compose each of the two by itself; so it has half as many to compose.
 """
 
+from copy import copy
+
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -28,7 +30,8 @@ class PartSource(FileConfigSource):
                 name = f"{schema[1:].removesuffix('@_here_')}.yaml"
             case _:
                 return plain
-        own = plain.config.copy()
+        own = copy(plain.config)
+        assert isinstance(own, DictConfig)
         del own["defaults"]
         try:
             laid = ConfigStore.instance().load(name).node
