@@ -70,7 +70,7 @@ def twin(cls: type) -> type:
         (entry.name, _open_type(hints[entry.name]), _writable(entry))
         for entry in dataclasses.fields(cls)
     ]
-    return dataclasses.make_dataclass(cls.__name__, entries)
+    return _mirror(cls, entries)
 
 
 def _run_twin() -> type:
@@ -82,7 +82,15 @@ def _run_twin() -> type:
         elif entry.name not in ("choices", "overrides", "callbacks"):
             entries.append((entry.name, _open_type(hints[entry.name]), _writable(entry)))
     callbacks: Any = dataclasses.field(default_factory=dict)
-    return dataclasses.make_dataclass("Run", [*entries, ("callbacks", dict[str, Any], callbacks)])
+    return _mirror(Run, [*entries, ("callbacks", dict[str, Any], callbacks)])
+
+
+def _mirror(cls: type, entries: list[tuple[str, Any, Any]]) -> type:
+    """Returns a dataclass that OmegaConf reads fields of; methods would take a plan's time."""
+    told = {"__doc__": cls.__doc__}  # else made of a signature
+    return dataclasses.make_dataclass(
+        cls.__name__, entries, init=False, repr=False, eq=False, namespace=told
+    )
 
 
 def _open_type(hint: Any) -> Any:
