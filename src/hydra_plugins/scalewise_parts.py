@@ -3,7 +3,8 @@
 Hydra would find, copy and compose each of the two by itself; so it has half as many to compose.
 """
 
-from copy import copy
+from copy import copy, deepcopy
+from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -12,6 +13,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+_read: dict[tuple[Path, int, int], ConfigResult] = {}
+"""What was read, by file, its time and size: a sweep composes as often as it has jobs."""
 
 
 class PartSource(FileConfigSource):
@@ -23,8 +27,16 @@ class PartSource(FileConfigSource):
         return "scalewise-parts"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns a file; one that contradicts its schema is left for Hydra to complain about."""
-        plain = super().load_config(config_path)
+        """Returns a file, laid over its schema."""
+        file = Path(self.path, self._normalize_file_name(config_path))
+        key = (file, file.stat().st_mtime_ns, file.stat().st_size)
+        if key not in _read:
+            _read[key] = self._laid(super().load_config(config_path))
+        found = _read[key]
+        return ConfigResult(found.provider, found.path, deepcopy(found.config), dict(found.header))
+
+    def _laid(self, plain: ConfigResult) -> ConfigResult:
+        """Returns a part over its schema; one that contradicts it is left for Hydra to refuse."""
         match OmegaConf.to_container(plain.config):
             case {"defaults": [str(schema), "_self_"]} if schema.startswith("/schema/"):
                 name = f"{schema[1:].removesuffix('@_here_')}.yaml"

@@ -68,3 +68,16 @@ def test_what_stands_on_anything_else_is_left_to_hydra(defaults: str, tmp_path: 
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nlr: 1.0\n", "utf-8")
     config = PartSource("main", str(tmp_path)).load_config("mine").config
     assert set(config) == {"defaults", "lr"}
+
+
+def test_a_file_that_was_edited_is_read_again(tmp_path: Path) -> None:
+    door.prepare()
+    source, file = PartSource("main", str(tmp_path)), tmp_path / "mine.yaml"
+    head = "defaults: [/schema/optimizer/adamw@_here_, _self_]"
+    for rate in (0.5, 0.25):
+        file.write_text(f"{head}\nlr: {rate}\n", "utf-8")
+        for _ in range(2):
+            config = source.load_config("mine").config
+            assert isinstance(config, DictConfig)
+            assert config.lr == rate
+            config.lr = 7.0  # is the caller's own
