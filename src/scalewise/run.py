@@ -282,13 +282,14 @@ class Run:
                 f"set data.sequence={self.model.context}",
             )
         needed = self.data.vocabulary_needed
-        if needed is not None and needed > self.model.vocabulary:
-            yield Complaint(
-                "data.vocabulary",
-                needed,
-                f"yields token ids beyond the model's vocabulary of {self.model.vocabulary}",
-                f"set data.vocabulary={self.model.vocabulary} or model.vocabulary={needed}",
-            )
+        known = self.model.vocabulary
+        if needed is not None and needed > known and hasattr(self.data, "vocabulary"):
+            reason = f"yields token ids beyond the model's vocabulary of {known}"
+            cure = f"set data.vocabulary={known} or model.vocabulary={needed}"
+            yield Complaint("data.vocabulary", needed, reason, cure)
+        elif needed is not None and needed > known:
+            reason = f"is too small: the rows of data={self.choices.get('data')} have {needed} ids"
+            yield Complaint("model.vocabulary", known, reason, f"set model.vocabulary={needed}")
         if self.data.packing and self.data.pairs:
             reason = "would put answers beside each other, which are compared row by row"
             yield Complaint("data.packing", True, reason, "set data.packing=false")

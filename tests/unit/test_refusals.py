@@ -263,6 +263,7 @@ RULES: list[Row] = [
         "no adapter can be turned off",
         "adapter=lora",
     ),
+    (["data=reversal", "model.vocabulary=9"], "model.vocabulary", "too small", "vocabulary=11"),
     (["data=reversal", "data.sequence=9"], "data.sequence", "twice the digits", "sequence=10"),
     *(
         (
