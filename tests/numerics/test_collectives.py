@@ -68,6 +68,9 @@ AGAIN = {
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
 }
 """What is computed, and perhaps sent, a second time, or not asked for."""
+MUON = ("fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
+"""Layouts from whose shards it gathers its updates."""
+WAYS = {**AGAIN, "muon": ("optimizer=muon",)}
 USUAL = (
     ("gpt2", "tensor", "full"),
     ("llama", "tensor", "mixture"),
@@ -96,12 +99,19 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         if not ("dpo" in again and ("pipeline" in layout or "context" in layout))  # as is this
         for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
         for usual in [plain or (shape, layout, again) in USUAL]
-    ],
+    ]
+    + [pytest.param(layout, "llama", "muon", marks=pytest.mark.exhaustive) for layout in MUON],
 )
 def test_a_layout_sends_what_it_declares(
     layout: str, shape: str, again: str, tmp_path: Path, shared_cache: Path
 ) -> None:
-    parts = (*SHAPE, *THIRD_STEP, *SHAPES[shape], *LAYOUTS[layout], *AGAIN[again])
+    parts = (
+        *SHAPE,
+        *THIRD_STEP,
+        *SHAPES[shape],
+        *LAYOUTS[layout],
+        *WAYS[again],
+    )
     ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
     parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
     run = compose(parts)

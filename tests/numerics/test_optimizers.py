@@ -148,7 +148,7 @@ EQUAL = {
     "adamw_4bit": ("fsdp",),
     "schedule_free": ("ddp", "fsdp", "tensor"),
     "adafactor": ("ddp", "pipeline_one_f_one_b"),
-    "muon": ("ddp", "pipeline_one_f_one_b"),
+    "muon": ("ddp", "pipeline_one_f_one_b", "fsdp", "hsdp", "context", "pipeline_shard", "fsdp_4"),
 }
 OTHER_BLOCKS = {("adamw_8bit", "tensor"): 1e-4}
 """Of a matrix that is cut by its columns, other numbers share a scale, and round otherwise."""
@@ -173,7 +173,7 @@ USUAL = {
     "adamw_4bit": (),
     "schedule_free": ("tensor",),
     "adafactor": (),
-    "muon": ("pipeline_one_f_one_b",),
+    "muon": ("fsdp",),
 }
 """Those that CI takes: the others are of the same code, or of less."""
 

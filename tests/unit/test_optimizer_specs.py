@@ -101,7 +101,7 @@ def test_patterns_come_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "layout", "reason"),
     [
-        ("muon", "fsdp", "looks at whole matrices"),
+        ("muon", "fsdp_offload", "looks at whole matrices"),
         ("muon", "tensor", "looks at whole matrices"),
         ("adafactor", "context", "looks at whole matrices"),
         ("muon", "deepspeed_zero1", "looks at whole matrices"),

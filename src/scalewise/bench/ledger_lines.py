@@ -212,6 +212,9 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     ("optimizer=adamw_4bit", BF16, *_TALL),
     ("optimizer=lion", *WEIGHTS),
     ("optimizer=muon", *WEIGHTS),
+    fsdp(2, "optimizer=muon", *WEIGHTS),
+    fsdp(2, "optimizer=muon", *_IN_BACKWARD),
+    ("parallelism=hsdp", "optimizer=muon", MIXED, *WEIGHTS),
     ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
     fsdp(2, "optimizer=adamw_8bit", *_TALL),
 )

@@ -45,6 +45,8 @@ class Optimizer(ABC):
     """Whether it trains at one place and is judged at another, an average of its way."""
     uses_whole_weights = False
     """Whether it looks at matrices as such, so that a rank must have them whole."""
+    gathers_shards = False
+    """Whether it gathers those from their shards by itself."""
 
     @abstractmethod
     def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
@@ -52,6 +54,10 @@ class Optimizer(ABC):
 
         ``held``: bytes of a number of the weight.
         """
+
+    def gathers(self, weight: Weight) -> bool:
+        """Returns whether it gathers a weight's update from the shards of it."""
+        return False
 
     def averaged(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]

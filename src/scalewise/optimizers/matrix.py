@@ -14,6 +14,8 @@ from scalewise.optimizers.base import Optimizer, betas_complaints
 if TYPE_CHECKING:
     from torch import optim
 
+BF16 = 2
+"""Bytes of a number of an update while it is orthogonalized."""
 HIDDEN = ("attention", "feedforward")
 """Roles of the matrices that Muon orthogonalizes."""
 
@@ -81,6 +83,7 @@ class Muon(Optimizer):
 
     elementwise = False
     uses_whole_weights = True
+    gathers_shards = True
 
     def is_hidden(self, weight: Weight) -> bool:
         """Returns whether a weight is orthogonalized: a matrix of a block."""
@@ -89,6 +92,14 @@ class Muon(Optimizer):
     def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
         """Returns the bytes of a momentum for hidden matrices, of two moments for the rest."""
         return (1 if self.is_hidden(weight) else 2) * weight.share(shards) * held
+
+    def gathers(self, weight: Weight) -> bool:
+        """Returns whether a weight is orthogonalized, for which all of its update is needed."""
+        return self.is_hidden(weight)
+
+    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of an update that is gathered, and of what it becomes."""
+        return weight.count * (held + BF16) if shards > 1 and self.is_hidden(weight) else 0
 
     def settings(self, weight: Weight) -> dict[str, object]:
         """Returns rate, decay, and whether the weight is orthogonalized."""
@@ -102,10 +113,10 @@ class Muon(Optimizer):
             yield Complaint("optimizer.epsilon", self.epsilon, "must be positive")
 
     def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's Muon and AdamW as one optimizer; of one kind of group, that one."""
+        """Returns Muon and torch's AdamW as one optimizer; of one kind of group, that one."""
         from torch import optim
 
-        from scalewise.optimizers.stepping import Joined
+        from scalewise.optimizers.stepping import Joined, ShardedMuon
 
         kinds: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
@@ -113,7 +124,7 @@ class Muon(Optimizer):
         parts: list[optim.Optimizer] = []
         if kinds[True]:
             parts.append(
-                optim.Muon(
+                ShardedMuon(
                     kinds[True],
                     lr=self.lr,
                     momentum=self.momentum,

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Muon, Optimizer
+from torch.optim._muon import _adjust_lr as adjusted
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
 
 
 def _closed(closure: Callable[[], Any] | None) -> Any:
@@ -45,6 +49,35 @@ class Lion(Optimizer):
                 parameter.add_(momentum.lerp(gradient, 1 - beta1).sign_(), alpha=-lr)
                 momentum.lerp_(gradient, 1 - beta2)
         return loss
+
+
+class ShardedMuon(Muon):
+    """torch's Muon, of shards too: every rank orthogonalizes whole updates and keeps its rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves every matrix by its orthogonalized momentum."""
+        loss = _closed(closure)
+        for group in self.param_groups:
+            held: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *held)
+            for parameter, gradient, momentum in zip(*held, strict=True):
+                self._move(parameter, gradient, momentum, group)
+        return loss
+
+    def _move(
+        self, parameter: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]
+    ) -> None:
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        turned = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if isinstance(update, DTensor):
+            mesh, placements = update.device_mesh, update.placements
+            turned = distribute_tensor(turned, mesh, placements, src_data_rank=None)
+        rate = adjusted(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(turned, alpha=-rate)
 
 
 class Joined(Optimizer):

@@ -43,6 +43,11 @@ class Parallelism(ABC):
         return self.flattens_weights
 
     @property
+    def shards_alone(self) -> bool:
+        """Returns whether those pieces are shards on the device, which can be gathered."""
+        return False
+
+    @property
     def data_parallel_size(self) -> int:
         """Returns how many ranks see different rows."""
         return self.world_size
@@ -77,13 +82,15 @@ class Parallelism(ABC):
             reason = "this layout has no replicas that could share the state out"
             cure = "set optimizer.shard=false, or parallelism=ddp"
             yield Complaint("optimizer.shard", True, reason, cure)
-        asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights
+        gathered = run.optimizer.gathers_shards and self.shards_alone
+        asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights and not gathered
         if asks_whole or (self.flattens_weights and not run.optimizer.elementwise):
             chosen = run.choices.get("optimizer", type(run.optimizer).__name__)
             reason = "looks at whole matrices, of which this layout gives a rank pieces"
             if not asks_whole:
                 reason = "needs each weight by itself, and this layout steps them as one vector"
-            cure = "set optimizer=adamw, or parallelism=ddp"
+            better = "fsdp" if run.optimizer.gathers_shards else "ddp"
+            cure = f"set optimizer=adamw, or parallelism={better}"
             yield Complaint("optimizer", chosen, reason, cure)
 
     def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,6 +97,8 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 f"gradients of {name}",
                 hides=True,
             )
+        if ranks > 1:
+            yield from _of_updates(share, weights, layers, ranks)
         if replicas > 1:
             size = trained // ranks
             yield Collective(
@@ -106,6 +109,18 @@ def _of_shards(share: Share) -> Iterator[Collective]:
                 f"gradients of {name}",
                 hides=True,
             )
+
+
+def _of_updates(
+    share: Share, weights: Iterable[Weight], layers: int, ranks: int
+) -> Iterator[Collective]:
+    """What an optimizer gathers that looks at whole matrices."""
+    held = share.run.precision.parameters.bytes
+    gathered = [w for w in weights if w.trainable and share.run.optimizer.gathers(w)]
+    sizes = Counter(weight.size(held, ranks) * ranks for weight in gathered)
+    for size, count in sizes.items():
+        axes, what = ("shards", "context"), "updates of matrices"
+        yield Collective(Kind.all_gather, axes, size, layers * count, what)
 
 
 def _padded(weights: Iterable[Weight], ranks: int, held: int) -> int:

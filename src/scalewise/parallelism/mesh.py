@@ -198,6 +198,11 @@ class Mesh(Parallelism):
         """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
         return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1
 
+    @property
+    def shards_alone(self) -> bool:
+        """Returns whether weights are cut by rows alone, and stay on the device."""
+        return self.sizes["tensor"] == 1 and not self.cpu_offload
+
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
         ranks = self.sizes["pipeline"]
