@@ -189,11 +189,9 @@ def test_a_build_that_is_killed_half_way_hinders_no_other(
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     killed = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)
-    while not list(tmp_path.rglob("build.ninja")):
+    while not (compiling := _within(tmp_path)):
         assert killed.poll() is None
         time.sleep(0.1)
-    compiling = _within(tmp_path)
-    assert compiling
     killed.kill()
     said, _ = killed.communicate()
     assert psutil.wait_procs(compiling, timeout=20)[1] == []
