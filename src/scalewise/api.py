@@ -17,20 +17,20 @@ __all__ = ["Result", "Run", "compose", "train"]
 def train(run: Run, folder: Path | str | None = None) -> Result:
     """Trains ``run``, writes its report, and returns how it ended.
 
-    What ``plan.fit=auto`` and ``memory=auto`` leave open is chosen first. ``folder`` is where the
-    run's files go; None: ``runs/NAME/TIMESTAMP``. A failure is a ``Result``, not an exception; data
-    or a checkpoint that cannot be used raise ``ConfigError``. A run of several ranks starts
-    processes, so call it below ``if __name__ == "__main__":``.
+    What ``auto`` leaves open is chosen first. ``folder`` is where the run's files go; None:
+    ``runs/NAME/TIMESTAMP``. A failure is a ``Result``, not an exception; data or a checkpoint that
+    cannot be used raise ``ConfigError``. A run of several ranks starts processes, so call it below
+    ``if __name__ == "__main__":``.
     """
     from scalewise.reports import files
     from scalewise.verbs.fit import fitted
     from scalewise.verbs.publish import after_training
 
-    run = fitted(run)
+    run, sizing = fitted(run)
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     command = shlex.join(["scalewise", "train", *run.overrides])
-    order = Order(run, command=command, changed=tuple(changed(run)))
+    order = Order(run, command, changed=tuple(changed(run)), sizing=sizing)
     result = execute(order, Path(folder).absolute())
     if started.leads():
         files.write([result.folder])

@@ -95,9 +95,17 @@ class Run:
         return self.trainer.global_batch or self.rows_per_pass
 
     @property
+    def micro_batch(self) -> int:
+        """Returns the rows in one forward pass on one rank; all of a step until one is chosen."""
+        rows = self.trainer.micro_batch
+        if isinstance(rows, int):
+            return rows
+        return ceil((self.trainer.global_batch or 1) / self.parallelism.data_parallel_size)
+
+    @property
     def rows_per_pass(self) -> int:
         """Returns the rows that one forward pass of all ranks sees."""
-        return self.trainer.micro_batch * self.parallelism.data_parallel_size
+        return self.micro_batch * self.parallelism.data_parallel_size
 
     @property
     def accumulation(self) -> int:
@@ -112,7 +120,7 @@ class Run:
     @property
     def sequences_per_pass(self) -> int:
         """Returns the sequences that one forward pass of one rank sees."""
-        return self.trainer.micro_batch * self.sequences_per_row
+        return self.micro_batch * self.sequences_per_row
 
     @property
     def rows_text(self) -> str:
@@ -199,6 +207,7 @@ class Run:
             yield from self.optimizer.complaints_with(self)
             yield from self.memory.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
+            yield from self.trainer.complaints_with(self)
         yield from self._of_schedule()
         yield from self._of_tokens()
         yield from self._of_formats()
@@ -257,7 +266,7 @@ class Run:
 
     def _of_schedule(self) -> Iterator[Complaint]:
         trainer = self.trainer
-        if trainer.micro_batch < 1 or (trainer.global_batch or 1) < 1 or self.world_size < 1:
+        if self.world_size < 1 or self.micro_batch < 1 or (trainer.global_batch or 1) < 1:
             return
         if self.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
             return  # epochs have as many steps as the data has rows

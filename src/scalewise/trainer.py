@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
+from scalewise.memory import Auto
+from scalewise.plan.spec import Search
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+AUTO = "auto"
+SIZE = "trainer.micro_batch"
 
 
 @option("trainer", "trainer")
@@ -21,8 +30,8 @@ class Trainer:
     """Tokens to train on; rounded up to whole steps."""
     max_epochs: float | None = None
     """Passes over the training rows; rounded up to whole steps."""
-    micro_batch: int = 8
-    """Rows in one forward pass on one rank."""
+    micro_batch: int | str = 8
+    """Rows in one forward pass on one rank; auto: the most that there is memory for."""
     global_batch: int | None = None
     """Rows in one optimizer step over all ranks; None: one micro batch a rank."""
     clip_norm: float | None = 1.0
@@ -60,8 +69,31 @@ class Trainer:
         if self.validate_first and self.validate_every is None:
             cure = "set trainer.validate_every=100"
             yield Complaint("trainer.validate_first", True, "nothing is validated", cure)
-        positive = (*given, "micro_batch", "log_every", "validation_rows")
+        size = self.micro_batch
+        if size != AUTO and not (isinstance(size, int) and size >= 1):
+            yield Complaint(SIZE, size, "must be positive, or auto")
+        positive = (*given, "log_every", "validation_rows")
         optional = ("global_batch", "clip_norm", "validate_every")
         for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
             if not getattr(self, key) > 0:
                 yield Complaint(f"trainer.{key}", getattr(self, key), "must be positive")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields steps that ``micro_batch=auto`` cannot share out, and who else would choose it."""
+        if self.micro_batch != AUTO:
+            return
+        rows, ranks = self.global_batch, run.parallelism.data_parallel_size
+        if rows is None:
+            reason = "the rows of a step would depend on the device"
+            yield Complaint(SIZE, AUTO, reason, "set trainer.global_batch=64")
+        elif rows % ranks:
+            reason = f"does not go evenly into the {ranks} ranks that read rows, for {SIZE}=auto"
+            cure = f"set trainer.global_batch={ceil(rows / ranks) * ranks}"
+            yield Complaint("trainer.global_batch", rows, reason, cure)
+        if run.plan.search is not Search.none:
+            reason = "is chosen by plan.search itself"
+            yield Complaint(SIZE, AUTO, reason, "leave it out")
+        if isinstance(run.memory, Auto):
+            reason = "memory=auto goes by what a given micro batch leaves"
+            cure = f"set {SIZE}=8, or have plan.search=memory plan.fit=auto choose both"
+            yield Complaint(SIZE, AUTO, reason, cure)

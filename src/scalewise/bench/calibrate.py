@@ -146,7 +146,7 @@ def _measured(run: Run, seconds: float, folder: Path) -> Iterator[tuple[str, Fig
 def _loader(run: Run, seconds: float) -> Figure:
     """Returns the tokens/s of the run's loader, no training beside it."""
     rows = run.data.prepare(run.model.vocabulary, run.seed).train
-    share = Share(run.trainer.micro_batch, run.trainer.micro_batch, 0, 1)
+    share = Share(run.micro_batch, run.micro_batch, 0, 1)
     rates: list[float] = []
     began = before = time.perf_counter()
     counted = 0

@@ -74,7 +74,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     return {
         "bounds": {"ratio": BOUND, "launch_s": LAUNCH_BOUND},
         "model": {"parameters": first.model.parameters, "option": first.choices["model"]},
-        "rows_a_rank": first.trainer.micro_batch,
+        "rows_a_rank": first.micro_batch,
         "sequence": first.data.sequence,
         "ranks": first.world_size,
         "layouts": layouts,
@@ -155,7 +155,7 @@ def _measured(run: Run, folder: Path) -> None:
     dist.init_process_group("nccl" if on_cuda else "gloo")
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
-    share = Share(run.global_batch, run.trainer.micro_batch, rank, run.world_size)
+    share = Share(run.global_batch, run.micro_batch, rank, run.world_size)
 
     def loader() -> Loader:
         return Loader(

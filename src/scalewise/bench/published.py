@@ -190,7 +190,7 @@ def _inputs_of_quantized(run: Run) -> int:
     """
     model = run.model
     assert isinstance(model, Decoder)
-    tokens = run.trainer.micro_batch * run.data.sequence
+    tokens = run.micro_batch * run.data.sequence
     inputs = 2 * model.width + model.feedforward
     return tokens * inputs * run.precision.compute.bytes * model.layers
 

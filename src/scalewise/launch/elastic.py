@@ -28,8 +28,13 @@ TIMEOUT_GRACE = 5.0
 """Seconds a job that ran out of time has to save itself; a hung one does not answer anyway."""
 
 
-def run_ranks(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
-    """Returns how one attempt at a job ended; none of its processes is left."""
+def run_ranks(
+    run: Run, folder: Path, resume: Path | None, facts: dict[str, object] | None
+) -> Ending:
+    """Returns how one attempt at a job ended; none of its processes is left.
+
+    ``facts``: what W&B is told; None: there is no tracking.
+    """
     return run_in(run.world_size, work, (run, folder, resume, facts), folder, run.launch)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -18,6 +18,9 @@ from scalewise.launch.status import Ending, Status, git_state
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_text
 from scalewise.training.callbacks.spec import is_own
+
+if TYPE_CHECKING:
+    from scalewise.plan.sizing import Sizing
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Order:
     """Name of the sweep that this job belongs to."""
     attempts: Sequence[Path] = ()
     """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
+    sizing: Sizing | None = None
+    """How ``trainer.micro_batch=auto`` was settled; None: a number was given."""
 
 
 def execute(order: Order, folder: Path) -> Result:
@@ -165,10 +170,15 @@ def begin(
         started=before.get("started") or datetime.now(UTC).isoformat(timespec="milliseconds"),
         attempts=before.get("attempts", 0) + 1,
         resumed_from=str(resume) if resume else None,
+        micro_batch={} if order.sizing is None else _sizing(order.sizing),
         **git_state(),
     )
     status.write(folder)
     return status
+
+
+def _sizing(found: Sizing) -> dict[str, object]:
+    return {**asdict(found), "how": found.how}
 
 
 def isolated(order: Order) -> bool:

@@ -29,7 +29,7 @@ def seated(seat: Seat, entry: Callable[..., None], *arguments: object) -> None:
     entry(*arguments)
 
 
-def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> None:
+def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object] | None) -> None:
     """Trains as one of the ranks; the rank comes from the environment, as torchrun sets it.
 
     Leaves its word in ``folder`` and ends with its ending's exit code.

@@ -69,6 +69,8 @@ class Status:
     log_tail: tuple[str, ...] = ()
     cures: tuple[Mapping[str, str], ...] = ()
     resumed_from: str | None = None
+    micro_batch: Mapping[str, object] = field(default_factory=dict)
+    """How ``trainer.micro_batch=auto`` was settled."""
     process: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     machine: Mapping[str, object] = field(default_factory=lambda: machine_facts())
@@ -113,8 +115,8 @@ def cures(ending: Ending, run: Run, *, resumable: bool) -> list[dict[str, str]]:
     """
     found: list[tuple[str, str]] = []
     if ending.status == "out_of_memory":
-        if run.trainer.micro_batch > 1:
-            half = run.trainer.micro_batch // 2
+        if run.micro_batch > 1:
+            half = run.micro_batch // 2
             keep = f"trainer.micro_batch={half} trainer.global_batch={run.global_batch}"
             found.append((keep, "Half the activations; the global batch stays as it is."))
         if run.choices.get("precision") == "fp32":

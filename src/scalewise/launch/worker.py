@@ -31,13 +31,18 @@ LOST_RANK = (
 """What gloo and NCCL say when a rank at the other end is gone."""
 
 
-def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
-    """Returns how training in this process ended; never raises."""
+def attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object] | None) -> Ending:
+    """Returns how training in this process ended; never raises.
+
+    ``facts``: what W&B is told; None: there is no tracking.
+    """
     with output.shielded():
         return _attempt(run, folder, resume, facts)
 
 
-def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, object]) -> Ending:
+def _attempt(
+    run: Run, folder: Path, resume: Path | None, facts: dict[str, object] | None
+) -> Ending:
     place = Place(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -46,7 +51,7 @@ def _attempt(run: Run, folder: Path, resume: Path | None, facts: dict[str, objec
     session = Session()
     STOP.begin(alone="RANK" not in os.environ)
     try:
-        if place.rank == 0:
+        if place.rank == 0 and facts is not None:
             session = open_session(run, folder, facts)
             write_json(folder / FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have

@@ -273,7 +273,7 @@ class DeepSpeed(Parallelism):
         if self.offload_parameters is Offload.nvme:  # DeepSpeed's default buffers take 2 GB
             zero["offload_param"]["buffer_size"] = max(weight.count for weight in run.census())
         return {
-            "train_micro_batch_size_per_gpu": run.trainer.micro_batch,
+            "train_micro_batch_size_per_gpu": run.micro_batch,
             "gradient_accumulation_steps": run.accumulation,
             "gradient_clipping": run.trainer.clip_norm or 0.0,
             "zero_optimization": zero,

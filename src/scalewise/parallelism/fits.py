@@ -119,10 +119,10 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"cannot fill {mesh.stages} stages",
             f"set parallelism.pipeline_micro_batches={mesh.stages}",
         )
-    if run.trainer.micro_batch % mesh.pieces:
+    if run.micro_batch % mesh.pieces:
         yield Complaint(
             "trainer.micro_batch",
-            run.trainer.micro_batch,
+            run.micro_batch,
             f"does not fall into {mesh.pieces} pieces for the pipeline",
             f"set trainer.micro_batch={mesh.pieces}",
         )

@@ -96,7 +96,7 @@ def changes(run: Run) -> Iterator[Change]:
 
 
 def _of_passes(run: Run) -> Iterator[Change]:
-    size, cost = run.trainer.micro_batch // 2, 1.0
+    size, cost = run.micro_batch // 2, 1.0
     rows = run.global_batch
     while size >= 1:
         trainer = replace(run.trainer, micro_batch=size, global_batch=rows)
@@ -147,7 +147,7 @@ def _of_layout(run: Run) -> Iterator[Change]:
             if least < 1 or (most is not None and size * others > most):
                 continue
             parts: dict[str, Any] = {"parallelism": layout}
-            if least < trainer.micro_batch:  # more ranks than rows for them
+            if least < run.micro_batch:  # more ranks than rows for them
                 parts["trainer"] = replace(trainer, micro_batch=least, global_batch=rows)
                 line += f" trainer.micro_batch={least} trainer.global_batch={rows}"
                 kinds |= {"passes"}

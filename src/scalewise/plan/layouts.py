@@ -93,7 +93,7 @@ def sizes(layout: Parallelism) -> tuple[int, ...]:
 def rows_at_once(run: Run) -> int:
     """Returns the rows that a rank passes through the model together."""
     pieces = run.parallelism.pieces if is_pipeline(run.parallelism) else 1
-    return run.trainer.micro_batch // pieces
+    return run.micro_batch // pieces
 
 
 def is_pipeline(layout: Parallelism) -> TypeGuard[Mesh]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scalewise.plan.budget import settled
+from scalewise.plan import budget, sizing
 from scalewise.plan.cure import Cure, cure
 from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, judged
@@ -74,8 +74,9 @@ class Plan:
 
 def planned(run: Run) -> Plan:
     """Returns the plan of a run, from its specs alone; what it leaves open is chosen."""
-    run, told = settled(run)
-    return Plan(run, judged(run), of_step(run), told)
+    run, rows = sizing.settled(run)
+    run, kept = budget.settled(run)
+    return Plan(run, judged(run), of_step(run), (*rows, *kept))
 
 
 def record(run: Run) -> dict[str, object]:

@@ -219,7 +219,7 @@ def _passes(run: Run, typed: frozenset[str]) -> Iterator[Way]:
     trainer = replace(run.trainer, global_batch=run.global_batch)
     layout, batch = run.parallelism, (f"trainer.global_batch={run.global_batch}",)
     if layouts.is_pipeline(layout):
-        size = run.trainer.micro_batch if "trainer.micro_batch" in typed else rows
+        size = run.micro_batch if "trainer.micro_batch" in typed else rows
         whole = replace(run, trainer=replace(trainer, micro_batch=size))
         for pieces in reversed(_halves(size)):
             if pieces >= layout.stages and size % pieces == 0:
@@ -228,7 +228,7 @@ def _passes(run: Run, typed: frozenset[str]) -> Iterator[Way]:
                 laid = replace(layout, pipeline_micro_batches=pieces)
                 yield told, replace(whole, parallelism=laid)
         return
-    for size in [run.trainer.micro_batch] if "trainer.micro_batch" in typed else _halves(rows):
+    for size in [run.micro_batch] if "trainer.micro_batch" in typed else _halves(rows):
         if rows % size == 0:
             told = (f"trainer.micro_batch={size}", *batch)
             yield told, replace(run, trainer=replace(trainer, micro_batch=size))

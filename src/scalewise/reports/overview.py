@@ -76,7 +76,7 @@ class Card:
 
 
 def facts(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple[str, str]]:
-    """Returns the six facts of the header, those that are known."""
+    """Returns the facts of the header, those that are known."""
     runs = [job.run for job in comparison.jobs]
     single = isinstance(record, RunRecord)
     started, took = record.started, record.seconds if isinstance(record, RunRecord) else None
@@ -97,6 +97,10 @@ def facts(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tuple
             if (version := common(r.versions[name] for r in runs if name in r.versions))
         )),
         ("Commit", commit + (tree if known else "") if commit else ""),
+        ("Micro batch", common(
+            f"{run.micro_batch['rows']} rows, {run.micro_batch['how']}"
+            for run in runs if run.micro_batch
+        )),
     ]  # fmt: skip
     return [(label, text) for label, text in found if text]
 

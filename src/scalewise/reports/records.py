@@ -91,6 +91,8 @@ class RunRecord:
     git_commit: str = ""
     git_dirty: bool | None = None
     wandb: Mapping[str, object] = field(default_factory=dict)
+    micro_batch: Mapping[str, object] = field(default_factory=dict)
+    """How ``trainer.micro_batch=auto`` was settled."""
     rank: int | None = None
     log_tail: tuple[str, ...] = ()
     cures: tuple[Cure, ...] = ()
@@ -175,6 +177,7 @@ def read_run(folder: Path) -> RunRecord | None:
         git_commit=_text(commit),
         git_dirty=dirty if isinstance(dirty, bool) else None,
         wandb=_mapping(status.get("wandb")),
+        micro_batch=_mapping(status.get("micro_batch")),
         rank=_count(status.get("rank")),
         log_tail=_lines(status.get("log_tail")),
         cures=tuple(

@@ -188,7 +188,7 @@ def _loaders(
 ) -> tuple[Loader, ValidationLoader | None]:
     ranks = run.parallelism.data_parallel_size
     own = run.parallelism.data_rank(place.rank)
-    share = Share(run.global_batch, run.trainer.micro_batch, own, ranks)
+    share = Share(run.global_batch, run.micro_batch, own, ranks)
     pinned = run.hardware.device is DeviceKind.cuda
     train = Loader(
         splits.train,

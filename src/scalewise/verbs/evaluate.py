@@ -115,7 +115,7 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
         raise ConfigError.one("", str(told.folder), reason, cure)
     count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
     count = int(rows) if count is None else count
-    given = (splits.validation, count, told.trainer.micro_batch)
+    given = (splits.validation, count, int(told.trainer.micro_batch))  # auto is settled
     with output.console().status("evaluating") as status:
 
         def tell(done: int) -> None:

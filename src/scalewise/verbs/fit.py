@@ -1,23 +1,30 @@
-"""``plan.fit=auto``, ``memory=auto``: what a run leaves open is chosen before it starts."""
+"""What a run leaves open by ``auto`` is chosen before it starts: what fits, memory, rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from scalewise.config.compose import compose
 from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.launch import started
 from scalewise.memory import Auto
 from scalewise.plan.spec import Fitting, Search
 from scalewise.run import Run
+from scalewise.trainer import AUTO, SIZE
 from scalewise.units import bytes_text
 
+if TYPE_CHECKING:
+    from scalewise.plan.sizing import Sizing
 
-def fitted(run: Run) -> Run:
-    """Returns the run that starts in place of ``run``.
 
-    Raises ``ConfigError`` where that does not fit and nothing helps.
+def fitted(run: Run, *, untried: str = "") -> tuple[Run, Sizing | None]:
+    """Returns the run that starts in place of ``run``, and how its micro batch was found.
+
+    ``untried``: why no run can be tried here. Raises ``ConfigError`` where that does not fit and
+    nothing helps.
     """
     if run.plan.fit is not Fitting.none:
         run = _with(run, _told(_on_devices(run)))
@@ -25,7 +32,24 @@ def fitted(run: Run) -> Run:
         from scalewise.plan.budget import settled
 
         run = _with(run, settled(run)[1])
-    return run
+    if run.trainer.micro_batch != AUTO:
+        return run, None
+    found = _sized(run, untried)
+    return _with(run, found.told), found
+
+
+def _sized(run: Run, untried: str) -> Sizing:
+    from scalewise.launch import trial
+    from scalewise.plan.sizing import sized
+
+    if started.by_others():
+        untried = "not tried, as these ranks were started by torchrun or srun"
+
+    def ends(tried: Run) -> str:
+        print(f"{SIZE}={AUTO}: trying {tried.micro_batch} ...", flush=True)
+        return trial.status(tried)
+
+    return sized(run, None if untried else ends, untried)
 
 
 def _with(run: Run, told: Sequence[str]) -> Run:
@@ -34,13 +58,13 @@ def _with(run: Run, told: Sequence[str]) -> Run:
     return compose(replaced(run.overrides, told)) if told else run
 
 
-def all_fitted(runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs that start in place of ``runs``; raises with every complaint."""
-    fit: list[Run] = []
+def all_fitted(runs: Sequence[Run], *, untried: str = "") -> list[tuple[Run, Sizing | None]]:
+    """Returns what ``fitted`` does of each of ``runs``; raises with every complaint."""
+    fit: list[tuple[Run, Sizing | None]] = []
     complaints: list[Complaint] = []
     for number, run in enumerate(runs):
         try:
-            fit.append(fitted(run))
+            fit.append(fitted(run, untried=untried))
         except ConfigError as error:
             complaints += [
                 replace(complaint, reason=f"job {number}: {complaint.reason}")

@@ -8,9 +8,11 @@ from pathlib import Path
 from scalewise import output
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result
+from scalewise.plan.sizing import Sizing
 from scalewise.plan.spec import Fitting
 from scalewise.precision import Number
 from scalewise.run import Run
+from scalewise.trainer import AUTO, SIZE
 from scalewise.units import bytes_text, count_text, seconds_text
 
 _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused": "yellow"}
@@ -24,7 +26,7 @@ def heading(order: Order) -> None:
     held = sum(weight.count for weight in census)
     few = f" ({count_text(trained)} of them trained)" if trained < held else ""
     print(f"{run.name}: {count_text(held)} parameters{few} on {_place(order)}")
-    readers, micro_batch = run.parallelism.data_parallel_size, run.trainer.micro_batch
+    readers, micro_batch = run.parallelism.data_parallel_size, run.micro_batch
     most = "" if readers * micro_batch * run.accumulation == run.global_batch else "at most "
     print(
         f"{run.rows_text} a step ({most}{micro_batch} a pass"
@@ -35,9 +37,13 @@ def heading(order: Order) -> None:
         print("slow: this processor has no bf16 instructions; precision=fp32 is faster", flush=True)
 
 
-def refitted(asked: Run, run: Run) -> None:
-    """Prints what ``plan.fit=auto`` or ``memory=auto`` has chosen."""
-    if told := [line for line in run.overrides if line not in asked.overrides]:
+def refitted(asked: Run, run: Run, sizing: Sizing | None) -> None:
+    """Prints what was chosen for an ``auto`` of ``plan.fit``, ``memory`` or the micro batch."""
+    known = asked.overrides
+    if sizing is not None:
+        print(f"{SIZE}={AUTO}: {sizing.rows} rows a pass ({sizing.how})", flush=True)
+        known += sizing.told
+    if told := [line for line in run.overrides if line not in known]:
         asked_for = "memory=auto" if asked.plan.fit is Fitting.none else "plan.fit=auto"
         print(f"{asked_for}: {' '.join(told)}", flush=True)
 

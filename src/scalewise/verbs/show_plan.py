@@ -19,6 +19,7 @@ from scalewise.plan.spec import Fitting
 from scalewise.plan.total import Total
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
+from scalewise.trainer import AUTO, SIZE
 from scalewise.units import GIGA, bytes_text, count_text, dollars_text, seconds_text
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def one(plan: Plan) -> None:
         )
     console.print(told)
     if plan.told:
-        console.print(f"memory=auto: {' '.join(plan.told)}")
+        asked = f"{SIZE}={AUTO}" if plan.told[0].startswith(SIZE) else "memory=auto"
+        console.print(f"{asked}: {' '.join(plan.told)}")
     if fit.uncounted and fit.traced is None:
         console.print(f"[yellow]not counted: {fit.uncounted}; plan.method=trace sees it[/]")
     _verdict(console, plan)

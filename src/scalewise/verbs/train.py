@@ -37,10 +37,10 @@ class Train(Verb):
             reason = "this line is a single run"
             raise ConfigError.one("resume_sweep", self._resumption.sweep, reason, cure)
         with signals.raised("outside of training"):
-            fit = fitted(run)
+            fit, sizing = fitted(run)
             if started.leads():
-                show.refitted(run, fit)
-            order = Order(fit, command=self._command, changed=tuple(changed(fit)))
+                show.refitted(run, fit, sizing)
+            order = Order(fit, self._command, changed=tuple(changed(fit)), sizing=sizing)
             if started.leads():
                 show.heading(order)
             result = execute(order, folder)
@@ -76,9 +76,11 @@ class Train(Verb):
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
     ) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
-        runs = all_fitted([job.run for job in jobs])
-        for job, run in zip(jobs, runs, strict=True):
-            show.refitted(job.run, run)
+        away = engine["engine"] in self.elsewhere
+        untried = "not tried, as its jobs run on other machines" * away
+        fits = all_fitted([job.run for job in jobs], untried=untried)
+        for job, (run, sizing) in zip(jobs, fits, strict=True):
+            show.refitted(job.run, run, sizing)
         tasks = [
             Task(
                 job.number,
@@ -88,10 +90,11 @@ class Train(Verb):
                     varied=job.varied,
                     changed=tuple(changed(run)),
                     sweep=f"{folder.parent.name}/{folder.name}",
+                    sizing=sizing,
                 ),
                 job.folder,
             )
-            for job, run in zip(jobs, runs, strict=True)
+            for job, (run, sizing) in zip(jobs, fits, strict=True)
         ]
         folder.mkdir(parents=True, exist_ok=True)  # Hydra's own sweeper has made it
         kept: dict[int, Result] = {}

@@ -1,0 +1,68 @@
+"""Two steps of a run in processes of their own, to see whether there is memory for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from scalewise.errors import Interrupted
+from scalewise.hardware import DeviceKind
+from scalewise.launch.job import Order, checked
+from scalewise.run import Run
+from scalewise.schedules import Constant
+
+STEPS = 2
+"""The first makes the optimizer's state, the second runs beside it."""
+PASSES = 2
+"""Micro batches of a step at the most: the second runs beside the gradients of the first."""
+
+
+def status(run: Run) -> str:
+    """Returns how two steps of ``run`` end, with its callbacks and a validation, untracked.
+
+    Raises ``ConfigError`` where its data are refused, and ``Interrupted`` for a signal.
+    """
+    from scalewise.launch.elastic import run_ranks  # imports torch
+
+    short = shortened(run)
+    with TemporaryDirectory(prefix="scalewise-trial-") as place:
+        folder = Path(place)
+        (folder / "checkpoints").mkdir()
+        checked(Order(short), folder)
+        ending = run_ranks(short, folder, None, None)
+    if ending.status == "interrupted":
+        raise Interrupted(ending.signal_number, ending.reason)
+    return ending.status
+
+
+def shortened(run: Run) -> Run:
+    """Returns the run with so few steps and passes, that needs the memory of the whole.
+
+    On the CPU it saves as well, as there a save needs memory of the same kind.
+    """
+    trainer, checkpoint = run.trainer, run.checkpoint
+    saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
+    return replace(
+        run,
+        resume=None,
+        schedule=Constant(),
+        trainer=replace(
+            trainer,
+            max_steps=STEPS,
+            max_tokens=None,
+            max_epochs=None,
+            global_batch=run.rows_per_pass * min(PASSES, run.accumulation),
+            validate_every=trainer.validate_every and STEPS,
+            validate_first=False,
+            validation_rows=min(trainer.validation_rows, run.rows_per_pass),
+            log_every=STEPS + 1,
+        ),
+        checkpoint=replace(
+            checkpoint,
+            every=None,
+            best=False,
+            at_end=saves and run.hardware.device is DeviceKind.cpu,
+        ),
+        launch=replace(run.launch, max_restarts=0, refuse_unfit=False),
+    )

@@ -1,0 +1,63 @@
+"""``trainer.micro_batch=auto`` where memory is really limited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fixtures.doors import UNTRACKED, Doors
+
+from scalewise.launch import trial
+from scalewise.plan.sizing import sized, ways
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+LONG = (
+    *UNTRACKED,
+    "hardware=cpu",
+    "model.layers=4",
+    "model.width=256",
+    "model.feedforward=1024",
+    "data.megabytes=2",
+    "data.sequence=128",
+    "checkpoint=none",
+    "trainer.global_batch=64",
+    "trainer.micro_batch=auto",
+    "trainer.validate_every=null",
+)
+"""Activations of a gigabyte at 64 rows, next to which a process is small."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["single", "fsdp", "deepspeed_zero2"])
+def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
+    layout: str, compose: Compose
+) -> None:
+    run = compose(*LONG, f"parallelism={layout}")
+    assert {way.verdict for way in ways(run)} == {Verdict.fits}
+
+    def limited(tried: Run) -> str:
+        return trial.status(replace(tried, launch=replace(tried.launch, memory_limit_gib=0.5)))
+
+    found = sized(run, limited)
+    ends = {trial.rows: trial.status for trial in found.trials}
+    largest = 64 // run.parallelism.data_parallel_size
+    assert [*ends] == [largest >> step for step in range(len(ends))]
+    assert set(ends.values()) == {"out_of_memory", "ok"}
+    assert ends[found.rows] == "ok"
+    assert found.rows == min(ends)
+
+
+@pytest.mark.exhaustive
+def test_train_takes_what_it_has_tried_and_keeps_it_on_record(scalewise: Doors) -> None:
+    ended = scalewise(*LONG, "launch.memory_limit_gib=0.75")
+    ended.ok()
+    told = ended.folder.status["micro_batch"]
+    size = ended.folder.resolved["trainer"]["micro_batch"]
+    assert told["rows"] == size < 64
+    assert {trial["rows"]: trial["status"] for trial in told["trials"]}[size] == "ok"
+    assert f"trainer.micro_batch=auto: {size} rows a pass (ledger:" in ended.out
+    assert told["how"] in (ended.folder.path / "report.html").read_text("utf-8")
+    assert ended.folder.resolved["trainer"]["global_batch"] == 64

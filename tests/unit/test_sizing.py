@@ -1,0 +1,160 @@
+"""``trainer.micro_batch=auto``: by the ledger, by trials, and always the same rows a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from fixtures.layouts import LAYOUTS
+
+from scalewise.checkpoints.spec import Checkpoint
+from scalewise.errors import ConfigError
+from scalewise.launch.trial import shortened
+from scalewise.plan import sizing
+from scalewise.plan.plan import planned
+from scalewise.plan.verdict import Verdict, judged
+from scalewise.run import Run
+from scalewise.units import GIB
+from scalewise.verbs import fit
+
+Compose = Callable[..., Run]
+LINE = (
+    "model=decoder_nano",
+    "hardware=h100",
+    "hardware.devices_per_node=2",
+    "trainer.micro_batch=auto",
+)
+LARGE = ("model=llama_160m", "data.sequence=32")
+"""Much state and few tokens: what twice the rows need more is within the ledger's doubt."""
+STATED = [
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "context",
+    "pipeline_one_f_one_b",
+    "pipeline_zbv_zero_bubble",
+    "shard_tensor",
+    "deepspeed_zero2",
+    "deepspeed_zero3",
+]
+
+
+def limited(compose: Compose, *line: str, rows: int = 8) -> Run:
+    """Returns a run whose device is as large as ``rows`` at a time ask for."""
+    roomy = compose(*LINE, "trainer.global_batch=64", *line, here=False)
+    needed = judged(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
+    return compose(*roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", here=False)
+
+
+@pytest.mark.parametrize("layout", ["single", *STATED])
+def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
+    line = LAYOUTS[layout] if layout != "single" else ()
+    run = limited(compose, *line)
+    found, told = sizing.settled(run)
+    assert told == ("trainer.micro_batch=8",)
+    assert judged(found).verdict is Verdict.fits
+    assert found.global_batch == 64
+    readers = found.parallelism.data_parallel_size
+    assert found.micro_batch * readers * found.accumulation == 64
+    twice = replace(found, trainer=replace(found.trainer, micro_batch=16))
+    assert judged(twice).verdict is not Verdict.fits
+    assert compose(*run.overrides, *told, here=False).trainer == found.trainer
+
+
+def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
+    piped = (*LAYOUTS["pipeline_one_f_one_b"], "trainer.global_batch=12")
+    rows = [way.rows for way in sizing.ways(compose(*LINE, *piped, here=False))]
+    assert rows == [2, 4, 6, 12]
+    stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
+    (way,) = sizing.ways(compose(*LINE, *stepped, here=False))
+    assert way.rows == 12
+
+
+def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
+    ways = sizing.ways(limited(compose))
+    for small, large in pairwise(ways):
+        assert judged(small.run).ledger.peak < judged(large.run).ledger.peak
+
+
+def test_a_plan_goes_by_the_ledger(compose: Compose) -> None:
+    plan = planned(limited(compose))
+    assert plan.told == ("trainer.micro_batch=8",)
+    assert plan.run.micro_batch == 8
+    tight = compose(*LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", here=False)
+    assert planned(tight).run.micro_batch == 1
+    assert planned(tight).fit.verdict is Verdict.out_of_memory
+
+
+def tried(run: Run, ends: dict[int, str]) -> sizing.Sizing:
+    return sizing.sized(run, lambda it: ends[it.micro_batch])
+
+
+@pytest.mark.parametrize(
+    ("ends", "rows", "order"),
+    [
+        ({8: "ok", 16: "out_of_memory"}, 8, [8, 16]),
+        ({8: "out_of_memory", 4: "out_of_memory", 2: "ok"}, 2, [8, 4, 2]),
+        ({8: "failed"}, 8, [8]),
+        ({8: "ok", 16: "timeout"}, 8, [8, 16]),
+        ({8: "out_of_memory", 4: "failed"}, 4, [8, 4]),
+    ],
+)
+def test_trials_go_down_where_there_is_no_memory(
+    ends: dict[int, str], rows: int, order: list[int], compose: Compose
+) -> None:
+    run = limited(compose, *LARGE)
+    assert [way.verdict for way in sizing.ways(run)][3:5] == [Verdict.fits, Verdict.borderline]
+    found = tried(run, ends)
+    assert found.rows == rows
+    assert [trial.rows for trial in found.trials] == order
+    assert f"{order[-1]} {ends[order[-1]]}" in found.how
+
+
+def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
+    run = limited(compose, *LARGE)
+    doubted = [way.rows for way in sizing.ways(run) if way.verdict is Verdict.borderline]
+    found = tried(run, dict.fromkeys((8, *doubted), "ok"))
+    assert found.rows == max(doubted)
+    assert found.verdict is Verdict.borderline
+
+
+def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
+    found = sizing.sized(limited(compose), None, "not tried, as it is far away")
+    assert (found.rows, found.trials) == (8, ())
+    assert found.how == "ledger: fits; not tried, as it is far away"
+
+
+def test_ranks_of_others_go_by_the_ledger(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        monkeypatch.setenv(rank, "0")
+        monkeypatch.setenv(size, "1")
+    line = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
+    run, found = fit.fitted(compose(*line))
+    assert run.trainer.micro_batch == run.global_batch == 8
+    assert found is not None
+    assert "torchrun" in found.how
+
+
+def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose) -> None:
+    run = limited(compose, "model=llama_160m", "data.sequence=2048", rows=1)
+    least = judged(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
+    small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
+    with pytest.raises(ConfigError, match=r"micro_batch=auto: a micro batch of 1 needs.*; set "):
+        sizing.sized(small, None)
+    with pytest.raises(ConfigError, match="it ran out of memory when it was tried"):
+        tried(run, {1: "out_of_memory"})
+
+
+def test_a_trial_is_the_run_but_short(compose: Compose) -> None:
+    line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=32", "checkpoint.every=1")
+    run = compose(*line, "trainer.micro_batch=4")
+    short = shortened(run)
+    assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 2, 4)
+    assert short.checkpoint == Checkpoint(best=False, at_end=True)
+    assert judged(short).ledger.peak == judged(run).ledger.peak
+    assert shortened(replace(run, trainer=replace(run.trainer, micro_batch=32))).accumulation == 1
