@@ -202,6 +202,7 @@ class Run:
         yield from of_specs
         if not of_specs:
             yield from self.adapter.complaints_with(self.model)
+            yield from self.adapter.complaints_of(self)
             yield from self.quantization.complaints_with(self)
             yield from self.objective.complaints_with(self)
             yield from self.optimizer.complaints_with(self)

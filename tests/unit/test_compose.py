@@ -37,6 +37,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
         "hf": [f"data.path={tmp_path}"],
         "schedule_free": ["schedule=constant"],
+        "prompt": ["model.context=1024"],
         **{packing: ["adapter=lora"] for packing in ("nf4", "fp4", "int8")},
     }
 

@@ -231,6 +231,34 @@ RULES: list[Row] = [
     (["adapter=lora", "adapter.alpha=0"], "adapter.alpha", "must be positive", "alpha=16"),
     (["adapter=lora", "adapter.dropout=1"], "adapter.dropout", "not in [0, 1)", ""),
     (["adapter=lora", "adapter.targets=[]"], "adapter.targets", "names no layer", "[auto]"),
+    (["adapter=prompt", "adapter.tokens=0"], "adapter.tokens", "1 or more", "set 16"),
+    (
+        ["adapter=prompt", "model.context=256", "data.sequence=256"],
+        "adapter.tokens",
+        "are more than model.context=256",
+        "set data.sequence=240",
+    ),
+    *(
+        (
+            ["adapter=prompt", f"parallelism={layout}", "model.context=1024"],
+            "adapter",
+            f"parallelism.{layout} shares rows out without",
+            "set parallelism=fsdp",
+        )
+        for layout in ("tensor", "context", "pipeline")
+    ),
+    (
+        ["adapter=prompt", "data=synthetic", "data.packing=true", "model.context=1024"],
+        "adapter",
+        "lays several texts into one",
+        "set data.packing=false",
+    ),
+    (
+        ["adapter=prompt", "objective=dpo", "data=corpus_pairs", "model.context=1024"],
+        "adapter",
+        "objective=dpo asks the model without it",
+        "set adapter=lora",
+    ),
     (["adapter=dora", "adapter.rank=0"], "adapter.rank", "1 or more", "adapter.rank=8"),
     (["adapter=ia3", "adapter.targets=[]"], "adapter.targets", "names no layer", "[auto]"),
     (["adapter=ia3", "adapter.targets=['(']"], "adapter.targets", "is no pattern", ""),

@@ -84,7 +84,7 @@ def test_groups_and_their_options() -> None:
             "sgd",
         ],
         "schedule": ["constant", "cosine", "linear", "wsd"],
-        "adapter": ["dora", "ia3", "lora", "none", "pissa", "rslora"],
+        "adapter": ["dora", "ia3", "lora", "none", "pissa", "prompt", "rslora"],
         "quantization": ["fp4", "int8", "nf4", "none"],
         "memory": [
             "auto",

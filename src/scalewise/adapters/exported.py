@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig
+from peft import IA3Config, LoraConfig, PeftConfig, PromptTuningConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.adapters.layers import module_of
 from scalewise.adapters.lora import DEFAULT
 from scalewise.adapters.low_rank import Lora
+from scalewise.adapters.prompts import NAME, Prompt
 from scalewise.adapters.spec import Adapter
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.spec import Decoder
@@ -29,7 +30,9 @@ def export(
     Raises ``ConfigError`` for a model that has no home there.
     """
     config: PeftConfig
-    if isinstance(spec, Lora):
+    if isinstance(spec, Prompt):
+        config, tensors = _prompt(state, spec, model)
+    elif isinstance(spec, Lora):
         config, tensors = _low_rank(state, spec, model)
     else:
         config, tensors = _scaled(state, model)
@@ -38,7 +41,8 @@ def export(
     if both := saved & {name.split(".lora_")[0].removesuffix(".ia3_l") for name in tensors}:
         reason = f"Hugging Face's {min(both)} is adapted and trained whole, part by part"
         raise ConfigError.one("adapter.trained", spec.trained, reason, "set adapter=merged")
-    config.modules_to_save = sorted(saved) or None
+    if saved:
+        config.modules_to_save = sorted(saved)
     if isinstance(config, LoraConfig):  # IA3's has no such setting
         config.ensure_weight_tying = model.tied and "lm_head" in saved
     config.base_model_name_or_path = base
@@ -46,8 +50,23 @@ def export(
     config.task_type = "CAUSAL_LM"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": tensor for name, tensor in (tensors | whole).items()}
+    stem = "" if isinstance(spec, Prompt) else "base_model.model."
+    named = {f"{stem}{name}": tensor for name, tensor in (tensors | whole).items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _prompt(
+    state: Mapping[str, Tensor], spec: Prompt, model: Decoder
+) -> tuple[PromptTuningConfig, dict[str, Tensor]]:
+    """Returns PEFT's configuration and its one tensor."""
+    config = PromptTuningConfig(
+        num_virtual_tokens=spec.tokens,
+        token_dim=model.width,
+        num_transformer_submodules=1,
+        num_attention_heads=model.heads,
+        num_layers=model.layers,
+    )
+    return config, {"prompt_embeddings": state[NAME]}
 
 
 def _low_rank(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scalewise.adapters import layers
 from scalewise.adapters.low_rank import Dora, Lora, Pissa, RankStabilizedLora
+from scalewise.adapters.prompts import NAME, Prompt
 from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, census
 from scalewise.errors import CheckpointError, Complaint
@@ -25,6 +26,7 @@ from scalewise.tracking.files import read_json
 
 KEY = "adapter.resume"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PROMPT = "prompt_embeddings"
 HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"
 PARTS = {
     "lora_A.default.weight": "lora_A.weight",
@@ -79,6 +81,8 @@ class PeftFolder:
 
     def part_of(self, name: str) -> tuple[str, str, str]:
         """Returns the weight of ours that a trained one belongs to, the part, and its home."""
+        if name == NAME:
+            return name, "", PROMPT
         if name in self.pieces:
             return name, "", bare(self.pieces[name].theirs)
         suffix = next(part for part in PARTS if name.endswith(f".{part}"))
@@ -93,6 +97,8 @@ class PeftFolder:
         """
         ours, suffix, home = self.part_of(name)
         found = self.read(home)
+        if name == NAME:
+            return found
         piece = self.pieces[ours]
         if not suffix and piece.transposed and found.ndim == 2:
             found = found.T
@@ -119,6 +125,8 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
     config = folder.config
     targets = tuple(dict.fromkeys(_targets(folder, now)))
     trained = tuple(dict.fromkeys(_trained(folder, now)))
+    if config.get("peft_type") == "PROMPT_TUNING":
+        return Prompt(tokens=int(config["num_virtual_tokens"]))
     if config.get("peft_type") == "IA3":
         return IA3(targets=targets, trained=trained)
     initial = config.get("init_lora_weights")
@@ -135,7 +143,9 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
     if config.get("peft_type") != "LORA" or kind is None or config.get("alora_invocation_tokens"):
         told = f"peft_type={config.get('peft_type')}, init_lora_weights={initial}"
         reason = f"is of a kind that is not trained here: {told}"
-        raise CheckpointError.one(KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA or IA3")
+        raise CheckpointError.one(
+            KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA, IA3 or prompt tuning"
+        )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)
     for module in folder.names:
@@ -180,8 +190,8 @@ def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]
     matrices = {folder.part_of(name)[0] for name in wanted}
 
     def adapted(name: str) -> list[str]:
-        piece: Piece = folder.pieces[folder.part_of(name)[0]]
-        return [ours for ours in piece.ours if ours in matrices]
+        piece: Piece | None = folder.pieces.get(folder.part_of(name)[0])
+        return [] if piece is None else [ours for ours in piece.ours if ours in matrices]
 
     return {name: folder.tensor(name, adapted(name)) for name in wanted}
 

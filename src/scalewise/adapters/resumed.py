@@ -124,7 +124,7 @@ def _differences(
     names = {kind: name for name, kind in registry.OPTIONS["adapter"].items()}
     if type(now) is not type(then):
         yield _difference("adapter", chosen, names[type(then)], now.resume)
-    for key in ("rank", "alpha"):
+    for key in ("rank", "alpha", "tokens"):
         before, after = (getattr(spec, key, None) for spec in (then, now))
         if None not in (before, after) and before != after:
             yield _difference(f"adapter.{key}", after, before, now.resume)

@@ -26,15 +26,19 @@ class Adapter(ABC):
     """What is trained of a model, as a spec.
 
     ``turns_off``: whether a module computes without it, on demand, what it did before training.
+    ``merges``: whether weights of the model alone compute what it does. ``ahead``: places that it
+    puts before the tokens of a row.
     """
 
     rank: int = 0
+    ahead: int = 0
     dropout: float = 0.0
     reads_matrices = False
     """Whether it is made of the model's own matrices, which then have to be whole."""
     magnitudes: bool = False
     """Whether the rows of adapted matrices have magnitudes of their own."""
     turns_off: bool = False
+    merges: bool = True
     targets: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     resume: str | None = None
@@ -120,6 +124,10 @@ class Adapter(ABC):
 
     def complaints_with(self, model: Model) -> Iterator[Complaint]:
         """Yields what ``model`` does not have."""
+        yield from ()
+
+    def complaints_of(self, run: Run) -> Iterator[Complaint]:
+        """Yields what it does not go with in the other parts of ``run``."""
         yield from ()
 
     def machine_complaints(self, run: Run) -> Iterator[Complaint]:

@@ -10,6 +10,7 @@ OFFLOAD_ALL = (*OFFLOAD, "memory.recompute=nothing")
 MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
+PROMPT = ("adapter=prompt", "adapter.tokens=32", "model.context=160")
 EVERYWHERE = ("adapter.targets=[.*]",)
 """Every linear layer of a block."""
 HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
@@ -194,6 +195,11 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*_TENSOR, IA3, *EVERYWHERE, FULL),
     (LORA, *NORMS, *_GPT2),
     (LORA, "adapter.trained=[embedding]"),
+    (*PROMPT, *_GPT2),
+    (*PROMPT, MIXED, SELECTIVE),
+    (*PROMPT, FULL, "objective.loss_chunk=64"),
+    (*_DDP, *PROMPT, *WEIGHTS),
+    fsdp(2, *PROMPT, MIXED),
     (*QLORA, *HEAD),
     fsdp(2, LORA, *HEAD, MIXED, *WEIGHTS),
     (*_DDP, IA3, "model.tied=false", "adapter.trained=[head]"),

@@ -100,8 +100,8 @@ class Trained:
         return self.adapter.merged(self.state(exact=exact), self.model)
 
     def _begun(self) -> dict[str, Tensor]:
-        """Returns the weights that training began with; of an adapter, those it went on from."""
-        if self.adapter.resume is None:
+        """Returns the weights that training began with; of an adapter, those it began with."""
+        if self.adapter.resume is None and self.adapter.merges:
             return dict(self.model.build(self.seed).state_dict())
         module = self.model.shape(Part(range(self.model.layers)))
         self.adapter.apply(module, self.model)

@@ -13,11 +13,13 @@ from scalewise.precision import Number
 
 
 def model(told: Trained, device: torch.device, *, exact: bool = False) -> ModelModule:
-    """Returns the whole model with its weights, adapters merged into them, to be asked only.
+    """Returns the whole model with its weights, with an adapter merged if it can be, to be asked.
 
     ``exact``: with the matrices that were packed as they had been before.
     """
     module = told.model.shape(Part(range(told.model.layers)))
+    if not told.adapter.merges:
+        told.adapter.apply(module, told.model)
     module.to_empty(device=device)
     module.init_buffers()
     module.load_state_dict(told.merged(exact=exact))

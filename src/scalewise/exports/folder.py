@@ -28,6 +28,9 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
     """
     if form is Form.alone:
         _write_alone(told, told.state(), to)
+    elif not told.adapter.merges:
+        reason = "what was trained stands before the text, and is no part of the model's weights"
+        raise ConfigError.one("adapter", form, reason, "set adapter=alone")
     else:
         weights.export(told.merged(), told.model, to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))

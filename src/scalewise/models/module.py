@@ -46,5 +46,9 @@ class ModelModule(nn.Module):
         """Puts another attention into every block; ``make`` is told its dropout."""
 
     @abstractmethod
+    def put_ahead(self, tokens: int) -> None:
+        """Puts so many vectors, made on the meta device, before the embedded tokens of rows."""
+
+    @abstractmethod
     def hold_places(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""

@@ -24,6 +24,7 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     yield from _of_context(mesh, run)
     yield from _of_pipeline(mesh, run)
     yield from _of_pairs(mesh, run)
+    yield from _of_ahead(mesh, run)
     yield from _of_answers(mesh, run)
     if run.precision.compute is Number.fp16:
         yield Complaint(
@@ -46,6 +47,15 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     if mesh.async_tensor and on_cpu:
         reason = "needs CUDA's symmetric memory"
         yield Complaint("parallelism.async_tensor", True, reason, "set false")
+
+
+def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    """Yields axes that share out tokens or layers, which an adapter puts vectors before."""
+    for axis in ("pipeline", "context", "tensor"):
+        if run.adapter.ahead and mesh.sizes[axis] > 1:
+            chosen = run.choices.get("adapter", type(run.adapter).__name__)
+            reason = f"parallelism.{axis} shares rows out without the vectors before them"
+            yield Complaint("adapter", chosen, reason, "set parallelism=fsdp, or adapter=lora")
 
 
 def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:

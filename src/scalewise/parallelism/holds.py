@@ -143,6 +143,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         packed=run.quantization.packed(run.model),
         scale_bytes=run.quantization.scale_bytes,
         packing=run.data.packing,
+        ahead=run.adapter.ahead,
     )
 
 

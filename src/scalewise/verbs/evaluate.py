@@ -153,7 +153,11 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
         text = asking(template_of(told.data), text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids
     found = continued(
-        module, prompt, told.model.context, float(options["temperature"]), int(options["seed"])
+        module,
+        prompt,
+        told.model.context - told.adapter.ahead,
+        float(options["temperature"]),
+        int(options["seed"]),
     )
     count = int(options["tokens"])
     with output.console().status("writing"):

@@ -47,6 +47,7 @@ class DecoderModule(ModelModule):
             table = None if learned else torch.empty(shape, dtype=torch.float32)
             self.register_buffer("rope", table, persistent=False)
         self.places_T: Tensor | None = None
+        self.prompt: Prompt | None = None
 
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
@@ -58,6 +59,12 @@ class DecoderModule(ModelModule):
             assert isinstance(block, Block)
             block.attention.mix = make(self.spec.dropout)
 
+    def put_ahead(self, tokens: int) -> None:
+        """Puts vectors before the embedded tokens, if they are embedded here."""
+        if self.part.first:
+            with torch.device("meta"):
+                self.prompt = Prompt(tokens, self.spec.width)
+
     def hold_places(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have."""
         self.places_T = places_T
@@ -67,8 +74,8 @@ class DecoderModule(ModelModule):
     ) -> Tensor:
         """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
         places_T = self.places_T
-        if places_T is None:
-            places_T = torch.arange(x.shape[1], device=x.device)
+        if places_T is None or self.prompt is not None:
+            places_T = torch.arange(self.ahead + x.shape[1], device=x.device)
         if places_BS is not None:
             places_T = places_BS[:, places_T]
         if self.part.first:
@@ -79,10 +86,17 @@ class DecoderModule(ModelModule):
             x = block(x, rope_2TD, mask_B1SS)
         return self.unembed(x, labels_BT) if self.part.last else x
 
+    @property
+    def ahead(self) -> int:
+        """Returns the places before the tokens of a row."""
+        return 0 if self.prompt is None else self.prompt.tokens
+
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
         """Returns ``x_BTW``, what the first block reads; rows may have places of their own."""
         assert self.embedding is not None
         x_BTW = cast(Tensor, self.embedding(tokens_BT))
+        if self.prompt is not None:
+            x_BTW = self.prompt(x_BTW)
         if self.position is not None:
             x_BTW = x_BTW + self.position(places_T)
         return F.dropout(x_BTW, self.spec.dropout, self.training)
@@ -95,6 +109,8 @@ class DecoderModule(ModelModule):
         """Returns ``logits_BTV`` from what the last block wrote, or the loss of the labels."""
         assert self.norm is not None
         x_BTW = self.norm(x_BTW)
+        if self.ahead:
+            x_BTW = x_BTW[:, self.ahead :]
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
         return self.loss(self.logits, self.joined(x_BTW), labels_BT)
@@ -131,6 +147,20 @@ class DecoderModule(ModelModule):
         """Fills the table of rotations, which no checkpoint holds."""
         if self.rope is not None:
             self.rope.copy_(rope_table(self.spec))
+
+
+class Prompt(nn.Module):
+    """Vectors before the embedded tokens of every row: ``x_BTW -> x_BTW``, T then more by them."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.weight = nn.Parameter(torch.empty(tokens, width))
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Returns ``x_BTW``."""
+        ahead_BTW = self.weight.to(x_BTW.dtype).expand(len(x_BTW), -1, -1)
+        return torch.cat((ahead_BTW, x_BTW), dim=1)
 
 
 class Block(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass, Tape, Tapes, Work
 
@@ -10,14 +12,16 @@ FP32 = 4
 
 def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
-    first, start, block, last, loss = (Writer(spec, run) for _ in range(5))
+    longer = replace(run, tokens=run.tokens + run.ahead)
+    first, last, loss = (Writer(spec, run) for _ in range(3))
+    start, block = (Writer(spec, longer) for _ in range(2))
     first.embedding()
-    start.block(trained=start.trains("embedding") or start.trains("position"))
+    start.block(trained=start.trains("embedding") or start.trains("position") or run.ahead > 0)
     block.block()
     last.head()
     loss.loss()
     rope = spec.position is Position.rope
-    rotations = 2 * run.tokens * spec.head_size * run.table * rope
+    rotations = 2 * longer.tokens * spec.head_size * run.table * rope
     if run.packing:  # rows differ, and each has a mask of whole rows
         rotations = rotations * run.rows + run.rows * (run.tokens * run.context) ** 2 * run.compute
     whole = None if 0 < run.loss_chunk < run.places else loss.tape
@@ -39,6 +43,10 @@ class Writer:
         # Its gradient is made whole, and cut as the weight is.
         weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
         x = self._summed(tape.add(Work.pointwise, (), size, weight=weight))
+        if run.ahead:
+            more = tape.sizes[x] * run.ahead // run.tokens
+            vectors = run.ahead * spec.width * run.held
+            x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
             table = (place, place) if self.trains("position") else (0, 0)
@@ -56,7 +64,11 @@ class Writer:
     def head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
         spec, run = self.spec, self.run
-        read = self._joined(self._norm("norm", self.tape.tensor(self._stream)))
+        size = self._stream
+        normed = self._norm("norm", self.tape.tensor(size + size * run.ahead // run.tokens))
+        if run.ahead:
+            normed = self.tape.add(Work.pointwise, (normed,), size)
+        read = self._joined(normed)
         if 0 < run.loss_chunk < run.places:
             self._pieces(read)
         else:
