@@ -193,6 +193,7 @@ class Run:
         of_specs = list(self._of_specs())
         yield from of_specs
         if not of_specs:
+            yield from self.model.complaints_with(self)
             yield from self.adapter.complaints_with(self.model)
             yield from self.quantization.complaints_with(self)
             yield from self.objective.complaints_with(self)
@@ -200,7 +201,8 @@ class Run:
             yield from self.memory.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
         yield from self._of_schedule()
-        yield from self._of_tokens()
+        if not any(complaint.key == "model.path" for complaint in of_specs):
+            yield from self._of_tokens()
         yield from self._of_formats()
         yield from self._of_callbacks()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
