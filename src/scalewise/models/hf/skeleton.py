@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
@@ -23,6 +24,9 @@ from scalewise.models.hf.spec import Facts
 KEY = "model.path"
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
+NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""What a plan has to know."""
+LIKE = ", as Llama, GPT-2, OPT and Qwen2 are"
 EMBEDDINGS = ("embedding", "position")
 
 
@@ -91,20 +95,27 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
     folder = hub.folder(path, hub.CONFIGURATION)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         needs_code = "trust_remote_code" in str(error)
         reason = f"has no configuration that transformers reads ({_line(error)})"
         if needs_code:
             reason = "needs code of its own, which is not run"
         raise ConfigError.one(KEY, path, reason, "choose a model that transformers has") from error
-    if config.is_encoder_decoder:
-        reason = f"is an encoder with a decoder ({config.model_type})"
-        raise ConfigError.one(KEY, path, reason, "choose a causal language model")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        reason = f"is no causal language model ({config.model_type})"
-        raise ConfigError.one(KEY, path, reason, "choose Llama, GPT-2, OPT, Qwen2 or the like")
+    text = config.get_text_config()
+    unnamed = [name for name in NAMED if getattr(text, name, None) is None]
+    for reason, found in (
+        (f"is an encoder with a decoder ({config.model_type})", config.is_encoder_decoder),
+        (f"reads more than text ({config.model_type})", hasattr(config, "vision_config")),
+        (
+            f"is no causal language model ({config.model_type})",
+            type(config) not in AutoModelForCausalLM._model_mapping,
+        ),
+        (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
+        ("holds packed weights", getattr(config, "quantization_config", None)),
+    ):
+        if found:
+            raise ConfigError.one(KEY, path, reason, f"choose a causal language model{LIKE}")
     if depth is not None:
-        text = config.get_text_config()
         text.num_hidden_layers = depth
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
@@ -162,7 +173,7 @@ def _stack(causal: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
     found = named if len(named) == 1 else alike
     if len(found) != 1:
         reason = f"has no list of {layers} blocks of one kind"
-        raise ConfigError.one(KEY, path, reason, "choose Llama, GPT-2, OPT, Qwen2 or the like")
+        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
     stem, _, stack = found[0].rpartition(".")
     return stem, stack
 
@@ -188,7 +199,7 @@ def _tie(causal: PreTrainedModel, path: str) -> None:
     once = len([*causal.parameters()])
     if len([*causal.named_parameters(remove_duplicate=False)]) != once:
         reason = "ties more weights than the head to the embedding"
-        raise ConfigError.one(KEY, path, reason, "choose Llama, GPT-2, OPT, Qwen2 or the like")
+        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
 
 
 def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
@@ -197,7 +208,7 @@ def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
         {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
         for block in made.layers()
     )
-    cure = "choose a model of which they are, as Llama, GPT-2, OPT or Qwen2"
+    cure = f"choose a model of which they are{LIKE}"
     if any(other != first for other in others):
         yield Complaint(KEY, path, "its blocks are not alike", cure)
     if any(len(shape) > 2 for shape in first.values()):

@@ -197,13 +197,14 @@ class HuggingFace(Model):
 
     def _unreadable(self) -> Iterator[Complaint]:
         try:
-            facts = self.facts
+            layers = replace(self, depth=None).layers
+            _ = self.facts
         except ConfigError as error:
             yield from error.complaints
             return
         if self.init is Init.random:
             return
-        if self.depth not in (None, facts.layers):
+        if self.depth not in (None, layers):
             reason = "is not the depth of the weights that it begins with"
             yield Complaint("model.depth", self.depth, reason, "set model.init=random")
         folder = Path(self.path).expanduser()
