@@ -21,7 +21,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     (),
     (FULL,),
     LORA,
-    ("adapter=ia3", "adapter.trained=[.*norm]"),
+    ("adapter=ia3", "adapter.trained=[.*norm|.*ln_.]"),
     ("adapter=dora", "adapter.dropout=0.1", FULL),
     ("objective.loss_chunk=128",),
     ("memory=checkpoint_selective",),

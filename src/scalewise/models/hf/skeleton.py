@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, cast
@@ -35,6 +36,8 @@ def module(path: str, depth: int | None, part: Part) -> HuggingFaceModule:
 
     They have torch's default format.
     """
+    # Of blocks such as OPT's, which nobody changes in place.
+    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     with unset_fake_temporarily():
         made = copy.deepcopy(_whole(path, depth)).to(torch.get_default_dtype())
     for layer in {*range(len(made.blocks))} - {*part.layers}:
