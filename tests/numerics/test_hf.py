@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.checkpoints import FAMILIES, FURTHER, Checkpoints
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -40,6 +40,17 @@ def test_logits_are_those_of_transformers(
     held = {name: tuple(each.shape) for name, each in module.named_parameters()}
     assert held == {weight.name: weight.shape for weight in spec.census()}
     assert spec.parameters == wanted.num_parameters()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FURTHER)
+@torch.no_grad()
+def test_further_architectures_give_their_logits_too(family: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(family)
+    spec = HuggingFace(path=str(folder))
+    assert [*spec.complaints()] == []
+    ours, wanted = spec.build(1).eval(), theirs(folder)
+    torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import CONFIGS, LLAMA, RANDOM_LLAMA, Checkpoints
+from fixtures.checkpoints import CONFIGS, LLAMA, OPT, RANDOM_LLAMA, Checkpoints
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 from safetensors.torch import load_file, save_file
 
 from scalewise.errors import CheckpointError
 from scalewise.models.hf.spec import HuggingFace, Init
+from scalewise.plan.layouts import sizes
+from scalewise.plan.search import searched
 from scalewise.run import Run
 
 Compose = Callable[..., Run]
@@ -46,8 +48,8 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
     path = described(tmp_path / "8b", **LLAMA_8B)
     line = ("model=hf", f"model.path={path}", "model.init=random", *rest)
     run, decoder = compose(*line, here=False), compose("model=llama3_8b", *rest, here=False)
-    sizes = sorted(weight.shape for weight in run.model.census())
-    assert sizes == sorted(weight.shape for weight in decoder.model.census())
+    held = sorted(weight.shape for weight in run.model.census())
+    assert held == sorted(weight.shape for weight in decoder.model.census())
     assert run.flops_per_token == decoder.flops_per_token
     ours, theirs = (each.parallelism.holds(each, 0) for each in (run, decoder))
     assert ours.weight_bytes(4, ours.parameters) == theirs.weight_bytes(4, theirs.parameters)
@@ -99,9 +101,22 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
         "its blocks are not dense",
     ),
     "state_space": ({"model_type": "mamba"}, "names no num_attention_heads"),
+    "tuples": (
+        {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        "do not pass one tensor on",
+    ),
+    "layerdrop": ({**OPT, "model_type": "opt", "layerdrop": 0.1}, "leaves out layers"),
     "packed": ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "holds packed weights"),
     "torn": ({**LLAMA, "hidden_size": 33}, "no configuration that transformers reads"),
 }
+
+
+def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
+    line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
+    run = compose(*line, "hardware.devices_per_node=4", "trainer.global_batch=4", here=False)
+    found = {sizes(candidate.run.parallelism) for candidate in searched(run).candidates}
+    assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
+    assert all(size[0] == size[3] == size[4] == 1 for size in found)
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)

@@ -27,7 +27,7 @@ UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
 NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """What a plan has to know."""
-LIKE = ", as Llama, GPT-2, OPT and Qwen2 are"
+LIKE = ", as Llama, GPT-2, OPT or Qwen2"
 EMBEDDINGS = ("embedding", "position")
 
 
@@ -114,6 +114,7 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
             type(config) not in AutoModelForCausalLM._model_mapping,
         ),
         (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
+        ("leaves out layers at random (layerdrop)", getattr(text, "layerdrop", 0)),
         ("holds packed weights", getattr(config, "quantization_config", None)),
     ):
         if found:
@@ -148,7 +149,7 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
             if parameter is not None and parameter.device.type != "meta":
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
     made = HuggingFaceModule(causal, stem, stack, transposed)
-    if complaints := list(_unlike(made, path)):
+    if complaints := list(_unlike(made, path)) or list(_stopped(made, path)):
         raise ConfigError(complaints)
     return made
 
@@ -218,6 +219,21 @@ def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
         yield Complaint(KEY, path, "its blocks are not dense (experts)", cure)
     if any(buffer.device.type == "meta" for buffer in made.buffers()):
         yield Complaint(KEY, path, "it has buffers of unknown numbers", cure)
+
+
+def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
+    """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
+    trial = copy.deepcopy(made).to("meta")
+    passed: set[str] = set()
+    for block in trial.layers():
+        block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
+    try:
+        trial(torch.zeros((2, 8), dtype=torch.long, device="meta"))
+    except Exception as error:  # whatever anybody's model raises
+        passed.add(f"{type(error).__name__}: {_line(error)}")
+    if others := passed - {"Tensor"}:
+        reason = f"its blocks do not pass one tensor on ({max(others)})"
+        yield Complaint(KEY, path, reason, f"choose a model of which they do{LIKE}")
 
 
 def _census(whole: HuggingFaceModule) -> Iterator[Weight]:
