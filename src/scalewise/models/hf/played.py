@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from scalewise.adapters.low_rank import Dora, Lora
 from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, NoAdapter
-from scalewise.measure.memory import LiveBytes, bytes_of, storages_of
+from scalewise.measure.memory import LiveBytes, bytes_of
 from scalewise.memory import Checkpointing, Recompute
 from scalewise.models.base import Part
+from scalewise.models.hf.ends import Between, End, Ends, Kind, Sizes, backward, gradients
 from scalewise.models.hf.module import HuggingFaceModule
 from scalewise.models.hf.operators import Operators
 from scalewise.models.tape import Pass, Played, Tape, Tapes
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 NUMBERS = {4: torch.float32, 2: torch.bfloat16}
 """Formats by their bytes: fp16 takes what bf16 does."""
 ONE = Part(range(1))
-
-Sizes = tuple[int, int, int, int]
-"""What a ``Played`` gives."""
 
 
 def tapes(spec: HuggingFace, run: Pass) -> Tapes:
@@ -120,9 +116,9 @@ class Player:
                 y = block(x, *ends.arguments, **ends.keywords)
             forward = live.take_peak()
             del x
-            kept, end = live.now - bytes_of([y]), [_End.apply(y)]  # type: ignore[no-untyped-call]
+            kept, end = live.now - bytes_of([y]), [End.apply(y)]  # type: ignore[no-untyped-call]
             del y
-            return kept, forward, _backward(end, live), _gradients(module) * fresh
+            return kept, forward, backward(end, live), gradients(module) * fresh
 
     def loss(self) -> Sizes:
         """Returns what the loss holds."""
@@ -133,7 +129,7 @@ class Player:
             end = [self.objective.summed(logits, labels)]
             forward = live.take_peak()
             del logits
-            return live.now, forward, _backward(end, live), 0
+            return live.now, forward, backward(end, live), 0
 
     def _ends(self, fresh: bool) -> Ends:
         """Runs what stands before the blocks and after them, around a block that does nothing."""
@@ -149,11 +145,11 @@ class Player:
             logits = Kind.of(out)
             forward = after.take_peak()
             kept = after.now - bytes_of([out])
-            end = [out if self.in_pieces else _End.apply(out)]  # type: ignore[no-untyped-call]
+            end = [out if self.in_pieces else End.apply(out)]  # type: ignore[no-untyped-call]
             del out
-            backward = _backward(end, after)
+            most = backward(end, after)
             after.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            last = (kept, forward, backward, _gradients(module) * fresh)
+            last = (kept, forward, most, gradients(module) * fresh)
             if fresh:
                 module.zero_grad()
             return between.told(before, last, logits, module, fresh=fresh)
@@ -173,110 +169,3 @@ class Player:
                 if not self.in_pieces:
                     self.objective.summed(out, labels)
         return counted.tapes["block"], counted.tapes["last"], counted.tapes["loss"]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is known of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Kind:
-        """Returns that of a tensor."""
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
-
-    def leaf(self, *, trained: bool) -> Tensor:
-        """Returns one that autograd holds; a clone of it has no other holder than who makes it."""
-        return torch.empty(self.shape, dtype=self.dtype, requires_grad=trained)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """``first`` and ``last``: what the two ends hold. A block reads ``x`` and what all read.
-
-    ``shared``: the bytes of that.
-    """
-
-    first: Sizes
-    last: Sizes
-    x: Kind
-    logits: Kind
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    shared: int
-
-
-class Between(nn.Module):
-    """A block that does nothing, and ends what is counted of before it."""
-
-    def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
-        super().__init__()
-        self._counts = (before, after)
-
-    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """Returns another such tensor, of which backward goes no further."""
-        before, after = self._counts
-        self.x, self.arguments, self.keywords = x, arguments, keywords
-        before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        leaf = Kind.of(x).leaf(trained=True)
-        after.__enter__()  # type: ignore[no-untyped-call]
-        return leaf.clone()
-
-    def told(
-        self,
-        before: LiveBytes,
-        last: Sizes,
-        logits: Kind,
-        module: nn.Module,
-        *,
-        fresh: bool,
-    ) -> Ends:
-        """Returns the ends, once what comes before the blocks has gone backward."""
-        x = Kind.of(self.x)
-        others = [
-            each
-            for each in tree_leaves((self.arguments, self.keywords))
-            if isinstance(each, Tensor)
-        ]
-        others = [each for each in others if not storages_of([each]) & storages_of([self.x])]
-        shared = bytes_of(others)
-        first = (0, 0, 0, 0)
-        if x.requires_grad:
-            end = [_End.apply(self.x)]  # type: ignore[no-untyped-call]
-            del self.x
-            before.__enter__()  # type: ignore[no-untyped-call]
-            backward = _backward(end, before) - shared
-            before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            first = (0, 0, backward, _gradients(module) * fresh)
-        return Ends(first, last, x, logits, self.arguments, self.keywords, shared)
-
-
-class _End(torch.autograd.Function):
-    """A number that all of a tensor leads to; the tensor's gradient is made in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Returns a number."""
-        ctx.kind = Kind.of(x)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        """Returns a gradient."""
-        return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
-
-
-def _backward(end: list[Tensor], live: LiveBytes) -> int:
-    """Goes backward from the only one of a list; returns the most that is alive meanwhile."""
-    live.take_peak()
-    last = end.pop()
-    if last.requires_grad:
-        cast(Any, last).backward()
-    return live.take_peak()
-
-
-def _gradients(module: nn.Module) -> int:
-    return bytes_of(each.grad for each in module.parameters() if each.grad is not None)

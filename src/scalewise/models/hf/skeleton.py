@@ -9,25 +9,20 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Part, Weight
-from scalewise.models.hf import hub
+from scalewise.models.hf.configuration import KEY, LIKE, configuration, one_line
 from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
 from scalewise.models.hf.spec import Facts
 
-KEY = "model.path"
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
-NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""What a plan has to know."""
-LIKE = ", as Llama, GPT-2, OPT or Qwen2"
 EMBEDDINGS = ("embedding", "position")
 
 
@@ -93,39 +88,6 @@ def usual(known: Facts, adapter: str) -> tuple[str, ...]:
     return tuple(found) or names
 
 
-def configuration(path: str, depth: int | None) -> PretrainedConfig:
-    """Returns a configuration; raises ``ConfigError`` where it is none of a causal model."""
-    folder = hub.folder(path, hub.CONFIGURATION)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        needs_code = "trust_remote_code" in str(error)
-        reason = f"has no configuration that transformers reads ({_line(error)})"
-        if needs_code:
-            reason = "needs code of its own, which is not run"
-        raise ConfigError.one(KEY, path, reason, "choose a model that transformers has") from error
-    text = config.get_text_config()
-    unnamed = [name for name in NAMED if getattr(text, name, None) is None]
-    for reason, found in (
-        (f"is an encoder with a decoder ({config.model_type})", config.is_encoder_decoder),
-        (f"reads more than text ({config.model_type})", hasattr(config, "vision_config")),
-        (
-            f"is no causal language model ({config.model_type})",
-            type(config) not in AutoModelForCausalLM._model_mapping,
-        ),
-        (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
-        ("leaves out layers at random (layerdrop)", getattr(text, "layerdrop", 0)),
-        ("holds packed weights", getattr(config, "quantization_config", None)),
-    ):
-        if found:
-            raise ConfigError.one(KEY, path, reason, f"choose a causal language model{LIKE}")
-    if depth is not None:
-        text.num_hidden_layers = depth
-        if kinds := getattr(text, "layer_types", None):
-            text.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
-    return config
-
-
 @lru_cache(maxsize=16)
 @unset_fake_temporarily()  # it outlives whoever asks
 def _whole(path: str, depth: int | None) -> HuggingFaceModule:
@@ -138,7 +100,7 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
-        reason = f"transformers cannot build it ({_line(error)})"
+        reason = f"transformers cannot build it ({one_line(error)})"
         raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
     causal.config.pad_token_id = None  # else each pass looks for it among the tokens
     stem, stack = _stack(causal, config.get_text_config().num_hidden_layers, path)
@@ -230,7 +192,7 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     try:
         trial(torch.zeros((2, 8), dtype=torch.long, device="meta"))
     except Exception as error:  # whatever anybody's model raises
-        passed.add(f"{type(error).__name__}: {_line(error)}")
+        passed.add(f"{type(error).__name__}: {one_line(error)}")
     if others := passed - {"Tensor"}:
         reason = f"its blocks do not pass one tensor on ({max(others)})"
         yield Complaint(KEY, path, reason, f"choose a model of which they do{LIKE}")
@@ -269,7 +231,3 @@ def _shares(config: PretrainedConfig) -> Iterator[float]:
         elsewhere = key.startswith(("summary", "classifier"))  # heads that are not built
         if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and not elsewhere:
             yield value
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]

@@ -16,12 +16,12 @@ from scalewise.errors import CheckpointError, Complaint
 from scalewise.models import initial
 from scalewise.models.base import Part, Weight
 from scalewise.models.hf import hub, skeleton
+from scalewise.models.hf.configuration import KEY, configuration
 from scalewise.models.hf.module import HuggingFaceModule
 
 if TYPE_CHECKING:
     from scalewise.models.hf.spec import HuggingFace
 
-KEY = "model.path"
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of tensors that old checkpoints carry and that are no weights."""
 HEAD = "lm_head.weight"
@@ -148,7 +148,7 @@ def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None
         tensors[theirs] = (tensor.T if theirs in module.transposed else tensor).contiguous()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / hub.SINGLE, metadata={"format": "pt"})
-    config = skeleton.configuration(spec.path, spec.depth)
+    config = configuration(spec.path, spec.depth)
     config.architectures = [type(module.head).__name__]
     config.dtype = next(iter(tensors.values())).dtype
     config.save_pretrained(folder)
