@@ -12,7 +12,12 @@ from hypothesis import HealthCheck, settings
 from scalewise.data.cache import cache_folder
 from scalewise.run import Run
 
-pytest_plugins = ["fixtures.refusals", "fixtures.reports", "fixtures.steps"]
+pytest_plugins = [
+    "fixtures.checkpoints",
+    "fixtures.refusals",
+    "fixtures.reports",
+    "fixtures.steps",
+]
 
 ROOT = Path(__file__).parents[1]
 

@@ -201,6 +201,7 @@ class Run:
         of_specs = list(self._of_specs())
         yield from of_specs
         if not of_specs:
+            yield from self.model.complaints_with(self)
             yield from self.adapter.complaints_with(self.model)
             yield from self.adapter.complaints_of(self)
             yield from self.quantization.complaints_with(self)
@@ -210,7 +211,8 @@ class Run:
             yield from self.parallelism.complaints_with(self)
             yield from self.trainer.complaints_with(self)
         yield from self._of_schedule()
-        yield from self._of_tokens()
+        if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
+            yield from self._of_tokens()
         yield from self._of_formats()
         yield from self._of_callbacks()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
@@ -293,13 +295,15 @@ class Run:
             )
         needed = self.data.vocabulary_needed
         known = self.model.vocabulary
+        names = [entry.name for entry in fields(self.model)]  # type: ignore[arg-type]  # a spec is a dataclass
+        grown = f"model.vocabulary={needed}" if "vocabulary" in names else "another model"
         if needed is not None and needed > known and hasattr(self.data, "vocabulary"):
             reason = f"yields token ids beyond the model's vocabulary of {known}"
-            cure = f"set data.vocabulary={known} or model.vocabulary={needed}"
+            cure = f"set data.vocabulary={known} or {grown}"
             yield Complaint("data.vocabulary", needed, reason, cure)
         elif needed is not None and needed > known:
             reason = f"is too small: the rows of data={self.choices.get('data')} have {needed} ids"
-            yield Complaint("model.vocabulary", known, reason, f"set model.vocabulary={needed}")
+            yield Complaint("model.vocabulary", known, reason, f"set {grown}")
         if self.data.packing and self.data.pairs:
             reason = "would put answers beside each other, which are compared row by row"
             yield Complaint("data.packing", True, reason, "set data.packing=false")

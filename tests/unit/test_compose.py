@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from fixtures.checkpoints import RANDOM_LLAMA
 from omegaconf import OmegaConf
 
 from scalewise.config import axes, naming, tree
@@ -35,7 +36,8 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],
-        "hf": [f"data.path={tmp_path}"],
+        "data=hf": [f"data.path={tmp_path}"],
+        "model=hf": [*RANDOM_LLAMA],
         "schedule_free": ["schedule=constant"],
         "prompt": ["model.context=1024"],
         **{packing: ["adapter=lora"] for packing in ("nf4", "fp4", "int8")},
@@ -45,7 +47,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
 def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str]]) -> None:
     choice = f"{group}=[{name}]" if group == "callbacks" else f"{group}={name}"
-    run = compose([choice, *inputs.get(name, [])], here=False)
+    run = compose([choice, *inputs.get(name, inputs.get(choice, []))], here=False)
     assert run.choices.get(group, name) == name
     json.dumps(run.as_dict())
 

@@ -35,6 +35,7 @@ def test_groups_and_their_options() -> None:
             "decoder_10m",
             "decoder_nano",
             "gpt2_124m",
+            "hf",
             "llama3_1b",
             "llama3_70b",
             "llama3_8b",

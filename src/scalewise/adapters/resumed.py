@@ -18,6 +18,7 @@ from scalewise.config import registry
 from scalewise.errors import Complaint, ConfigError, as_typed
 from scalewise.models import initial
 from scalewise.models.base import Model
+from scalewise.models.decoder.spec import Decoder
 from scalewise.models.module import ModelModule
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def complaints(now: Adapter, run: Run) -> Iterator[Complaint]:
             store.verify(path)
             yield from _of_another_model(run, path, _resolved(path))
             yield from _differences(now, _trained(path), run.model, run.choices.get("adapter"))
+        elif not isinstance(run.model, Decoder):
+            reason = "is a folder of PEFT's, which goes into the suite's own decoder alone"
+            yield Complaint(KEY, now.resume, reason, f"give the folder of a run, {NONE}")
         else:
             then = peft_folder.spec(path, run.model, now)
             wrong = list(_differences(now, then, run.model, run.choices.get("adapter")))

@@ -17,8 +17,7 @@ from scalewise.config import registry
 from scalewise.data import kept
 from scalewise.data.base import Data, Splits
 from scalewise.errors import ConfigError
-from scalewise.models.base import Part, Weight
-from scalewise.models.decoder.spec import Decoder
+from scalewise.models.base import Model, Part, Weight
 from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
 from scalewise.precision import Precision
@@ -50,7 +49,7 @@ class Trained:
     folder: Path
     checkpoint: Path | None
     seed: int
-    model: Decoder
+    model: Model
     data: Data
     objective: Objective
     precision: Precision

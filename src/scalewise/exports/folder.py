@@ -18,6 +18,7 @@ from scalewise.errors import ConfigError, DataError
 from scalewise.exports import Form
 from scalewise.exports.card import card
 from scalewise.models.decoder import weights
+from scalewise.models.decoder.spec import Decoder
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -32,7 +33,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
         reason = "what was trained stands before the text, and is no part of the model's weights"
         raise ConfigError.one("adapter", form, reason, "set adapter=alone")
     else:
-        weights.export(told.merged(), told.model, to)
+        told.model.export(told.merged(), to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
     library = "peft" if form is Form.alone else "transformers"
     (to / "README.md").write_text(card(status, summary, told.step, library), "utf-8")
@@ -41,6 +42,9 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
 
 def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
     model, adapter = told.model, told.adapter
+    if not isinstance(model, Decoder):
+        reason = "is written of the suite's own decoder alone"
+        raise ConfigError.one("adapter", Form.alone, reason, "set adapter=merged")
     if isinstance(adapter, NoAdapter | Pissa):
         reason = "the run has trained no adapter"
         if isinstance(adapter, Pissa):

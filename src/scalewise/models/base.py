@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from math import ceil, prod
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from scalewise.errors import Complaint
 from scalewise.models.tape import Pass, Tapes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from scalewise.models.module import ModelModule
+    from scalewise.run import Run
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,38 @@ class Model(ABC):
         """Returns the weights that both the first and the last layer use."""
         return frozenset()
 
-    @abstractmethod
     def stages(self, count: int, sequence: int) -> tuple[Part, ...]:
-        """Returns the model cut into ``count`` parts of much the same flops, in order."""
+        """Returns parts of which the costliest is as cheap as can be; the last has the head.
+
+        The others share the layers evenly that the last leaves them.
+        """
+        head = 6.0 * self.vocabulary * self.width
+        worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
+
+        def costliest(last: int) -> float:
+            return max(ceil((self.layers - last) / max(count - 1, 1)), last + worth)
+
+        last = (
+            min(range(self.layers - count + 1, 0, -1), key=costliest) if count > 1 else self.layers
+        )
+        each, more = divmod(self.layers - last, max(count - 1, 1))
+        sizes = [each + (place < more) for place in range(count - 1)] + [last]
+        ends = list(accumulate(sizes, initial=0))
+        return tuple(
+            Part(range(start, end), start == 0, end == self.layers) for start, end in pairwise(ends)
+        )
+
+    @abstractmethod
+    def shallow(self, layers: int) -> Self:
+        """Returns the same model with as many layers."""
 
     @abstractmethod
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is contradictory inside this spec."""
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what of a run a sound model does not go with."""
+        yield from ()
 
     @abstractmethod
     def shape(self, part: Part) -> ModelModule:
@@ -157,9 +187,26 @@ class Model(ABC):
     def fill(self, module: ModelModule, seed: int) -> None:
         """Gives a materialized module, sharded or not, the weights that a run starts with."""
 
-    @abstractmethod
     def build(self, seed: int) -> ModelModule:
-        """Returns the whole module on torch's default device, with its weights."""
+        """Returns the whole module on torch's default device, with its weights.
+
+        Under ``torch.device("meta")`` only shapes are made.
+        """
+        import torch
+
+        device = torch.get_default_device()
+        module = self.shape(Part(range(self.layers)))
+        if device.type != "meta":
+            module.to_empty(device=device)
+            self.fill(module, seed)
+        return module
+
+    @abstractmethod
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes a folder that transformers loads from whole tensors, in their dtype.
+
+        Raises ``ConfigError`` where it has no such model, before anything is written.
+        """
 
     @property
     def parameters(self) -> int:

@@ -52,3 +52,6 @@ class ModelModule(nn.Module):
     @abstractmethod
     def hold_places(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""
+
+    def init_buffers(self) -> None:
+        """Fills what no checkpoint holds, where moving the module does not: nothing here."""

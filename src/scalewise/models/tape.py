@@ -5,9 +5,13 @@ One list serves memory and time: what is alive when (``replay``), what is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scalewise.memory import Recompute
 
 
 class Work(StrEnum):
@@ -184,6 +188,18 @@ class Tape:
             )
         )
         return written
+
+
+@dataclass(kw_only=True)
+class Played(Tape):
+    """A part whose memory is found by running it; its operators tell of its time alone.
+
+    ``play`` is told what backward makes a second time, and whether weights have no gradient yet;
+    it gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak`` and
+    ``gradients``.
+    """
+
+    play: Callable[[Recompute, bool], tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalewise.memory import OFFLOADED_FROM, Recompute
-from scalewise.models.tape import Operator, Tape
+from scalewise.models.tape import Operator, Played, Tape
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def replay(
     whether what is kept is brought back when backward first reads it. ``stepped``: bytes that the
     optimizer takes for each byte of a weight's gradient, before it drops that; below 0: later.
     """
+    if isinstance(tape, Played):
+        return Replay(*tape.play(recompute, fresh))
     forward = _Forward(tape, given)
     forward.run(tape.operators)
     kept, first, again, leftover = forward.kept, forward, 0, 0

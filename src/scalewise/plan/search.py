@@ -123,7 +123,7 @@ def walk(run: Run) -> Iterator[Candidate]:
     typed = typed_keys(run.overrides)  # what was typed is held
     for training, trained in _trainings(run, typed):
         for laid_out, laid in _layouts(trained, typed):
-            if any(laid.quantization.complaints_with(laid)):
+            if any((*laid.quantization.complaints_with(laid), *laid.model.complaints_with(laid))):
                 continue
             for saving, saved in _savings(laid, typed):
                 tried = list(_sizes(saved, typed))

@@ -131,7 +131,7 @@ def _cut(run: Run, depth: int | None) -> Iterator[Model]:
     if depth is None:
         yield model
     elif not isinstance(layout, Mesh) or layout.stages == 1:
-        yield replace(cast(Any, model), layers=depth)
+        yield model.shallow(depth)
     else:
         parts = model.stages(layout.stages, run.data.sequence)
         shallow = tuple(replace(part, layers=part.layers[:depth]) for part in parts)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate, pairwise
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,8 @@ from scalewise.models.base import Model, Part, Split, Weight
 from scalewise.models.tape import Pass, Tapes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from scalewise.models.decoder.module import DecoderModule
     from scalewise.models.module import ModelModule
 
@@ -260,26 +260,9 @@ class Decoder(Model):
         """Returns the embedding, if it is the head too."""
         return frozenset({"embedding.weight"} if self.tied else ())
 
-    def stages(self, count: int, sequence: int) -> tuple[Part, ...]:
-        """Returns parts of which the costliest is as cheap as can be; the last has the head.
-
-        The others share the layers evenly that the last leaves them.
-        """
-        head = 6.0 * self.vocabulary * self.width
-        worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
-
-        def costliest(last: int) -> float:
-            return max(ceil((self.layers - last) / max(count - 1, 1)), last + worth)
-
-        last = (
-            min(range(self.layers - count + 1, 0, -1), key=costliest) if count > 1 else self.layers
-        )
-        each, more = divmod(self.layers - last, max(count - 1, 1))
-        sizes = [each + (place < more) for place in range(count - 1)] + [last]
-        ends = list(accumulate(sizes, initial=0))
-        return tuple(
-            Part(range(start, end), start == 0, end == self.layers) for start, end in pairwise(ends)
-        )
+    def shallow(self, layers: int) -> Decoder:
+        """Returns the same model with as many layers."""
+        return replace(self, layers=layers)
 
     def shape(self, part: Part) -> DecoderModule:
         """Returns the module, or a part of it, on the meta device."""
@@ -301,16 +284,8 @@ class Decoder(Model):
         else:
             start(module, self.weights)
 
-    def build(self, seed: int) -> DecoderModule:
-        """Returns the whole module on torch's default device, with its weights.
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes a folder of the Llama or GPT-2 that it is the shape of."""
+        from scalewise.models.decoder import weights
 
-        Under ``torch.device("meta")`` only shapes are made.
-        """
-        import torch
-
-        device = torch.get_default_device()
-        module = self.shape(Part(range(self.layers)))
-        if device.type != "meta":
-            module.to_empty(device=device)
-            self.fill(module, seed)
-        return module
+        weights.export(state, self, folder)

@@ -1,0 +1,52 @@
+"""Configurations of transformers: read, and refused where they are of something else."""
+
+from __future__ import annotations
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from scalewise.errors import ConfigError
+from scalewise.models.hf import hub
+
+KEY = "model.path"
+NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""What a plan has to know."""
+LIKE = ", as Llama, GPT-2, OPT or Qwen2"
+
+
+def configuration(path: str, depth: int | None) -> PretrainedConfig:
+    """Returns a configuration; raises ``ConfigError`` where it is none of a causal model."""
+    folder = hub.folder(path, hub.CONFIGURATION)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        needs_code = "trust_remote_code" in str(error)
+        reason = f"has no configuration that transformers reads ({one_line(error)})"
+        if needs_code:
+            reason = "needs code of its own, which is not run"
+        raise ConfigError.one(KEY, path, reason, "choose a model that transformers has") from error
+    text = config.get_text_config()
+    unnamed = [name for name in NAMED if getattr(text, name, None) is None]
+    for reason, found in (
+        (f"is an encoder with a decoder ({config.model_type})", config.is_encoder_decoder),
+        (f"reads more than text ({config.model_type})", hasattr(config, "vision_config")),
+        (
+            f"is no causal language model ({config.model_type})",
+            type(config) not in AutoModelForCausalLM._model_mapping,
+        ),
+        (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
+        ("leaves out layers at random (layerdrop)", getattr(text, "layerdrop", 0)),
+        ("holds packed weights", getattr(config, "quantization_config", None)),
+    ):
+        if found:
+            raise ConfigError.one(KEY, path, reason, f"choose a causal language model{LIKE}")
+    if depth is not None:
+        text.num_hidden_layers = depth
+        if kinds := getattr(text, "layer_types", None):
+            text.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
+    return config
+
+
+def one_line(error: Exception) -> str:
+    """Returns what an error says, cut to a line."""
+    return " ".join(str(error).split())[:120]

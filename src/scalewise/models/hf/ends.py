@@ -1,0 +1,123 @@
+"""What stands before a model's blocks and after them, run apart: what each holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from scalewise.measure.memory import LiveBytes, bytes_of, storages_of
+
+Sizes = tuple[int, int, int, int]
+"""What a ``Played`` gives."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        """Returns that of a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+    def leaf(self, *, trained: bool) -> Tensor:
+        """Returns one that autograd holds; a clone of it has no other holder than who makes it."""
+        return torch.empty(self.shape, dtype=self.dtype, requires_grad=trained)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """``first`` and ``last``: what the two ends hold. A block reads ``x`` and what all read.
+
+    ``shared``: the bytes of that.
+    """
+
+    first: Sizes
+    last: Sizes
+    x: Kind
+    logits: Kind
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    shared: int
+
+
+class Between(nn.Module):
+    """A block that does nothing, and ends what is counted of before it."""
+
+    def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
+        super().__init__()
+        self._counts = (before, after)
+
+    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """Returns another such tensor, of which backward goes no further."""
+        before, after = self._counts
+        self.x, self.arguments, self.keywords = x, arguments, keywords
+        before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        leaf = Kind.of(x).leaf(trained=True)
+        after.__enter__()  # type: ignore[no-untyped-call]
+        return leaf.clone()
+
+    def told(
+        self,
+        before: LiveBytes,
+        last: Sizes,
+        logits: Kind,
+        module: nn.Module,
+        *,
+        fresh: bool,
+    ) -> Ends:
+        """Returns the ends, once what comes before the blocks has gone backward."""
+        x = Kind.of(self.x)
+        others = [
+            each
+            for each in tree_leaves((self.arguments, self.keywords))
+            if isinstance(each, Tensor)
+        ]
+        others = [each for each in others if not storages_of([each]) & storages_of([self.x])]
+        shared = bytes_of(others)
+        first = (0, 0, 0, 0)
+        if x.requires_grad:
+            end = [End.apply(self.x)]  # type: ignore[no-untyped-call]
+            del self.x
+            before.__enter__()  # type: ignore[no-untyped-call]
+            most = backward(end, before) - shared
+            before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            first = (0, 0, most, gradients(module) * fresh)
+        return Ends(first, last, x, logits, self.arguments, self.keywords, shared)
+
+
+class End(torch.autograd.Function):
+    """A number that all of a tensor leads to; the tensor's gradient is made in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Returns a number."""
+        ctx.kind = Kind.of(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        """Returns a gradient."""
+        return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
+
+
+def backward(end: list[Tensor], live: LiveBytes) -> int:
+    """Goes backward from the only one of a list; returns the most that is alive meanwhile."""
+    live.take_peak()
+    last = end.pop()
+    if last.requires_grad:
+        cast(Any, last).backward()
+    return live.take_peak()
+
+
+def gradients(module: nn.Module) -> int:
+    """Returns the bytes of a module's gradients."""
+    return bytes_of(each.grad for each in module.parameters() if each.grad is not None)

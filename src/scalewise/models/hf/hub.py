@@ -1,0 +1,48 @@
+"""Folders of models: on this machine, in the Hub's local cache, or from the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from scalewise.errors import ConfigError
+
+KEY = "model.path"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIGURATION = ("config.json",)
+WEIGHTS = ("*.safetensors", INDEX)
+
+
+def folder(path: str, files: tuple[str, ...]) -> Path:
+    """Returns the folder of a model with the ``files`` that it has.
+
+    Raises ``ConfigError``, in one line, where there is none: no folder here, and a name that
+    neither the cache nor the Hub gives.
+    """
+    here = Path(path).expanduser()
+    if here.is_dir():
+        return here
+    cure = "give model.path=FOLDER that save_pretrained wrote, or HF_HOME=CACHE that has it"
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError.one(KEY, path, "there is no such folder", cure)
+    try:
+        return _of_hub(path, files)
+    except Exception as error:  # of its client, of its network: there are many kinds
+        reason = f"is no folder, and neither in the Hub's cache nor to be had ({_said(error)})"
+        raise ConfigError.one(KEY, path, reason, cure) from error
+
+
+def _of_hub(name: str, files: tuple[str, ...]) -> Path:
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
+        if any([*cached.glob(pattern)] for pattern in files):
+            return cached
+    except LocalEntryNotFoundError:
+        pass
+    return Path(snapshot_download(name, allow_patterns=[*files]))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]

@@ -1,0 +1,96 @@
+"""The operators that run, with what each computes and moves: what a step's time is foreseen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from scalewise.models.tape import Pass, Tape, Work
+
+aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
+    """Writes a tape of each part of a model, named as it begins."""
+
+    def __init__(self, run: Pass) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self.run = run
+        self.tapes: dict[str, Tape] = {}
+        self.begin("first", ())
+
+    def begin(self, name: str, given: Sequence[Tensor]) -> None:
+        """Begins a part that reads ``given``, the first tensors of its tape."""
+        self.tape = self.tapes[name] = Tape()
+        self._places: dict[int, int] = {}
+        for tensor in given:
+            self._place(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        result = func(*args, **kwargs)
+        known = {_key(tensor) for tensor in given}
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = [each for each in made if _key(each) not in known and each.nbytes]
+        if made:
+            self._add(func, args, kwargs, given, result, made)
+        return result
+
+    def _add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: list[Tensor],
+        result: Any,
+        made: list[Tensor],
+    ) -> None:
+        reads = [self._place(tensor) for tensor in given]
+        trained = sum(tensor.requires_grad for tensor in given[-2:])
+        work, flops, back = Work.pointwise, 0.0, 0.0
+        if func in PRODUCTS:
+            work = Work.product
+            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+            back = flops * trained
+        elif func in ATTENTION:  # of the tokens, what comes later is skipped
+            work = Work.attention
+            flops = 2.0 * args[0].numel() * args[1].shape[-2]
+            back = 2.5 * flops * bool(trained)
+        written = self.tape.add(
+            work,
+            reads,
+            made[0].nbytes,
+            extra=[tensor.nbytes for tensor in made[1:]],
+            kept_by_selective=func in PRODUCTS or func in ATTENTION,
+            flops=flops,
+            backward_flops=back,
+        )
+        self._places[_key(made[0])] = written
+
+    def _place(self, tensor: Tensor) -> int:
+        """Returns the place of a tensor on the tape, a new one where it was made elsewhere."""
+        key = _key(tensor)
+        if key not in self._places:
+            size, trained = tensor.untyped_storage().nbytes(), tensor.requires_grad
+            self._places[key] = self.tape.tensor(size, trained=trained)
+        return self._places[key]
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

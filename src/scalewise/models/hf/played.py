@@ -1,0 +1,171 @@
+"""The parts of a model as they run, with no memory behind their tensors: what plans count with."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scalewise.adapters.low_rank import Dora, Lora
+from scalewise.adapters.scales import IA3
+from scalewise.adapters.spec import Adapter, NoAdapter
+from scalewise.measure.memory import LiveBytes, bytes_of
+from scalewise.memory import Checkpointing, Recompute
+from scalewise.models.base import Part
+from scalewise.models.hf.ends import Between, End, Ends, Kind, Sizes, backward, gradients
+from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.models.hf.operators import Operators
+from scalewise.models.tape import Pass, Played, Tape, Tapes
+from scalewise.objectives import CausalLM
+
+if TYPE_CHECKING:
+    from scalewise.models.hf.spec import HuggingFace
+
+NUMBERS = {4: torch.float32, 2: torch.bfloat16}
+"""Formats by their bytes: fp16 takes what bf16 does."""
+ONE = Part(range(1))
+
+
+def tapes(spec: HuggingFace, run: Pass) -> Tapes:
+    """Returns the parts of a model, each of which runs when it is asked for."""
+    player = Player(spec, run)
+    ends, (block, last, loss) = player.ends(True), player.operators()
+    return Tapes(
+        first=Played(play=lambda _, fresh: player.ends(fresh).first),
+        start=_played(block, lambda *how: player.block(*how, trained=ends.x.requires_grad)),
+        block=_played(block, lambda *how: player.block(*how, trained=True)),
+        last=_played(last, lambda _, fresh: player.ends(fresh).last),
+        loss=None if player.in_pieces else _played(loss, lambda *_: player.loss()),
+        shared=ends.shared,
+    )
+
+
+def _played(tape: Tape, play: Any) -> Played:
+    return Played(sizes=tape.sizes, trained=tape.trained, operators=tape.operators, play=play)
+
+
+class Player:
+    """Runs parts of a model on the CPU, under ``FakeTensorMode``, in the formats of a pass."""
+
+    def __init__(self, spec: HuggingFace, run: Pass) -> None:
+        self.spec, self.run = spec, run
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.in_pieces = 0 < run.loss_chunk < run.places
+        self.objective = CausalLM(loss_chunk=run.loss_chunk if self.in_pieces else None)
+        self.ends = cache(self._ends)
+
+    def _module(self, recompute: Recompute, *, fresh: bool) -> HuggingFaceModule:
+        """Returns the ends of the model and one block, alive in the mode."""
+        module = self.spec.shape(ONE)
+        self._adapter().apply(module, self.spec)
+        self.objective.apply(module)
+        Checkpointing(recompute).apply(module, ONE)
+        with self.mode, torch.no_grad():
+            for owner in module.modules():
+                for name, parameter in owner._parameters.items():
+                    if parameter is not None:
+                        owner._parameters[name] = self._alive(parameter, fresh=fresh)
+                for name, buffer in owner._buffers.items():
+                    owner._buffers[name] = None if buffer is None else torch.empty_like(buffer)
+        return module
+
+    def _alive(self, parameter: nn.Parameter, *, fresh: bool) -> nn.Parameter:
+        empty = torch.empty(parameter.shape, dtype=NUMBERS[self.run.held])
+        made = nn.Parameter(empty, parameter.requires_grad)
+        if made.requires_grad and not fresh:
+            made.grad = torch.empty_like(made)
+        return made
+
+    def _adapter(self) -> Adapter:
+        """Returns an adapter of the same shapes: what it begins with makes no difference."""
+        run = self.run
+        whole = tuple(map(re.escape, run.whole))
+        if run.scaled:
+            return IA3(targets=tuple(map(re.escape, run.scaled)), trained=whole)
+        if not run.adapted:
+            return NoAdapter()
+        kind = Dora if run.magnitudes else Lora
+        targets = tuple(map(re.escape, run.adapted))
+        return kind(rank=run.rank, dropout=run.dropout, targets=targets, trained=whole)
+
+    def _forward(self) -> AbstractContextManager[object]:
+        """Returns the context of a forward pass."""
+        mixed = MixedPrecision("bf16-mixed", "cpu")
+        return mixed.forward_context() if self.run.casts else nullcontext()
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Returns tokens and labels."""
+        shape = (self.run.rows, self.run.tokens)
+        return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
+    def block(self, recompute: Recompute, fresh: bool, *, trained: bool) -> Sizes:
+        """Returns what a block holds; ``trained``: whether something before it is."""
+        ends, module = self.ends(True), self._module(recompute, fresh=fresh)
+        (block,) = module.layers()
+        with self.mode:
+            leaf = ends.x.leaf(trained=trained)
+        with self.mode, LiveBytes() as live:
+            x = leaf.clone()
+            with self._forward():
+                y = block(x, *ends.arguments, **ends.keywords)
+            forward = live.take_peak()
+            del x
+            kept, end = live.now - bytes_of([y]), [End.apply(y)]  # type: ignore[no-untyped-call]
+            del y
+            return kept, forward, backward(end, live), gradients(module) * fresh
+
+    def loss(self) -> Sizes:
+        """Returns what the loss holds."""
+        with self.mode:
+            leaf, (_, labels) = self.ends(True).logits.leaf(trained=True), self._rows()
+        with self.mode, LiveBytes() as live:
+            logits = leaf.clone()
+            end = [self.objective.summed(logits, labels)]
+            forward = live.take_peak()
+            del logits
+            return live.now, forward, backward(end, live), 0
+
+    def _ends(self, fresh: bool) -> Ends:
+        """Runs what stands before the blocks and after them, around a block that does nothing."""
+        module = self._module(Recompute.nothing, fresh=fresh)
+        before, after = LiveBytes(), LiveBytes()
+        between = Between(before, after)
+        module.put_layers([between])
+        with self.mode:
+            tokens, labels = self._rows()
+            before.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+            with self._forward():
+                out = module(tokens, labels if self.in_pieces else None)
+            logits = Kind.of(out)
+            forward = after.take_peak()
+            kept = after.now - bytes_of([out])
+            end = [out if self.in_pieces else End.apply(out)]  # type: ignore[no-untyped-call]
+            del out
+            most = backward(end, after)
+            after.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            last = (kept, forward, most, gradients(module) * fresh)
+            if fresh:
+                module.zero_grad()
+            return between.told(before, last, logits, module, fresh=fresh)
+
+    def operators(self) -> tuple[Tape, Tape, Tape]:
+        """Returns the operators of a block, of what comes after all blocks, and of the loss."""
+        module = self._module(Recompute.nothing, fresh=True)
+        (block,) = module.layers()
+        module.put_layers([block])
+        with self.mode:
+            tokens, labels = self._rows()
+            with self._forward(), Operators(self.run) as counted:
+                block.register_forward_pre_hook(lambda _, given: counted.begin("block", given[:1]))
+                block.register_forward_hook(lambda _, __, out: counted.begin("last", (out,)))
+                out = module(tokens, labels if self.in_pieces else None)
+                counted.begin("loss", (out,))
+                if not self.in_pieces:
+                    self.objective.summed(out, labels)
+        return counted.tapes["block"], counted.tapes["last"], counted.tapes["loss"]

@@ -1,0 +1,233 @@
+"""A configuration of transformers, and the module that it describes, without memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from scalewise.errors import Complaint, ConfigError
+from scalewise.models.base import Part, Weight
+from scalewise.models.hf.configuration import KEY, LIKE, configuration, one_line
+from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
+from scalewise.models.hf.spec import Facts
+
+UNLIMITED = 2**31 - 1
+"""The context of a model whose configuration names none."""
+EMBEDDINGS = ("embedding", "position")
+
+
+def module(path: str, depth: int | None, part: Part) -> HuggingFaceModule:
+    """Returns a module of its own on the meta device, with the weights of a part.
+
+    They have torch's default format.
+    """
+    # Of blocks such as OPT's, which nobody changes in place.
+    warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
+    with unset_fake_temporarily():
+        made = copy.deepcopy(_whole(path, depth)).to(torch.get_default_dtype())
+    for layer in {*range(len(made.blocks))} - {*part.layers}:
+        del made.blocks[str(layer)]
+    outside = [weight for weight in facts(path, depth).census if weight.layer is None]
+    for weight in outside:
+        before = weight.role in EMBEDDINGS
+        if not (part.first if before else part.last):
+            holder, _, key = weight.name.rpartition(".")
+            del made.get_submodule(holder)._parameters[key]
+    return made
+
+
+@lru_cache(maxsize=16)
+def facts(path: str, depth: int | None) -> Facts:
+    """Returns what a configuration says; raises ``ConfigError`` where it cannot be read."""
+    whole, config = _whole(path, depth), configuration(path, depth)
+    block = whole.layers()[0]
+    linears = {
+        name: (layer.out_features, layer.in_features)
+        for name, layer in block.named_modules()
+        if type(layer) is nn.Linear
+    }
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return Facts(
+        vocabulary=text.vocab_size,
+        context=getattr(text, "max_position_embeddings", None) or UNLIMITED,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        width=text.hidden_size,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        census=tuple(_census(whole)),
+        tied=_tied(whole),
+        kind=text.model_type,
+        linears=tuple(linears.items()),
+        buffer_bytes=sum(buffer.nbytes for buffer in whole.constants.values()),
+        dropout=max(_shares(text), default=0.0),
+    )
+
+
+def usual(known: Facts, adapter: str) -> tuple[str, ...]:
+    """Returns the linear layers of a block that PEFT changes by default, by name within it.
+
+    ``adapter``: ``LORA`` or ``IA3``. Where PEFT has no choice, all of them.
+    """
+    from peft.utils import constants  # takes seconds, of which few runs have need
+
+    table = getattr(constants, f"TRANSFORMERS_MODELS_TO_{adapter}_TARGET_MODULES_MAPPING")
+    ends, names = table.get(known.kind, ()), tuple(name for name, _ in known.linears)
+    found = (name for name in names if any(f".{name}".endswith(f".{end}") for end in ends))
+    return tuple(found) or names
+
+
+@lru_cache(maxsize=16)
+@unset_fake_temporarily()  # it outlives whoever asks
+def _whole(path: str, depth: int | None) -> HuggingFaceModule:
+    """Returns the module that all others are copies of; raises ``ConfigError`` as ``facts``."""
+    config = configuration(path, depth)
+    try:
+        with _WeightsOnMeta():
+            auto: Any = AutoModelForCausalLM
+            causal: PreTrainedModel = auto.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        reason = f"transformers cannot build it ({one_line(error)})"
+        raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
+    causal.config.pad_token_id = None  # else each pass looks for it among the tokens
+    stem, stack = _stack(causal, config.get_text_config().num_hidden_layers, path)
+    transposed = frozenset(_without_conv1d(causal))
+    _tie(causal, path)
+    for owner in causal.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.device.type != "meta":
+                owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
+    made = HuggingFaceModule(causal, stem, stack, transposed)
+    if complaints := list(_unlike(made, path)) or list(_stopped(made, path)):
+        raise ConfigError(complaints)
+    return made
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Has ``torch.empty``, which weights are made by, make nothing; buffers are computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _stack(causal: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
+    """Returns the name of the module that goes through the blocks, and theirs in it."""
+    kinds = {*(causal._no_split_modules or ())}
+    lists = [
+        (name, {type(block).__name__ for block in found})
+        for name, found in causal.named_modules()
+        if isinstance(found, nn.ModuleList) and len(found) == layers
+    ]
+    alike = [name for name, held in lists if len(held) == 1]
+    named = [name for name, held in lists if len(held) == 1 and held <= kinds]
+    found = named if len(named) == 1 else alike
+    if len(found) != 1:
+        reason = f"has no list of {layers} blocks of one kind"
+        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
+    stem, _, stack = found[0].rpartition(".")
+    return stem, stack
+
+
+def _without_conv1d(causal: PreTrainedModel) -> Iterator[str]:
+    """Puts linear layers in the place of ``Conv1D``; yields the names of their matrices."""
+    for name, layer in [*causal.named_modules()]:
+        if isinstance(layer, Conv1D):
+            holder, _, key = name.rpartition(".")
+            setattr(causal.get_submodule(holder), key, as_linear(layer))
+            yield f"{name}.weight"
+
+
+def _tie(causal: PreTrainedModel, path: str) -> None:
+    """Leaves a tied matrix to the embedding; raises ``ConfigError`` for other ties."""
+    causal.tie_weights()
+    model = cast(Any, causal)  # of which transformers annotates little
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight is embedding.weight:
+        name = next(name for name, layer in causal.named_modules() if layer is head)
+        holder, _, key = name.rpartition(".")
+        setattr(causal.get_submodule(holder), key, TiedHead(embedding, head.bias))
+    once = len([*causal.parameters()])
+    if len([*causal.named_parameters(remove_duplicate=False)]) != once:
+        reason = "ties more weights than the head to the embedding"
+        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
+
+
+def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
+    """Yields what plans and layouts do not reckon with: all blocks are alike, and dense."""
+    first, *others = (
+        {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
+        for block in made.layers()
+    )
+    cure = f"choose a model of which they are{LIKE}"
+    if any(other != first for other in others):
+        yield Complaint(KEY, path, "its blocks are not alike", cure)
+    if any(len(shape) > 2 for shape in first.values()):
+        yield Complaint(KEY, path, "its blocks are not dense (experts)", cure)
+    if any(buffer.device.type == "meta" for buffer in made.buffers()):
+        yield Complaint(KEY, path, "it has buffers of unknown numbers", cure)
+
+
+def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
+    """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
+    trial = copy.deepcopy(made).to("meta")
+    passed: set[str] = set()
+    for block in trial.layers():
+        block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
+    try:
+        trial(torch.zeros((2, 8), dtype=torch.long, device="meta"))
+    except Exception as error:  # whatever anybody's model raises
+        passed.add(f"{type(error).__name__}: {one_line(error)}")
+    if others := passed - {"Tensor"}:
+        reason = f"its blocks do not pass one tensor on ({max(others)})"
+        yield Complaint(KEY, path, reason, f"choose a model of which they do{LIKE}")
+
+
+def _census(whole: HuggingFaceModule) -> Iterator[Weight]:
+    for name, parameter in whole.named_parameters():
+        layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
+        yield Weight(name, tuple(parameter.shape), _role(name, parameter, whole), layer)
+
+
+def _role(name: str, parameter: nn.Parameter, whole: HuggingFaceModule) -> str:
+    if parameter.dim() == 1:
+        return "bias" if name.endswith("bias") else "norm"
+    if name.startswith("head."):
+        return "head"
+    if isinstance(whole.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+        return "embedding" if parameter is _embedding(whole).weight else "position"
+    return "attention" if "att" in name else "feedforward"
+
+
+def _embedding(whole: HuggingFaceModule) -> nn.Module:
+    found: nn.Module = whole.body.get_input_embeddings()  # type: ignore[operator]
+    return found
+
+
+def _tied(whole: HuggingFaceModule) -> frozenset[str]:
+    if not any(isinstance(layer, TiedHead) for layer in whole.head.modules()):
+        return frozenset()
+    held = _embedding(whole).weight
+    return frozenset(name for name, each in whole.named_parameters() if each is held)
+
+
+def _shares(config: PretrainedConfig) -> Iterator[float]:
+    for key, value in config.to_dict().items():
+        elsewhere = key.startswith(("summary", "classifier"))  # heads that are not built
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and not elsewhere:
+            yield value

@@ -1,0 +1,267 @@
+"""Any causal language model of transformers, as a spec; what it is, its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint, ConfigError
+from scalewise.models.base import Model, Part, Split, Weight
+from scalewise.models.tape import Pass, Tapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.hf.module import HuggingFaceModule
+    from scalewise.models.module import ModelModule
+    from scalewise.run import Run
+
+
+class Init(StrEnum):
+    """What a model begins with."""
+
+    weights = "weights"
+    """Those at its path, safetensors."""
+    random = "random"
+    """Fresh ones: its configuration is enough to study time and memory."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the configuration and the module made of it say.
+
+    ``kind`` is transformers' name of the architecture; ``linears`` are the linear layers of a
+    block, by name within it, with their features out and in. ``dropout`` is the largest share that
+    the configuration drops.
+    """
+
+    vocabulary: int
+    context: int
+    layers: int
+    heads: int
+    key_heads: int
+    width: int
+    head_size: int
+    census: tuple[Weight, ...]
+    tied: frozenset[str]
+    kind: str
+    linears: tuple[tuple[str, tuple[int, int]], ...]
+    buffer_bytes: int
+    dropout: float
+
+
+@option("model", "hf")
+@dataclass(frozen=True)
+class HuggingFace(Model):
+    """A causal language model that transformers knows; code of a checkpoint's own is not run.
+
+    Plans of it run its parts once with no memory behind their tensors, and need torch.
+    """
+
+    path: str = ""
+    """A folder with config.json and safetensors, or a name on the Hub, its local cache first."""
+    init: Init = Init.weights
+    """Whether it begins with the weights at its path, or with fresh ones."""
+    depth: int | None = None
+    """Layers, where fresh ones are to be fewer or more than the configuration says; None: its."""
+
+    @property
+    def facts(self) -> Facts:
+        """Returns what the configuration says; raises ``ConfigError`` where it cannot be read."""
+        from scalewise.models.hf import skeleton
+
+        return skeleton.facts(self.path, self.depth)
+
+    @property
+    def vocabulary(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the token ids."""
+        return self.facts.vocabulary
+
+    @property
+    def context(self) -> int:  # type: ignore[override]
+        """Returns the tokens of the longest row."""
+        return self.facts.context
+
+    @property
+    def layers(self) -> int:  # type: ignore[override]
+        """Returns the blocks."""
+        return self.facts.layers
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Returns the query heads per block."""
+        return self.facts.heads
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        """Returns the features of the residual stream."""
+        return self.facts.width
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the key (and value) heads per block."""
+        return self.facts.key_heads
+
+    @property
+    def query_width(self) -> int:
+        """Returns the features of all queries of one token."""
+        return self.facts.heads * self.facts.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Returns the features of all keys of one token."""
+        return self.facts.key_heads * self.facts.head_size
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns the bytes of what the module holds beside its weights."""
+        return self.facts.buffer_bytes
+
+    @property
+    def dropout(self) -> float:
+        """Returns the largest share that it drops while training."""
+        return self.facts.dropout
+
+    @property
+    def tied_weights(self) -> frozenset[str]:
+        """Returns the embedding, if it is the head too."""
+        return self.facts.tied
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Returns those that PEFT has for the architecture; all linear layers where it has none."""
+        from scalewise.models.hf import skeleton
+
+        return skeleton.usual(self.facts, "LORA")
+
+    @property
+    def scaled_targets(self) -> tuple[str, ...]:
+        """Returns those that PEFT scales in the architecture; all linear layers where none."""
+        from scalewise.models.hf import skeleton
+
+        return skeleton.usual(self.facts, "IA3")
+
+    def census(self) -> tuple[Weight, ...]:
+        """Returns every tensor of ``HuggingFaceModule.named_parameters()``, in its order."""
+        return self.facts.census
+
+    def flops(self, sequence: int) -> float:
+        """Returns the flops of one forward and backward pass, per token of a ``sequence``.
+
+        6 for each number of a matrix in a block and of the head, and 14 times the row's length
+        times the width of the queries for attention in each layer: derived in ``Decoder.flops``.
+        """
+        matrices = sum(
+            weight.count
+            for weight in self.census()
+            if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
+        )
+        tied = self.vocabulary * self.width if self.tied_weights else 0
+        attention = 14.0 * sequence * self.query_width * self.layers
+        return 6.0 * (matrices + tied) + attention
+
+    def tapes(self, run: Pass) -> Tapes:
+        """Returns the parts as they ran once with no memory behind their tensors."""
+        from scalewise.models.hf import played
+
+        return played.tapes(self, run)
+
+    def tensor_split(self) -> dict[str, Split]:
+        """Returns the linear layers of blocks, those that narrow to the stream by their inputs."""
+        return {
+            f"blocks.*.{name}": Split.row if out == self.width != into else Split.column
+            for name, (out, into) in self.facts.linears
+        }
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """Returns none: tensor parallelism is refused."""
+        return {}
+
+    def shallow(self, layers: int) -> HuggingFace:
+        """Returns the same model with as many layers."""
+        return replace(self, depth=layers)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a path that leads to no causal language model, or to one without weights."""
+        if self.depth is not None and self.depth < 1:
+            yield Complaint("model.depth", self.depth, "must be positive", "set model.depth=null")
+        elif not self.path:
+            cure = "give model.path=FOLDER, or a name on the Hub"
+            yield Complaint("model.path", "''", "is empty", cure)
+        else:
+            yield from self._unreadable()
+
+    def _unreadable(self) -> Iterator[Complaint]:
+        try:
+            layers = replace(self, depth=None).layers
+            _ = self.facts
+        except ConfigError as error:
+            yield from error.complaints
+            return
+        if self.init is Init.random:
+            return
+        if self.depth not in (None, layers):
+            reason = "is not the depth of the weights that it begins with"
+            yield Complaint("model.depth", self.depth, reason, "set model.init=random")
+        folder = Path(self.path).expanduser()
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            reason = "has no weights as safetensors"
+            cure = "save_pretrained writes them; or set model.init=random"
+            yield Complaint("model.path", self.path, reason, cure)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what is written for the suite's own decoder alone."""
+        chosen = run.choices
+        sizes = getattr(run.parallelism, "sizes", {})
+        for axis in ("tensor", "context", "pipeline"):
+            if sizes.get(axis, 1) > 1:
+                reason = "does not cut models of transformers"
+                cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+                yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
+        if run.quantization.packed(self):
+            option = chosen.get("quantization", "nf4")
+            reason = "does not pack the matrices of transformers' models"
+            yield Complaint("quantization", option, reason, "set quantization=none")
+        if run.memory.offload:
+            reason = "is not counted for models of transformers"
+            yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")
+        if run.optimizer.in_backward:
+            reason = "is not counted for models of transformers"
+            yield Complaint("optimizer.in_backward", True, reason, "set it to false")
+        if run.adapter.ahead:
+            option = chosen.get("adapter", "prompt")
+            reason = "puts no vectors before what transformers' models embed"
+            yield Complaint("adapter", option, reason, "set adapter=lora")
+        if run.data.packing:
+            reason = "is not read by models of transformers"
+            yield Complaint("data.packing", True, reason, "set data.packing=false")
+
+    def shape(self, part: Part) -> HuggingFaceModule:
+        """Returns the module, or the weights of a part of it, on the meta device."""
+        from scalewise.models.hf import skeleton
+
+        return skeleton.module(self.path, self.depth, part)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws fresh weights, each from ``seed`` and its name, or reads those at the path.
+
+        Raises ``CheckpointError`` where these do not fit.
+        """
+        from scalewise.models.hf import weights
+        from scalewise.models.hf.module import HuggingFaceModule
+
+        assert isinstance(module, HuggingFaceModule)
+        if self.init is Init.random:
+            weights.draw(module, self.census(), seed)
+        else:
+            weights.start(module, self.path)
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes a folder that transformers loads."""
+        from scalewise.models.hf import weights
+
+        weights.export(state, self, folder)

@@ -1,0 +1,107 @@
+"""Models of transformers in the suite: their logits, and their weights on the way in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import FAMILIES, FURTHER, Checkpoints
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from scalewise.measure.memory import LiveBytes
+from scalewise.models.base import Part
+from scalewise.models.hf.spec import HuggingFace, Init
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(2))
+
+
+def theirs(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("family", [*FAMILIES, "opt_narrow"])
+@torch.no_grad()
+def test_logits_are_those_of_transformers(
+    family: str, shards: str, checkpoints: Checkpoints
+) -> None:
+    folder = checkpoints(family, shards)
+    assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
+    spec = HuggingFace(path=str(folder))
+    module, wanted = spec.build(1), theirs(folder)
+    torch.testing.assert_close(module(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
+    held = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    assert held == {weight.name: weight.shape for weight in spec.census()}
+    assert spec.parameters == wanted.num_parameters()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FURTHER)
+@torch.no_grad()
+def test_further_architectures_give_their_logits_too(family: str, checkpoints: Checkpoints) -> None:
+    folder = checkpoints(family)
+    spec = HuggingFace(path=str(folder))
+    assert [*spec.complaints()] == []
+    ours, wanted = spec.build(1).eval(), theirs(folder)
+    torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fresh_weights_are_drawn_for_any_part_alike(family: str, checkpoints: Checkpoints) -> None:
+    spec = HuggingFace(path=str(checkpoints(family)), init=Init.random)
+    whole = dict(spec.build(7).named_parameters())
+    for part in spec.stages(4, 32):
+        piece = spec.shape(part)
+        piece.to_empty(device="cpu")
+        spec.fill(piece, 7)
+        for name, parameter in piece.named_parameters():
+            torch.testing.assert_close(parameter, whole.pop(name), rtol=0, atol=0)
+    assert whole == {}
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield DeviceMesh("cpu", range(8))
+    torch.distributed.destroy_process_group()
+
+
+def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Checkpoints) -> None:
+    spec = HuggingFace(path=str(checkpoints("llama")))
+    module = spec.shape(Part(range(spec.layers)))
+    for name, parameter in [*module.named_parameters()]:
+        holder, _, key = name.rpartition(".")
+        cut = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
+        setattr(module.get_submodule(holder), key, torch.nn.Parameter(cut))
+    module.to_empty(device="cpu")
+    with LiveBytes() as live:
+        spec.fill(module, 1)
+    largest = max(weight.count for weight in spec.census()) * 4
+    assert live.take_peak() <= 2 * largest < spec.parameters * 4 / 2
+    head = module.get_parameter("head.lm_head.weight")
+    assert isinstance(head, DTensor)
+    wanted = theirs(checkpoints("llama")).lm_head.weight[: 256 // 8]
+    torch.testing.assert_close(head.to_local(), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "opt_narrow"])
+@torch.no_grad()
+def test_an_export_is_loaded_by_transformers(
+    family: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    spec = HuggingFace(path=str(checkpoints(family)), init=Init.random, depth=3)
+    module = spec.build(5)
+    spec.export(module.state_dict(), tmp_path / "export")
+    found = theirs(tmp_path / "export")
+    assert found.config.num_hidden_layers == 3
+    torch.testing.assert_close(found(tokens()).logits, module(tokens()), rtol=0, atol=0)
+    again = HuggingFace(path=str(tmp_path / "export"))
+    assert [*again.complaints()] == []
+    torch.testing.assert_close(again.build(1)(tokens()), module(tokens()), rtol=0, atol=0)

@@ -1,0 +1,107 @@
+"""What plans say of models of transformers, beside what is alive in a run of them, and a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.jobs import Job
+from fixtures.layouts import needs_deepspeed
+
+from scalewise import compose
+from scalewise.bench.ledger_lines import ZERO
+from scalewise.plan import memory
+from scalewise.training.trace import refusal, traced
+
+LONG = pytest.mark.exhaustive
+FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
+FSDP = ("parallelism=fsdp", "trainer.micro_batch=4")
+LINES: tuple[tuple[str, ...], ...] = (
+    (),
+    (FULL,),
+    LORA,
+    ("adapter=ia3", "adapter.trained=[.*norm|.*ln_.]"),
+    ("adapter=dora", "adapter.dropout=0.1", FULL),
+    ("objective.loss_chunk=128",),
+    ("memory=checkpoint_selective",),
+    ("memory=checkpoint_every_n", "memory.every=2"),
+    ("precision=bf16_mixed",),
+    ("trainer.global_batch=16",),
+    ("parallelism=ddp", "trainer.micro_batch=4"),
+    FSDP,
+    (*FSDP, "precision=bf16_mixed", FULL),
+    (*FSDP, *LORA, FULL),
+    ("parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
+)
+USUAL = (("llama", FSDP), ("gpt2", LORA))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("hf_memory"), shared_cache)
+
+
+def small(folder: Path, *line: str) -> tuple[str, ...]:
+    return (
+        "model=hf",
+        f"model.path={folder}",
+        "data=synthetic",
+        "data.sequence=64",
+        "tracking=none",
+        "callbacks=[none]",
+        "checkpoint=none",
+        "trainer.max_steps=3",
+        "trainer.log_every=3",
+        "trainer.micro_batch=8",
+        "schedule.warmup_steps=1",
+        "launch.isolation=process",
+        *line,
+    )
+
+
+def each(lines: tuple[tuple[str, ...], ...]) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(family, line, marks=() if (family, line) in USUAL else LONG)
+        for family in FAMILIES
+        for line in lines
+    ]
+    return pytest.mark.parametrize(("family", "line"), cases, ids=str)
+
+
+@each(LINES)
+def test_the_peak_is_the_one_foreseen(
+    family: str, line: tuple[str, ...], checkpoints: Checkpoints, job: Job
+) -> None:
+    overrides = small(checkpoints(family), *line)
+    foreseen = memory.worst(compose(overrides))
+    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    error = foreseen.peak / found - 1
+    print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
+    assert abs(error) < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "line", [(), *(pytest.param(each, marks=LONG) for each in (LORA, FSDP, (*FSDP, FULL)))]
+)
+def test_ledger_and_trace_agree(
+    family: str, line: tuple[str, ...], checkpoints: Checkpoints
+) -> None:
+    run = compose(small(checkpoints(family), *line, "model.init=random", "model.depth=8"))
+    assert refusal(run) is None
+    assert memory.worst(run).peak == pytest.approx(traced(run).peak, rel=0.02)
+
+
+@needs_deepspeed
+@LONG
+@pytest.mark.parametrize("line", [line for line in ZERO if "precision=bf16_mixed" not in line])
+def test_the_peak_of_zero_is_near(
+    line: tuple[str, ...], checkpoints: Checkpoints, job: Job
+) -> None:
+    further = (each for each in line if not each.startswith("model."))
+    overrides = small(checkpoints("wide"), "trainer.micro_batch=1", *further)
+    foreseen = memory.worst(compose(overrides)).peak
+    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    print(f"{' '.join(line)}: {foreseen / found - 1:+.2%}")
+    assert abs(foreseen / found - 1) < 0.08

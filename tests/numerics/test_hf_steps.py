@@ -1,0 +1,156 @@
+"""Models of transformers train: the steps of one device, and those of a loop by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, SHAPE, marks
+from fixtures.steps import BATCHES, SGD, assert_close, assert_equal
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from scalewise import compose
+from scalewise.data.loader import Loader, Share
+from scalewise.evaluation import live
+from scalewise.exports import Form
+from scalewise.exports import folder as exports
+from scalewise.verbs.trained import recorded
+
+BATCH = "all_at_once"
+LONG = pytest.mark.exhaustive
+USUAL = (("gpt2", "fsdp"),)
+TAKEN = ("ddp", "fsdp", "fsdp_offload", "hsdp")
+ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("hf"), shared_cache)
+
+
+def line(folder: Path, *further: str) -> tuple[str, ...]:
+    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
+    own = (*SHAPE, *SGD, *BATCHES[BATCH], *further)
+    return (
+        "model=hf", f"model.path={folder}", *(each for each in own if not each.startswith("model"))
+    )  # fmt: skip
+
+
+def alone(job: Job, folder: Path, *further: str) -> Folder:
+    return job.of(*line(folder, *further, "trainer.micro_batch=12"))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=(*marks(layout), *(() if usual else (LONG,))))
+        for family in FAMILIES
+        for layout in (*TAKEN, *ZERO)
+        for usual in [(family, layout) in USUAL]
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    family: str, layout: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    ranks = compose([*line(folder, *LAYOUTS[layout])]).parallelism.data_parallel_size
+    micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
+    assert_equal(job.of(*line(folder, *LAYOUTS[layout], micro_batch)), alone(job, folder))
+
+
+WAYS = {
+    "checkpoint_full": ("memory=checkpoint_full",),
+    "checkpoint_selective": ("memory=checkpoint_selective",),
+    "checkpoint_every_n": ("memory=checkpoint_every_n", "memory.every=2"),
+    "loss_chunk": ("objective.loss_chunk=40",),
+    "compile_block": ("compile=block", "compile.backend=aot_eager"),
+    "compile_whole": ("compile=whole", "compile.backend=aot_eager"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_changes_no_step_changes_none(
+    family: str, way: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    assert_equal(alone(job, folder, *WAYS[way]), alone(job, folder))
+
+
+@pytest.mark.parametrize("family", ["opt", *(pytest.param(f, marks=LONG) for f in FAMILIES[:3])])
+def test_steps_are_those_of_transformers_in_a_hand_loop(
+    family: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    found = alone(job, folder, "optimizer.weight_decay=0")
+    run = compose([*line(folder, "optimizer.weight_decay=0", "trainer.micro_batch=11")])
+    rows = run.data.prepare(256, run.seed).train
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for batch in Loader(rows, Share(11, 11, 0, 1), seed=run.seed, steps=3):
+        logits = model(batch["inputs"]).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
+    to = found.path / "exported"
+    exports.write(recorded(found.path), to, Form.merged)
+    ours, trained = load_file(to / "model.safetensors"), model.state_dict()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
+
+
+LINES = ((), ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]"), ("adapter=ia3",))
+
+
+@pytest.mark.parametrize(
+    "more", [LINES[1], *(pytest.param(more, marks=LONG) for more in (LINES[0], LINES[2]))]
+)
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=LONG) for f in ("llama", "opt"))]
+)
+def test_what_was_trained_is_asked_and_exported_and_goes_on(
+    family: str, more: tuple[str, ...], checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
+    found = job.of(*line(folder, *sharded))
+    told = recorded(found.path)
+    exports.write(told, found.path / "exported", Form.merged)
+    tokens = torch.randint(256, (2, 32))
+    theirs = AutoModelForCausalLM.from_pretrained(found.path / "exported")
+    with torch.no_grad():
+        logits = live.model(told, torch.device("cpu"))(tokens)
+        torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+        begun = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    assert not torch.equal(logits, begun)
+    again = job.of(*line(folder, *more, "trainer.micro_batch=12"), resume=found.checkpoint(2))
+    assert_close(again.weights(), found.weights(), "weights after step 2")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_is_what_peft_makes_of_the_architecture(family: str, checkpoints: Checkpoints) -> None:
+    run = compose([*line(checkpoints(family), "adapter=lora")])
+    base = AutoModelForCausalLM.from_pretrained(checkpoints(family))
+    theirs = get_peft_model(base, LoraConfig(r=8, fan_in_fan_out=family == "gpt2"))
+    wanted = {
+        ".".join(name.split(".")[-6:])
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    ours = [weight.name for weight in run.census() if weight.trainable]
+    assert {".".join(name.split(".")[-6:]) for name in ours} == wanted
+    assert len(ours) == len(wanted)

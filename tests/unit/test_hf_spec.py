@@ -1,0 +1,203 @@
+"""What a configuration of transformers says of a model, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.checkpoints import CONFIGS, LLAMA, OPT, RANDOM_LLAMA, Checkpoints
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
+from safetensors.torch import load_file, save_file
+
+from scalewise.errors import CheckpointError
+from scalewise.models.hf.spec import HuggingFace, Init
+from scalewise.plan.layouts import sizes
+from scalewise.plan.search import searched
+from scalewise.run import Run
+
+Compose = Callable[..., Run]
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def described(folder: Path, **config: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config), "utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("memory", ["none", "checkpoint_full"])
+def test_an_8b_is_planned_as_the_decoder_of_its_shape(
+    layout: str, memory: str, compose: Compose, tmp_path: Path
+) -> None:
+    """The two are written otherwise inside a block, and hold and compute the same weights."""
+    rest = ("data=synthetic", "data.sequence=2048", f"parallelism={layout}", f"memory={memory}")
+    path = described(tmp_path / "8b", **LLAMA_8B)
+    line = ("model=hf", f"model.path={path}", "model.init=random", *rest)
+    run, decoder = compose(*line, here=False), compose("model=llama3_8b", *rest, here=False)
+    held = sorted(weight.shape for weight in run.model.census())
+    assert held == sorted(weight.shape for weight in decoder.model.census())
+    assert run.flops_per_token == decoder.flops_per_token
+    ours, theirs = (each.parallelism.holds(each, 0) for each in (run, decoder))
+    assert ours.weight_bytes(4, ours.parameters) == theirs.weight_bytes(4, theirs.parameters)
+    assert ours.state_bytes(run) == theirs.state_bytes(decoder)
+
+
+TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
+REST = ["data=synthetic", "data.sequence=64"]
+WITH: list[Row] = [
+    (TENSOR, "parallelism.tensor", "does not cut", "parallelism=fsdp"),
+    (["parallelism=context"], "parallelism.context", "does not cut", "parallelism=fsdp"),
+    (["parallelism=pipeline"], "parallelism.pipeline", "does not cut", "parallelism=fsdp"),
+    (["memory.offload=true"], "memory.offload", "is not counted", "memory=checkpoint_full"),
+    (["adapter=prompt"], "adapter", "puts no vectors", "adapter=lora"),
+    (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
+    (["quantization=nf4", "adapter=lora"], "quantization", "does not pack", "quantization=none"),
+    (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
+    (
+        ["adapter=lora", "adapter.targets=[q_proj]"],
+        "adapter.targets",
+        "no linear layer",
+        "did you mean",
+    ),
+]
+
+
+@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+def test_what_does_not_go_with_it_says_so(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    assert_refused([*RANDOM_LLAMA, *REST, *overrides], key, reason, cure)
+
+
+def test_steps_in_backward_are_refused() -> None:
+    own = ["optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=null"]
+    assert_refused([*RANDOM_LLAMA, *REST, *own], "optimizer.in_backward", "is not counted", "false")
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
+    "seq2seq": ({"model_type": "t5"}, "is an encoder with a decoder (t5)"),
+    "image": ({"model_type": "vit"}, "is no causal language model (vit)"),
+    "image_text": ({"model_type": "llava"}, "reads more than text (llava)"),
+    "unknown": ({"model_type": "mine"}, "no configuration that transformers reads"),
+    "code": (
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C"}},
+        "needs code of its own",
+    ),
+    "experts": (
+        {**LLAMA, "model_type": "mixtral", "num_local_experts": 2},
+        "its blocks are not dense",
+    ),
+    "state_space": ({"model_type": "mamba"}, "names no num_attention_heads"),
+    "tuples": (
+        {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+        "do not pass one tensor on",
+    ),
+    "layerdrop": ({**OPT, "model_type": "opt", "layerdrop": 0.1}, "leaves out layers"),
+    "packed": ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "holds packed weights"),
+    "torn": ({**LLAMA, "hidden_size": 33}, "no configuration that transformers reads"),
+}
+
+
+def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
+    line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
+    run = compose(*line, "hardware.devices_per_node=4", "trainer.global_batch=4", here=False)
+    found = {sizes(candidate.run.parallelism) for candidate in searched(run).candidates}
+    assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
+    assert all(size[0] == size[3] == size[4] == 1 for size in found)
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path) -> None:
+    config, reason = ELSEWHERE[case]
+    path = described(tmp_path / "model", **config)
+    overrides = ["model=hf", f"model.path={path}", "model.init=random", *REST]
+    (complaint,) = refused(overrides)
+    assert complaint.key == "model.path"
+    assert reason in complaint.reason
+    assert "\n" not in str(complaint)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", "is empty"),
+        ("./nowhere", "there is no such folder"),
+        ("nobody/nothing", "neither in the Hub's cache nor to be had"),
+    ],
+)
+def test_a_path_to_nothing_is_refused_in_one_line(
+    path: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert_refused(["model=hf", f"model.path='{path}'", *REST], "model.path", reason, "model.path=")
+
+
+def test_a_name_is_found_in_the_cache_of_the_hub(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "models--somebody--small"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    (kept / "snapshots").mkdir()
+    (kept / "snapshots" / ("0" * 40)).symlink_to(checkpoints("llama"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    spec = HuggingFace(path="somebody/small")
+    assert [*spec.complaints()] == []
+    assert spec.build(1).get_parameter("head.lm_head.weight").shape == (256, 32)
+
+
+def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
+    path = described(tmp_path / "bare", **LLAMA)
+    (complaint,) = HuggingFace(path=path).complaints()
+    assert "no weights as safetensors" in complaint.reason
+    assert "model.init=random" in complaint.cure
+    assert [*HuggingFace(path=path, init=Init.random).complaints()] == []
+    assert [each.key for each in HuggingFace(path=path, depth=9).complaints()] == [
+        "model.depth",
+        "model.path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("model.norm.weight", (32,), "lacks model.norm.weight"),
+        ("model.norm.weight", (31,), "holds model.norm.weight [31] where the model has [32]"),
+        ("model.more.weight", (2,), "holds what the model lacks: model.more.weight"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    name: str, shape: tuple[int, ...], said: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    import torch
+
+    held = load_file(checkpoints("llama") / "model.safetensors")
+    held.pop(name, None)
+    if "lacks model" not in said:
+        held[name] = torch.zeros(shape)
+    path = described(tmp_path / "other", **CONFIGS["llama"][1])
+    save_file(held, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said.replace("[", r"\[")):
+        HuggingFace(path=path).build(1)
+
+
+def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    path = described(tmp_path / "torn", **LLAMA)
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        HuggingFace(path=path).build(1)
