@@ -61,12 +61,15 @@ def _dispatch(given: list[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
         print(f"scalewise: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
-    gc.disable()  # what starting makes stays: looking for garbage in it was an eighth of a plan
-    try:
-        module = importlib.import_module(f"scalewise.verbs.{verb.replace('-', '_')}")
-    finally:
-        gc.enable()
-    return int(module.main(given[1:]))
+    name = f"scalewise.verbs.{verb.replace('-', '_')}"
+    if name not in sys.modules:
+        gc.disable()  # what starting makes stays: looking for garbage in it was a sixth of a plan
+        try:
+            importlib.import_module(name)
+        finally:
+            gc.freeze()
+            gc.enable()
+    return int(sys.modules[name].main(given[1:]))
 
 
 def _version() -> str:

@@ -90,7 +90,8 @@ def part(group: str, recorded: Mapping[str, object]) -> Any:
 def _values(config: DictConfig) -> dict[str, Any]:
     """Returns the config without its ``hydra`` node, resolved while that is still there."""
     known = (*_PLAIN, *tree.GROUPS)
-    raw = {str(key): _raw(config, key) for key in config if key != "hydra"}
+    nodes = config.items_ex(resolve=False)
+    raw = {str(key): _raw(node) for key, node in nodes if key != "hydra"}
     complaints = [
         Complaint(key, value, "no such key", meant(key, known))
         for key, value in raw.items()
@@ -102,12 +103,9 @@ def _values(config: DictConfig) -> dict[str, Any]:
     return {key: _plain(config[key]) for key in known}
 
 
-def _raw(config: DictConfig, key: Any) -> object:
+def _raw(node: Any) -> object:
     """Returns an entry as it was written, nothing resolved."""
-    only = OmegaConf.masked_copy(config, key)
-    plain = OmegaConf.to_container(only, resolve=False)
-    assert isinstance(plain, dict)
-    return plain[key]
+    return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
 
 
 def _plain(value: object) -> object:
