@@ -125,8 +125,8 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
     config = folder.config
     targets = tuple(dict.fromkeys(_targets(folder, now)))
     trained = tuple(dict.fromkeys(_trained(folder, now)))
-    if config.get("peft_type") == "PROMPT_TUNING":
-        return Prompt(tokens=int(config["num_virtual_tokens"]))
+    if config.get("peft_type") == "PROMPT_TUNING" and (vectors := folder.shape(PROMPT)):
+        return Prompt(tokens=vectors[0])
     if config.get("peft_type") == "IA3":
         return IA3(targets=targets, trained=trained)
     initial = config.get("init_lora_weights")
