@@ -3,19 +3,24 @@
 Hydra would find, copy and compose each of the two by itself; so it has half as many to compose.
 """
 
-from copy import copy, deepcopy
+from copy import deepcopy
 from pathlib import Path
 
+import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 _read: dict[tuple[Path, int, int], ConfigResult] = {}
 """What was read, by file, its time and size: a sweep composes as often as it has jobs."""
+
+_LOADER = get_yaml_loader()
+if yaml.__with_libyaml__:  # the same rules behind a parser in C: reading was a twelfth of a plan
+    _LOADER = type("Loader", (yaml.CSafeLoader, _LOADER), {})
 
 
 class PartSource(FileConfigSource):
@@ -31,27 +36,25 @@ class PartSource(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         key = (file, file.stat().st_mtime_ns, file.stat().st_size)
         if key not in _read:
-            _read[key] = self._laid(super().load_config(config_path))
+            _read[key] = self._laid(file) or super().load_config(config_path)
         found = _read[key]
         return ConfigResult(found.provider, found.path, deepcopy(found.config), dict(found.header))
 
-    def _laid(self, plain: ConfigResult) -> ConfigResult:
-        """Returns a part over its schema; one that contradicts it is left for Hydra to refuse."""
-        match OmegaConf.to_container(plain.config):
-            case {"defaults": [str(schema), "_self_"]} if schema.startswith("/schema/"):
-                name = f"{schema[1:].removesuffix('@_here_')}.yaml"
-            case _:
-                return plain
-        own = copy(plain.config)
-        assert isinstance(own, DictConfig)
-        del own["defaults"]
+    def _laid(self, file: Path) -> ConfigResult | None:
+        """Returns a part over its schema; what is no part, or contradicts it, is left to Hydra."""
         try:
+            text = file.read_text("utf-8")
+            match _LOADER(text).get_single_data():
+                case {"defaults": [str(schema), "_self_"], **own} if schema.startswith("/schema/"):
+                    name = f"{schema[1:].removesuffix('@_here_')}.yaml"
+                case _:
+                    return None
             laid = ConfigStore.instance().load(name).node
-            assert isinstance(laid, DictConfig)
             laid.merge_with(own)
-        except (ConfigLoadError, OmegaConfBaseException):
-            return plain
-        return ConfigResult(plain.provider, plain.path, laid, plain.header)
+        except (UnicodeDecodeError, yaml.YAMLError, ConfigLoadError, OmegaConfBaseException):
+            return None
+        path, header = f"{self.scheme()}://{self.path}", self._get_header_dict(text)
+        return ConfigResult(self.provider, path, laid, header)
 
 
 class PartSearchPath(SearchPathPlugin):
