@@ -41,7 +41,7 @@ KINDS = {
 }
 
 LONG = pytest.mark.exhaustive
-USUAL = ["single", "fsdp", "dropout_uneven_ema"]
+USUAL = ["fsdp", "dropout_uneven_ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
 Reference = Callable[[str], Folder]
@@ -90,7 +90,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
     ("kind", "step"),
     [
         pytest.param("single", 0, marks=LONG),
-        ("single", 2),
+        pytest.param("single", 2, marks=LONG),
         ("ddp", 7),
         pytest.param("ddp", 1, marks=LONG),
         pytest.param("single", 7, marks=LONG),
@@ -112,7 +112,7 @@ def test_auto_goes_on_from_what_there_is(
     [
         ("single", "_write"),
         pytest.param("single", "_sync", marks=LONG),
-        ("ddp", "_fingerprint"),
+        pytest.param("ddp", "_fingerprint", marks=LONG),
         ("fsdp", "_complete"),
         pytest.param("fsdp", "_begin", marks=LONG),
         pytest.param("ddp", "_write", marks=LONG),

@@ -37,7 +37,7 @@ def assert_interrupted(ended: Ended, run: Folder, number: int) -> None:
     ("layout", "number", "group"),
     [
         pytest.param("single", SIGINT, False, marks=LONG),
-        ("single", SIGINT, True),
+        pytest.param("single", SIGINT, True, marks=LONG),
         pytest.param("single", SIGTERM, False, marks=LONG),
         pytest.param("ddp", SIGINT, True, marks=LONG),
         ("ddp", SIGTERM, False),

@@ -70,7 +70,10 @@ def test_an_adapter_takes_the_steps_of_one_device(
         assert torch.equal(held[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("adapter", [*ADAPTERS, *WHOLE])
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param(n, marks=() if usual else pytest.mark.exhaustive) for n, usual in USUAL.items()],
+)
 def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference) -> None:
     run = alone("accumulated", *(ADAPTERS | WHOLE)[adapter])
     spec = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])

@@ -74,7 +74,6 @@ MUON = ("fsdp", "hsdp", "fsdp_zero2", "context", "shard_context")
 WAYS = {**AGAIN, "muon": ("optimizer=muon",)}
 USUAL = (
     ("gpt2", "tensor", "full"),
-    ("llama", "tensor", "mixture"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "tensor", "dora, full"),
     ("llama", "fsdp", "prompt"),

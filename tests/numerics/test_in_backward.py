@@ -13,7 +13,7 @@ from fixtures.steps import TOLERANCE, Reference, assert_close, steps_of
 IN_BACKWARD = "optimizer.in_backward=true"
 SUM_LATE = ("ddp", "deepspeed", "pipeline")
 EVERY = {"single": ("parallelism=single",), **LAYOUTS}
-USUAL = ("single", "fsdp", "tensor")
+USUAL = ("fsdp", "tensor")
 ADAMW = (
     *SHAPE,
     *LLAMA,
@@ -50,10 +50,9 @@ def test_a_layout_takes_the_steps_of_one_device(layout: str, alone: Reference, j
     "name",
     [
         "adamw_8bit",
-        "muon",
         *(
             pytest.param(n, marks=pytest.mark.exhaustive)
-            for n in ("adafactor", "adamw", "lion", "sgd")
+            for n in ("adafactor", "adamw", "lion", "muon", "sgd")
         ),
     ],
 )

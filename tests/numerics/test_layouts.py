@@ -13,6 +13,13 @@ USUAL = ("all_at_once",)
 SELDOM = ("fsdp_4", "replicate_tensor", "context_tensor", "pipeline_context", "pipeline_replicate")
 SELDOM += ("tensor_alone", "ddp_small_buckets", "fsdp_prefetch", "context_in_order", "fsdp_kept")
 SELDOM += ("fsdp_zero2", "pipeline_gpipe", "pipeline_interleaved_1f1b", "shard_context")
+SELDOM += (
+    "replicate_shard",
+    "pipeline_shard",
+    "context_gather",
+    "pipeline_interleaved_zero_bubble",
+)
+SELDOM += ("deepspeed_zero1", "deepspeed_zero2")
 """Products beyond those that are promised, and variants that are in CI through others."""
 
 CASES = [

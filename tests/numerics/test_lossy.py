@@ -49,7 +49,7 @@ def assert_near(run: Folder, exact: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    "hook", [pytest.param(x, marks=LONG if "powersgd" in x else ()) for x in HOOKS]
+    "hook", [pytest.param(x, marks=() if x == "fp16" else LONG) for x in HOOKS]
 )
 def test_a_compressed_gradient_learns(
     hook: str, exact: Folder, tmp_path: Path, shared_cache: Path

@@ -127,8 +127,8 @@ def test_every_optimizer_has_a_loss_to_reach() -> None:
     assert set(REACHED) == set(tree.names("optimizer"))
 
 
-TRAINED = ("adamw", "lion")
-"""Those that CI trains: of torch, of this package."""
+TRAINED = ("lion",)
+"""What CI trains here: AdamW trains in most other tests."""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ STEPS = (
 
 
 USUAL = {
-    "lion": ("tensor",),
+    "lion": (),
     "adamw_8bit": ("fsdp",),
     "adamw_4bit": (),
     "schedule_free": ("tensor",),

@@ -30,6 +30,7 @@ USUAL = {
     "fp4": (),
     "int8": (),
 }
+EACH = [pytest.param(n, marks=pytest.mark.exhaustive) if n == "fp4" else n for n in USUAL]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 NEVER = ("tensor", "deepspeed")
 """What refuses packed matrices."""
@@ -54,7 +55,7 @@ def test_a_packed_model_takes_the_steps_of_one_device(
     assert_equal(run, alone("accumulated", *line))
 
 
-@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("name", EACH)
 def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference) -> None:
     line = (*LORA, *QUANTIZATIONS[name])
     run, spec = alone("accumulated", *line), compose([*SHAPE, *LLAMA, *line])
@@ -185,10 +186,7 @@ def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
     torch.testing.assert_close(product.float(), wanted, rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n == "fp4" else n for n in QUANTIZATIONS],
-)
+@pytest.mark.parametrize("name", EACH)
 def test_an_evaluation_tells_what_packing_costs(
     name: str, alone: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,8 @@ SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
 USUAL = ("fsdp", "tensor")
 USUAL_OF = {
     "checkpoint_mixture": (),
+    "checkpoint_selective": ("fsdp",),
+    "loss_chunk": ("tensor",),
     "checkpoint_full": ("pipeline_zbv_zero_bubble", *USUAL),
     "offload": ("tensor",),
     "offload_all": ("fsdp",),
@@ -44,6 +46,7 @@ def test_recomputing_changes_no_step(
     assert_equal(run, alone("all_at_once"))
 
 
+@pytest.mark.exhaustive  # in CI the ledger's lines are measured
 def test_what_is_forgotten_takes_no_memory(tmp_path: Path, shared_cache: Path) -> None:
     job = Job(tmp_path, shared_cache)
     rows = (*SHAPE, *LLAMA, "trainer.max_steps=3", "trainer.micro_batch=8")

@@ -37,8 +37,7 @@ KINDS = {
     "pipeline": (*LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
     "shard_tensor": (*LAYOUTS["shard_tensor"], "trainer.micro_batch=4"),
 }
-USUAL = {("single", "fsdp"), ("tensor", "pipeline"), ("pipeline", "ddp"), ("fsdp", "fsdp")}
-USUAL |= {("shard_tensor", "single")}
+USUAL = {("tensor", "pipeline"), ("fsdp", "fsdp"), ("shard_tensor", "single")}
 
 Written = Callable[[str], Folder]
 

@@ -81,7 +81,9 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     assert metrics["memory/host_peak_bytes"] > metrics["memory/peak_bytes"]
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("fsdp_4", 4), ("tensor", 2)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("fsdp_4", 4), pytest.param("tensor", 2, marks=LONG)]
+)
 def test_a_rank_holds_its_shards(layout: str, ranks: int, job: Job) -> None:
     small = (*SHAPE, "trainer.max_steps=3", "trainer.global_batch=8", "trainer.micro_batch=2")
     whole = job.of(*small).summary["metrics"]
@@ -125,7 +127,11 @@ TURNS = (
 
 @pytest.mark.parametrize(
     ("layout", "rows"),
-    [("ddp", 4), ("fsdp_4", 2), ("pipeline_one_f_one_b", 8), ("pipeline_replicate", 4)],
+    [
+        ("ddp", 4),
+        ("pipeline_replicate", 4),
+        *(pytest.param(*rest, marks=LONG) for rest in [("fsdp_4", 2), ("pipeline_one_f_one_b", 8)]),
+    ],
 )
 def test_steps_of_several_ranks_add_up_to_the_wall_of_one(layout: str, rows: int, job: Job) -> None:
     """Each rank is the slowest of a step in its turn, and the others wait in another phase."""
