@@ -19,6 +19,7 @@ from scalewise.study.space import first, overrides
 
 ROOT = tree.root()
 OPTIONS = [(group, name) for group in tree.GROUPS for name in tree.names(group)]
+CLASSES = ("model.classes=2", "model.tied=false")
 INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
 
 
@@ -32,6 +33,14 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "chat": [f"data.paths=[{tmp_path}/*.jsonl]"],
         "preference": [f"data.paths=[{tmp_path}/*.jsonl]", "objective=dpo"],
         "corpus_pairs": ["objective=dpo"],
+        "corpus_classes": [*CLASSES, "objective=classification"],
+        "labelled": [
+            *CLASSES,
+            "objective=classification",
+            f"data.paths=[{tmp_path}/*.jsonl]",
+            "data.classes=[no,yes]",
+        ],
+        "classification": [*CLASSES, "data=corpus_classes"],
         "grpo": ["data=reversal"],
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],

@@ -13,8 +13,10 @@ from omegaconf import OmegaConf
 
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
+from scalewise.data.corpus_classes import CorpusClasses
 from scalewise.data.corpus_pairs import CorpusPairs
 from scalewise.data.hf import HuggingFace
+from scalewise.data.labelled import Labelled
 from scalewise.data.preference import Preference
 from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
@@ -27,7 +29,9 @@ CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
     "chat": Chat,
     "corpus": Corpus,
+    "corpus_classes": CorpusClasses,
     "corpus_pairs": CorpusPairs,
+    "labelled": Labelled,
     "text": Text,
     "tokens": Tokens,
     "hf": HuggingFace,

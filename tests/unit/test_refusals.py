@@ -11,6 +11,8 @@ from scalewise.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("workstation")
 
+HEAD = ("model.classes=2", "model.tied=false")
+
 TYPOS: list[Row] = [
     (["modle=x"], "modle", "no such key", "did you mean model?"),
     (["model=decoder_nanno"], "model", "no such option", "did you mean decoder_nano?"),
@@ -26,7 +28,7 @@ TYPOS: list[Row] = [
         ["data.paths=[x]"],
         "data.paths",
         "no such key",
-        "it is a key of data=chat, preference, text, tokens",
+        "it is a key of data=chat, labelled, preference, text, tokens",
     ),
     (["optimizer.lr.x=3"], "optimizer.lr.x", "no such key", "optimizer.lr holds no further"),
     (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),
@@ -332,6 +334,27 @@ RULES: list[Row] = [
         )
     ),
     (["objective=dpo"], "data", "has no pairs of answers to compare", "data=preference"),
+    (["objective=classification"], "data", "has no classes", "data=corpus_classes"),
+    (["data=corpus_classes"], "data", "of a class each", "objective=classification"),
+    (
+        ["objective=classification", "data=corpus_classes"],
+        "model.classes",
+        "data.classes are 2: backwards, forwards",
+        "model.classes=2 model.tied=false",
+    ),
+    (
+        [*HEAD],
+        "model.classes",
+        "no logits of tokens",
+        "model.classes=null",
+    ),
+    (
+        ["parallelism=tensor", "objective=classification", "data=corpus_classes", *HEAD],
+        "model.classes",
+        "which tensor ranks cannot share",
+        "parallelism=fsdp",
+    ),
+    (["model.classes=2"], "model.tied", "has the head tell tokens apart", "model.tied=false"),
     (["data=corpus_pairs"], "data", "rows of two answers each", "objective=dpo"),
     (
         ["objective=dpo", "data=synthetic", "data.pairs=true", "data.packing=true"],

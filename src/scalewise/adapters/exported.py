@@ -47,7 +47,7 @@ def export(
         config.ensure_weight_tying = model.tied and "lm_head" in saved
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.task_type = "CAUSAL_LM"
+    config.task_type = "SEQ_CLS" if model.classes else "CAUSAL_LM"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     stem = "" if isinstance(spec, Prompt) else "base_model.model."

@@ -49,7 +49,7 @@ class Prompt(Adapter):
 
         Blocks compute the vectors too; the head, whose weight is frozen, the tokens alone.
         """
-        places, head = sequence + self.tokens, model.vocabulary * model.width
+        places, head = sequence + self.tokens, model.outputs * model.width
         matrices = (w for w in model.census() if w.layer is not None and len(w.shape) > 1)
         frozen = sum(weight.count for weight in matrices)
         blocks = model.flops(places) - 6.0 * head - 2.0 * frozen

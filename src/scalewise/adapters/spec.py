@@ -111,7 +111,7 @@ class Adapter(ABC):
             elif not weight.trainable:
                 frozen += weight.count
         if not {"head", *map(layers.module_of, model.tied_weights)} & {*self.whole(model)}:
-            frozen += model.vocabulary * model.width  # the head, tied or not
+            frozen += model.outputs * model.width  # the head, tied or not
         return model.flops(sequence) - 2.0 * frozen + 6.0 * added
 
     def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:

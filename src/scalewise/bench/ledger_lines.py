@@ -19,6 +19,10 @@ NORMS = ("adapter.trained=[.*norm,attention.key]",)
 PAIRS = ("objective=dpo", "data.pairs=true")
 PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
 """Rows that are long beside the model: their masks count."""
+CLASSES = (
+    *("objective=classification", "data=corpus_classes", "data.vocabulary=1024"),
+    *("model.classes=2", "model.tied=false"),
+)
 REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 
 
@@ -155,6 +159,11 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     REWARDS,
     (*_DDP, *REWARDS),
     fsdp(2, *REWARDS, LORA, "objective.beta=0.1"),
+    CLASSES,
+    (*CLASSES, MIXED, SELECTIVE, "objective.loss_chunk=64"),
+    (*CLASSES, LORA, "adapter.trained=[head]"),
+    fsdp(2, *CLASSES),
+    (*_piped("one_f_one_b"), *CLASSES),
     (*PAIRS, LORA, *WEIGHTS),
     fsdp(2, *PAIRS),
     fsdp(2, *PAIRS, LORA, *WEIGHTS),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
 from scalewise.data.packing import PackedTexts
-from scalewise.data.rows import PaddedRows
+from scalewise.data.rows import ClassedRows, PaddedRows
 from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
 from scalewise.data.tokenizing import Tokenization
@@ -51,6 +51,7 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
         "validation_fraction": spec.validation_fraction,
         "max_bad_rows": spec.max_bad_rows,
         "end_of_text": spec.end_of_text,
+        **{name: getattr(spec, name) for name in spec.reads},
         **spec.tokenization.identity(),
     }
 
@@ -134,12 +135,12 @@ def _rows(folder: Path, split: str, spec: Data, meta: dict[str, Any]) -> PaddedR
     texts: NDArray[np.int64] = np.arange(len(firsts))
     if spec.pairs:
         texts, firsts = texts.reshape(-1, 2), firsts.reshape(-1, 2).max(1)
-    texts = texts[firsts <= spec.sequence]
+    texts = texts if spec.classes else texts[firsts <= spec.sequence]
     if not len(texts):
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
         raise DataError.one("data.sequence", spec.sequence, reason, cure)
-    kind = PackedTexts if spec.packing else PaddedRows
+    kind = ClassedRows if spec.classes else PackedTexts if spec.packing else PaddedRows
     return kind(ids_N, starts, texts, spec.sequence, meta["end"])
 
 
@@ -187,5 +188,7 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[list[Piece]]) -> Iterator[NDArray
             parts = []
             for piece in pieces:
                 ids = np.array(next(encoded).ids, dtype=np.int32)
+                if piece.label is not None:
+                    ids = np.array([piece.label], dtype=np.int32)
                 parts.append(ids if piece.learnt else ~ids)
             yield np.concatenate(parts)

@@ -74,12 +74,14 @@ class Data(ABC):
     """A data source as a spec.
 
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
-    several texts, none of which attends to another.
+    several texts, none of which attends to another. ``classes``: what a row may be, where its one
+    label is not a token but a number of them.
     """
 
     sequence: int
     pairs: bool = False
     packing: bool = False
+    classes: tuple[str, ...] = ()
 
     @property
     def answer(self) -> int:

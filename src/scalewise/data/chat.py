@@ -40,6 +40,8 @@ class Chat(Data):
 
     kind: ClassVar[str] = "chat"
     record: ClassVar[str] = "conversation"
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields that say how a record is read."""
 
     @property
     def vocabulary_needed(self) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.config.registry import option
 from scalewise.data.base import Splits
@@ -38,6 +38,8 @@ class CorpusPairs(Corpus):
     megabytes: float = 2.0
     """The most source text that is read, in MB (10^6 bytes)."""
 
+    kind: ClassVar[str] = "corpus_pairs"
+    record: ClassVar[str] = "pair"
     pairs = True
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
@@ -54,8 +56,26 @@ class CorpusPairs(Corpus):
             "files": list(sizes.items()),
             **Tokenization(self.vocabulary).identity(),
         }
-        folder = cached("corpus_pairs", identity, partial(_write, root, list(sizes), self))
+        folder = cached(self.kind, identity, partial(_write, root, list(sizes), self))
         return answers.splits(folder, self)
+
+    def written(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
+        """Yields the records of some files."""
+        from scalewise.data.pairs import written
+        from scalewise.data.templates import plain
+        from scalewise.data.tokenizing import END_OF_TEXT
+
+        template = plain(END_OF_TEXT)
+        for name in names:
+            text = (root / name).read_text(encoding="utf-8", errors="replace")
+            lines = [line for line in text.splitlines() if len(line.split()) > 1]
+            for at in range(0, len(lines) - PROMPT - ANSWER + 1, PROMPT + ANSWER):
+                asked, told = lines[at : at + PROMPT], lines[at + PROMPT :][:ANSWER]
+                chosen = "\n".join(spaced(line, line.split()) for line in told)
+                rejected = "\n".join(spaced(line, shuffled(line, at)) for line in told)
+                if chosen != rejected:
+                    record = {"prompt": "\n".join(asked), "chosen": chosen, "rejected": rejected}
+                    yield written(record, template)
 
 
 def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> None:
@@ -63,40 +83,23 @@ def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> Non
 
     held = held_out(names, VALIDATION_FRACTION)
     parts = {
-        "train": list(_pairs(root, (name for name in names if name not in held))),
-        "validation": list(_pairs(root, sorted(held))),
+        "train": list(spec.written(root, (name for name in names if name not in held))),
+        "validation": list(spec.written(root, sorted(held))),
     }
     for split, found in parts.items():
         if not found:
-            reason, cure = f"the {split} split has no pair", "give more data.megabytes"
+            reason, cure = f"the {split} split has no {spec.record}", "give more data.megabytes"
             raise DataError.one("data.megabytes", spec.megabytes, reason, cure)
-    answers.keep(parts, Tokenization(spec.vocabulary), "corpus_pairs", folder)
+    answers.keep(parts, Tokenization(spec.vocabulary), spec.kind, folder)
 
 
-def _pairs(root: Path, names: Iterable[str]) -> Iterator[Written]:
-    from scalewise.data.pairs import written
-    from scalewise.data.templates import plain
-    from scalewise.data.tokenizing import END_OF_TEXT
-
-    template = plain(END_OF_TEXT)
-    for name in names:
-        text = (root / name).read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if len(line.split()) > 1]
-        for at in range(0, len(lines) - PROMPT - ANSWER + 1, PROMPT + ANSWER):
-            asked, told = lines[at : at + PROMPT], lines[at + PROMPT :][:ANSWER]
-            chosen = "\n".join(_spaced(line, line.split()) for line in told)
-            rejected = "\n".join(_spaced(line, _shuffled(line, at)) for line in told)
-            if chosen != rejected:
-                record = {"prompt": "\n".join(asked), "chosen": chosen, "rejected": rejected}
-                yield written(record, template)
-
-
-def _spaced(line: str, words: list[str]) -> str:
+def spaced(line: str, words: list[str]) -> str:
     """Returns words one space apart behind a line's indentation."""
     return line[: len(line) - len(line.lstrip())] + " ".join(words)
 
 
-def _shuffled(line: str, seed: int) -> list[str]:
+def shuffled(line: str, seed: int) -> list[str]:
+    """Returns the words of a line in another order."""
     from scalewise.data.order import permutation
 
     words = line.split()

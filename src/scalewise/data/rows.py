@@ -91,6 +91,14 @@ class PaddedRows:
         return self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
 
 
+class ClassedRows(PaddedRows):
+    """One text a row and, behind what the row has room for, the number of its class."""
+
+    def _text(self, text: int) -> NDArray[np.int32]:
+        found = self._ids[self._starts[text] : self._starts[text + 1]]
+        return np.concatenate([found[:-1][: self._width - 1], found[-1:]])
+
+
 class StreamedRows:
     """Rows cut end to end from a stream of token arrays that can be opened again.
 

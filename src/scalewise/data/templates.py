@@ -30,10 +30,14 @@ MASKS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a conversation; ``learnt``: whether the model is to learn to write it."""
+    """Some text of a conversation; ``learnt``: whether the model is to learn to write it.
+
+    ``label``: the number of a class, which stands for no text.
+    """
 
     text: str
     learnt: bool
+    label: int | None = None
 
 
 Template = Callable[[Conversation], list[Piece]]

@@ -59,6 +59,7 @@ class Pipeline:
         self._indices, self._modules = tuple(indices), list(modules)
         self._first, self._last = 0 in indices, spec.stages - 1 in indices
         self._loss: Loss | None = None
+        self._measured: list[Tensor] = []
         self.before_backward: Callable[[], None] = lambda: None
         self._schedules: dict[bool, Any] = {}
         self._accumulation = run.accumulation
@@ -140,9 +141,10 @@ class Pipeline:
             told["places_BS"] = batch["places"]
         call = schedule.step if backward else schedule.eval
         call(*inputs, **told, return_outputs=False)
-        total = torch.zeros((), dtype=torch.float32, device=batch["inputs"].device)
-        if losses:
-            total = torch.stack([each.detach() for each in losses]).sum()
+        total = torch.zeros(len(loss.objective.keys), device=batch["inputs"].device)
+        if losses:  # before the first piece the schedule tries the loss out
+            total = torch.stack(self._measured[-len(losses) :]).sum(0)
+        self._measured.clear()
         dist.all_reduce(total, group=self._group)
         return total
 
@@ -166,7 +168,9 @@ class Pipeline:
 
     def _of_piece(self, logits: Tensor, labels: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss(logits, {"labels": labels})
+        measured = self._loss(logits, {"labels": labels})
+        self._measured.append(measured.detach().view(-1))
+        return measured[0] if measured.dim() else measured
 
     def _share_tied_gradients(self) -> None:
         """Adds up the gradients of a weight that the first and the last stage both use."""

@@ -88,6 +88,13 @@ class Model(ABC):
     layers: int
     heads: int
     width: int
+    classes: int | None = None
+    """What the head tells apart; None: the tokens of the vocabulary."""
+
+    @property
+    def outputs(self) -> int:
+        """Returns the logits of a token."""
+        return self.classes or self.vocabulary
 
     @property
     @abstractmethod
@@ -147,7 +154,7 @@ class Model(ABC):
 
         The others share the layers evenly that the last leaves them.
         """
-        head = 6.0 * self.vocabulary * self.width
+        head = 6.0 * self.outputs * self.width
         worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
 
         def costliest(last: int) -> float:

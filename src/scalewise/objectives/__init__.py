@@ -2,7 +2,8 @@
 
 from scalewise.objectives.base import IGNORED, Objective
 from scalewise.objectives.causal_lm import CausalLM
+from scalewise.objectives.classification import Classification
 from scalewise.objectives.dpo import DPO
 from scalewise.objectives.grpo import GRPO
 
-__all__ = ["DPO", "GRPO", "IGNORED", "CausalLM", "Objective"]
+__all__ = ["DPO", "GRPO", "IGNORED", "CausalLM", "Classification", "Objective"]

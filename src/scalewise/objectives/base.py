@@ -49,11 +49,18 @@ class Objective(ABC):
             yield Complaint("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
-        """Yields data of another kind than this objective reads."""
+        """Yields data of another kind than this objective reads, and a head of another."""
+        chosen = run.choices.get("data", type(run.data).__name__)
         if run.data.pairs:
-            chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has rows of two answers each, which another objective compares"
             yield Complaint("data", chosen, reason, "set objective=dpo, or data=chat")
+        if run.data.classes:
+            reason = "has rows that are of a class each, which another objective tells apart"
+            yield Complaint("data", chosen, reason, "set objective=classification, or data=text")
+        if run.model.classes:
+            reason = "has no logits of tokens, which this objective is about"
+            cure = "set model.classes=null, or objective=classification"
+            yield Complaint("model.classes", run.model.classes, reason, cure)
 
     @property
     def reference(self) -> Objective | None:

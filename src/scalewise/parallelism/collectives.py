@@ -295,7 +295,8 @@ def _of_pipeline(share: Share, held: Iterable[int]) -> Iterator[Collective]:
     size, axes = share.residual // cut, ("pipeline",)
     yield Collective(Kind.send, axes, size, onward * share.passes, "activations")
     yield Collective(Kind.send, axes, size, back * share.passes, "gradients of activations")
-    yield Collective(Kind.all_reduce, axes, SCALAR, share.run.accumulation, "the loss")
+    size = SCALAR * len(share.run.objective.keys)
+    yield Collective(Kind.all_reduce, axes, size, share.run.accumulation, "the loss")
     tied = share.run.model.tied_weights
     ends = (share.first, share.last)
     if tied and any(ends) and not all(ends):

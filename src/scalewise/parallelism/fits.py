@@ -26,6 +26,7 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     yield from _of_pairs(mesh, run)
     yield from _of_ahead(mesh, run)
     yield from _of_answers(mesh, run)
+    yield from _of_classes(mesh, run)
     if run.precision.compute is Number.fp16:
         yield Complaint(
             "precision",
@@ -157,6 +158,20 @@ def _of_pairs(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     if mesh.sizes["pipeline"] > 1:
         reason = "compares a batch with what a reference said of it, which no stage passes on"
         yield Complaint("objective", chosen, reason, cure)
+
+
+def _of_classes(mesh: Mesh, run: Run) -> Iterator[Complaint]:
+    if not run.model.classes:
+        return
+    if mesh.sizes["tensor"] > 1:
+        reason = "is a head of a few rows, which tensor ranks cannot share out"
+        cure = "set parallelism=fsdp, context or pipeline"
+        yield Complaint("model.classes", run.model.classes, reason, cure)
+    if mesh.sizes["pipeline"] > 1 and mesh.pipeline_schedule.splits_backward:
+        schedule = mesh.pipeline_schedule.value
+        reason = "takes a loss alone, and classes are counted beside it"
+        cure = "set parallelism.pipeline_schedule=interleaved_1f1b"
+        yield Complaint("parallelism.pipeline_schedule", schedule, reason, cure)
 
 
 def _of_answers(mesh: Mesh, run: Run) -> Iterator[Complaint]:

@@ -27,6 +27,7 @@ PREFERRED = "val/reward_accuracy"
 CHANCE = 0.5
 """What a model that is its own reference has of it."""
 REWARD = "val/reward"
+ACCURACY = "val/accuracy"
 
 EQUIVALENT = 1e-5
 """Nats per token below which two losses come from the same mathematics, summed in another order."""

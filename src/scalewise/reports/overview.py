@@ -8,6 +8,7 @@ from textwrap import dedent
 
 from scalewise.reports import numbers
 from scalewise.reports.compare import (
+    ACCURACY,
     LOSS,
     PEAK,
     PREFERRED,
@@ -254,6 +255,7 @@ def table(comparison: Comparison, unit: MemoryUnit) -> list[Column]:
         column("train loss", LOSS, 1, numbers.loss),
         column("val loss", VALIDATION, 1, numbers.loss),
         column("preferred rightly", PREFERRED, -1, share),
+        column("classified rightly", ACCURACY, -1, share),
     ]
     far = [largest_distance(job, reference) for job in jobs]
     if any(number is not None for number in far):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import hashlib
 
-from scalewise.reports.compare import LOSS, PEAK, PREFERRED, PRICE, REWARD, SPEED, STEP, VALIDATION
+from scalewise.reports.compare import (
+    ACCURACY,
+    LOSS,
+    PEAK,
+    PREFERRED,
+    PRICE,
+    REWARD,
+    SPEED,
+    STEP,
+    VALIDATION,
+)
 from scalewise.reports.live import (
     Comparer,
     Coordinates,
@@ -46,6 +56,13 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             (REWARD, "Held-out reward of the likeliest answers"),
             ("train/reward", "Reward of the answers drawn"),
             ("train/kl", "Divergence from the reference, nats per token"),
+        ),
+    ),
+    (
+        "Classes",
+        _curves(
+            (ACCURACY, "Held-out rows whose class is told rightly"),
+            ("train/accuracy", "Rows of the batch"),
         ),
     ),
     (

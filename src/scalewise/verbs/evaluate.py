@@ -108,7 +108,7 @@ def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
 
 def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> Found:
     from scalewise.evaluation import held_out, live, preferences, rewards
-    from scalewise.objectives import DPO, GRPO
+    from scalewise.objectives import DPO, GRPO, Classification
 
     if splits.validation is None:
         reason, cure = "the run's data have no held-out rows", "give the folder of another run"
@@ -124,13 +124,15 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
         if isinstance(told.objective, GRPO):
             return rewards.measured(module, told.objective, told.data, *given, tell)
         if not isinstance(told.objective, DPO):
-            return held_out.measured(module, *given, tell)
+            found = held_out.measured(module, *given, tell)
+            classes = isinstance(told.objective, Classification)
+            return held_out.Classified(**asdict(found)) if classes else found
         reference = live.model(replace(told, checkpoint=None), next(module.parameters()).device)
         return preferences.measured(module, reference, told.objective, *given, tell)
 
 
 def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
-    """Returns the prompt and what the model makes of it, until it ends the text.
+    """Returns the prompt and what the model makes of it, until it ends the text, or its classes.
 
     A model of conversations is asked as it was trained to be.
     """
@@ -149,6 +151,8 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
         number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
     }
     text = options["prompt"].encode("utf-8", "replace").decode("utf-8")
+    if told.data.classes:
+        return _classes(told, module, tokenizer.encode(text).ids)
     if isinstance(told.data, Chat):
         text = asking(template_of(told.data), text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids
@@ -165,10 +169,23 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     return str(tokenizer.decode([*prompt, *new]))
 
 
+def _classes(told: Trained, module: ModelModule, ids: list[int]) -> str:
+    """Returns how likely a text is of each class, the likeliest first."""
+    import torch
+
+    if not ids:
+        raise ConfigError.one("prompt", "", "has no words", "set prompt='some text'")
+    tokens_1T = torch.tensor([ids[: told.data.sequence]], device=next(module.parameters()).device)
+    with torch.no_grad():
+        shares = module(tokens_1T)[0, -1].float().softmax(-1).tolist()
+    ranked = sorted(zip(shares, told.data.classes, strict=True), reverse=True)
+    return ", ".join(f"{name} {share:.1%}" for share, name in ranked)
+
+
 def _keep(path: Path, step: int, found: Found, packing: Mapping[str, float]) -> None:
     from scalewise.evaluation.held_out import HeldOut
     from scalewise.tracking.files import read_json, write_json
 
-    more = {"perplexity": found.perplexity} if isinstance(found, HeldOut) else {}
+    more = {"perplexity": found.perplexity} if type(found) is HeldOut else {}
     record = {str(step): {**asdict(found), **more, **packing}}
     write_json(path, read_json(path) | record)

@@ -275,7 +275,7 @@ class TiedHead(nn.Module):
 
 def head(spec: Decoder) -> nn.Module:
     """Returns what gives logits."""
-    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.vocabulary, bias=False)
+    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.outputs, bias=False)
 
 
 def norm(spec: Decoder) -> nn.Module:

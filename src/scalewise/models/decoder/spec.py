@@ -72,6 +72,8 @@ class Decoder(Model):
     """Biases in every linear layer but the head, and in LayerNorm."""
     tied: bool = False
     """The head is the token embedding's own matrix."""
+    classes: int | None = None
+    """What the head tells apart; None: the tokens of the vocabulary."""
     rope_theta: float = 10000.0
     """Base of the rotation's wavelengths (2 pi tokens to about 2 pi theta tokens)."""
     rope_scaling: bool = False
@@ -150,7 +152,7 @@ class Decoder(Model):
                         yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
         yield from self._norm("norm", None)
         if not self.tied:
-            yield Weight("head.weight", (self.vocabulary, self.width), "head")
+            yield Weight("head.weight", (self.outputs, self.width), "head")
 
     def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
         yield Weight(f"{name}.weight", (self.width,), "norm", layer)
@@ -174,7 +176,7 @@ class Decoder(Model):
         """
         block = 6.0 * sum(out * into for _, out, into, _ in self.linears)
         attention = 14.0 * sequence * self.query_width
-        return self.layers * (block + attention) + 6.0 * self.vocabulary * self.width
+        return self.layers * (block + attention) + 6.0 * self.outputs * self.width
 
     def tapes(self, run: Pass) -> Tapes:
         """Returns the operators of its embedding, of a block, and of its head with the loss."""
@@ -185,7 +187,14 @@ class Decoder(Model):
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is contradictory inside this spec, and weights that are not there."""
         positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
-        positive += ["kv_heads", "head_width", "rope_theta", "norm_epsilon", "initial_std"]
+        positive += [
+            "classes",
+            "kv_heads",
+            "head_width",
+            "rope_theta",
+            "norm_epsilon",
+            "initial_std",
+        ]
         given = {name: getattr(self, name) for name in positive}
         wrong = [name for name, value in given.items() if value is not None and value <= 0]
         for name in wrong:
@@ -207,6 +216,9 @@ class Decoder(Model):
             yield self._complaint("weights", "no such file or folder", cure)
 
     def _shape_complaints(self) -> Iterator[Complaint]:
+        if self.classes is not None and self.tied:
+            reason = "has the head tell tokens apart, which model.classes is not about"
+            yield self._complaint("tied", reason, "set model.tied=false")
         if self.head_width is None and self.width % self.heads:
             cure = f"try model.width={self.heads * (self.width // self.heads + 1)}"
             yield self._complaint("width", f"is not divisible by model.heads={self.heads}", cure)
@@ -282,7 +294,7 @@ class Decoder(Model):
         if self.weights is None:
             module.init_weights(seed)
         else:
-            start(module, self.weights)
+            start(module, self.weights, seed)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Writes a folder of the Llama or GPT-2 that it is the shape of."""

@@ -72,12 +72,12 @@ class Writer:
         if 0 < run.loss_chunk < run.places:
             self._pieces(read)
         else:
-            self._linear("head", read, spec.width, spec.vocabulary // run.tensor)
+            self._linear("head", read, spec.width, spec.outputs // run.tensor)
 
     def loss(self) -> None:
         """Writes the cross-entropy of logits, in fp32."""
         spec, run, tape = self.spec, self.run, self.tape
-        count = run.places * spec.vocabulary // (run.tensor if run.cut_loss else 1)
+        count = run.places * spec.outputs // (run.tensor if run.cut_loss else 1)
         logits, size = tape.tensor(count * run.compute), count * run.loss
         whole = logits if run.compute == run.loss else self._cast(logits, size)
         # Two backward steps hold a whole gradient: of the likelihoods, then of the logits.
@@ -127,7 +127,7 @@ class Writer:
         """
         spec, run, tape = self.spec, self.run, self.tape
         piece = max(1, run.loss_chunk // run.rows) * run.rows
-        count = spec.width * spec.vocabulary // run.tensor
+        count = spec.width * spec.outputs // run.tensor
         logits, read = piece * count // spec.width * FP32, piece * spec.width * run.compute
         made = piece * count // spec.width * run.compute * (run.compute < FP32)
         flops = 2.0 * count * run.places

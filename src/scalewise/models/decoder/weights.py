@@ -103,7 +103,7 @@ def pieces(spec: Decoder) -> Iterator[Piece]:
     for weight in spec.census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
-            theirs = "lm_head"
+            theirs = "score" if spec.classes else "lm_head"
         elif weight.layer is None:
             theirs = body + outside[module]
         else:
@@ -119,6 +119,7 @@ def from_hugging_face(
 ) -> dict[str, Tensor]:
     """Returns a state dict of the module from tensors named as Hugging Face names them.
 
+    One of classes lacks its head where there is none, as in a language model to start from.
     Names with and without ``model.`` or ``transformer.`` in front are known. Raises
     ``CheckpointError`` naming ``source`` and what is missing, left over or of another shape, and
     ``ConfigError`` for a spec that Hugging Face has no shape for.
@@ -140,6 +141,9 @@ def from_hugging_face(
             state |= zip(piece.ours, torch.split(tensor, rows), strict=True)
         else:
             misshapen.append(f"{piece.theirs} {tuple(tensor.shape)} where the model has {want}")
+    if spec.classes:  # a head of tokens gives way to a new one
+        rest.pop("lm_head.weight", None)
+        missing = [name for name in missing if name != "score.weight"]
     head = rest.pop("lm_head.weight", None) if spec.tied else None
     embedding = state.get("embedding.weight")
     other = head is not None and embedding is not None and not torch.equal(head, embedding)
@@ -195,7 +199,8 @@ def _llama_config(spec: Decoder) -> dict[str, Any]:
         "original_max_position_embeddings": spec.rope_original_context,
     }
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["LlamaForSequenceClassification" if spec.classes else "LlamaForCausalLM"],
+        **_labels(spec),
         "model_type": "llama",
         "vocab_size": spec.vocabulary,
         "max_position_embeddings": spec.context,
@@ -219,7 +224,8 @@ def _llama_config(spec: Decoder) -> dict[str, Any]:
 
 def _gpt2_config(spec: Decoder) -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
+        "architectures": ["GPT2ForSequenceClassification" if spec.classes else "GPT2LMHeadModel"],
+        **_labels(spec),
         "model_type": "gpt2",
         "vocab_size": spec.vocabulary,
         "n_positions": spec.context,
@@ -237,6 +243,12 @@ def _gpt2_config(spec: Decoder) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def _labels(spec: Decoder) -> dict[str, Any]:
+    """Returns what transformers calls the classes of a head that tells some apart."""
+    names = {str(number): f"LABEL_{number}" for number in range(spec.classes or 0)}
+    return {"id2label": names, "label2id": {n: int(i) for i, n in names.items()}} if names else {}
 
 
 def load(path: str | Path, spec: Decoder) -> dict[str, Tensor]:
@@ -273,19 +285,22 @@ def _files(path: Path) -> list[Path]:
     return [path / shard for shard in shards]
 
 
-def start(module: DecoderModule, path: str | Path) -> None:
+def start(module: DecoderModule, path: str | Path, seed: int) -> None:
     """Gives a materialized module, sharded or not, the weights of ``path``, as ``load`` does.
 
-    They take the module's dtype.
+    They take the module's dtype. A head of classes that is not there is drawn from ``seed``.
     """
     module.init_buffers()
     state = load(path, module.spec)
     for name, parameter in module.own_parameters():
-        initial.put(parameter, state[name])
+        if name in state:
+            initial.put(parameter, state[name])
+        else:
+            initial.draw(name, parameter, seed, module.spec.initial_std)
 
 
 def export(state: Mapping[str, Tensor], spec: Decoder, folder: str | Path) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
+    """Writes a folder that transformers loads, ``AutoModelForCausalLM`` or, of classes, its like.
 
     ``state`` holds whole tensors and gives the dtype. Raises ``ConfigError`` for a spec that
     Hugging Face has no shape for, before anything is written.

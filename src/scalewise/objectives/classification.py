@@ -1,0 +1,51 @@
+"""Which of some classes a text is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import option
+from scalewise.errors import Complaint
+from scalewise.objectives.causal_lm import CausalLM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.run import Run
+
+
+@option("objective", "classification")
+@dataclass(frozen=True)
+class Classification(CausalLM):
+    """Tell the class of a text from its last token: cross-entropy in nats.
+
+    The head has an output for each class and is the only thing that is not of a language model, as
+    in transformers' ``...ForSequenceClassification``.
+    """
+
+    measures = ("accuracy",)
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields data without classes, a head that has not one for each, or one that is frozen."""
+        if not (number := len(run.data.classes)):
+            chosen = run.choices.get("data", type(run.data).__name__)
+            reason, cure = "has no classes", "set data=corpus_classes, or objective=causal_lm"
+            yield Complaint("data", chosen, reason, cure)
+        elif run.model.classes != number:
+            named = ", ".join(run.data.classes)
+            reason = f"and data.classes are {number}: {named}"
+            cure = f"set model.classes={number} model.tied=false"
+            yield Complaint("model.classes", run.model.classes, reason, cure)
+        elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
+            reason = "leaves the head of classes as it was drawn"
+            cure = "set adapter.trained=[head]"
+            yield Complaint("adapter", run.choices.get("adapter"), reason, cure)
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Returns the cross-entropy of all labels, and how many are the likeliest class."""
+        import torch
+
+        right = (logits_BTV.detach().argmax(-1) == labels_BT).sum()
+        return torch.stack([super().summed(logits_BTV, labels_BT), right])

@@ -1,0 +1,97 @@
+"""Classes: transformers' logits, steps that no layout changes, and labels where texts end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.decoders import GPT2, LLAMA, tokens
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, SHAPE, marks
+from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification
+
+from scalewise import ConfigError, compose
+from scalewise.models.decoder.spec import Decoder
+
+CLASSES = (
+    "objective=classification",
+    "data=corpus_classes",
+    "data.sequence=32",
+    "data.vocabulary=258",
+    "model.vocabulary=258",
+    "model.classes=2",
+    "model.tied=false",
+)
+USUAL = ("ddp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(n, marks=(*marks(n), *(() if n in USUAL else (pytest.mark.exhaustive,))))
+        for n in LAYOUTS
+        if not ("tensor" in n or "zero_bubble" in n)  # which is refused
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *CLASSES)
+    reference = alone("accumulated", *CLASSES)
+    assert_equal(run, reference)
+    for key in ("train/accuracy", "val/accuracy"):
+        assert run.column(key) == pytest.approx(reference.column(key)), key
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_logits_are_those_of_transformers(spec: Decoder, tmp_path: Path) -> None:
+    model = replace(spec, classes=3, tied=False)
+    module, tokens_BT = model.build(1).eval(), tokens(model)
+    model.export(module.state_dict(), tmp_path)
+    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert peer.config.num_labels == 3
+    with torch.no_grad():
+        for tokens_T in tokens_BT:  # without a padding token it takes one row at a time
+            wanted_1C = peer(tokens_T[None]).logits
+            torch.testing.assert_close(module(tokens_T[None])[:, -1], wanted_1C)
+    again = replace(model, weights=str(tmp_path)).build(2)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_language_model_gets_a_head_of_classes(tmp_path: Path) -> None:
+    spec = replace(LLAMA, tied=False)
+    pretrained = spec.build(1)
+    spec.export(pretrained.state_dict(), tmp_path)
+    model = replace(spec, classes=3, weights=str(tmp_path))
+    first, second = (model.build(seed).state_dict() for seed in (1, 2))
+    assert first["head.weight"].shape == (3, spec.width)
+    assert not torch.equal(first.pop("head.weight"), second["head.weight"])
+    for name, tensor in first.items():
+        assert torch.equal(pretrained.state_dict()[name], tensor), name
+
+
+def test_the_head_costs_what_torch_counts() -> None:
+    counted = {}
+    for spec in (LLAMA, replace(LLAMA, classes=3)):
+        module, tokens_BT = spec.build(1), tokens(spec)
+        assert spec.parameters == sum(p.numel() for p in module.parameters())
+        with FlopCounterMode(display=False) as found:
+            module(tokens_BT).sum().backward()
+        counted[spec] = found.get_total_flops() / tokens_BT.numel()
+    (of_tokens, more), (of_classes, fewer) = counted.items()
+    assert of_tokens.flops(48) - of_classes.flops(48) == more - fewer > 0
+
+
+def test_an_adapter_trains_the_head_too(alone: Reference) -> None:
+    lora = ("adapter=lora", "adapter.rank=4", "adapter.trained=[head]")
+    run = alone("accumulated", *CLASSES, *lora)
+    trained = {name.removeprefix("model.") for name in gradients(run, 2)}
+    assert "head.weight" in trained
+    assert trained == {w.name for w in compose([*SHAPE, *CLASSES, *lora]).census() if w.trainable}
+    with pytest.raises(ConfigError, match=r"head of classes as it was drawn; set adapter\.trained"):
+        compose([*SHAPE, *CLASSES, "adapter=lora"])

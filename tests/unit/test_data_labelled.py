@@ -1,0 +1,111 @@
+"""Texts of classes: their records, where the label stands, and what is bad."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from scalewise.data.base import Splits
+from scalewise.data.corpus_classes import CorpusClasses
+from scalewise.data.labelled import Labelled
+from scalewise.errors import DataError
+
+SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 16, "validation_fraction": 0.0}
+CLASSES = ("no", "yes")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def labelled(path: Path, *records: object, **more: Any) -> Labelled:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return Labelled(paths=(str(path),), classes=CLASSES, **{**SMALL, **more})
+
+
+def read(splits: Splits, row: int) -> tuple[str, int]:
+    """Returns the text before the one label of a row, and the label."""
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    (ids_S,) = splits.train.gather([row])
+    (place,) = np.flatnonzero(ids_S >= 0)
+    return tokenizer.decode((~ids_S[:place]).tolist()), int(ids_S[place])
+
+
+def test_a_class_stands_behind_its_text(tmp_path: Path) -> None:
+    texts = (
+        {"text": "fine", "label": "yes"},
+        {"text": "bad", "label": 0},
+        {"text": "w", "label": 1},
+    )
+    splits = labelled(tmp_path / "a.jsonl", *texts).prepare(300, 0)
+    assert [read(splits, row) for row in range(3)] == [("fine", 1), ("bad", 0), ("w", 1)]
+
+
+def test_of_a_longer_text_the_end_is_left_out(tmp_path: Path) -> None:
+    text = " ".join(map(str, range(50)))
+    splits = labelled(tmp_path / "a.jsonl", {"text": text, "label": "yes"}).prepare(300, 0)
+    (ids_S,) = splits.train.gather([0])
+    assert ids_S[-1] == 1
+    assert (ids_S[:-1] < 0).all()
+    assert text.startswith(read(splits, 0)[0])
+    assert "1 cut" in splits.note
+
+
+def test_other_keys_and_classes_are_read_anew(tmp_path: Path) -> None:
+    record = {"text": "fine", "label": "yes", "body": "well", "stars": "no"}
+    first = labelled(tmp_path / "a.jsonl", record)
+    second = replace(first, text="body", label="stars")
+    third = replace(first, classes=("yes", "no"))
+    found = [read(spec.prepare(300, 0), 0) for spec in (first, second, third)]
+    assert found == [("fine", 1), ("well", 0), ("fine", 0)]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "fine"}, "has no label; it has text"),
+        ({"label": "yes"}, "has no text; it has label"),
+        ({"text": " ", "label": "yes"}, "has no words in text"),
+        ({"text": 3, "label": "yes"}, "has no words in text"),
+        ({"text": "fine", "label": "maybe"}, "is of class 'maybe'; data.classes are no, yes"),
+        ({"text": "fine", "label": 2}, "is of class 2; data.classes are no, yes"),
+        ({"text": "fine", "label": True}, "is of class True; data.classes are no, yes"),
+    ],
+)
+def test_bad_records_are_named_and_may_be_left_out(
+    record: object, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = labelled(tmp_path / "a.jsonl", {"text": "fine", "label": "yes"}, record)
+    with pytest.raises(DataError, match="1 record that is no text of a known class") as refused:
+        spec.prepare(300, 0)
+    assert f"a.jsonl:2 {reason}" in str(refused.value)
+    assert len(replace(spec, max_bad_rows=1).prepare(300, 0).train) == 1
+    assert "left out 1 record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("classes", [(), ("one",), ("no", "no")])
+def test_classes_are_two_or_more(classes: tuple[str, ...], tmp_path: Path) -> None:
+    spec = replace(labelled(tmp_path / "a.jsonl"), classes=classes)
+    assert [found.key for found in spec.complaints()] == ["data.classes"]
+
+
+def test_a_row_is_one_text(tmp_path: Path) -> None:
+    spec = replace(labelled(tmp_path / "a.jsonl"), packing=True)
+    assert [found.key for found in spec.complaints()] == ["data.packing"]
+
+
+def test_embedded_texts_are_of_either_class_as_often() -> None:
+    splits = CorpusClasses(vocabulary=300, megabytes=1.0).prepare(300, 0)
+    assert splits.validation is not None
+    rows_BS = splits.train.gather(range(len(splits.train)))
+    labels_B = rows_BS[rows_BS >= 0]
+    assert len(labels_B) == len(rows_BS)
+    assert 0.4 < labels_B.mean() < 0.6
+    assert len(splits.train) > 5 * len(splits.validation) > 0
