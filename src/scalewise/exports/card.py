@@ -7,7 +7,14 @@ from typing import Any
 
 from scalewise.tracking.names import METRICS
 
-MEASURES = ("val/loss", "val/reward_accuracy", "train/loss", "train/tokens")
+MEASURES = (
+    "val/loss",
+    "val/reward_accuracy",
+    "val/reward",
+    "val/accuracy",
+    "train/loss",
+    "train/tokens",
+)
 """Figures of the last step that a reader of the card asks for."""
 
 

@@ -20,6 +20,7 @@ CURVES = (
     "val/loss",
     "val/reward_accuracy",
     "val/reward",
+    "val/accuracy",
     "train/grad_norm",
     "train/lr",
     "throughput/tokens_per_s",

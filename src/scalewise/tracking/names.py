@@ -17,8 +17,16 @@ class Metric:
 
 _ROWS = (
     Metric("step", "", "Optimizer steps done"),
-    Metric("train/loss", "nats/token", "Mean loss of the global batch; of preferences, a pair"),
-    Metric("val/loss", "nats/token", "Mean loss of the held-out rows; of preferences, a pair"),
+    Metric(
+        "train/loss",
+        "nats/token",
+        "Mean loss of the global batch; of preferences, a pair; of classes, a row",
+    ),
+    Metric(
+        "val/loss",
+        "nats/token",
+        "Mean loss of the held-out rows; of preferences, a pair; of classes, a row",
+    ),
     Metric("train/reward_margin", "nats", "Reward of the chosen answer over the rejected one's"),
     Metric("val/reward_margin", "nats", "The same, of the held-out pairs"),
     Metric("train/reward_accuracy", "", "Share of pairs whose chosen answer has more reward"),

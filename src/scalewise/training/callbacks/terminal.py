@@ -13,6 +13,12 @@ from scalewise.tracking.names import TIMES
 
 Row = dict[str, Any]
 BAR_WIDTH = 12
+BESIDE = {
+    "val/reward_accuracy": "{:.1%} preferred rightly",
+    "val/reward": "reward {:.3f}",
+    "val/accuracy": "{:.1%} classified rightly",
+}
+"""What stands beside a validation's loss."""
 
 
 class Terminal:
@@ -74,9 +80,8 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
         share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
         parts.insert(4, f"MFU {share:.1%}")
     if "val/loss" in last:
-        right = last.get("val/reward_accuracy")
-        told = "" if right is None else f", {right:.1%} preferred rightly"
-        parts.insert(2, f"val {last['val/loss']:.4f}{told}")
+        told = [text.format(last[key]) for key, text in BESIDE.items() if key in last]
+        parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *told]))
     return "  ".join(parts)
 
 

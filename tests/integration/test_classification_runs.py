@@ -1,0 +1,57 @@
+"""A model that is told classes tells them apart, and everything that speaks of it says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fixtures.doors import Doors
+from transformers import AutoModelForSequenceClassification
+
+from scalewise import cli
+
+TINY = "experiment=finetune/classification_tiny"
+SHORT = (
+    TINY,
+    "tracking=none",
+    "trainer.max_steps=4",
+    "trainer.micro_batch=4",
+    "trainer.validate_every=2",
+    "trainer.validation_rows=7",
+    "schedule.warmup_steps=1",
+)
+HEAD = ("adapter=lora", "adapter.trained=[head]")
+
+
+@pytest.mark.parametrize(
+    "way", [(), pytest.param(HEAD, marks=pytest.mark.exhaustive)], ids=["plain", "lora"]
+)
+def test_an_evaluation_is_the_last_validation(
+    way: tuple[str, ...], scalewise: Doors, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = scalewise(*SHORT, *way).ok().folder
+    assert cli.main(["evaluate", str(run.path), "prompt=return self.name"]) == 0
+    said = capsys.readouterr().out
+    assert "7 labels of 7 held-out rows" in said
+    assert "forwards " in said
+    assert "backwards " in said
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["4"]
+    assert found.keys() == {"rows", "labels", "loss", "accuracy"}
+    for key in ("loss", "accuracy"):
+        assert found[key] == pytest.approx(run.column(f"val/{key}")[-1], rel=1e-4), key
+    assert cli.main(["export", str(run.path)]) == 0
+    peer = AutoModelForSequenceClassification.from_pretrained(run.path / "export")
+    assert peer.config.num_labels == 2
+
+
+@pytest.mark.exhaustive
+def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
+    ended = scalewise(TINY, "tracking=none").ok()
+    assert ended.seconds < 120
+    metrics = ended.folder.summary["metrics"]
+    print({key: value for key, value in metrics.items() if "accuracy" in key})
+    assert metrics["val/accuracy_first"] < 0.7
+    assert metrics["val/accuracy"] > 0.8
+    assert "The class is right of held-out rows in" in (
+        ended.folder.path / "report.html"
+    ).read_text("utf-8")
