@@ -64,6 +64,7 @@ AGAIN = {
     "norms": ("adapter=lora", "adapter.trained=[.*norm]"),
     "embedding": ("adapter=lora", "adapter.trained=[embedding]"),
     "prompt": ("adapter=prompt", "model.context=64"),
+    "prefix": ("adapter=prefix", "model.context=64"),
     "query": ("adapter=ia3", "adapter.trained=[attention.query]", "memory=checkpoint_full"),
     "down": ("adapter=lora", "adapter.targets=[.*up]", "adapter.trained=[feedforward.down]"),
     "lora, down": ("adapter=lora", "adapter.targets=[feedforward.down]"),
@@ -84,8 +85,8 @@ SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pi
 SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_replicate", "fsdp_4")
 SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
 """Layouts that send what one of the others does, otherwise arranged."""
-CUT = ("tensor", "context", "pipeline")
-"""Axes along which rows or layers are cut."""
+CUT = {"prompt": ("tensor", "context", "pipeline"), "prefix": ("tensor", "context")}
+"""Axes along which rows, heads or layers are cut, which an adapter refuses."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]
 
@@ -99,7 +100,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         for shape in SHAPES
         for again in AGAIN
         if not ("zero_bubble" in layout and again in ("selective", "mixture"))  # which is refused
-        if not (again == "prompt" and any(axis in layout for axis in CUT))  # which is refused
+        if not any(axis in layout for axis in CUT.get(again, ()))
         if not ("dpo" in again and ("pipeline" in layout or "context" in layout))  # as is this
         for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]
         for usual in [plain or (shape, layout, again) in USUAL]

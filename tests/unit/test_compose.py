@@ -48,7 +48,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "data=hf": [f"data.path={tmp_path}"],
         "model=hf": [*RANDOM_LLAMA],
         "schedule_free": ["schedule=constant"],
-        "prompt": ["model.context=1024"],
+        **{virtual: ["model.context=1024"] for virtual in ("prompt", "prefix")},
         **{packing: ["adapter=lora"] for packing in ("nf4", "fp4", "int8")},
     }
 

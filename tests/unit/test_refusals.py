@@ -249,6 +249,21 @@ RULES: list[Row] = [
         )
         for layout in ("tensor", "context", "pipeline")
     ),
+    *(
+        (
+            ["adapter=prefix", f"parallelism={layout}", "model.context=1024"],
+            "adapter",
+            f"parallelism.{layout} shares rows out without",
+            "set parallelism=fsdp",
+        )
+        for layout in ("tensor", "context")
+    ),
+    (
+        ["adapter=prefix", "objective=dpo", "data=corpus_pairs", "model.context=1024"],
+        "adapter",
+        "objective=dpo asks the model without it",
+        "set adapter=lora",
+    ),
     (
         ["adapter=prompt", "data=synthetic", "data.packing=true", "model.context=1024"],
         "adapter",

@@ -87,7 +87,7 @@ def test_groups_and_their_options() -> None:
             "sgd",
         ],
         "schedule": ["constant", "cosine", "linear", "wsd"],
-        "adapter": ["dora", "ia3", "lora", "none", "pissa", "prompt", "rslora"],
+        "adapter": ["dora", "ia3", "lora", "none", "pissa", "prefix", "prompt", "rslora"],
         "quantization": ["fp4", "int8", "nf4", "none"],
         "memory": [
             "auto",

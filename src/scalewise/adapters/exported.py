@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PromptTuningConfig
+from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.adapters.layers import module_of
 from scalewise.adapters.lora import DEFAULT
 from scalewise.adapters.low_rank import Lora
-from scalewise.adapters.prompts import NAME, Prompt
+from scalewise.adapters.prompts import NAME, PREFIX, Prefix, VirtualTokens
 from scalewise.adapters.spec import Adapter
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.spec import Decoder
@@ -30,8 +30,8 @@ def export(
     Raises ``ConfigError`` for a model that has no home there.
     """
     config: PeftConfig
-    if isinstance(spec, Prompt):
-        config, tensors = _prompt(state, spec, model)
+    if isinstance(spec, VirtualTokens):
+        config, tensors = _virtual_tokens(state, spec, model)
     elif isinstance(spec, Lora):
         config, tensors = _low_rank(state, spec, model)
     else:
@@ -50,23 +50,28 @@ def export(
     config.task_type = "SEQ_CLS" if model.classes else "CAUSAL_LM"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    stem = "" if isinstance(spec, Prompt) else "base_model.model."
+    stem = "" if isinstance(spec, VirtualTokens) else "base_model.model."
     named = {f"{stem}{name}": tensor for name, tensor in (tensors | whole).items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _prompt(
-    state: Mapping[str, Tensor], spec: Prompt, model: Decoder
-) -> tuple[PromptTuningConfig, dict[str, Tensor]]:
-    """Returns PEFT's configuration and its one tensor."""
-    config = PromptTuningConfig(
+def _virtual_tokens(
+    state: Mapping[str, Tensor], spec: VirtualTokens, model: Decoder
+) -> tuple[PromptTuningConfig | PrefixTuningConfig, dict[str, Tensor]]:
+    """Returns PEFT's configuration and its one tensor: of prefixes, layer beside layer."""
+    kind: type[PromptTuningConfig | PrefixTuningConfig] = PromptTuningConfig
+    names, width, heads = [NAME], model.width, model.heads
+    if isinstance(spec, Prefix):
+        kind, width, heads = PrefixTuningConfig, model.kv_width, model.key_heads
+        names = [f"blocks.{layer}.{PREFIX}" for layer in range(model.layers)]
+    config = kind(
         num_virtual_tokens=spec.tokens,
-        token_dim=model.width,
+        token_dim=width,
         num_transformer_submodules=1,
-        num_attention_heads=model.heads,
+        num_attention_heads=heads,
         num_layers=model.layers,
     )
-    return config, {"prompt_embeddings": state[NAME]}
+    return config, {"prompt_embeddings": torch.cat([state[name] for name in names], dim=1)}
 
 
 def _low_rank(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 KEY = "adapter.targets"
 TRAINED = "adapter.trained"
-ADDED = (".lora_", ".ia3_l.", "prompt.weight")
-"""What names of added weights have in them: PEFT's, and of vectors before a text."""
+ADDED = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix")
+"""What names of added weights have in them: PEFT's, and of what stands before a text."""
 
 
 def linear(model: Model) -> tuple[str, ...]:

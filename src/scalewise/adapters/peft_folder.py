@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scalewise.adapters import layers
 from scalewise.adapters.low_rank import Dora, Lora, Pissa, RankStabilizedLora
-from scalewise.adapters.prompts import NAME, Prompt
+from scalewise.adapters.prompts import NAME, PREFIX, Prefix, Prompt
 from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, census
 from scalewise.errors import CheckpointError, Complaint
@@ -81,7 +81,7 @@ class PeftFolder:
 
     def part_of(self, name: str) -> tuple[str, str, str]:
         """Returns the weight of ours that a trained one belongs to, the part, and its home."""
-        if name == NAME:
+        if name == NAME or name.endswith(PREFIX):
             return name, "", PROMPT
         if name in self.pieces:
             return name, "", bare(self.pieces[name].theirs)
@@ -99,6 +99,9 @@ class PeftFolder:
         found = self.read(home)
         if name == NAME:
             return found
+        if name.endswith(PREFIX):
+            width, layer = 2 * self.model.kv_width, int(name.split(".")[1])
+            return found[:, layer * width : (layer + 1) * width]
         piece = self.pieces[ours]
         if not suffix and piece.transposed and found.ndim == 2:
             found = found.T
@@ -125,8 +128,9 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
     config = folder.config
     targets = tuple(dict.fromkeys(_targets(folder, now)))
     trained = tuple(dict.fromkeys(_trained(folder, now)))
-    if config.get("peft_type") == "PROMPT_TUNING" and (vectors := folder.shape(PROMPT)):
-        return Prompt(tokens=vectors[0])
+    virtual = {"PROMPT_TUNING": Prompt, "PREFIX_TUNING": Prefix}.get(str(config.get("peft_type")))
+    if virtual is not None and (learnt := folder.shape(PROMPT)):
+        return virtual(tokens=learnt[0])
     if config.get("peft_type") == "IA3":
         return IA3(targets=targets, trained=trained)
     initial = config.get("init_lora_weights")
@@ -144,7 +148,7 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
         told = f"peft_type={config.get('peft_type')}, init_lora_weights={initial}"
         reason = f"is of a kind that is not trained here: {told}"
         raise CheckpointError.one(
-            KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA, IA3 or prompt tuning"
+            KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA, IA3, prompt or prefix tuning"
         )
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
     found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)

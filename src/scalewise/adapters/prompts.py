@@ -1,9 +1,10 @@
-"""Learnt vectors in the place of words before a text, as specs."""
+"""Learnt numbers in the place of words before a text, as specs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from scalewise.adapters.spec import Adapter
@@ -16,27 +17,64 @@ if TYPE_CHECKING:
     from scalewise.run import Run
 
 NAME = "prompt.weight"
+PREFIX = "attention.mix.prefix"
+"""Within a block."""
 
 
-@option("adapter", "prompt")
 @dataclass(frozen=True)
-class Prompt(Adapter):
-    """Prompt tuning (Lester et al., 2021): vectors before the embedded tokens of every row.
+class VirtualTokens(Adapter):
+    """What stands before the tokens of every row, has the first positions and no labels.
 
-    They have the first positions of the row, and no labels. As PEFT does, each number is drawn
-    from a normal distribution of deviation 1.
+    As PEFT does, each number is drawn from a normal distribution of deviation 1.
     """
 
     tokens: int = 16
-    """How many vectors, each in the place of a token."""
+    """How many, each in the place of a token."""
     resume: str | None = None
     """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
     merges = False
 
+    def frozen(self, model: Model) -> int:
+        """Returns the numbers of the matrices of all blocks."""
+        matrices = (w for w in model.census() if w.layer is not None and len(w.shape) > 1)
+        return sum(weight.count for weight in matrices)
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields figures out of range."""
+        if self.tokens < 1:
+            yield Complaint("adapter.tokens", self.tokens, "must be 1 or more", "set 16")
+
+    def complaints_of(self, run: Run) -> Iterator[Complaint]:
+        """Yields rows that leave no room, and what asks the model without what stands before."""
+        places, most = run.data.sequence + self.tokens, run.model.context
+        if run.data.sequence <= most < places:
+            reason = f"and data.sequence={run.data.sequence} are more than model.context={most}"
+            cure = f"set data.sequence={max(1, most - self.tokens)}"
+            yield Complaint("adapter.tokens", self.tokens, reason, cure)
+        if run.objective.pairs or run.objective.reference is not None:
+            chosen = run.choices.get("adapter", type(self).__name__)
+            objective = run.choices.get("objective", "")
+            reason = f"cannot be turned off, as objective={objective} asks the model without it"
+            yield Complaint("adapter", chosen, reason, "set adapter=lora")
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws what is learnt."""
+        from scalewise.models import initial
+
+        for name, parameter in module.named_parameters():
+            if name == NAME or name.endswith(PREFIX):
+                initial.draw(name, parameter, seed, 1.0)
+
+
+@option("adapter", "prompt")
+@dataclass(frozen=True)
+class Prompt(VirtualTokens):
+    """Prompt tuning (Lester et al., 2021): vectors before the embedded tokens of every row."""
+
     @property
     def ahead(self) -> int:  # type: ignore[override]  # it is read alone
-        """Returns the places before the tokens of a row."""
+        """Returns the vectors before the tokens of a row."""
         return self.tokens
 
     def weights(self, model: Model) -> tuple[Weight, ...]:
@@ -50,41 +88,60 @@ class Prompt(Adapter):
         Blocks compute the vectors too; the head, whose weight is frozen, the tokens alone.
         """
         places, head = sequence + self.tokens, model.outputs * model.width
-        matrices = (w for w in model.census() if w.layer is not None and len(w.shape) > 1)
-        frozen = sum(weight.count for weight in matrices)
-        blocks = model.flops(places) - 6.0 * head - 2.0 * frozen
+        blocks = model.flops(places) - 6.0 * head - 2.0 * self.frozen(model)
         return blocks * places / sequence + 4.0 * head
 
-    def complaints(self) -> Iterator[Complaint]:
-        """Yields figures out of range."""
-        if self.tokens < 1:
-            yield Complaint("adapter.tokens", self.tokens, "must be 1 or more", "set 16")
-
     def complaints_of(self, run: Run) -> Iterator[Complaint]:
-        """Yields rows that leave no room, and what vectors cannot stand in or be left out of."""
-        chosen = run.choices.get("adapter", "prompt")
-        places, most = run.data.sequence + self.tokens, run.model.context
-        if run.data.sequence <= most < places:
-            reason = f"and data.sequence={run.data.sequence} are more than model.context={most}"
-            cure = f"set data.sequence={max(1, most - self.tokens)}"
-            yield Complaint("adapter.tokens", self.tokens, reason, cure)
+        """Yields what vectors cannot stand in or be left out of."""
+        yield from super().complaints_of(run)
         if run.data.packing:
             reason = "stands before a row, and data.packing=true lays several texts into one"
+            chosen = run.choices.get("adapter", "prompt")
             yield Complaint("adapter", chosen, reason, "set data.packing=false")
-        if run.objective.pairs or run.objective.reference is not None:
-            objective = run.choices.get("objective", "")
-            reason = f"cannot be turned off, as objective={objective} asks the model without it"
-            yield Complaint("adapter", chosen, reason, "set adapter=lora")
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Freezes the model, and puts the vectors before what its first block reads."""
         module.requires_grad_(False)
         module.put_ahead(self.tokens)
 
-    def fill(self, module: ModelModule, seed: int) -> None:
-        """Draws the vectors."""
-        from scalewise.models import initial
 
-        for name, parameter in module.named_parameters():
-            if name == NAME:
-                initial.draw(name, parameter, seed, 1.0)
+@option("adapter", "prefix")
+@dataclass(frozen=True)
+class Prefix(VirtualTokens):
+    """Prefix tuning (Li and Liang, 2021): keys and values before those of every layer.
+
+    They are trained themselves, without an MLP that makes them, and are not rotated.
+    """
+
+    @property
+    def before(self) -> int:  # type: ignore[override]  # it is read alone
+        """Returns the keys, and values, before those of a row in each layer."""
+        return self.tokens
+
+    def weights(self, model: Model) -> tuple[Weight, ...]:
+        """Returns the model's own, frozen, and within each block what its attention learns."""
+        return tuple(self._of_blocks(model))
+
+    def _of_blocks(self, model: Model) -> Iterator[Weight]:
+        shape, within = (self.tokens, 2 * model.kv_width), "attention.output"
+        own = (replace(weight, trainable=False) for weight in model.census())
+        for (layer, last), weights in groupby(own, lambda w: (w.layer, within in w.name)):
+            yield from weights
+            if last:
+                yield Weight(f"blocks.{layer}.{PREFIX}", shape, "embedding", layer)
+
+    def flops(self, model: Model, sequence: int) -> float:
+        """Returns the flops of one forward and backward pass, per token of the text.
+
+        Attention reads the learnt keys as well. All matrices are frozen, the head's too; gradients
+        end before what the first layer makes queries, keys and values by.
+        """
+        head = model.outputs * model.width
+        first = model.width * (model.query_width + 2 * model.kv_width)
+        spared = self.frozen(model) + head + first
+        return model.flops(sequence + self.tokens) - 2.0 * spared
+
+    def apply(self, module: ModelModule, model: Model) -> None:
+        """Freezes the model, and puts keys and values before those of each layer."""
+        module.requires_grad_(False)
+        module.put_before(self.tokens)

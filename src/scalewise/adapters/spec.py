@@ -26,12 +26,14 @@ class Adapter(ABC):
     """What is trained of a model, as a spec.
 
     ``turns_off``: whether a module computes without it, on demand, what it did before training.
-    ``merges``: whether weights of the model alone compute what it does. ``ahead``: places that it
-    puts before the tokens of a row.
+    ``merges``: whether weights of the model alone compute what it does. ``ahead``: vectors
+    that it puts before the tokens of a row. ``before``: keys and values that it puts before those
+    of each layer. Both take the first places of a row.
     """
 
     rank: int = 0
     ahead: int = 0
+    before: int = 0
     dropout: float = 0.0
     reads_matrices = False
     """Whether it is made of the model's own matrices, which then have to be whole."""

@@ -11,6 +11,7 @@ MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
 PROMPT = ("adapter=prompt", "adapter.tokens=32", "model.context=160")
+PREFIX = ("adapter=prefix", *PROMPT[1:])
 EVERYWHERE = ("adapter.targets=[.*]",)
 """Every linear layer of a block."""
 HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
@@ -209,6 +210,12 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*PROMPT, FULL, "objective.loss_chunk=64"),
     (*_DDP, *PROMPT, *WEIGHTS),
     fsdp(2, *PROMPT, MIXED),
+    (*PREFIX, *_GPT2),
+    (*PREFIX, MIXED, SELECTIVE),
+    (*PREFIX, FULL, "data.packing=true"),
+    (*_DDP, *PREFIX, *WEIGHTS),
+    fsdp(2, *PREFIX, MIXED),
+    (*_piped("one_f_one_b"), *PREFIX),
     (*QLORA, *HEAD),
     fsdp(2, LORA, *HEAD, MIXED, *WEIGHTS),
     (*_DDP, IA3, "model.tied=false", "adapter.trained=[head]"),

@@ -50,6 +50,10 @@ class ModelModule(nn.Module):
         """Puts so many vectors, made on the meta device, before the embedded tokens of rows."""
 
     @abstractmethod
+    def put_before(self, tokens: int) -> None:
+        """Puts so many keys and values, made on the meta device, before those of each layer."""
+
+    @abstractmethod
     def hold_places(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""
 

@@ -44,7 +44,8 @@ class Pass:
     rows or not; ``scaled``: layers whose outputs, or inputs if they end a sublayer, are multiplied
     by a vector; ``packed``: layers whose matrices are unpacked for each product, with
     ``scale_bytes`` of scales for each number. ``loss``: bytes of a number in the loss.
-    ``ahead``: vectors that are trained, before the tokens of a row, and that blocks read as such.
+    ``ahead``: vectors that are trained, before the tokens of a row, and that blocks read as such;
+    ``before``: keys and values that are trained, before those of a layer.
     ``every_second``: whether selective recomputation keeps every second product alone, as
     torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
     """
@@ -76,6 +77,7 @@ class Pass:
     every_second: bool = False
     packing: bool = False
     ahead: int = 0
+    before: int = 0
 
     @property
     def places(self) -> int:

@@ -51,9 +51,11 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
 
 
 def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
-    """Yields axes that share out tokens or layers, which an adapter puts vectors before."""
-    for axis in ("pipeline", "context", "tensor"):
-        if run.adapter.ahead and mesh.sizes[axis] > 1:
+    """Yields axes that share out tokens, heads or layers, which an adapter puts vectors before."""
+    shared = {"pipeline": run.adapter.ahead}
+    shared |= dict.fromkeys(("context", "tensor"), run.adapter.ahead or run.adapter.before)
+    for axis, tokens in shared.items():
+        if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
             reason = f"parallelism.{axis} shares rows out without the vectors before them"
             yield Complaint("adapter", chosen, reason, "set parallelism=fsdp, or adapter=lora")

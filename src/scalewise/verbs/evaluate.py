@@ -159,7 +159,7 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     found = continued(
         module,
         prompt,
-        told.model.context - told.adapter.ahead,
+        told.model.context - told.adapter.ahead - told.adapter.before,
         float(options["temperature"]),
         int(options["seed"]),
     )

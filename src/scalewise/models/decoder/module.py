@@ -48,6 +48,7 @@ class DecoderModule(ModelModule):
             self.register_buffer("rope", table, persistent=False)
         self.places_T: Tensor | None = None
         self.prompt: Prompt | None = None
+        self.before = 0
 
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
@@ -65,6 +66,12 @@ class DecoderModule(ModelModule):
             with torch.device("meta"):
                 self.prompt = Prompt(tokens, self.spec.width)
 
+    def put_before(self, tokens: int) -> None:
+        """Puts learnt keys and values before those of each layer."""
+        self.before = tokens
+        with torch.device("meta"):
+            self.replace_mixes(lambda _: PrefixMix(self.spec, tokens))
+
     def hold_places(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have."""
         self.places_T = places_T
@@ -78,13 +85,23 @@ class DecoderModule(ModelModule):
             places_T = torch.arange(self.ahead + x.shape[1], device=x.device)
         if places_BS is not None:
             places_T = places_BS[:, places_T]
+        if self.before:
+            places_T = places_T + self.before
         if self.part.first:
             x = self.embed(x, places_T)
-        rope_2TD = self.rotation(places_T)
-        mask_B1SS = None if places_BS is None else block_mask(places_BS, _computed_in(x))
+        rope_2TD, mask_B1SS = self.rotation(places_T), self.mask(x, places_BS)
         for block in self.blocks.values():
             x = block(x, rope_2TD, mask_B1SS)
         return self.unembed(x, labels_BT) if self.part.last else x
+
+    def mask(self, x_BTW: Tensor, places_BS: Tensor | None) -> Tensor | None:
+        """Returns ``mask_B1SS``, with a column more for each key before the rows; None: causal."""
+        if places_BS is None and not self.before:
+            return None
+        if places_BS is None:
+            places_BS = torch.arange(x_BTW.shape[1], device=x_BTW.device)[None]
+        mask_B1SS = block_mask(places_BS, _computed_in(x_BTW))
+        return F.pad(mask_B1SS, (self.before, 0)) if self.before else mask_B1SS
 
     @property
     def ahead(self) -> int:
@@ -236,6 +253,27 @@ class CausalMix(nn.Module):
             enable_gqa=query_BTHD.shape[2] != key_BTKD.shape[2],
         )
         return mixed_BHTD.transpose(1, 2)
+
+
+class PrefixMix(CausalMix):
+    """The same with learnt keys and values, which every token sees, before those of the row."""
+
+    def __init__(self, spec: Decoder, tokens: int) -> None:
+        super().__init__(spec.dropout)
+        self.prefix = nn.Parameter(torch.empty(tokens, 2 * spec.kv_width))
+
+    def forward(
+        self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
+    ) -> Tensor:
+        """Returns ``mixed_BTHD``; the mask has a column for each of the learnt keys as well."""
+        learnt_P2KD = self.prefix.to(key_BTKD.dtype).view(-1, 2, *key_BTKD.shape[2:])
+        key_BSKD, value_BSKD = (
+            torch.cat((learnt_PKD.expand(len(own_BTKD), -1, -1, -1), own_BTKD), dim=1)
+            for learnt_PKD, own_BTKD in zip(
+                learnt_P2KD.unbind(1), (key_BTKD, value_BTKD), strict=True
+            )
+        )
+        return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
 
 
 class SwiGLU(nn.Module):

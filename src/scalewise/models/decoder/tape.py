@@ -22,8 +22,11 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     loss.loss()
     rope = spec.position is Position.rope
     rotations = 2 * longer.tokens * spec.head_size * run.table * rope
+    row = run.tokens * run.context
     if run.packing:  # rows differ, and each has a mask of whole rows
-        rotations = rotations * run.rows + run.rows * (run.tokens * run.context) ** 2 * run.compute
+        rotations = rotations * run.rows + run.rows * row * (row + run.before) * run.compute
+    elif run.before:
+        rotations += row * (row + run.before) * run.compute
     whole = None if 0 < run.loss_chunk < run.places else loss.tape
     return Tapes(first.tape, start.tape, block.tape, last.tape, whole, rotations)
 
@@ -363,7 +366,9 @@ class Writer:
     def _mixed(self, query: int, key: int, value: int) -> int:
         """Writes attention, and what brings it the tokens of other context ranks."""
         spec, run, tape = self.spec, self.run, self.tape
-        whole, mask = run.tokens * run.context, 0
+        whole, mask = run.tokens * run.context + run.before, 0
+        if run.before:
+            key, value = self._lengthened(key), self._lengthened(value)
         if run.context > 1 and run.gathers:
             both = tape.sizes[key] * run.context * 2
             gathered = tape.add(
@@ -382,7 +387,8 @@ class Writer:
             )
         else:
             read = (query, key, value)
-        skips = not run.packing or (run.context > 1 and run.gathers)  # half, as what comes later
+        masked = run.packing or run.before > 0
+        skips = not masked or (run.context > 1 and run.gathers)  # half, as what comes later
         products = 2.0 if skips else 4.0  # a mask hides what was computed
         flops = products * run.places * whole * spec.query_width / run.tensor
         mixed = tape.add(
@@ -401,6 +407,18 @@ class Writer:
         if run.gathers:  # the halves of the tokens are put together
             return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
         return self._exchanged(mixed, tape.sizes[mixed])
+
+    def _lengthened(self, x: int) -> int:
+        """Writes how what is learnt comes before the keys, or the values, of each row."""
+        run, size = self.run, self.tape.sizes[x]
+        count = run.before * self.spec.kv_width
+        return self.tape.add(
+            Work.pointwise,
+            (x,),
+            size + size * run.before // run.tokens,
+            weight=(count * run.compute, count * run.held),
+            weight_first=False,
+        )
 
     def _exchanged(self, x: int, size: int) -> int:
         """Writes an all-to-all: packed, sent, unpacked and put in order."""

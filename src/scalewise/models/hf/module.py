@@ -56,6 +56,10 @@ class HuggingFaceModule(ModelModule):
         """Raises ``NotImplementedError``: what is embedded is transformers' own."""
         raise NotImplementedError
 
+    def put_before(self, tokens: int) -> None:
+        """Raises ``NotImplementedError``: attention is transformers' own."""
+        raise NotImplementedError
+
     def hold_places(self, places_T: Tensor) -> None:
         """Does nothing: a row is whole, and its tokens are counted by transformers."""
 

@@ -232,9 +232,9 @@ class HuggingFace(Model):
         if run.optimizer.in_backward:
             reason = "is not counted for models of transformers"
             yield Complaint("optimizer.in_backward", True, reason, "set it to false")
-        if run.adapter.ahead:
+        if run.adapter.ahead or run.adapter.before:
             option = chosen.get("adapter", "prompt")
-            reason = "puts no vectors before what transformers' models embed"
+            reason = "puts nothing before what transformers' models embed or attend to"
             yield Complaint("adapter", option, reason, "set adapter=lora")
         if run.data.packing:
             reason = "is not read by models of transformers"
