@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures.checkpoints import WHOLE_TOKENS, Checkpoints
 from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
@@ -117,13 +118,41 @@ def test_a_layout_sends_what_it_declares(
         *LAYOUTS[layout],
         *WAYS[again],
     )
+    assert_sent(parts, Job(tmp_path, shared_cache))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "again"),
+    [
+        pytest.param(family, layout, again, marks=() if usual else pytest.mark.exhaustive)
+        for family in ("llama", "qwen2", "gemma2")
+        for layout in ("tensor", "tensor_alone", "shard_tensor")
+        for again in ("nothing", "full", "selective", "mixture", "loss")
+        for usual in [(family, layout, again) == ("qwen2", "tensor", "full")]
+    ],
+)
+def test_a_model_of_transformers_sends_what_is_declared(
+    family: str,
+    layout: str,
+    again: str,
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    shared_cache: Path,
+) -> None:
+    own = (each for each in (*SHAPE, *THIRD_STEP) if not each.startswith("model"))
+    model = ("model=hf", f"model.path={checkpoints(family)}")
+    parts = (*own, *model, *LAYOUTS[layout], WHOLE_TOKENS, *WAYS[again])
+    assert_sent(parts, Job(tmp_path, shared_cache))
+
+
+def assert_sent(parts: tuple[str, ...], job: Job) -> None:
     ranks = compose([*parts, "trainer.micro_batch=8"]).parallelism.data_parallel_size
     parts = (*parts, f"trainer.micro_batch={max(4 // ranks, 1)}")
     run = compose(parts)
-    folder = Job(tmp_path, shared_cache).of(*parts)
+    folder = job.of(*parts)
     for rank in range(run.world_size):
         wanted, got = declared(run, rank), sent(folder, rank)
-        if layout.startswith("ddp"):  # buckets are cut where parameters end
+        if "parallelism=ddp" in parts:  # buckets are cut where parameters end
             wanted, got = whole(wanted), whole(got)
         assert got == wanted, f"rank {rank}"
 

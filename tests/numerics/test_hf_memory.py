@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.checkpoints import FAMILIES, WHOLE_TOKENS, Checkpoints
 from fixtures.jobs import Job
-from fixtures.layouts import needs_deepspeed
+from fixtures.layouts import mesh, needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.ledger_lines import ZERO
@@ -34,7 +34,20 @@ LINES: tuple[tuple[str, ...], ...] = (
     (*FSDP, *LORA, FULL),
     ("parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
 )
-USUAL = (("llama", FSDP), ("gpt2", LORA))
+TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
+SPLIT: tuple[tuple[str, ...], ...] = (
+    TENSOR,
+    (*TENSOR, FULL),
+    (*TENSOR, "memory=checkpoint_selective"),
+    (*TENSOR, "precision=bf16_mixed"),
+    (*TENSOR, "parallelism.loss_parallel=false"),
+    (*TENSOR, "objective.loss_chunk=128"),
+    (*TENSOR, "parallelism.loss_parallel=false", "objective.loss_chunk=128"),
+    (*TENSOR, "trainer.global_batch=16"),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4"),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
+)
+USUAL = (("llama", FSDP), ("gpt2", LORA), ("llama", TENSOR))
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +73,16 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
     )
 
 
-def each(lines: tuple[tuple[str, ...], ...]) -> pytest.MarkDecorator:
-    cases = [
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [
         pytest.param(family, line, marks=() if (family, line) in USUAL else LONG)
-        for family in FAMILIES
+        for families, lines in ((FAMILIES, LINES), (("llama", "wide", "qwen2"), SPLIT))
+        for family in families
         for line in lines
-    ]
-    return pytest.mark.parametrize(("family", "line"), cases, ids=str)
-
-
-@each(LINES)
+    ],
+    ids=str,
+)
 def test_the_peak_is_the_one_foreseen(
     family: str, line: tuple[str, ...], checkpoints: Checkpoints, job: Job
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.checkpoints import CUT, FAMILIES, WHOLE_TOKENS, Checkpoints
 from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, SHAPE, marks
@@ -25,8 +25,9 @@ from scalewise.verbs.trained import recorded
 
 BATCH = "all_at_once"
 LONG = pytest.mark.exhaustive
-USUAL = (("gpt2", "fsdp"),)
+USUAL = (("gpt2", "fsdp"), ("llama", "tensor"))
 TAKEN = ("ddp", "fsdp", "fsdp_offload", "hsdp")
+SPLIT = ("tensor", "tensor_alone", "shard_tensor", "replicate_tensor")
 ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 
 
@@ -51,8 +52,9 @@ def alone(job: Job, folder: Path, *further: str) -> Folder:
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=(*marks(layout), *(() if usual else (LONG,))))
-        for family in FAMILIES
-        for layout in (*TAKEN, *ZERO)
+        for layouts, families in (((*TAKEN, *ZERO), FAMILIES), (SPLIT, CUT))
+        for family in families
+        for layout in layouts
         for usual in [(family, layout) in USUAL]
     ],
 )
@@ -60,9 +62,10 @@ def test_a_layout_takes_the_steps_of_one_device(
     family: str, layout: str, checkpoints: Checkpoints, job: Job
 ) -> None:
     folder = checkpoints(family)
-    ranks = compose([*line(folder, *LAYOUTS[layout])]).parallelism.data_parallel_size
+    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []))
+    ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
-    assert_equal(job.of(*line(folder, *LAYOUTS[layout], micro_batch)), alone(job, folder))
+    assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
 
 
 WAYS = {

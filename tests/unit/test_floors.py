@@ -30,6 +30,7 @@ FLOORS = {
         "tracking.names",
         "study.space",
         "models.tape",
+        "models.cross_entropy",
         "models.decoder.tape",
     ),
     2: (

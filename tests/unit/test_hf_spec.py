@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.checkpoints import CONFIGS, LLAMA, OPT, RANDOM_LLAMA, Checkpoints
+from fixtures.checkpoints import (
+    CONFIGS,
+    LLAMA,
+    OPT,
+    RANDOM_LLAMA,
+    WHOLE_TOKENS,
+    Checkpoints,
+)
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +66,8 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
 TENSOR = ["parallelism=tensor", "parallelism.tensor=2"]
 REST = ["data=synthetic", "data.sequence=64"]
 WITH: list[Row] = [
-    (TENSOR, "parallelism.tensor", "does not cut", "parallelism=fsdp"),
+    (TENSOR, "parallelism.sequence_parallel", "leaves a rank some", "sequence_parallel=false"),
+    ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not put on", "adapter=none"),
     (["parallelism=context"], "parallelism.context", "does not cut", "parallelism=fsdp"),
     (["parallelism=pipeline"], "parallelism.pipeline", "does not cut", "parallelism=fsdp"),
     (["memory.offload=true"], "memory.offload", "is not counted", "memory=checkpoint_full"),
@@ -82,6 +90,23 @@ def test_what_does_not_go_with_it_says_so(
     overrides: list[str], key: str, reason: str, cure: str
 ) -> None:
     assert_refused([*RANDOM_LLAMA, *REST, *overrides], key, reason, cure)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt2", "has no plan for gpt2 in transformers"),
+        ("opt", "has no plan for opt in transformers"),
+        ("phi", "does not cut blocks whose two halves read the same (phi)"),
+        ("phi3", "cuts self_attn.qkv_proj by colwise_gather_output"),
+        ("qwen3", "cuts self_attn.q_norm by replicated_with_grad_allreduce"),
+    ],
+)
+def test_models_without_a_plan_that_is_followed_are_not_cut(
+    family: str, reason: str, checkpoints: Checkpoints
+) -> None:
+    own = ["model=hf", f"model.path={checkpoints(family)}", *REST, *TENSOR, WHOLE_TOKENS]
+    assert_refused(own, "parallelism.tensor", reason, "parallelism=fsdp")
 
 
 def test_steps_in_backward_are_refused() -> None:

@@ -91,10 +91,15 @@ class Gathered(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not distribute_module: it would replicate what the columns below are to cut.
-        module.register_forward_pre_hook(
-            lambda _, inputs: _joined(self._given, inputs, device_mesh)
-        )
+        hook = partial(self._join, device_mesh)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
+
+    def _join(self, mesh: DeviceMesh, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        if inputs:
+            return _joined(self._given, inputs, mesh), named
+        first, *_ = named  # transformers names what a sublayer reads
+        return inputs, named | {first: _joined(self._given, (named[first],), mesh)[0]}
 
 
 class Whole(ParallelStyle):

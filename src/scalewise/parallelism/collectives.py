@@ -136,8 +136,9 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     joins = 4 * layers + first + last
     chunked = share.run.objective.loss_chunk is not None
     halves = tuple(share.halves.values())
-    # Attention's sums are made again; those that end a block are not, unless an adapter follows.
-    again = share.recomputed[Recompute.full] * (1 + halves[-1].rows)
+    # Attention's sums are made again; those that end a block are not, unless something follows.
+    follows = halves[-1].rows or share.run.model.normed_after
+    again = share.recomputed[Recompute.full] * (1 + follows)
     without = _without_backward(share)
     asked = share.run.asks_each_pass  # a pass forward, without the adapter
     sums = joins + again - (last and chunked) - without.scatters + asked * (2 * layers + first)

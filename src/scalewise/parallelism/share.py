@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -142,7 +142,7 @@ def _cut_by_kind(
     block, rest = census_by_kind(quantization, adapter, model)
     if ranks == 1:
         return block, rest
-    return tuple(_cut(w, table, ranks) for w in block), tuple(_cut(w, table, ranks) for w in rest)
+    return tuple(cut(w, table, ranks) for w in block), tuple(cut(w, table, ranks) for w in rest)
 
 
 @lru_cache(maxsize=64)
@@ -170,18 +170,18 @@ def _holds(part: Part, weight: Weight, tied: frozenset[str]) -> bool:
     return part.last
 
 
-def how(weight: Weight, table: dict[str, Split]) -> Split | None:
+def how(weight: Weight, table: Mapping[str, Split]) -> Split | None:
     """Returns how a table says that the module of a weight is cut."""
     module = weight.name.rpartition(".")[0]
     pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
     return table.get(pattern)
 
 
-def _cut(weight: Weight, table: dict[str, Split], ranks: int) -> Weight:
+def cut(weight: Weight, table: Mapping[str, Split], ranks: int) -> Weight:
     """Returns the part of a weight that one tensor-parallel rank holds."""
-    cut, shape = how(weight, table), weight.shape
-    if cut in (Split.column, Split.vocabulary, Split.head):
+    side, shape = how(weight, table), weight.shape
+    if side in (Split.column, Split.vocabulary, Split.head):
         shape = (shape[0] // ranks, *shape[1:])
-    elif cut is Split.row and len(shape) > 1:
+    elif side is Split.row and len(shape) > 1:
         shape = (shape[0], shape[1] // ranks, *shape[2:])
     return replace(weight, shape=shape)

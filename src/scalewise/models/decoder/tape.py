@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scalewise.models import cross_entropy
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass, Tape, Tapes, Work
 
@@ -13,13 +14,12 @@ FP32 = 4
 def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
     longer = replace(run, tokens=run.tokens + run.ahead)
-    first, last, loss = (Writer(spec, run) for _ in range(3))
+    first, last = (Writer(spec, run) for _ in range(2))
     start, block = (Writer(spec, longer) for _ in range(2))
     first.embedding()
     start.block(trained=start.trains("embedding") or start.trains("position") or run.ahead > 0)
     block.block()
     last.head()
-    loss.loss()
     rope = spec.position is Position.rope
     rotations = 2 * longer.tokens * spec.head_size * run.table * rope
     row = run.tokens * run.context
@@ -27,8 +27,9 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
         rotations = rotations * run.rows + run.rows * row * (row + run.before) * run.compute
     elif run.before:
         rotations += row * (row + run.before) * run.compute
-    whole = None if 0 < run.loss_chunk < run.places else loss.tape
-    return Tapes(first.tape, start.tape, block.tape, last.tape, whole, rotations)
+    in_pieces = 0 < run.loss_chunk < run.places
+    loss = None if in_pieces else cross_entropy.tape(run, spec.outputs)
+    return Tapes(first.tape, start.tape, block.tape, last.tape, loss, rotations)
 
 
 class Writer:
@@ -76,17 +77,6 @@ class Writer:
             self._pieces(read)
         else:
             self._linear("head", read, spec.width, spec.outputs // run.tensor)
-
-    def loss(self) -> None:
-        """Writes the cross-entropy of logits, in fp32."""
-        spec, run, tape = self.spec, self.run, self.tape
-        count = run.places * spec.outputs // (run.tensor if run.cut_loss else 1)
-        logits, size = tape.tensor(count * run.compute), count * run.loss
-        whole = logits if run.compute == run.loss else self._cast(logits, size)
-        # Two backward steps hold a whole gradient: of the likelihoods, then of the logits.
-        scratch = 0 if run.cut_loss else size
-        reads = (whole, logits)
-        tape.add(Work.pointwise, reads, 0, gradients=(whole,), extra=(size,), scratch=scratch)
 
     def trains(self, name: str) -> bool:
         """Returns whether a module's own weights are trained."""

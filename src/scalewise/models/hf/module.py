@@ -22,7 +22,8 @@ class HuggingFaceModule(ModelModule):
     """``tokens_BT -> logits_BTV``, both by transformers' own code.
 
     ``body`` is the module that goes through the ``blocks``, whose weights have their names from
-    these; ``head`` is the whole model with a stand-in for the body. ``stem`` is transformers' name
+    these; ``head`` is the whole model with a stand-in for the body. ``order`` are the layers with
+    weights of a block, as a trial ran them. ``stem`` is transformers' name
     of the body, ``stack`` that of the blocks in it; ``transposed`` are its matrices (in, out).
     """
 
@@ -31,6 +32,7 @@ class HuggingFaceModule(ModelModule):
     ) -> None:
         super().__init__()
         self.stem, self.stack, self.transposed = stem, stack, transposed
+        self.order: list[str] = []
         self.body = causal.get_submodule(stem)
         blocks = cast(nn.ModuleList, self.body._modules.pop(stack))
         self.blocks = nn.ModuleDict({str(at): block for at, block in enumerate(blocks)})

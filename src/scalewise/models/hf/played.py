@@ -17,7 +17,9 @@ from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, NoAdapter
 from scalewise.measure.memory import LiveBytes, bytes_of
 from scalewise.memory import Checkpointing, Recompute
+from scalewise.models import cross_entropy
 from scalewise.models.base import Part
+from scalewise.models.hf.cut import cut
 from scalewise.models.hf.ends import Between, End, Ends, Kind, Sizes, backward, gradients
 from scalewise.models.hf.module import HuggingFaceModule
 from scalewise.models.hf.operators import Operators
@@ -41,7 +43,7 @@ def tapes(spec: HuggingFace, run: Pass) -> Tapes:
         start=_played(block, lambda *how: player.block(*how, trained=ends.x.requires_grad)),
         block=_played(block, lambda *how: player.block(*how, trained=True)),
         last=_played(last, lambda _, fresh: player.ends(fresh).last),
-        loss=None if player.in_pieces else _played(loss, lambda *_: player.loss()),
+        loss=player.loss_of(loss),
         shared=ends.shared,
     )
 
@@ -64,6 +66,8 @@ class Player:
         """Returns the ends of the model and one block, alive in the mode."""
         module = self.spec.shape(ONE)
         self._adapter().apply(module, self.spec)
+        if self.run.tensor > 1:
+            cut(module, self.spec.tensor_split(), self.run)
         self.objective.apply(module)
         Checkpointing(recompute).apply(module, ONE)
         with self.mode, torch.no_grad():
@@ -119,6 +123,17 @@ class Player:
             kept, end = live.now - bytes_of([y]), [End.apply(y)]  # type: ignore[no-untyped-call]
             del y
             return kept, forward, backward(end, live), gradients(module) * fresh
+
+    def loss_of(self, operators: Tape) -> Tape | None:
+        """Returns the part that is the loss, unless it is taken in pieces with the logits.
+
+        What torch makes of logits that tensor ranks share out is not played.
+        """
+        if self.in_pieces:
+            return None
+        if self.run.cut_loss:
+            return cross_entropy.tape(self.run, self.spec.outputs)
+        return _played(operators, lambda *_: self.loss())
 
     def loss(self) -> Sizes:
         """Returns what the loss holds."""

@@ -72,6 +72,9 @@ def facts(path: str, depth: int | None) -> Facts:
         linears=tuple(linears.items()),
         buffer_bytes=sum(buffer.nbytes for buffer in whole.constants.values()),
         dropout=max(_shares(text), default=0.0),
+        order=tuple(whole.order),
+        tied_head=_tied_head(whole),
+        plan=tuple(_plan(whole, text)),
     )
 
 
@@ -189,6 +192,9 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     passed: set[str] = set()
     for block in trial.layers():
         block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
+    for name, layer in trial.layers()[0].named_modules():
+        if layer._parameters:
+            layer.register_forward_hook(lambda *_, name=name: made.order.append(name))
     try:
         trial(torch.zeros((2, 8), dtype=torch.long, device="meta"))
     except Exception as error:  # whatever anybody's model raises
@@ -220,10 +226,21 @@ def _embedding(whole: HuggingFaceModule) -> nn.Module:
 
 
 def _tied(whole: HuggingFaceModule) -> frozenset[str]:
-    if not any(isinstance(layer, TiedHead) for layer in whole.head.modules()):
+    if _tied_head(whole) is None:
         return frozenset()
     held = _embedding(whole).weight
     return frozenset(name for name, each in whole.named_parameters() if each is held)
+
+
+def _tied_head(whole: HuggingFaceModule) -> str | None:
+    return next((name for name, it in whole.named_modules() if isinstance(it, TiedHead)), None)
+
+
+def _plan(whole: HuggingFaceModule, config: PretrainedConfig) -> Iterator[tuple[str, str]]:
+    start = f"{whole.stack}.*."
+    for name, how in (getattr(config, "base_model_tp_plan", None) or {}).items():
+        if name.startswith(start):
+            yield name.removeprefix(start), how
 
 
 def _shares(config: PretrainedConfig) -> Iterator[float]:

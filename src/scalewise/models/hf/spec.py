@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,21 @@ class Init(StrEnum):
     """Fresh ones: its configuration is enough to study time and memory."""
 
 
+COLUMN = "colwise"
+SPLITS = {COLUMN: Split.column, "rowwise": Split.row}
+"""Those of transformers' words for a cut that are known here."""
+ENDS = {"embedding": Split.vocabulary, "position": Split.places, "head": Split.head}
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the configuration and the module made of it say.
 
     ``kind`` is transformers' name of the architecture; ``linears`` are the linear layers of a
     block, by name within it, with their features out and in. ``dropout`` is the largest share that
-    the configuration drops.
+    the configuration drops. ``order``: the layers with weights of a block as they run, by
+    name within it. ``tied_head`` is the module of a head without a matrix of its own; ``plan``
+    says, in transformers' words, how tensor parallelism cuts modules of a block.
     """
 
     vocabulary: int
@@ -52,6 +61,9 @@ class Facts:
     linears: tuple[tuple[str, tuple[int, int]], ...]
     buffer_bytes: int
     dropout: float
+    order: tuple[str, ...]
+    tied_head: str | None
+    plan: tuple[tuple[str, str], ...]
 
 
 @option("model", "hf")
@@ -122,6 +134,11 @@ class HuggingFace(Model):
         return self.facts.buffer_bytes
 
     @property
+    def normed_after(self) -> bool:  # type: ignore[override]  # not a field here
+        """Returns whether a block norms what its last linear layer gives."""
+        return self.facts.order[-1] not in dict(self.facts.linears)
+
+    @property
     def dropout(self) -> float:
         """Returns the largest share that it drops while training."""
         return self.facts.dropout
@@ -171,15 +188,27 @@ class HuggingFace(Model):
         return played.tapes(self, run)
 
     def tensor_split(self) -> dict[str, Split]:
-        """Returns the linear layers of blocks, those that narrow to the stream by their inputs."""
-        return {
-            f"blocks.*.{name}": Split.row if out == self.width != into else Split.column
-            for name, (out, into) in self.facts.linears
-        }
+        """Returns the linear layers of blocks as transformers plans them, and what is not of these.
+
+        Where it has no plan, those are cut by their inputs that narrow to the stream.
+        """
+        plan = dict(self.facts.plan)
+        table: dict[str, Split] = {}
+        for weight in self.census():
+            if weight.layer in (None, 0):
+                name = weight.name.rpartition(".")[0].replace("blocks.0.", "blocks.*.", 1)
+                table.setdefault(name, ENDS.get(weight.role, Split.tokens))  # a bias comes later
+        for name, (out, into) in self.facts.linears:
+            by_shape = Split.row if out == self.width != into else Split.column
+            table[f"blocks.*.{name}"] = SPLITS.get(plan.get(name, ""), by_shape)
+        return table | ({self.facts.tied_head: Split.head} if self.facts.tied_head else {})
 
     def tensor_sizes(self) -> dict[str, int]:
-        """Returns none: tensor parallelism is refused."""
-        return {}
+        """Returns heads, the features of what is cut by outputs, and the vocabulary."""
+        plan = dict(self.facts.plan)
+        columns = {name: out for name, (out, _) in self.facts.linears if plan.get(name) == COLUMN}
+        heads = {"heads": self.heads, "key_heads": self.key_heads}
+        return heads | columns | {"vocabulary": self.vocabulary}
 
     def shallow(self, layers: int) -> HuggingFace:
         """Returns the same model with as many layers."""
@@ -217,11 +246,14 @@ class HuggingFace(Model):
         """Yields what is written for the suite's own decoder alone."""
         chosen = run.choices
         sizes = getattr(run.parallelism, "sizes", {})
-        for axis in ("tensor", "context", "pipeline"):
-            if sizes.get(axis, 1) > 1:
-                reason = "does not cut models of transformers"
+        reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
+        reasons["tensor"] = self._uncut()
+        for axis, reason in reasons.items():
+            if sizes.get(axis, 1) > 1 and reason:
                 cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
                 yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
+        if sizes.get("tensor", 1) > 1:
+            yield from self._under_tensor(run)
         if run.quantization.packed(self):
             option = chosen.get("quantization", "nf4")
             reason = "does not pack the matrices of transformers' models"
@@ -239,6 +271,30 @@ class HuggingFace(Model):
         if run.data.packing:
             reason = "is not read by models of transformers"
             yield Complaint("data.packing", True, reason, "set data.packing=false")
+
+    def _uncut(self) -> str:
+        """Returns why tensor parallelism cannot cut the model; empty: it can."""
+        kind, plan = self.facts.kind, dict(self.facts.plan)
+        if not plan:
+            return f"has no plan for {kind} in transformers (tp_plan)"
+        for name in plan | dict(self.facts.linears):
+            if (how := plan.get(name, "nothing")) not in SPLITS:
+                return f"has a plan for {kind} in transformers that cuts {name} by {how}"
+        cuts = [plan.get(name) for name in self.facts.order]
+        if ("rowwise", COLUMN) in pairwise(cuts):
+            return f"does not cut blocks whose two halves read the same ({kind})"
+        return ""
+
+    def _under_tensor(self, run: Run) -> Iterator[Complaint]:
+        """Yields what does not go with tensor parallelism."""
+        if getattr(run.parallelism, "sequence_parallel", False):
+            reason = "leaves a rank some of the tokens, which transformers' models count themselves"
+            cure = "set parallelism.sequence_parallel=false"
+            yield Complaint("parallelism.sequence_parallel", True, reason, cure)
+        if run.is_frozen:
+            option = run.choices.get("adapter", "lora")
+            reason = "is not put on models of transformers that tensor parallelism cuts"
+            yield Complaint("adapter", option, reason, "set adapter=none, or parallelism=fsdp")
 
     def shape(self, part: Part) -> HuggingFaceModule:
         """Returns the module, or the weights of a part of it, on the meta device."""

@@ -1,0 +1,105 @@
+"""What tensor parallelism leaves a rank of a model, with no other rank there: what plans run.
+
+It follows ``layouts/tensor.py``, by the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from scalewise.models.base import Split, Weight
+from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.models.tape import Pass
+from scalewise.parallelism import share
+
+messages = torch.ops._c10d_functional
+NOBODY = ""
+"""The ranks that a message goes to: where tensors have no memory none is sent."""
+
+
+def cut(module: HuggingFaceModule, table: Mapping[str, Split], run: Pass) -> None:
+    """Leaves a module on the meta device the part of one tensor rank, in place."""
+    joins = {name.rpartition(".")[0] for name, how in table.items() if how is Split.column}
+    for name, part in module.named_modules():
+        pattern = name.replace("blocks.0", "blocks.*", 1)
+        how = table.get(pattern)
+        if pattern in joins or how is Split.head:
+            part.register_forward_pre_hook(_joined, with_kwargs=True)
+        if how in (Split.row, Split.vocabulary):
+            part.register_forward_hook(_summed)
+        if how is Split.head and not run.cut_loss:
+            part.register_forward_hook(partial(_gathered, run.tensor))
+        for key, parameter in part.named_parameters(recurse=False):
+            weight = Weight(f"{pattern}.{key}", tuple(parameter.shape), "")
+            left = share.cut(weight, table, run.tensor).shape
+            empty = torch.empty(left, dtype=parameter.dtype, device="meta")
+            part.register_parameter(key, nn.Parameter(empty, parameter.requires_grad))
+
+
+class Join(torch.autograd.Function):
+    """What every rank has whole, whose gradients are sums over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Returns the same."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Returns a sum."""
+        return _sum(gradients[0])
+
+
+class Sum(torch.autograd.Function):
+    """What is a sum over ranks, whose gradients every rank has whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Returns a sum."""
+        return _sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Returns the same."""
+        return gradients[0]
+
+
+class Gather(torch.autograd.Function):
+    """Features of which each rank has some, made whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        """Returns all features."""
+        ctx.features = x.shape[-1]
+        pieces = messages.all_gather_into_tensor(x, ranks, NOBODY).chunk(ranks)
+        return torch.cat(pieces, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Returns a rank's own."""
+        return gradients[0][..., : ctx.features].clone(), None
+
+
+def _sum(x: Tensor) -> Tensor:
+    summed: Tensor = messages.all_reduce(x, "sum", NOBODY)
+    return summed
+
+
+def _joined(part: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+    if inputs:
+        return (Join.apply(inputs[0]), *inputs[1:]), named  # type: ignore[no-untyped-call]
+    first, *_ = named
+    return inputs, named | {first: Join.apply(named[first])}  # type: ignore[no-untyped-call]
+
+
+def _summed(layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
+    return cast(Tensor, Sum.apply(part))  # type: ignore[no-untyped-call]
+
+
+def _gathered(ranks: int, layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
+    return cast(Tensor, Gather.apply(part, ranks))  # type: ignore[no-untyped-call]
