@@ -65,6 +65,7 @@ WITH: list[Row] = [
     (["memory.offload=true"], "memory.offload", "is not counted", "memory=checkpoint_full"),
     (["adapter=prompt"], "adapter", "puts no vectors", "adapter=lora"),
     (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
+    (["precision=fp8"], "precision", "does not convert", "precision=bf16_mixed"),
     (["quantization=nf4", "adapter=lora"], "quantization", "does not pack", "quantization=none"),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
     (

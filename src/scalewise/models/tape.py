@@ -19,6 +19,8 @@ class Work(StrEnum):
 
     product = "product"
     """Matrix products: the tensor cores."""
+    product_fp8 = "product_fp8"
+    """Matrix products of numbers of 8 bits: the tensor cores, faster."""
     attention = "attention"
     """Products inside a fused attention kernel."""
     pointwise = "pointwise"
@@ -47,6 +49,7 @@ class Pass:
     ``ahead``: vectors that are trained, before the tokens of a row, and that blocks read as such.
     ``every_second``: whether selective recomputation keeps every second product alone, as
     torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
+    ``in_fp8``: layers that cast what they multiply to 8 bits.
     """
 
     rows: int
@@ -76,6 +79,7 @@ class Pass:
     every_second: bool = False
     packing: bool = False
     ahead: int = 0
+    in_fp8: tuple[str, ...] = ()
 
     @property
     def places(self) -> int:
@@ -96,7 +100,8 @@ class Operator:
     which it is made; ``shares``: whether those of the output's format are given its own.
     ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
     that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
-    needs besides. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
+    needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
+    8 bits. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
@@ -111,6 +116,7 @@ class Operator:
     weight_first: bool = True
     forward_scratch: int = 0
     scratch: int = 0
+    casts: tuple[int, int] = (0, 0)
     packed: bool = False
     kept_by_selective: bool = False
     flops: float = 0.0
@@ -119,7 +125,8 @@ class Operator:
     @property
     def reads_back(self) -> bool:
         """Returns whether backward reads what forward has left: a result, or a product's weight."""
-        return bool(self.saved) or (self.work is Work.product and not self.packed)
+        multiplies = self.work in (Work.product, Work.product_fp8)
+        return bool(self.saved) or (multiplies and not self.packed)
 
 
 @dataclass
@@ -154,6 +161,7 @@ class Tape:
         shares: bool = False,
         forward_scratch: int = 0,
         scratch: int = 0,
+        casts: tuple[int, int] = (0, 0),
         packed: bool = False,
         kept_by_selective: bool = False,
         flops: float = 0.0,
@@ -181,6 +189,7 @@ class Tape:
                 weight_first=weight_first,
                 forward_scratch=forward_scratch,
                 scratch=scratch,
+                casts=casts,
                 packed=packed,
                 kept_by_selective=kept_by_selective,
                 flops=flops,

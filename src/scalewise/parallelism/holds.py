@@ -144,6 +144,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         scale_bytes=run.quantization.scale_bytes,
         packing=run.data.packing,
         ahead=run.adapter.ahead,
+        in_fp8=precision.in_fp8(run.model),
     )
 
 
