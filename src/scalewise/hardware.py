@@ -47,6 +47,8 @@ class Hardware:
     """Peak dense bf16 rate, TFLOP/s; 0 where the device has none."""
     fp16_tflops: float | None = None
     """Peak dense fp16 rate, TFLOP/s."""
+    fp8_tflops: float | None = None
+    """Peak dense fp8 rate, TFLOP/s; 0 where the device has none."""
     memory_gb_per_s: float | None = None
     """Bandwidth of the device's memory, GB/s."""
     link_gb_per_s: float | None = None
@@ -79,6 +81,8 @@ class Hardware:
     """The same in bf16, TFLOP/s."""
     fp16_reached_tflops: float | None = None
     """The same in fp16, TFLOP/s."""
+    fp8_reached_tflops: float | None = None
+    """The same in fp8, TFLOP/s."""
     attention_share: float = 0.45
     """Share of the peak rate that fused attention reaches."""
     bandwidth_share: float = 0.85
@@ -106,7 +110,7 @@ class Hardware:
         return None if self.devices_per_node is None else self.nodes * self.devices_per_node
 
     def peak_flops(self, kind: str) -> float | None:
-        """Returns the peak rate, flop/s, for ``kind`` fp32, tf32, bf16 or fp16; None: unknown."""
+        """Returns the peak rate, flop/s, of fp32, tf32, bf16, fp16 or fp8; None: unknown."""
         tflops = getattr(self, f"{kind}_tflops")
         return tflops * TERA if tflops else None
 
@@ -152,6 +156,7 @@ _POSITIVE = (
     "tf32_reached_tflops",
     "bf16_reached_tflops",
     "fp16_reached_tflops",
+    "fp8_reached_tflops",
     "loader_tokens_per_s",
     "disk_gb_per_s",
     "step_scale",

@@ -205,6 +205,7 @@ class Run:
             yield from self.adapter.complaints_with(self.model)
             yield from self.adapter.complaints_of(self)
             yield from self.quantization.complaints_with(self)
+            yield from self.precision.complaints_with(self)
             yield from self.objective.complaints_with(self)
             yield from self.optimizer.complaints_with(self)
             yield from self.memory.complaints_with(self)
@@ -242,6 +243,7 @@ class Run:
             yield from self.adapter.machine_complaints(self)
         yield from self.optimizer.machine_complaints()
         yield from self.quantization.machine_complaints()
+        yield from self.precision.machine_complaints()
         yield from self.tracking.machine_complaints()
         yield from self.parallelism.machine_complaints(self)
 

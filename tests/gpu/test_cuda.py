@@ -10,16 +10,22 @@ import scalewise
 from scalewise.bench import calibrate, profile
 from scalewise.measure.steptime import StepClock
 from scalewise.models.decoder import weights
+from scalewise.precision.fp8 import FIRST
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no fp8 products before Ada")
 SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_true", "fp16_mixed"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16_mixed", "bf16_true", "fp16_mixed", pytest.param("fp8", marks=needs_fp8)],
+)
 def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
     run = scalewise.compose([*SMOKE, f"precision={precision}"])
     result = scalewise.train(run, tmp_path / "run")
@@ -89,6 +95,8 @@ def test_the_clock_reads_the_device_and_not_the_host() -> None:
         ("precision=bf16_true", "memory=checkpoint_selective"),
         ("precision=bf16_mixed", "adapter=lora"),
         ("precision=bf16_mixed", "objective.loss_chunk=1024"),
+        pytest.param(("precision=fp8",), marks=needs_fp8),
+        pytest.param(("precision=fp8", "precision.recipe=rowwise"), marks=needs_fp8),
     ],
     ids=" ".join,
 )

@@ -72,3 +72,14 @@ def test_bf16_learns_in_every_layout(
     parts = (*LAYOUTS[layout], f"precision={precision}", rows)
     run = Job(tmp_path, shared_cache).of(*LEARN, *parts)
     assert_near(run, exact)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=LONG)])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=LONG)])
+def test_fp8_learns(
+    layout: str, recipe: str, exact: Folder, tmp_path: Path, shared_cache: Path
+) -> None:
+    fp8 = ("precision=fp8", "precision.compute=fp32", f"precision.recipe={recipe}")
+    run = Job(tmp_path, shared_cache).of(*LEARN, *LAYOUTS[layout], *fp8)
+    assert run.column("train/loss") != exact.column("train/loss"), "fp8 is at work"
+    assert_near(run, exact)

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
 from scalewise.memory import Checkpointing, Recompute
 from scalewise.models.base import Part
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass
 from scalewise.plan.replay import replay
+from scalewise.precision.fp8 import Float8
 
 ROWS, TOKENS = 8, 64
+FP8 = Float8()
 PART = Part(range(1))
 SPECS = {
     "llama": Decoder(
@@ -33,7 +36,14 @@ SPECS = {
         bias=True,
     ),
 }
-FORMATS = {"fp32": (4, 4, 4), "bf16_mixed": (4, 2, 4), "bf16_true": (2, 2, 2)}
+FORMATS = {
+    "fp32": (4, 4, 4),
+    "bf16_mixed": (4, 2, 4),
+    "bf16_true": (2, 2, 2),
+    "fp8, fp32": (4, 4, 4),
+    "fp8, bf16_mixed": (4, 2, 4),
+    "fp8, bf16_true": (2, 2, 2),
+}
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -44,8 +54,15 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
     family: str, precision: str, recompute: Recompute, fresh: bool
 ) -> None:
     spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
-    mixed = precision == "bf16_mixed"
-    shape = Pass(ROWS, TOKENS, stream, compute, held, casts=mixed, on_cpu=True, table=held)
+    mixed = "bf16_mixed" in precision
+    in_fp8 = FP8.in_fp8(spec) if "fp8" in precision else ()
+    shape = Pass(
+        *(ROWS, TOKENS, stream, compute, held),
+        casts=mixed,
+        on_cpu=True,
+        table=held,
+        in_fp8=in_fp8,
+    )
     tape = spec.tapes(shape).block
     foreseen = replay(tape, recompute, fresh=fresh)
     found = _measured(spec, precision, recompute, fresh=fresh)
@@ -63,14 +80,16 @@ def _measured(
     module = spec.shape(PART)
     module.to_empty(device="cpu")
     module.init_weights(1)
-    number = torch.bfloat16 if precision == "bf16_true" else torch.float32
+    if "fp8" in precision:
+        FP8.apply(module, spec, DeviceKind.cpu)
+    number = torch.bfloat16 if "bf16_true" in precision else torch.float32
     module.to(number)
     Checkpointing(recompute).apply(module, PART)
     (block,) = module.layers()
     if not fresh:
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    mixed = precision == "bf16_mixed"
+    mixed = "bf16_mixed" in precision
     context: AbstractContextManager[object] = (
         torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
     )

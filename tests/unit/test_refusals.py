@@ -301,6 +301,14 @@ RULES: list[Row] = [
         "describes feedforward.down, which quantization=nf4 packs",
         "quantization=none",
     ),
+    (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
+    (["precision=fp8", "data.sequence=100"], "data.sequence", "divisible by 16", "sequence=96"),
+    (
+        ["precision=fp8", "model.width=40", "model.heads=4", "model.feedforward=40"],
+        "precision",
+        "no linear layer",
+        "precision=bf16_mixed",
+    ),
     (["quantization=nf4"], "quantization", "cannot be trained", "add adapter=lora"),
     (
         ["quantization=int8", "adapter=pissa"],

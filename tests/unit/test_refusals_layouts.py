@@ -39,6 +39,24 @@ LAYOUTS: list[Row] = [
         "parallelism=fsdp",
     ),
     (
+        ["precision=fp8", "parallelism=tensor"],
+        "parallelism.tensor",
+        "would give every rank's part of a row a scale of its own in fp8",
+        "parallelism=fsdp",
+    ),
+    (
+        ["precision=fp8", "parallelism=context"],
+        "parallelism.context",
+        "would give every rank's part of a row a scale of its own in fp8",
+        "parallelism=fsdp",
+    ),
+    (
+        ["precision=fp8", "parallelism=deepspeed_zero2"],
+        "parallelism",
+        "knows nothing of fp8",
+        "set parallelism=fsdp",
+    ),
+    (
         ["quantization=nf4", "adapter=lora", "parallelism=deepspeed_zero2"],
         "parallelism",
         "makes numbers of its own format of what quantization=nf4 packs",
@@ -199,6 +217,21 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     assert "scales no fp16 gradients" in complaint.reason
     assert "parallelism=ddp" in complaint.cure
     compose(["parallelism=ddp", *line[1:]], here=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "reason"),
+    [
+        (["hardware=a100_80g"], "precision", "A100 has no fp8 products"),
+        (["hardware=h100", "precision.compute=fp16"], "precision.compute", "not scaled for it"),
+    ],
+)
+def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["precision=fp8", *line], here=False)
+    (complaint,) = caught.value.complaints
+    assert complaint.key == key
+    assert reason in complaint.reason
 
 
 UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]

@@ -36,6 +36,7 @@ class TestHardware:
         rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
         assert all(rate is not None for rate in rates)
         assert spec.fp16_tflops >= max(rate for rate in rates if rate is not None)
+        assert spec.fp8_tflops in (0, pytest.approx(2 * spec.fp16_tflops, rel=1e-3))
         assert 10 < spec.fp32_tflops < 100
         assert 16 < spec.memory_gib < 300
         assert spec.link_gb_per_s < spec.memory_gb_per_s

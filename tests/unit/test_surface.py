@@ -75,7 +75,7 @@ def test_groups_and_their_options() -> None:
             "single",
             "tensor",
         ],
-        "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32"],
+        "precision": ["bf16_mixed", "bf16_true", "fp16_mixed", "fp32", "fp8"],
         "optimizer": [
             "adafactor",
             "adamw",

@@ -3,6 +3,8 @@
 Line = tuple[str, ...]
 
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
+FP8 = ("precision=fp8", "precision.compute=fp32")
+FP8_MIXED = "precision=fp8"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
 OFFLOAD = ("memory=offload_activations", "objective.loss_chunk=64")
@@ -100,6 +102,7 @@ TRAINED: tuple[Line, ...] = (
     _GPT2,
     WEIGHTS,
     (LORA, MIXED),
+    (*FP8, *WEIGHTS),
     PACKING,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
@@ -138,6 +141,14 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (*PACKING, "parallelism=context", "parallelism.attention=gather"),
     (*PACKING, *_piped("one_f_one_b")),
     (SELECTIVE,),
+    (*FP8, SELECTIVE),
+    (*FP8, *_GPT2, "precision.recipe=rowwise"),
+    (FP8_MIXED, *WEIGHTS, SELECTIVE),
+    (FP8_MIXED, "precision.parameters=bf16", *WEIGHTS),
+    (*_DDP, *FP8, *WEIGHTS),
+    fsdp(2, *FP8, *WEIGHTS),
+    fsdp(2, FP8_MIXED, *WEIGHTS),
+    (*_piped("one_f_one_b"), *FP8),
     (MIXED, *WEIGHTS),
     (*_DDP, *WEIGHTS),
     fsdp(2),
@@ -292,6 +303,8 @@ TRACED: tuple[Line, ...] = (
     (LORA, "objective.loss_chunk=1024"),
 )
 TRACED_SELDOM: tuple[Line, ...] = (
+    (FP8_MIXED, *fsdp(8), FULL),
+    (FP8_MIXED, *mesh(replicate=2, shards=8), SUMS),
     (MIXED, *stages(shards=4), FULL),
     (),
     (BF16,),

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from scalewise.checkpoints.trained import Trained
+from scalewise.hardware import DeviceKind
 from scalewise.models.base import Part
 from scalewise.models.module import ModelModule
 from scalewise.precision import Number
@@ -15,11 +16,13 @@ from scalewise.precision import Number
 def model(told: Trained, device: torch.device, *, exact: bool = False) -> ModelModule:
     """Returns the whole model with its weights, with an adapter merged if it can be, to be asked.
 
-    ``exact``: with the matrices that were packed as they had been before.
+    ``exact``: with the matrices that were packed as they had been before, and none in 8 bits.
     """
     module = told.model.shape(Part(range(told.model.layers)))
     if not told.adapter.merges:
         told.adapter.apply(module, told.model)
+    if not exact:
+        told.precision.apply(module, told.model, DeviceKind(device.type))
     module.to_empty(device=device)
     module.init_buffers()
     module.load_state_dict(told.merged(exact=exact))

@@ -71,6 +71,7 @@ class Layout(Strategy):
         whole = Part(range(run.model.layers))
         module = run.model.shape(whole)
         run.quantization.apply(module, run.model)
+        run.precision.apply(module, run.model, run.hardware.device)
         run.adapter.apply(module, run.model)
         module.to_empty(device=torch.get_default_device())
         run.model.fill(module, run.seed)

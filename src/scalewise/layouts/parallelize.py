@@ -32,6 +32,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     if split is not None:
         module.replace_mixes(partial(context.mix, spec.attention, split))
     run.quantization.apply(module, run.model)
+    run.precision.apply(module, run.model, run.hardware.device)
     run.adapter.apply(module, run.model)
     tensor_mesh = layout.axis("tensor")
     if tensor_mesh is not None:

@@ -19,6 +19,8 @@ class Work(StrEnum):
 
     product = "product"
     """Matrix products: the tensor cores."""
+    product_fp8 = "product_fp8"
+    """Matrix products of numbers of 8 bits: the tensor cores, faster."""
     attention = "attention"
     """Products inside a fused attention kernel."""
     pointwise = "pointwise"
@@ -48,6 +50,7 @@ class Pass:
     ``before``: keys and values that are trained, before those of a layer.
     ``every_second``: whether selective recomputation keeps every second product alone, as
     torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
+    ``in_fp8``: layers that cast what they multiply to 8 bits.
     """
 
     rows: int
@@ -78,6 +81,7 @@ class Pass:
     packing: bool = False
     ahead: int = 0
     before: int = 0
+    in_fp8: tuple[str, ...] = ()
 
     @property
     def places(self) -> int:
@@ -98,7 +102,8 @@ class Operator:
     which it is made; ``shares``: whether those of the output's format are given its own.
     ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
     that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
-    needs besides. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
+    needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
+    8 bits. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
@@ -113,6 +118,7 @@ class Operator:
     weight_first: bool = True
     forward_scratch: int = 0
     scratch: int = 0
+    casts: tuple[int, int] = (0, 0)
     packed: bool = False
     kept_by_selective: bool = False
     flops: float = 0.0
@@ -121,7 +127,8 @@ class Operator:
     @property
     def reads_back(self) -> bool:
         """Returns whether backward reads what forward has left: a result, or a product's weight."""
-        return bool(self.saved) or (self.work is Work.product and not self.packed)
+        multiplies = self.work in (Work.product, Work.product_fp8)
+        return bool(self.saved) or (multiplies and not self.packed)
 
 
 @dataclass
@@ -156,6 +163,7 @@ class Tape:
         shares: bool = False,
         forward_scratch: int = 0,
         scratch: int = 0,
+        casts: tuple[int, int] = (0, 0),
         packed: bool = False,
         kept_by_selective: bool = False,
         flops: float = 0.0,
@@ -183,6 +191,7 @@ class Tape:
                 weight_first=weight_first,
                 forward_scratch=forward_scratch,
                 scratch=scratch,
+                casts=casts,
                 packed=packed,
                 kept_by_selective=kept_by_selective,
                 flops=flops,

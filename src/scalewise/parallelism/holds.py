@@ -145,6 +145,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         packing=run.data.packing,
         ahead=run.adapter.ahead,
         before=run.adapter.before,
+        in_fp8=precision.in_fp8(run.model),
     )
 
 

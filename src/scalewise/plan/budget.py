@@ -26,7 +26,7 @@ MIXTURES = (
 )
 """What some blocks compute again, and what the others: no third kind would save time."""
 DIGITS = 4
-USUAL = steptime.Rates(100 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
+USUAL = steptime.Rates(100 * TERA, 200 * TERA, 50 * TERA, 1000 * GIGA, 0.0)
 """Proportions of an accelerator, to tell what takes long where a profile says no rates."""
 
 

@@ -37,6 +37,7 @@ class Rates:
     """What a device reaches: flop/s in products and in attention, bytes/s of its memory."""
 
     products: float
+    products_fp8: float
     attention: float
     memory: float
     launch: float
@@ -46,7 +47,8 @@ class Rates:
         """Returns the time of an operator; 0 where there is none."""
         if work is Work.message or not moved:
             return 0.0
-        rate = self.attention if work is Work.attention else self.products
+        rates = {Work.attention: self.attention, Work.product_fp8: self.products_fp8}
+        rate = rates.get(work, self.products)
         return max(flops / rate, moved / self.memory, self.launch)
 
 
@@ -115,6 +117,7 @@ def rates(run: Run) -> Rates | None:
     ranks = run.world_size if hardware.device is DeviceKind.cpu else 1  # on one processor
     return Rates(
         products / ranks,
+        (hardware.product_flops("fp8") or products) / ranks,  # else emulated
         peak * hardware.attention_share / ranks,
         hardware.memory_gb_per_s * GIGA * hardware.bandwidth_share / ranks,
         hardware.launch_us * MICRO,
@@ -153,7 +156,7 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
     rounds = holds.pieces * len(holds.parts)
     bubble = (arithmetic + sum(messages.values())) * (holds.places - 1) / rounds
     return StepTime(
-        spent[Work.product],
+        spent[Work.product] + spent[Work.product_fp8],
         spent[Work.attention],
         spent[Work.pointwise],
         recompute,
@@ -177,7 +180,7 @@ def _asked(holds: Holds, run: Run, reached: Rates) -> float:
     """Returns the seconds of a pass forward through the model without its adapter."""
     tapes = tapes_of(run.model, replace(holds.shape, adapted=()))
     return sum(
-        count * reached.seconds(operator.work, operator.flops, _moved(tape, operator))
+        count * _there(tape, operator, reached)
         for tape, count in _parts(tapes, holds)
         for operator in tape.operators
     )
@@ -190,11 +193,16 @@ def _loaded(run: Run) -> float:
 
 
 def _both_ways(tape: Tape, operator: Operator, reached: Rates) -> float:
-    moved = _moved(tape, operator)
-    there = reached.seconds(operator.work, operator.flops, moved)
     written = sum(tape.sizes[place] for place in operator.gradients) + sum(operator.weight)
-    back = moved + written if operator.gradients or operator.weight[0] else 0
-    return there + reached.seconds(operator.work, operator.backward_flops, back)
+    back = _moved(tape, operator) + written if operator.gradients or operator.weight[0] else 0
+    casts = reached.seconds(Work.pointwise, 0.0, operator.casts[1])
+    backward = reached.seconds(operator.work, operator.backward_flops, back) + casts
+    return _there(tape, operator, reached) + backward
+
+
+def _there(tape: Tape, operator: Operator, reached: Rates) -> float:
+    casts = reached.seconds(Work.pointwise, 0.0, operator.casts[0])
+    return reached.seconds(operator.work, operator.flops, _moved(tape, operator)) + casts
 
 
 def _moved(tape: Tape, operator: Operator) -> int:
@@ -209,7 +217,7 @@ def again(run: Run, reached: Rates) -> float:
 
 def _again(tape: Tape, blocks: Counter[Recompute], reached: Rates) -> float:
     return sum(
-        count * reached.seconds(operator.work, operator.flops, _moved(tape, operator))
+        count * _there(tape, operator, reached)
         for recompute, count in blocks.items()
         for operator in _made_again(tape, recompute)
     )

@@ -61,8 +61,10 @@ def main(arguments: Sequence[str]) -> int:
         what = "pairs" if told.data.pairs else "rows"
         print(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
         print(found, flush=True)
-        packing = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
-        _keep(folder / RECORD, told.step, found, packing)
+        costs = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
+        if told.precision.in_fp8(told.model):
+            costs |= _of_fp8(told, device, splits, options["rows"], found)
+        _keep(folder / RECORD, told.step, found, costs)
         if options["prompt"]:
             print(f"\n{_written(told, module, splits, options)}\n")
     print(f"result {folder / RECORD}")
@@ -89,6 +91,27 @@ def _of_packing(
         flush=True,
     )
     return {"packed_bytes": packed, "whole_bytes": whole, "loss_of_whole": exact}
+
+
+def _of_fp8(
+    told: Trained,
+    device: torch.device,
+    splits: Splits,
+    rows: str,
+    found: Found,
+) -> dict[str, float]:
+    """Returns what products in 8 bits cost: the loss beside that of the same weights in fp32."""
+    import torch
+
+    from scalewise.evaluation import live
+
+    with torch.autocast(device.type, enabled=False):
+        exact = _measured(told, live.model(told, device, exact=True).float(), splits, rows).loss
+    print(
+        f"products in fp8: the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by fp8",
+        flush=True,
+    )
+    return {"loss_in_fp32": exact}
 
 
 def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
@@ -182,10 +205,10 @@ def _classes(told: Trained, module: ModelModule, ids: list[int]) -> str:
     return ", ".join(f"{name} {share:.1%}" for share, name in ranked)
 
 
-def _keep(path: Path, step: int, found: Found, packing: Mapping[str, float]) -> None:
+def _keep(path: Path, step: int, found: Found, costs: Mapping[str, float]) -> None:
     from scalewise.evaluation.held_out import HeldOut
     from scalewise.tracking.files import read_json, write_json
 
     more = {"perplexity": found.perplexity} if type(found) is HeldOut else {}
-    record = {str(step): {**asdict(found), **more, **packing}}
+    record = {str(step): {**asdict(found), **more, **costs}}
     write_json(path, read_json(path) | record)

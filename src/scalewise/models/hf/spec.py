@@ -258,6 +258,10 @@ class HuggingFace(Model):
             option = chosen.get("quantization", "nf4")
             reason = "does not pack the matrices of transformers' models"
             yield Complaint("quantization", option, reason, "set quantization=none")
+        if run.precision.in_fp8(self):
+            option = chosen.get("precision", "fp8")
+            reason = "does not convert the layers of transformers' models"
+            yield Complaint("precision", option, reason, "set precision=bf16_mixed")
         if run.memory.offload:
             reason = "is not counted for models of transformers"
             yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")

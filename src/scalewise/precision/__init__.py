@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
+
+if TYPE_CHECKING:
+    from scalewise.hardware import DeviceKind
+    from scalewise.models.base import Model
+    from scalewise.models.module import ModelModule
+    from scalewise.run import Run
 
 LightningPrecision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
@@ -56,6 +62,21 @@ class Precision:
                 f"cannot be held while computing in {self.compute}",
                 f"parameters/compute may be {known}",
             )
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what the formats do not go with."""
+        yield from ()
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields packages that are not installed."""
+        yield from ()
+
+    def in_fp8(self, model: Model) -> tuple[str, ...]:
+        """Returns the linear layers that multiply in 8 bits, by name within a block: none."""
+        return ()
+
+    def apply(self, module: ModelModule, model: Model, device: DeviceKind) -> None:
+        """Puts layers that multiply in 8 bits in the place of others: none."""
 
     @property
     def peak_kind(self) -> str:

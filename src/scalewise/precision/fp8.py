@@ -1,0 +1,116 @@
+"""Linear layers whose operands are cast to 8 bits (torchao), as a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from scalewise.adapters import layers
+from scalewise.config.registry import option
+from scalewise.errors import Complaint, ConfigError
+from scalewise.hardware import DeviceKind
+from scalewise.models.base import Model
+from scalewise.parallelism.deepspeed import DeepSpeed
+from scalewise.parallelism.mesh import Mesh
+from scalewise.precision import Number, Precision
+
+if TYPE_CHECKING:
+    from scalewise.models.module import ModelModule
+    from scalewise.run import Run
+
+DIVISOR = 16
+"""What divides every size of a product of 8-bit numbers on CUDA."""
+FIRST = (8, 9)
+"""Compute capability of the first devices that have such products."""
+
+
+class Recipe(StrEnum):
+    """Which numbers share a scale, by torchao's names."""
+
+    tensorwise = "tensorwise"
+    """All of a tensor; gradients have 5 bits of exponent and 2 of mantissa (e5m2)."""
+    rowwise = "rowwise"
+    """Those that are summed; scales are powers of two, gradients as all else (e4m3)."""
+
+
+@option("precision", "fp8")
+@dataclass(frozen=True)
+class Float8(Precision):
+    """Linear layers of blocks multiply e4m3 numbers (Micikevicius et al., 2022), all else as told.
+
+    Scales are those of the micro batch at hand. Weights stay in their format, and so do the sums.
+    """
+
+    compute: Number = Number.bf16
+    recipe: Recipe = Recipe.tensorwise
+    """Which numbers share a scale."""
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields formats that do not go together."""
+        yield from super().complaints()
+        if self.compute is Number.fp16:
+            reason = "has no room for gradients beside those of 8 bits, which are not scaled for it"
+            yield Complaint("precision.compute", "fp16", reason, "set precision.compute=bf16")
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields devices, shapes and layouts that torchao's layers do not go with."""
+        layout, chosen = run.parallelism, run.choices.get("precision", "fp8")
+        if run.hardware.fp8_tflops == 0:
+            reason = f"{run.hardware.match or 'the device'} has no fp8 products"
+            yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
+        if run.data.sequence % DIVISOR:
+            reason = f"is not divisible by {DIVISOR}, and fp8 products sum over tokens"
+            cure = f"set data.sequence={max(1, run.data.sequence // DIVISOR) * DIVISOR}"
+            yield Complaint("data.sequence", run.data.sequence, reason, cure)
+        if not self.in_fp8(run.model):
+            reason = f"no linear layer of the model has features that {DIVISOR} divides"
+            yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
+        if run.is_frozen:
+            adapter = run.choices.get("adapter", type(run.adapter).__name__)
+            reason = "freezes matrices, whose gradients torchao's fp8 layers make all the same"
+            yield Complaint("adapter", adapter, reason, "set precision=bf16_mixed")
+        if isinstance(layout, Mesh):
+            for axis in ("tensor", "context"):
+                if (ranks := layout.sizes.get(axis, 1)) > 1:
+                    reason = "would give every rank's part of a row a scale of its own in fp8"
+                    cure = f"set parallelism.{axis}=1, and shard instead: parallelism=fsdp"
+                    yield Complaint(f"parallelism.{axis}", ranks, reason, cure)
+        if isinstance(layout, DeepSpeed):
+            option = run.choices.get("parallelism", "deepspeed")
+            reason = "casts weights by itself, and knows nothing of fp8"
+            yield Complaint("parallelism", option, reason, "set parallelism=fsdp")
+
+    def machine_complaints(self) -> Iterator[Complaint]:
+        """Yields that torchao is not installed."""
+        if find_spec("torchao") is None:
+            reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
+            yield Complaint("precision", "fp8", reason, cure)
+
+    def in_fp8(self, model: Model) -> tuple[str, ...]:
+        """Returns the linear layers of a block whose features can be multiplied in 8 bits."""
+        linear = layers.linear(model)
+        block = (weight for weight in model.census() if weight.layer == 0)
+        sizes = {layers.name_of(weight): weight.shape for weight in block}
+        return tuple(name for name in linear if not any(size % DIVISOR for size in sizes[name]))
+
+    def apply(self, module: ModelModule, model: Model, device: DeviceKind) -> None:
+        """Has torchao convert the layers, emulated on the CPU.
+
+        Raises ``ConfigError`` where the CUDA device has no products in 8 bits.
+        """
+        import torch
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST:
+            reason = f"{torch.cuda.get_device_name()} has no fp8 products"
+            raise ConfigError.one("precision", "fp8", reason, "set precision=bf16_mixed")
+        names = self.in_fp8(model)
+        recipe = Float8LinearConfig.from_recipe_name(self.recipe.value)
+        config = replace(recipe, emulate=device is DeviceKind.cpu)
+        for block in module.layers():
+            convert_to_float8_training(
+                block, module_filter_fn=lambda _, name: name in names, config=config
+            )

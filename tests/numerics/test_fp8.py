@@ -1,0 +1,165 @@
+"""Products in 8 bits are torchao's, as near to fp32 as their formats are, in every layout alike."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE
+from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients, steps_of
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+
+from scalewise import cli, compose
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.base import Part
+from scalewise.precision.fp8 import Float8, Recipe
+
+LONG = pytest.mark.exhaustive
+FP8 = ("precision=fp8", "precision.compute=fp32")
+ROWWISE = (*FP8, "precision.recipe=rowwise")
+TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
+E4M3, E5M2 = 2.0**-4, 2.0**-3
+"""Largest relative errors of numbers that are rounded to 3 bits of mantissa, and to 2."""
+SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
+"""Largest errors of those near 0, over the largest number of their scale."""
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> None:
+    run = compose([*SHAPE, *shape, *FP8])
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
+    linear = {name for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+    assert converted == {name for name in linear if name.startswith("blocks.")}
+    assert len(converted) == len(run.precision.in_fp8(run.model)) * run.model.layers
+    held = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    assert held == {weight.name: weight.shape for weight in run.census()}
+
+
+def test_a_layer_that_16_does_not_divide_stays() -> None:
+    run = compose([*SHAPE, *LLAMA, *FP8, "model.feedforward=40"])
+    block = SingleLayout(DeviceKind.cpu).build(run).get_submodule("blocks.0")
+    assert not isinstance(block.get_submodule("feedforward.down"), Float8Linear)
+    assert isinstance(block.get_submodule("attention.output"), Float8Linear)
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_losses_and_gradients_are_those_of_torchaos_conversion(
+    recipe: Recipe, shape: tuple[str, ...]
+) -> None:
+    run = compose([*SHAPE, *shape, *FP8, f"precision.recipe={recipe}"])
+    plain = run.model.build(1)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
+    theirs = convert_to_float8_training(
+        deepcopy(plain), config=config, module_filter_fn=lambda _, name: "blocks." in name
+    )
+    run.precision.apply(plain, run.model, DeviceKind.cpu)
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
+    for module in (plain, theirs):
+        module(tokens).logsumexp(-1).sum().backward()
+    for (name, ours), wanted in zip(plain.named_parameters(), theirs.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, wanted.grad), name
+
+
+def largest_error(a: Tensor, b: Tensor, of_a: float, of_b: float) -> Tensor:
+    """Returns that of ``a @ b`` by rounding their numbers, each number by itself."""
+    a, b = a.abs(), b.abs()
+    small_a, small_b = (x.max() * SMALLEST[of] for x, of in ((a, of_a), (b, of_b)))
+    off_a, off_b = a * of_a + small_a, b * of_b + small_b
+    return off_a @ b + a @ off_b + off_a @ off_b
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+def test_products_err_as_their_formats_do(recipe: Recipe) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
+    x.requires_grad_()
+    spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
+    module = spec.shape(Part(range(1))).to_empty(device="cpu")
+    Float8(recipe=recipe).apply(module, spec, DeviceKind.cpu)
+    layer = module.get_submodule("blocks.0.feedforward.up")
+    assert isinstance(layer, Float8Linear)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(48, 96, generator=generator) / 8)
+    y = layer(x)
+    y.backward(up)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    weight, of_up = layer.weight.detach(), E5M2 if recipe is Recipe.tensorwise else E4M3
+    for found, a, b, of_a in (
+        (y.detach(), x.detach(), weight.T, E4M3),
+        (x.grad, up, weight, of_up),
+        (layer.weight.grad, up.T, x.detach(), of_up),
+    ):
+        error = (found - a @ b).abs()
+        assert (error <= largest_error(a, b, of_a, E4M3) + 1e-5).all()
+        assert error.norm() > 0.005 * found.norm()
+
+
+def micro_batched(run: Folder, recipe: tuple[str, ...], job: Job, piece: int | None) -> Folder:
+    """Returns the same steps on one device, whose scales are of as many rows."""
+    rows = piece or run.resolved["trainer"]["micro_batch"]
+    parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *recipe, f"trainer.micro_batch={rows}")
+    return job.of(*parts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        ("fsdp", ROWWISE),
+        *(
+            pytest.param(layout, recipe, marks=LONG)
+            for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp", "pipeline_one_f_one_b")
+            for recipe in (FP8, ROWWISE)
+            if (layout, recipe) != ("fsdp", ROWWISE)
+        ),
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    layout: str, recipe: tuple[str, ...], tmp_path: Path, shared_cache: Path
+) -> None:
+    """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
+    job = Job(tmp_path, shared_cache)
+    run = steps_of(LAYOUTS[layout], "accumulated", job, *recipe)
+    alone = micro_batched(run, recipe, job, 1 if "pipeline" in layout else None)
+    if recipe == ROWWISE:
+        assert_equal(run, alone)
+        return
+    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
+    losses = run.column("train/loss"), alone.column("train/loss")
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scope", ["block", "whole"])
+def test_compiling_changes_nothing(scope: str, tmp_path: Path, shared_cache: Path) -> None:
+    job = Job(tmp_path, shared_cache)
+    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *ROWWISE, "trainer.micro_batch=12")
+    compiled = job.of(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_equal(compiled, job.of(*parts))
+
+
+def test_an_evaluation_tells_what_fp8_costs(
+    tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that fill a micro batch up share the scales of whole tensors, not those of rows."""
+    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    run = Job(tmp_path, shared_cache).of(*parts, *ROWWISE)
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
+    assert "products in fp8: the loss is " in capsys.readouterr().out
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["loss_in_fp32"] != found["loss"]
+    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
