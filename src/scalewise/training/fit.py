@@ -253,6 +253,7 @@ def lightning_quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
         warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         warnings.filterwarnings("ignore", message=".*`srun` command is available.*")

@@ -26,6 +26,7 @@ from scalewise.tracking.files import MetricsFile, write_json
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.session import Session
 from scalewise.training import targets
+from scalewise.training.callbacks.position import Position
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.recorder import Recorder, Row, layout_of
 from scalewise.training.callbacks.terminal import Terminal
@@ -110,6 +111,7 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
             run.trainer.max_steps or -1,
             recorder,
             pruning,
+            [Position()],
             max_epochs=-1 if epochs is None else int(epochs),
             gradient_clip_val=run.trainer.clip_norm,
             use_distributed_sampler=True,
