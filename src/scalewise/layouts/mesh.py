@@ -109,12 +109,6 @@ class MeshLayout(Layout, ModelParallelStrategy):
 
         module.configure_model = configure_model  # type: ignore[method-assign]  # of this one alone
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Returns which share of the rows Lightning's sampler gives a user's module here."""
-        spec = self.spec
-        return {"num_replicas": spec.data_parallel_size, "rank": spec.data_rank(self.global_rank)}
-
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer over this rank's shards, which are final by now."""
         if self.axis("tensor") is not None:

@@ -14,7 +14,7 @@ from scalewise.memory import Recompute
 from scalewise.objectives.base import Objective
 from scalewise.precision import Number
 from scalewise.quantization.spec import NoQuantization
-from scalewise.trainer import AUTO, Trainer
+from scalewise.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,9 +119,14 @@ def _of_parts(run: Run) -> Iterator[Complaint]:
 
 def _of_trainer(trainer: Trainer) -> Iterator[Complaint]:
     usual = Trainer()
-    if trainer.micro_batch == AUTO:
-        reason = "the loader of a data module of yours decides"
-        yield Complaint("trainer.micro_batch", AUTO, reason, f"set {usual.micro_batch}")
+    if trainer.micro_batch != usual.micro_batch:
+        reason = "the loader of a data module of yours decides how many rows a batch has"
+        cure = f"set it to {usual.micro_batch}, and what data.arguments say of batches"
+        yield Complaint("trainer.micro_batch", trainer.micro_batch, reason, cure)
+    if trainer.global_batch is not None:
+        reason = "a module of yours takes a step with each batch that its loader gives"
+        cure = "set trainer.global_batch=null"
+        yield Complaint("trainer.global_batch", trainer.global_batch, reason, cure)
     if trainer.max_tokens is not None:
         reason, cure = "a module of yours has no tokens to count", "set trainer.max_steps"
         yield Complaint("trainer.max_tokens", trainer.max_tokens, reason, cure)

@@ -31,6 +31,7 @@ from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.recorder import Recorder, Row, layout_of
 from scalewise.training.callbacks.terminal import Terminal
 from scalewise.training.fit import Place, assemble, lightning_quiet, sum_up
+from scalewise.training.share import share_out
 from scalewise.training.stopping import STOP
 
 LOGGED = "logged"
@@ -119,6 +120,8 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
             log_every_n_steps=run.trainer.log_every,
         )
         layout_of(trainer).adopt(run, module)
+        layout = run.parallelism
+        share_out(trainer, layout.data_rank(place.rank), layout.data_parallel_size)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
             if pruning:
@@ -142,7 +145,8 @@ class UserRecorder(Recorder):
         self._norm = torch.zeros(())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses what cannot be followed step by step, and starts the clock."""
+        """Starts the clock, and refuses what cannot be followed step by step."""
+        super().on_train_start(trainer, pl_module)
         if (optimizers := len(trainer.optimizers)) != 1:
             raise self._unlike(f"has {optimizers} optimizers; a run follows the steps of one")
         limit = self.run.trainer.clip_norm
@@ -154,7 +158,6 @@ class UserRecorder(Recorder):
             reason, cure = "the loader has no length to count epochs by", "set trainer.max_steps"
             raise ConfigError.one("trainer.max_epochs", self.run.trainer.max_epochs, reason, cure)
         trainer.fit_loop.epoch_loop.max_steps = int(steps)
-        super().on_train_start(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

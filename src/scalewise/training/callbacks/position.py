@@ -15,12 +15,17 @@ STATE = "position"
 class Position(Callback):
     """Keeps the state of torch's generator, of which a loader draws its order as an epoch begins.
 
-    Lightning would begin the epoch's rows anew.
+    Lightning would begin the epoch's rows anew, and of several ranks seed the generator once more.
     """
 
     def __init__(self) -> None:
+        self._built = torch.get_rng_state()
         self._began: Tensor | None = None
         self._then: Tensor | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Has every layout go on from where building the module has left the generator."""
+        torch.set_rng_state(self._built)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps what the rows of a later epoch are drawn from; of the first, the seed gives it."""
