@@ -12,6 +12,10 @@ from fixtures.layouts import needs_deepspeed
 from fixtures.yours import MyData, MyModule
 from lightning.pytorch import Trainer, seed_everything
 
+from scalewise import compose
+from scalewise.errors import ConfigError
+from scalewise.training import user_trace
+
 LONG = pytest.mark.exhaustive
 STEPS, ROWS = 12, 8
 YOURS = (
@@ -132,3 +136,40 @@ def test_steps_of_its_own_are_followed(job: Job) -> None:
     losses = run.column("train/loss")
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallelism=single",),
+        pytest.param(("parallelism=ddp",), marks=LONG),
+        pytest.param(FSDP, marks=LONG),
+        pytest.param(("parallelism=hsdp",), marks=LONG),
+    ],
+)
+def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) -> None:
+    lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
+    measured = job.of(*lines).summary["metrics"]
+    foreseen = user_trace.traced(compose(lines))
+    for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
+        key = f"memory/{name}_bytes"
+        print(f"{key}: {foreseen[key]:,} traced, {measured[key]:,} measured")
+    for name in ("parameters", "gradients", "optimizer"):
+        assert foreseen[f"memory/{name}_bytes"] == measured[f"memory/{name}_bytes"], name
+    assert foreseen["memory/peak_bytes"] == pytest.approx(measured["memory/peak_bytes"], rel=0.05)
+    assert foreseen["rows"] == 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (("objective.target=fixtures.yours.Stepping",), "steps by itself"),
+        (("objective.target=fixtures.yours.Reading",), "cannot follow a step of it"),
+        (("parallelism=deepspeed_zero1",), "works on real memory"),
+    ],
+)
+def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: str) -> None:
+    replaced = {line.partition("=")[0] for line in lines}
+    kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
+    with pytest.raises(ConfigError, match=reason):
+        user_trace.traced(compose([*kept, *lines], here=False))

@@ -29,8 +29,12 @@ class Plan:
 
     @cached_property
     def cure(self) -> Cure | None:
-        """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
-        return None if self.fit.verdict.good else cure(self.run)
+        """Returns the smallest change that makes it fit; None where it fits, or nothing helps.
+
+        Of a user's module the ledger, which looks for it, knows nothing.
+        """
+        known = self.fit.verdict.good or self.run.objective.of_user
+        return None if known else cure(self.run)
 
     @property
     def interval(self) -> tuple[float, float] | None:

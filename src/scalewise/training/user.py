@@ -164,7 +164,7 @@ class UserRecorder(Recorder):
     ) -> None:
         """Learns at the first batch how many rows one has."""
         if self._begun is not None:
-            settings = replace(self.run.trainer, micro_batch=_rows(batch))
+            settings = replace(self.run.trainer, micro_batch=rows(batch))
             self.run = replace(self.run, trainer=settings)
             if trainer.is_global_zero:
                 self._begun(self.run, trainer.max_steps)
@@ -216,7 +216,7 @@ class UserRecorder(Recorder):
         return ConfigError.one("objective.target", self.run.objective.target, reason)
 
 
-def _rows(batch: Any) -> int:
+def rows(batch: Any) -> int:
     """Returns the rows of a batch: the first size of its first tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*infer the `batch_size`.*")
