@@ -202,11 +202,11 @@ class Run:
         """Yields everything that is wrong: in each spec, then between them."""
         of_specs = list(self._of_specs())
         yield from of_specs
-        if found := list(misplaced(self)):
-            yield from found
-        elif self.objective.of_user:
+        found = list(misplaced(self))
+        yield from found
+        if self.objective.of_user:
             yield from self.objective.complaints_with(self)
-        elif not of_specs:
+        elif not (found or of_specs):
             yield from self.model.complaints_with(self)
             yield from self.adapter.complaints_with(self.model)
             yield from self.adapter.complaints_of(self)

@@ -17,6 +17,7 @@ from scalewise.data.corpus_classes import CorpusClasses
 from scalewise.data.corpus_pairs import CorpusPairs
 from scalewise.data.hf import HuggingFace
 from scalewise.data.labelled import Labelled
+from scalewise.data.module import UserData
 from scalewise.data.preference import Preference
 from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
@@ -35,6 +36,7 @@ SPECS = {
     "text": Text,
     "tokens": Tokens,
     "hf": HuggingFace,
+    "module": UserData,
     "preference": Preference,
     "reversal": Reversal,
     "synthetic": Synthetic,
