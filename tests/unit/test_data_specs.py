@@ -11,6 +11,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from scalewise.config.registry import target
+from scalewise.config.schema import twin
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.corpus_classes import CorpusClasses
@@ -51,9 +53,8 @@ def said(data):
 def test_yaml_fits_the_spec(name):
     body = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert body.pop("defaults") == [f"/schema/data/{name}@_here_", "_self_"]
-    schema = OmegaConf.structured(SPECS[name])
-    OmegaConf.set_readonly(schema, False)
-    values = OmegaConf.to_container(OmegaConf.merge(schema, body))
+    values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(twin(SPECS[name])), body))
+    assert values.pop("_target_") == target(SPECS[name])
     assert set(values) == {field.name for field in dataclasses.fields(SPECS[name])}
     assert (CONF / f"{name}.yaml").read_text().startswith("# ")
 

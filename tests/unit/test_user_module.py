@@ -67,6 +67,12 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
         ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
         ("parallelism=fsdp parallelism.cpu_offload=true", "parallelism.cpu_offload", "off", "out"),
         (
+            "hardware=cpu parallelism=ddp parallelism.comm_hook=bf16",
+            "parallelism.comm_hook",
+            "gloo cannot",
+            "fp16",
+        ),
+        (
             "parallelism=deepspeed_zero2_offload",
             "parallelism.offload_optimizer",
             "does not offload",

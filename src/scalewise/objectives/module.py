@@ -142,6 +142,7 @@ def _of_trainer(trainer: Trainer) -> Iterator[Complaint]:
 
 def _of_layout(run: Run) -> Iterator[Complaint]:
     layout = run.parallelism
+    yield from layout.complaints_on(run.hardware.device)
     sizes = getattr(layout, "sizes", {})
     for axis in LENGTHS:
         if sizes.get(axis, 1) > 1:

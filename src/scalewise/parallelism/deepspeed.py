@@ -132,6 +132,13 @@ class DeepSpeed(Parallelism):
                 cure = f"set parallelism.stage=3, or parallelism.{key}={str(none).lower()}"
                 yield Complaint(f"parallelism.{key}", value, reason, cure)
 
+    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+        """Yields kernels that the CPU lacks."""
+        for key in ("quantized_weights", "quantized_gradients"):
+            if getattr(self, key) and device is DeviceKind.cpu:
+                reason = "DeepSpeed has kernels that quantize for CUDA alone"
+                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
         yield from super().complaints_with(run)
@@ -158,10 +165,7 @@ class DeepSpeed(Parallelism):
                 f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
                 "set optimizer=adamw, or parallelism.offload_optimizer=none",
             )
-        for key in ("quantized_weights", "quantized_gradients"):
-            if getattr(self, key) and run.hardware.device is DeviceKind.cpu:
-                reason = "DeepSpeed has kernels that quantize for CUDA alone"
-                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+        yield from self.complaints_on(run.hardware.device)
         for name, callback in run.callbacks.items():
             if "Averaging" in str(callback.get("_target_", "")):
                 yield Complaint(
