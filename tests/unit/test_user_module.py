@@ -65,7 +65,12 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
         ("parallelism=tensor", "parallelism.tensor", "does not cut", "fsdp"),
         ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
         ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
-        ("parallelism=fsdp parallelism.cpu_offload=true", "parallelism.cpu_offload", "off", "out"),
+        (
+            "parallelism=fsdp parallelism.cpu_offload=true",
+            "parallelism.cpu_offload",
+            "off",
+            "=false",
+        ),
         (
             "hardware=cpu parallelism=ddp parallelism.comm_hook=bf16",
             "parallelism.comm_hook",
@@ -76,7 +81,7 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
             "parallelism=deepspeed_zero2_offload",
             "parallelism.offload_optimizer",
             "does not offload",
-            "leave",
+            "set parallelism.offload_optimizer=none",
         ),
         (
             "trusted_packages=[]",

@@ -152,7 +152,8 @@ def _of_layout(run: Run) -> Iterator[Complaint]:
     for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
         if (value := getattr(layout, key, "none")) not in (False, "none"):
             reason = "does not offload a module of yours"
-            yield Complaint(f"parallelism.{key}", value, reason, f"leave parallelism.{key} out")
+            cure = f"set parallelism.{key}={'false' if value is True else 'none'}"
+            yield Complaint(f"parallelism.{key}", value, reason, cure)
     scales = run.precision.compute is not Number.fp16
     if not scales and (sizes or layout.flattens_weights):
         chosen = run.choices.get("precision", "fp16")
