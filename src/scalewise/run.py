@@ -14,6 +14,7 @@ from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.config.registry import target
 from scalewise.data.base import Data
+from scalewise.data.module import UserData
 from scalewise.errors import Complaint
 from scalewise.hardware import (
     DeviceKind,
@@ -26,7 +27,8 @@ from scalewise.hardware import (
 from scalewise.launch.spec import Launch
 from scalewise.memory import Memory
 from scalewise.models.base import Model, Weight
-from scalewise.objectives import Objective
+from scalewise.objectives import Objective, UserModule
+from scalewise.objectives.module import misplaced
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
 from scalewise.plan.spec import Planning
@@ -78,7 +80,7 @@ class Run:
     callbacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Lightning callbacks by a name of their own: ``_target_`` and its arguments."""
     trusted_packages: tuple[str, ...] = ()
-    """Further packages whose callables ``callbacks`` may name."""
+    """Further packages whose callables ``callbacks`` and modules of the user's may name."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """The option chosen in each group."""
     overrides: tuple[str, ...] = ()
@@ -200,7 +202,11 @@ class Run:
         """Yields everything that is wrong: in each spec, then between them."""
         of_specs = list(self._of_specs())
         yield from of_specs
-        if not of_specs:
+        found = list(misplaced(self))
+        yield from found
+        if self.objective.of_user:
+            yield from self.objective.complaints_with(self)
+        elif not (found or of_specs):
             yield from self.model.complaints_with(self)
             yield from self.adapter.complaints_with(self.model)
             yield from self.adapter.complaints_of(self)
@@ -211,9 +217,11 @@ class Run:
             yield from self.memory.complaints_with(self)
             yield from self.parallelism.complaints_with(self)
             yield from self.trainer.complaints_with(self)
-        yield from self._of_schedule()
-        if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
-            yield from self._of_tokens()
+        if not (found or self.objective.of_user):
+            yield from self._of_schedule()
+            if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
+                yield from self._of_tokens()
+        yield from self._of_modules()
         yield from self._of_formats()
         yield from self._of_callbacks()
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
@@ -317,8 +325,30 @@ class Run:
                 "set trainer.max_steps, or data.streaming=false",
             )
 
+    def _of_modules(self) -> Iterator[Complaint]:
+        """Yields targets of a user's module and data that name no class of a trusted package."""
+        for group, spec in (("objective", self.objective), ("data", self.data)):
+            if not isinstance(spec, UserModule | UserData):
+                continue
+            path, given = spec.target, spec.arguments
+            if "." not in path and (path or group == "objective"):
+                cure = f"give {group}.target=package.module.Class"
+                yield Complaint(f"{group}.target", path or "''", "names no class", cure)
+            elif path:
+                yield from self._untrusted(f"{group}.target", path)
+            if nested := [key for key, value in given.items() if _names_target(value)]:
+                key, reason = nested[0], "only a module itself is built, not its arguments"
+                cure = "give it plain values"
+                yield Complaint(f"{group}.arguments.{key}", given[key], reason, cure)
+
+    def _untrusted(self, key: str, path: str) -> Iterator[Complaint]:
+        package = path.split(".")[0]
+        if package not in (*TRUSTED_PACKAGES, *self.trusted_packages):
+            reason = f"the package {package!r} is not trusted"
+            cure = f"if you trust it, set trusted_packages=[{package}]"
+            yield Complaint(key, path, reason, cure)
+
     def _of_callbacks(self) -> Iterator[Complaint]:
-        trusted = (*TRUSTED_PACKAGES, *self.trusted_packages)
         for name, callback in self.callbacks.items():
             path = callback.get("_target_") if isinstance(callback, Mapping) else None
             if not isinstance(path, str) or "." not in path:
@@ -331,14 +361,8 @@ class Run:
             elif nested := [key for key, value in callback.items() if _names_target(value)]:
                 reason = "only a callback itself is built, not its arguments"
                 yield Complaint(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
-            elif path.split(".")[0] not in trusted:
-                package = path.split(".")[0]
-                yield Complaint(
-                    f"callbacks.{name}._target_",
-                    path,
-                    f"the package {package!r} is not trusted",
-                    f"if you trust it, set trusted_packages=[{package}]",
-                )
+            elif untrusted := list(self._untrusted(f"callbacks.{name}._target_", path)):
+                yield from untrusted
             elif own_callbacks.is_own(path):
                 yield from own_callbacks.complaints(name, callback)
             elif path.endswith(".EarlyStopping") and self.trainer.validate_every is None:

@@ -20,6 +20,7 @@ from scalewise.study.space import first, overrides
 ROOT = tree.root()
 OPTIONS = [(group, name) for group in tree.GROUPS for name in tree.names(group)]
 CLASSES = ("model.classes=2", "model.tied=false")
+BORING = "objective.target=lightning.pytorch.demos.boring_classes.BoringModel"
 INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
 
 
@@ -48,6 +49,11 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "data=hf": [f"data.path={tmp_path}"],
         "model=hf": [*RANDOM_LLAMA],
         "schedule_free": ["schedule=constant"],
+        "objective=module": [BORING],
+        **{
+            f"{group}=module": ["objective=module", BORING]
+            for group in ("model", "data", "optimizer", "schedule")
+        },
         **{virtual: ["model.context=1024"] for virtual in ("prompt", "prefix")},
         **{packing: ["adapter=lora"] for packing in ("nf4", "fp4", "int8")},
     }
@@ -183,7 +189,7 @@ def test_flat_keeps_sequences_and_empty_mappings() -> None:
 
 
 def test_the_choices_are_the_files() -> None:
-    assert choices(["schedule"]) == {"schedule": ["constant", "cosine", "linear", "wsd"]}
+    assert choices(["schedule"]) == {"schedule": ["constant", "cosine", "linear", "module", "wsd"]}
 
 
 def test_callbacks_add_up() -> None:

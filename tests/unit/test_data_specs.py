@@ -11,12 +11,15 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from scalewise.config.registry import target
+from scalewise.config.schema import twin
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.corpus_classes import CorpusClasses
 from scalewise.data.corpus_pairs import CorpusPairs
 from scalewise.data.hf import HuggingFace
 from scalewise.data.labelled import Labelled
+from scalewise.data.module import UserData
 from scalewise.data.preference import Preference
 from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
@@ -35,6 +38,7 @@ SPECS = {
     "text": Text,
     "tokens": Tokens,
     "hf": HuggingFace,
+    "module": UserData,
     "preference": Preference,
     "reversal": Reversal,
     "synthetic": Synthetic,
@@ -49,9 +53,8 @@ def said(data):
 def test_yaml_fits_the_spec(name):
     body = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert body.pop("defaults") == [f"/schema/data/{name}@_here_", "_self_"]
-    schema = OmegaConf.structured(SPECS[name])
-    OmegaConf.set_readonly(schema, False)
-    values = OmegaConf.to_container(OmegaConf.merge(schema, body))
+    values = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(twin(SPECS[name])), body))
+    assert values.pop("_target_") == target(SPECS[name])
     assert set(values) == {field.name for field in dataclasses.fields(SPECS[name])}
     assert (CONF / f"{name}.yaml").read_text().startswith("# ")
 

@@ -14,8 +14,11 @@ def register() -> None:
 
 
 def run_name(*, _root_: Any) -> str:
-    """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``."""
+    """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``, ``MyModule-fsdp-bf16_mixed``."""
     choices = _root_.hydra.runtime.choices
+    if choices.get("objective") == "module":
+        target = str(OmegaConf.select(_root_, "objective.target") or "module")
+        return "-".join([target.rpartition(".")[2], choices.parallelism, choices.precision])
     parts = [choices.get(key) for key in ("model", "parallelism", "precision", "optimizer")]
     try:
         rate = OmegaConf.select(_root_, "optimizer.lr")

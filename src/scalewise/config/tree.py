@@ -7,11 +7,11 @@ from scalewise.errors import ConfigError
 GROUPS = (
     "model",
     "data",
-    "objective",
     "parallelism",
     "precision",
     "optimizer",
     "schedule",
+    "objective",
     "adapter",
     "quantization",
     "memory",

@@ -75,13 +75,15 @@ class Data(ABC):
 
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
     several texts, none of which attends to another. ``classes``: what a row may be, where its one
-    label is not a token but a number of them.
+    label is not a token but a number of them. ``of_user``: whether loaders of the user's give
+    batches of any kind.
     """
 
     sequence: int
     pairs: bool = False
     packing: bool = False
     classes: tuple[str, ...] = ()
+    of_user = False
 
     @property
     def answer(self) -> int:

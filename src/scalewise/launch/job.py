@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -93,10 +94,16 @@ def checked(order: Order, folder: Path) -> Path | None:
 
         checked(run)
     run.parallelism.prepare(run)
-    splits = run.data.prepare(run.model.vocabulary, run.seed)
+    if run.objective.of_user:
+        from scalewise.training import user  # imports Lightning
+
+        user.classes(run)
+        steps = run.trainer.max_steps or sys.maxsize  # its loaders are not asked here
+    else:
+        splits = run.data.prepare(run.model.vocabulary, run.seed)
+        steps = run.steps(len(splits.train))
     if run.resume is None and not order.attempts:
         return None
-    steps = run.steps(len(splits.train))
     if own := _own_checkpoint(order, steps):
         return own
     if run.resume is None:

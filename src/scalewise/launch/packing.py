@@ -76,6 +76,8 @@ def seats(machine: Machine, slots: int | None, *, on_cuda: bool) -> Room:
 
 def demand(run: Run, room: Room) -> Demand:
     """Returns what a run takes: a slot for each of its ranks, on the CPU all slots at the most."""
+    if run.objective.of_user:  # what it takes is not known before
+        return Demand(min(run.world_size, len(room.slots)), SUPERVISOR_BYTES)
     besides = host.of_node(run).peak + SUPERVISOR_BYTES
     if run.hardware.device is DeviceKind.cuda:
         return Demand(run.world_size, besides)
@@ -93,7 +95,8 @@ def refusal(run: Run, demand: Demand, room: Room) -> str:
         needed, there = bytes_text(demand.memory), bytes_text(room.memory)
         return f"needs {needed} of main memory; this machine has {there}"
     capacity = run.hardware.memory_gib
-    if run.hardware.device is DeviceKind.cuda and capacity is not None:
+    known = not run.objective.of_user
+    if known and run.hardware.device is DeviceKind.cuda and capacity is not None:
         peak = memory.worst(run).peak + int(run.hardware.context_gib * GIB)
         if peak > capacity * GIB:
             return f"needs {bytes_text(peak)} of a device that has {capacity:g} GiB"

@@ -14,6 +14,7 @@ from scalewise.errors import CheckpointError, Complaint
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
 
+Alike = tuple[tuple[str, tuple[str, ...] | None], ...]
 _FREE = ("weights", "dropout")
 """Fields of a model that may change between a checkpoint and its resumption."""
 
@@ -58,15 +59,20 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     # None stands for a micro batch a rank: what must not differ is how many rows that makes.
     earlier["trainer"] = {"global_batch": _global_batch(earlier)}
     now["trainer"] = {"global_batch": run.global_batch}
-    for group, keys in (
+    own: Alike = (
+        ("objective", ("_target_", "target", "arguments")),
+        ("data", ("_target_", "target")),
+    )
+    ours: Alike = (
         ("model", None),
         ("adapter", None),
         ("quantization", None),
         ("optimizer", ("_target_",)),
         ("trainer", ("global_batch",)),
         ("data", None),
-        ("seed", None),
-    ):
+    )
+    # How many rows a step of a user's module has, its loaders say alone.
+    for group, keys in (*(own if run.objective.of_user else ours), ("seed", None)):
         if group not in earlier:  # written before there was such a group
             continue
         before, after = _part(earlier, group), _part(now, group)

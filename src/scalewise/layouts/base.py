@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,6 +66,7 @@ class Layout(Strategy):
     lightning_restore_optimizer = True
     _resumed: Path | None = None
     _in_backward: InBackward | None = None
+    _keeps_settings = False
 
     def build(self, run: Run) -> nn.Module:
         """Returns what this rank holds of the model, with the weights that ``run.seed`` gives."""
@@ -80,6 +82,13 @@ class Layout(Strategy):
         run.memory.apply(module, whole)
         run.compile.apply(module)
         return module
+
+    def adopt(self, run: Run, module: LightningModule) -> None:
+        """Makes a module of the user's, built and whole, one of this layout, before it is set up.
+
+        What its optimizer's groups say is kept in checkpoints from then on.
+        """
+        self._keeps_settings = True
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer over what this rank holds of the model."""
@@ -156,7 +165,12 @@ class Layout(Strategy):
         return name.replace(".base_layer.", ".")
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what an optimizer counts; tensors go in by name, settings are the run's."""
+        """Returns what an optimizer counts; tensors go in by name, settings are the run's.
+
+        Those of a user's module are its own: all that its groups say.
+        """
+        if self._keeps_settings:
+            return {"groups": optimizer_state.settings(optimizer)}
         return optimizer_state.counts(optimizer)
 
     def prepare_saving(self, checkpoint: Checkpoint) -> None:

@@ -50,6 +50,12 @@ class DDPLayout(Layout, DDPStrategy):
         self.spec = spec
         self._averager: PeriodicModelAverager | None = None
 
+    def adopt(self, run: Run, module: LightningModule) -> None:
+        """Has buffers sent at each forward, as DDP does by itself: a user's may change."""
+        super().adopt(run, module)
+        for name in CONSTANT_BUFFERS:
+            del self._ddp_kwargs[name]
+
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer, its state shared out over the ranks where asked."""
         if not run.optimizer.shard:

@@ -75,11 +75,17 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
         """
         self.run = run
         folder = str(self._swap.open()) if self._swap else ""
-        self.config = self.spec.config(run, folder)
+        self.config = self.spec.config(run, folder, run.model.parameters)
         if self.spec.stage < 3:
             with self.root_device:
                 return super().build(run)
         return zero_build.sharded(run, self.config, self.root_device)
+
+    def adopt(self, run: Run, module: LightningModule) -> None:
+        """Notes the run: DeepSpeed shares a user's module out itself, when it is set up."""
+        super().adopt(run, module)
+        held = sum(parameter.numel() for parameter in module.parameters())
+        self.run, self.config = run, self.spec.config(run, "", held)
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer; where its state is on the host, DeepSpeed's for the CPU."""
@@ -112,7 +118,8 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
         )
         self.model, self.optimizers = engine, [zero]
         self.lr_scheduler_configs = [schedule] if schedule else []
-        if self.run.precision.parameters is not self.run.precision.compute:
+        cut = self.run.precision.parameters is not self.run.precision.compute
+        if cut and not self._keeps_settings:
             self._draw_masters()
         self.barrier()
 

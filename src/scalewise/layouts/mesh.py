@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,6 +96,18 @@ class MeshLayout(Layout, ModelParallelStrategy):
         self._pipeline = Pipeline(self.spec, self.device_mesh["pipeline"], mine, stages, run)
         self.joint_passes = True
         return nn.ModuleDict({f"stage{index}": s for index, s in zip(mine, stages, strict=True)})
+
+    def adopt(self, run: Run, module: LightningModule) -> None:
+        """Shards a user's module once it is whole, where Lightning asks for it."""
+        super().adopt(run, module)
+        whole = module.configure_model
+
+        def configure_model() -> None:
+            whole()
+            if not isinstance(module, FSDPModule):
+                parallelize.shard_whole(module, run, self)
+
+        module.configure_model = configure_model  # type: ignore[method-assign]  # of this one alone
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer over this rank's shards, which are final by now."""

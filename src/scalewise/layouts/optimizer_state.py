@@ -67,8 +67,16 @@ def counts(optimizer: Optimizer) -> dict[str, Any]:
     return {key: group[key] for key in COUNTED if key in group}
 
 
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns all that each group says beside its parameters."""
+    groups = optimizer.param_groups
+    return [{key: value for key, value in g.items() if key != "params"} for g in groups]
+
+
 def count_on(optimizer: Optimizer, counted: Mapping[str, Any]) -> None:
-    """Gives every group what ``counts`` returned."""
+    """Gives the groups what ``counts`` or ``settings`` returned."""
+    for group, said in zip(optimizer.param_groups, counted.get("groups", ()), strict=False):
+        group.update(said)
     for group in optimizer.param_groups:
         group.update({key: value for key, value in counted.items() if key in group})
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from scalewise.layouts import context, tensor
@@ -41,7 +47,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     run.memory.apply(module, part)
     run.compile.apply(module)
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
-        shard(module, run, layout)
+        shard(module, module.layers(), run, layout)
     module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
     run.model.fill(module, run.seed)
     run.adapter.start(module, run.model, run.seed)
@@ -53,7 +59,28 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     return module
 
 
-def shard(module: ModelModule, run: Run, layout: MeshLayout) -> None:
+def shard_whole(module: LightningModule, run: Run, layout: MeshLayout) -> None:
+    """Shards a user's module: the children that repeat, and the rest as the root.
+
+    Its steps count as forward passes of the root, which gathers what they read by themselves.
+    """
+    shard(module, repeated(module), run, layout)
+    for step in ("training_step", "validation_step"):
+        if is_overridden(step, module):
+            register_fsdp_forward_method(module, step)
+
+
+def repeated(module: nn.Module) -> list[nn.Module]:
+    """Returns the outermost children that stand in a list with others of their class."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        holding = [child for child in module if next(child.parameters(), None) is not None]
+        kinds = Counter(map(type, holding))
+        if alike := [child for child in holding if kinds[type(child)] > 1]:
+            return alike
+    return [block for child in module.children() for block in repeated(child)]
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], run: Run, layout: MeshLayout) -> None:
     """Shards each block, and the rest as the root, over the axes of shards and context."""
     spec, mesh = layout.spec, layout.device_mesh
     over = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
@@ -68,7 +95,6 @@ def shard(module: ModelModule, run: Run, layout: MeshLayout) -> None:
     )
     pinned = layout.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if spec.cpu_offload else OffloadPolicy()
-    blocks = module.layers()
     for block in blocks:
         fully_shard(
             block,

@@ -119,7 +119,8 @@ class Held(Holdings):
     def buckets(self) -> list[Tensor]:
         """Returns what stage 1 has filled before the last micro batch, and keeps until it ends."""
         filled = getattr(self._zero, "ipg_buckets", {}).values()
-        return [buffer for bucket in filled for buffer in getattr(bucket, "buffer", ())]
+        held = [getattr(bucket, "buffer", ()) for bucket in filled]  # stage 3 has one, not a list
+        return [b for each in held for b in ([each] if isinstance(each, Tensor) else each)]
 
 
 def _masters(zero: Any) -> list[Tensor]:

@@ -5,5 +5,14 @@ from scalewise.objectives.causal_lm import CausalLM
 from scalewise.objectives.classification import Classification
 from scalewise.objectives.dpo import DPO
 from scalewise.objectives.grpo import GRPO
+from scalewise.objectives.module import UserModule
 
-__all__ = ["DPO", "GRPO", "IGNORED", "CausalLM", "Classification", "Objective"]
+__all__ = [
+    "DPO",
+    "GRPO",
+    "IGNORED",
+    "CausalLM",
+    "Classification",
+    "Objective",
+    "UserModule",
+]

@@ -24,7 +24,8 @@ class Objective(ABC):
     """A loss as a spec: the sum over a batch of what is measured, to be divided into means.
 
     ``pairs``: whether a row of the data is two sequences, one preferred to the other.
-    ``measures``: what a loss holds besides itself, by the end of a metric's key.
+    ``measures``: what a loss holds besides itself, by the end of a metric's key. ``of_user``:
+    whether it is a module of the user's, which decides about model, data and optimizer as well.
     """
 
     loss_chunk: int | None = None
@@ -32,6 +33,7 @@ class Objective(ABC):
 
     pairs: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ()
+    of_user: ClassVar[bool] = False
 
     @property
     def answers_per_row(self) -> int:

@@ -72,6 +72,10 @@ class Parallelism(ABC):
         """Yields sizes that are no layout."""
         yield from ()
 
+    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+        """Yields what a kind of device lacks for this layout, whatever is trained."""
+        yield from ()
+
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields what this layout cannot do with the other parts of ``run``."""
         if run.optimizer.in_backward and self.sums_late:

@@ -85,17 +85,21 @@ class DDP(Parallelism):
             cure = f"set parallelism.lossless_steps={least}"
             yield Complaint("parallelism.lossless_steps", self.lossless_steps, reason, cure)
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
-        """Yields hooks that the device or the optimizer rules out."""
-        yield from super().complaints_with(run)
-        hook = self.comm_hook
-        if hook is CommHook.bf16 and run.hardware.device is DeviceKind.cpu:
+    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+        """Yields a hook that gloo lacks."""
+        if self.comm_hook is CommHook.bf16 and device is DeviceKind.cpu:
             yield Complaint(
                 "parallelism.comm_hook",
                 "bf16",
                 "gloo cannot reduce bf16: torch offers this hook over NCCL alone",
                 "set parallelism.comm_hook=fp16",
             )
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields hooks that the device or the optimizer rules out."""
+        yield from super().complaints_with(run)
+        yield from self.complaints_on(run.hardware.device)
+        hook = self.comm_hook
         if hook is CommHook.post_local_sgd and run.optimizer.shard:
             yield Complaint(
                 "optimizer.shard",

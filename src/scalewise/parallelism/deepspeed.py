@@ -132,6 +132,13 @@ class DeepSpeed(Parallelism):
                 cure = f"set parallelism.stage=3, or parallelism.{key}={str(none).lower()}"
                 yield Complaint(f"parallelism.{key}", value, reason, cure)
 
+    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+        """Yields kernels that the CPU lacks."""
+        for key in ("quantized_weights", "quantized_gradients"):
+            if getattr(self, key) and device is DeviceKind.cpu:
+                reason = "DeepSpeed has kernels that quantize for CUDA alone"
+                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
         yield from super().complaints_with(run)
@@ -158,10 +165,7 @@ class DeepSpeed(Parallelism):
                 f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
                 "set optimizer=adamw, or parallelism.offload_optimizer=none",
             )
-        for key in ("quantized_weights", "quantized_gradients"):
-            if getattr(self, key) and run.hardware.device is DeviceKind.cpu:
-                reason = "DeepSpeed has kernels that quantize for CUDA alone"
-                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+        yield from self.complaints_on(run.hardware.device)
         for name, callback in run.callbacks.items():
             if "Averaging" in str(callback.get("_target_", "")):
                 yield Complaint(
@@ -228,7 +232,7 @@ class DeepSpeed(Parallelism):
                 weights=precision.compute.bytes,
                 masters=precision.parameters.bytes,
                 summed=summed.bytes,
-                bucket=self._bucket(run),
+                bucket=self._bucket(run.model.parameters),
                 buckets=buckets,
                 live=LIVE if stage == 3 else 0,
                 threshold=self.keep_whole_below if stage == 3 else 0,
@@ -242,12 +246,14 @@ class DeepSpeed(Parallelism):
             parameters_on_disk=self.offload_parameters is Offload.nvme,
         )
 
-    def config(self, run: Run, nvme: str) -> dict[str, Any]:
+    def config(self, run: Run, nvme: str, parameters: int) -> dict[str, Any]:
         """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.
+
+        ``parameters`` are the numbers of the model.
 
         The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
         """
-        elements = self._bucket(run)
+        elements = self._bucket(parameters)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": self.overlap_comm,
@@ -281,8 +287,8 @@ class DeepSpeed(Parallelism):
             **self._numbers(run),
         }
 
-    def _bucket(self, run: Run) -> int:
-        return min(int(self.bucket_mib * MIB / 4), max(run.model.parameters, 1024))
+    def _bucket(self, parameters: int) -> int:
+        return min(int(self.bucket_mib * MIB / 4), max(parameters, 1024))
 
     def _numbers(self, run: Run) -> Mapping[str, Any]:
         """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.

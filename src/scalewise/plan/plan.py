@@ -29,8 +29,12 @@ class Plan:
 
     @cached_property
     def cure(self) -> Cure | None:
-        """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
-        return None if self.fit.verdict.good else cure(self.run)
+        """Returns the smallest change that makes it fit; None where it fits, or nothing helps.
+
+        Of a user's module the ledger, which looks for it, knows nothing.
+        """
+        known = self.fit.verdict.good or self.run.objective.of_user
+        return None if known else cure(self.run)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -83,8 +87,10 @@ def record(run: Run) -> dict[str, object]:
     """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of.
 
     Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
-    those that the layout declares for rank 0 and one step.
+    those that the layout declares for rank 0 and one step. Of a user's module nothing is.
     """
+    if run.objective.of_user:
+        return {}
     fit, step = judged(run), of_step(run)
     ledger = fit.ledger
     at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
@@ -122,8 +128,10 @@ def price(run: Run, tokens_per_s: float | None) -> float | None:
 def foreseen(run: Run) -> dict[str, float | None]:
     """Returns what ``memory/peak_bytes`` and ``time/step_s`` will be, under ``plan/``.
 
-    A time that cannot be told is None.
+    A time that cannot be told is None; a user's module is known only by trace.
     """
+    if run.objective.of_user:
+        return {}
     step = of_step(run)
     return {
         "plan/peak_bytes": judged(run).ledger.peak,

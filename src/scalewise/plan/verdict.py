@@ -110,6 +110,18 @@ class Fit:
 
 def judged(run: Run) -> Fit:
     """Returns how ``run`` stands against its hardware, on the rank whose device is fullest."""
+    on_cpu, node = run.hardware.device is DeviceKind.cpu, run.hardware.host_memory_gib
+    fit = against(run, memory.worst(run))
+    limited = on_cpu and run.launch.memory_limit_gib is not None
+    beside = _beside(run, fit.peak) if limited else 0
+    fit = replace(fit, beside=beside, uncounted=run.parallelism.uncounted)
+    if node is None or on_cpu:  # there the devices are the node
+        return fit
+    return replace(fit, host=host.of_node(run), host_capacity=int(node * GIB))
+
+
+def against(run: Run, ledger: Ledger) -> Fit:
+    """Returns how a ledger stands against the memory of a run's devices."""
     hardware = run.hardware
     on_cpu = hardware.device is DeviceKind.cpu
     capacity = None if hardware.memory_gib is None else int(hardware.memory_gib * GIB)
@@ -118,14 +130,7 @@ def judged(run: Run) -> Fit:
     limit = run.launch.memory_limit_gib
     if limit is not None:
         capacity = min(capacity or int(limit * GIB), int(limit * GIB))
-    context, node = int(hardware.context_gib * GIB), hardware.host_memory_gib
-    ledger = memory.worst(run)
-    beside = _beside(run, ledger.peak) if on_cpu and limit is not None else 0
-    lacks = run.parallelism.uncounted
-    fit = Fit(ledger, capacity, context, on_cpu, beside, uncounted=lacks)
-    if node is None or on_cpu:  # there the devices are the node
-        return fit
-    return replace(fit, host=host.of_node(run), host_capacity=int(node * GIB))
+    return Fit(ledger, capacity, int(hardware.context_gib * GIB), on_cpu)
 
 
 def refuse_unfit(run: Run) -> None:

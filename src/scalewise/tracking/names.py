@@ -40,7 +40,11 @@ _ROWS = (
     Metric("train/tokens", "tokens", "Tokens trained on so far, over all ranks"),
     Metric("train/grad_norm", "", "Norm of the whole gradient before clipping"),
     Metric("train/lr", "", "Learning rate of the first parameter group"),
-    Metric("throughput/tokens_per_s", "tokens/s", "Tokens of a step over its time, all ranks"),
+    Metric(
+        "throughput/tokens_per_s",
+        "tokens/s",
+        "Tokens of a step over its time, all ranks",
+    ),
     Metric("throughput/tokens_per_s_per_device", "tokens/s", "The same, for one device"),
     Metric(
         "throughput/tflops_per_s_per_device",

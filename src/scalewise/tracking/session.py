@@ -148,9 +148,12 @@ def define(run: Any) -> None:
 
 
 def averaged(rows: Sequence[Row]) -> Row:
-    """Returns one row of a window of steps: means of what a step measures, else the last value."""
+    """Returns one row of a window of steps: means of what a step measures, else the last value.
+
+    What a user's module logs by names of its own goes along.
+    """
     sent: Row = {}
-    for key in METRICS:
+    for key in dict.fromkeys([*METRICS, *(key for row in rows for key in row)]):
         known = [row[key] for row in rows if row.get(key) is not None]
         if known:
             mean = key.startswith(("train/loss", "train/grad", "throughput/", "time/"))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -58,6 +58,11 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     Raises what ended the training otherwise, ``Interrupted`` for a signal.
     """
     use_device(run, place)
+    if run.objective.of_user:
+        from scalewise.training.user import fit_module
+
+        fit_module(run, folder, place, resume, session)
+        return
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
     start = store.verify(resume) if resume else 0
@@ -97,7 +102,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
             if terminal:
                 terminal.close()
                 rows = [*file.earlier, *recorder.rows]
-                _sum_up(run, folder, rows, recorder.untrained, session)
+                sum_up(run, folder, rows, recorder.untrained, session)
 
 
 def assemble(
@@ -108,34 +113,39 @@ def assemble(
     recorder: Recorder,
     pruning: Pruning | None = None,
     first: Sequence[Callback] = (),
+    **settings: Any,
 ) -> Trainer:
-    """Returns the Lightning Trainer of a run, with nothing in it that the run does not name."""
+    """Returns the Lightning Trainer of a run, with nothing in it that the run does not name.
+
+    ``settings`` go before its own.
+    """
     saver, waiting = Saver(run, folder), Waiting(recorder)
     last = [pruning] if pruning else []
     callbacks: list[Callback] = [*first, recorder, *instantiated(run), saver, *last, waiting]
     every = run.trainer.validate_every
     ranked = "RANK" in os.environ  # said, or Lightning would look for a cluster by itself
-    trainer = Trainer(
-        accelerator="cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
-        devices=place.local_ranks if run.world_size > 1 else 1,
-        num_nodes=max(1, run.world_size // place.local_ranks),
-        strategy=run.parallelism.strategy(run.hardware.device),
-        precision=run.precision.plugin(),
-        plugins=[TorchElasticEnvironment() if ranked else LightningEnvironment()],
-        callbacks=callbacks,
-        max_epochs=-1,
-        max_steps=steps,
-        accumulate_grad_batches=run.accumulation,
-        val_check_interval=every * run.accumulation if every else None,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1 if run.trainer.validate_first and not recorder.start else 0,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        default_root_dir=folder,
-    )
+    own: dict[str, Any] = {
+        "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
+        "devices": place.local_ranks if run.world_size > 1 else 1,
+        "num_nodes": max(1, run.world_size // place.local_ranks),
+        "strategy": run.parallelism.strategy(run.hardware.device),
+        "precision": run.precision.plugin(),
+        "plugins": [TorchElasticEnvironment() if ranked else LightningEnvironment()],
+        "callbacks": callbacks,
+        "max_epochs": -1,
+        "max_steps": steps,
+        "accumulate_grad_batches": run.accumulation,
+        "val_check_interval": every * run.accumulation if every else None,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": -1 if run.trainer.validate_first and not recorder.start else 0,
+        "use_distributed_sampler": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "default_root_dir": folder,
+    }
+    trainer = Trainer(**{**own, **settings})
     # Signals are STOP's. Lightning would ask rank 0 about them before every micro batch, and wait
     # for the answer: a message on the CPU, an empty queue on CUDA.
     loop = trainer.fit_loop.epoch_loop
@@ -143,15 +153,28 @@ def assemble(
     return trainer
 
 
-def _sum_up(run: Run, folder: Path, rows: list[Row], untrained: Row, session: Session) -> None:
+def sum_up(
+    run: Run,
+    folder: Path,
+    rows: list[Row],
+    untrained: Row,
+    session: Session,
+    parameters: int | None = None,
+) -> None:
+    """Writes ``summary.json`` and tells the tracker, where a step was taken."""
     if rows:
-        summary = summarize(run, rows, untrained)
+        summary = summarize(run, rows, untrained, parameters)
         write_json(folder / "summary.json", summary)
         session.summarize(summary)
 
 
-def summarize(run: Run, rows: list[Row], untrained: Row) -> dict[str, object]:
-    """Returns ``summary.json``: first and final losses, medians of times and rates, memory."""
+def summarize(
+    run: Run, rows: list[Row], untrained: Row, parameters: int | None = None
+) -> dict[str, object]:
+    """Returns ``summary.json``: first and final losses, medians of times and rates, memory.
+
+    ``parameters`` are those of a user's module.
+    """
     steps = rows[-1]["step"]
     first = int(len(rows) * WARM_UP_SHARE)
     window = rows[first:]
@@ -172,10 +195,10 @@ def summarize(run: Run, rows: list[Row], untrained: Row) -> dict[str, object]:
         run, cast(float | None, metrics.get("throughput/tokens_per_s"))
     )
     return {
-        "parameters": run.model.parameters,
+        "parameters": run.model.parameters if parameters is None else parameters,
         "steps": steps,
         "tokens": steps * run.tokens_per_step,
-        "flops_per_token": run.flops_per_token,
+        "flops_per_token": run.flops_per_token if parameters is None else None,
         "global_batch": run.global_batch,
         "sequence": run.data.sequence,
         "window": f"median of steps {window[0]['step']}-{steps}",
@@ -229,6 +252,8 @@ def lightning_quiet() -> Iterator[None]:
         # pytree renamed what Lightning still calls by its old name; srun is never Lightning's.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
+        warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
         warnings.filterwarnings("ignore", message=".*`srun` command is available.*")

@@ -107,13 +107,13 @@ def _step(run: Run, rank: int, wire: fake.Wire, depth: int | None = None) -> Mom
     at = patch.object(MeshLayout, "global_rank", rank)  # Lightning's knows of the first alone
     with fake.ranks(run.world_size, rank, wire), at, _cut(run, depth) as model:
         run = replace(run, model=model)
-        layout = _layout(run)
+        layout = layout_of(run)
         with (
             fake.tensors(),
             patch.object(type(run.model), "fill", _nothing),
             patch.object(type(run.adapter), "start", _nothing),
         ):
-            precision = _precision(run)
+            precision = precision_of(run)
             with precision.module_init_context():
                 module = layout.build(run)
             layout.model = module
@@ -143,7 +143,8 @@ def _nothing(*_: object) -> None:
     """Draws no weights: they have no memory."""
 
 
-def _layout(run: Run) -> Layout:
+def layout_of(run: Run) -> Layout:
+    """Returns a run's layout on the ranks of ``fake.ranks``."""
     layout = run.parallelism.strategy(DeviceKind.cpu)
     if isinstance(layout, MeshLayout):
         layout.parallel_devices = [torch.device("cpu")]
@@ -153,7 +154,7 @@ def _layout(run: Run) -> Layout:
     return layout
 
 
-def _precision(run: Run) -> Precision:
+def precision_of(run: Run) -> Precision:
     """Returns Lightning's plugin for a precision, as its Trainer would choose it."""
     name = run.precision.plugin()
     if name == "bf16-mixed":

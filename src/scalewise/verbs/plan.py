@@ -11,10 +11,12 @@ from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.plan import memory
+from scalewise.plan.ledger import EVERY, Ledger, Line
 from scalewise.plan.plan import Plan, planned
 from scalewise.plan.search import searched
 from scalewise.plan.spec import Method, Search
 from scalewise.plan.total import tokens_of, total
+from scalewise.plan.verdict import against
 from scalewise.run import Run
 from scalewise.verbs import show_plan, show_search
 
@@ -35,6 +37,10 @@ class Planner(Verb):
             if run.plan.method is Method.trace:
                 _traced(found.best)
             return 0
+        if run.objective.of_user and run.plan.method is Method.trace:
+            plan = _of_user(run)
+            show_plan.verdict(plan)
+            return 3 if plan.fit.verdict.bad else 0
         plan = planned(run)
         if run.plan.method is Method.trace:
             plan = _traced(plan)
@@ -78,9 +84,22 @@ def _wall(plans: Sequence[Plan], engine: Mapping[str, object]) -> tuple[int, flo
 
 
 def _of_job(run: Run) -> Plan:
+    if run.objective.of_user and run.plan.method is Method.trace:
+        return _of_user(run)
     best = None if run.plan.search is Search.none else searched(run).best
     plan = best or planned(run)
     return _traced(plan) if run.plan.method is Method.trace else plan
+
+
+def _of_user(run: Run) -> Plan:
+    """Returns the plan of a user's module: what a trace of it holds, and no time."""
+    from scalewise.training import user_trace  # imports torch
+
+    with output.console().status("tracing"):
+        found = user_trace.traced(run)
+    show_plan.user(run, found)
+    peak = Line("traced", dict.fromkeys(EVERY, found["memory/peak_bytes"]), "", "a step of it")
+    return Plan(run, against(run, Ledger((peak,))), None)
 
 
 def _traced(plan: Plan) -> Plan:

@@ -21,6 +21,9 @@ _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused":
 def heading(order: Order) -> None:
     """Prints what is about to run, and what makes it slow."""
     run = order.run
+    if run.objective.of_user:
+        print(f"{run.name}: a module of yours on {_place(order)}", flush=True)
+        return
     census = run.adapter.weights(run.model)
     trained = sum(weight.count for weight in census if weight.trainable)
     held = sum(weight.count for weight in census)

@@ -69,7 +69,7 @@ def one(plan: Plan) -> None:
         console.print(f"{asked}: {' '.join(plan.told)}")
     if fit.uncounted and fit.traced is None:
         console.print(f"[yellow]not counted: {fit.uncounted}; plan.method=trace sees it[/]")
-    _verdict(console, plan)
+    verdict(plan)
     _time(console, plan)
     _beside(console, plan)
 
@@ -83,6 +83,22 @@ def trace(found: Trace, ledger: int) -> None:
         f"traced rank {found.rank} with {depths} layers: {bytes_text(found.peak)} at the peak "
         f"({at}); the ledger says {bytes_text(ledger)}, {off:+.1%} (operators as on the CPU)"
     )
+
+
+def user(run: Run, found: Mapping[str, int]) -> None:
+    """Prints what a trace of a user's module found, bytes by key."""
+    console = output.console()
+    console.print(
+        f"{run.name}: rank 0 of {run.world_size}, traced with a batch of {found['rows']} rows "
+        "(operators as on the CPU)"
+    )
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    shown.add_column("what a step holds")
+    shown.add_column("bytes", justify="right")
+    for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
+        shown.add_row(name, bytes_text(found[f"memory/{name}_bytes"]))
+    console.print(shown)
+    console.print("[dim]no time: nobody has counted what a module of yours computes[/]")
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -155,7 +171,9 @@ def _ledger(plan: Plan) -> Table:
     return shown
 
 
-def _verdict(console: Console, plan: Plan) -> None:
+def verdict(plan: Plan) -> None:
+    """Prints whether a run fits, and what makes it fit."""
+    console = output.console()
     fit = plan.fit
     if fit.capacity is None or fit.margin is None:
         console.print("[dim]the hardware profile tells of no memory: set hardware.memory_gib[/]")
@@ -171,6 +189,8 @@ def _verdict(console: Console, plan: Plan) -> None:
     if fit.verdict is Verdict.fits:
         return
     cure = plan.cure
+    if cure is None and plan.run.objective.of_user:
+        return
     if cure is None:
         console.print("no change that was tried makes it fit; plan.search=all tries more")
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from scalewise.config.near import meant
 from scalewise.config.read import part
 from scalewise.errors import Complaint, ConfigError
+from scalewise.objectives import UserModule
 
 if TYPE_CHECKING:
     from scalewise.checkpoints.trained import Trained
@@ -53,5 +54,8 @@ def recorded(folder: Path, step: str = "last", *, beginning: bool = False) -> Tr
 
     values = trained.resolved(folder)
     found = None if beginning else trained.checkpoint(folder, step)
-    parts = (part(group, values[group]) for group in trained.SPECS)
+    parts = [part(group, values[group]) for group in trained.SPECS]
+    if any(isinstance(spec, UserModule) for spec in parts):
+        reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
+        raise ConfigError.one("", "", f"{folder} {reason}", cure)
     return trained.Trained(folder, found, int(values["seed"]), *parts)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 from lightning.pytorch import Callback
 
-from scalewise.config.registry import target
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
+from scalewise.training import targets
 
 
 def instantiated(run: Run) -> list[Callback]:
@@ -19,9 +17,9 @@ def instantiated(run: Run) -> list[Callback]:
     complaints: list[Complaint] = []
     for name, cls, arguments in checked(run):
         try:
-            callbacks.append(cls(**arguments))
-        except Exception as error:  # whatever a foreign class says to its arguments
-            complaints.append(_refused(name, cls, arguments, error))
+            callbacks.append(targets.made(f"callbacks.{name}", cls, arguments))
+        except ConfigError as error:
+            complaints += error.complaints
     if complaints:
         raise ConfigError(complaints)
     return callbacks
@@ -36,28 +34,15 @@ def checked(run: Run) -> list[tuple[str, type[Callback], dict[str, Any]]]:
     found: list[tuple[str, type[Callback], dict[str, Any]]] = []
     complaints: list[Complaint] = []
     for name, config in run.callbacks.items():
-        key, path = f"callbacks.{name}._target_", str(config["_target_"])
+        key, path = f"callbacks.{name}", str(config["_target_"])
         arguments = {key: value for key, value in config.items() if key != "_target_"}
-        module, _, attribute = path.rpartition(".")
         try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # whatever a foreign module does as it is imported
-            complaints.append(Complaint(key, path, f"cannot be imported: {error}"))
-            continue
-        # Looked at before it is called: a trusted package has callables that run files.
-        if not (isinstance(cls, type) and issubclass(cls, Callback)):
-            complaints.append(Complaint(key, path, "is no lightning.pytorch Callback class"))
-            continue
-        try:
-            inspect.signature(cls).bind(**arguments)
-        except TypeError as error:
-            complaints.append(_refused(name, cls, arguments, error))
+            cls = targets.named(f"{key}._target_", path, Callback)
+            targets.bound(key, cls, arguments)
+        except ConfigError as error:
+            complaints += error.complaints
             continue
         found.append((name, cls, arguments))
     if complaints:
         raise ConfigError(complaints)
     return found
-
-
-def _refused(name: str, cls: type, arguments: object, error: Exception) -> Complaint:
-    return Complaint(f"callbacks.{name}", arguments, f"{target(cls)} refuses these: {error}")

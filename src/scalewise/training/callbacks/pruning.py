@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from scalewise.errors import ScalewiseError
 from scalewise.study.storage import TrialLink
 from scalewise.training.callbacks.recorder import Recorder
-from scalewise.training.module import TrainingModule
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -58,8 +57,7 @@ class Pruning(Callback):
             for row in new
             if row.get(self._metric) is not None
         ]
-        assert isinstance(module, TrainingModule)
-        if not known or trainer.global_step >= module.steps:  # the last step is the end anyway
+        if not known or trainer.global_step >= trainer.max_steps:  # the last step is the end anyway
             return
         stop = self._judge is not None and self._judge.prunes(known)
         told = torch.tensor(int(stop), device=module.device)

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from scalewise.layouts.base import Layout
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.steptime import OTHER, StepClock
+from scalewise.objectives import UserModule
 from scalewise.run import Run
 from scalewise.tracking.names import TIMES
 from scalewise.training.module import TrainingModule
@@ -34,7 +36,7 @@ class Recorder(Callback):
     """
 
     def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
-        self._run, self.sinks = run, sinks
+        self.run, self.sinks = run, sinks
         self.start = start_step
         self._measured: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
@@ -46,9 +48,9 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
-        assert isinstance(pl_module, TrainingModule)
-        self._passes = "forward_backward" if pl_module.layout.joint_passes else "forward"
-        pl_module.layout.watch_backward(self._probe_activations)
+        layout = layout_of(trainer)
+        self._passes = "forward_backward" if layout.joint_passes else "forward"
+        layout.watch_backward(self._probe_activations)
         self.clock = StepClock(pl_module.device)
         self.clock.mark("data")
 
@@ -56,11 +58,10 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Ends the wait for data."""
-        last = (batch_idx + 1) % self._run.accumulation == 0
+        last = (batch_idx + 1) % self.run.accumulation == 0
         if trainer.global_step == self.start + PROBED_STEP - 1 and last:
             optimizer = trainer.optimizers[0]
-            assert isinstance(pl_module, TrainingModule)
-            holdings = pl_module.layout.holdings()
+            holdings = layout_of(trainer).holdings()
             self._probe = MemoryProbe(pl_module, optimizer, pl_module.device, holdings)
             self._probe.start()
         self.clock.mark(self._passes)
@@ -97,18 +98,23 @@ class Recorder(Callback):
         batch_idx: int,
     ) -> None:
         """Ends a micro batch and, at the last of a step, the step."""
-        assert isinstance(pl_module, TrainingModule)
-        self._measured.append(pl_module.last_measured)
-        if len(self._measured) % self._run.accumulation:
+        measured, norm = self.measured(pl_module, outputs)
+        self._measured.append(measured)
+        if len(self._measured) % self.run.accumulation:
             return
-        self._norms.append(pl_module.last_grad_norm)
+        self._norms.append(norm)
         if self._probe:
             self._memory, self._probe = self._probe.finish(), None
         self.clock.end_step()
         step = trainer.global_step
-        due = step % self._run.trainer.log_every == 0 or step == pl_module.steps
-        if due and not validates(trainer, self._run):
+        due = step % self.run.trainer.log_every == 0 or step == trainer.max_steps
+        if due and not validates(trainer, self.run):
             self.flush(trainer)
+
+    def measured(self, module: LightningModule, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what was measured of the last micro batch, and the norm of the gradient."""
+        assert isinstance(module, TrainingModule)
+        return module.last_measured, module.last_grad_norm
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps validation out of the step."""
@@ -117,8 +123,7 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands on what was measured on held-out rows, with its step."""
-        keys = [f"val/{key}" for key in self._run.objective.keys]
-        found = {key: float(trainer.callback_metrics[key]) for key in keys}
+        found = held_out(trainer, self.run)
         if trainer.sanity_checking:  # what Lightning calls a validation before the first step
             self.untrained = found
         else:
@@ -159,8 +164,8 @@ class Recorder(Callback):
             sink(rows)
 
     def _finished(self, trainer: Trainer, steps: int) -> Iterator[Row]:
-        accumulation = self._run.accumulation
-        kept, keys = steps * accumulation, self._run.objective.keys
+        accumulation = self.run.accumulation
+        kept, keys = steps * accumulation, self.run.objective.keys
         passes_NK = torch.stack(self._measured[:kept]).float()
         means_SK = passes_NK.view(steps, accumulation, len(keys)).mean(1)
         norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
@@ -189,22 +194,44 @@ class Recorder(Callback):
             }
 
     def _rates_of(self, step: int, times: Mapping[str, float]) -> Row:
-        run, total = self._run, sum(times.values())
-        flops = run.flops_per_step / run.world_size / total
-        peak = run.hardware.peak_flops(run.precision.peak_kind)
+        run, total = self.run, sum(times.values())
         return {
             "train/tokens": step * run.tokens_per_step,
             "throughput/tokens_per_s": run.tokens_per_step / total,
             "throughput/tokens_per_s_per_device": run.tokens_per_step / total / run.world_size,
-            "throughput/tflops_per_s_per_device": flops / 1e12,
-            "throughput/mfu": flops / self._peak_share(peak) if peak else None,
+            **self.flop_rates(total),
             "time/step_s": total,
             **{f"time/{phase}_s": times.get(phase) for phase in TIMES},
         }
 
+    def flop_rates(self, seconds: float) -> Row:
+        """Returns what one device computes in a step of so many seconds."""
+        run = self.run
+        flops = run.flops_per_step / run.world_size / seconds
+        peak = run.hardware.peak_flops(run.precision.peak_kind)
+        return {
+            "throughput/tflops_per_s_per_device": flops / 1e12,
+            "throughput/mfu": flops / self._peak_share(peak) if peak else None,
+        }
+
     def _peak_share(self, peak: float) -> float:
         """Returns the peak of one device; ranks on the CPU share one processor."""
-        return peak / (self._run.world_size if self._run.hardware.device == "cpu" else 1)
+        return peak / (self.run.world_size if self.run.hardware.device == "cpu" else 1)
+
+
+def layout_of(trainer: Trainer) -> Layout:
+    """Returns the layout that a trainer trains with."""
+    assert isinstance(trainer.strategy, Layout)
+    return trainer.strategy
+
+
+def held_out(trainer: Trainer, run: Run) -> Row:
+    """Returns what the last validation measured, by key; of a user's module what it has logged."""
+    found, objective = trainer.callback_metrics, run.objective
+    if isinstance(objective, UserModule):
+        name = objective.held_out
+        return {"val/loss": float(found[name])} if name in found else {}
+    return {f"val/{key}": float(found[f"val/{key}"]) for key in objective.keys}
 
 
 def slowest(seconds_SP: torch.Tensor) -> torch.Tensor:

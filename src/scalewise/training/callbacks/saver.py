@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.checkpoints import store
 from scalewise.errors import Interrupted
-from scalewise.layouts.base import Layout
 from scalewise.run import Run
-from scalewise.training.callbacks.recorder import validates
+from scalewise.training.callbacks.recorder import held_out, layout_of, validates
 from scalewise.training.stopping import STOP
 
 
@@ -64,8 +64,8 @@ class Saver(Callback):
         """Saves the step of the lowest held-out loss so far, and any step whose time it is."""
         if trainer.sanity_checking:
             return
-        loss = float(trainer.callback_metrics["val/loss"])
-        best = self._run.checkpoint.best and (self._best is None or loss < self._best)
+        loss = held_out(trainer, self._run).get("val/loss", inf)
+        best = self._run.checkpoint.best and loss < (inf if self._best is None else self._best)
         if best or self._due(trainer):
             self.save(trainer)
         if not best:
@@ -104,9 +104,3 @@ class Saver(Callback):
 
     def _prune(self) -> None:
         store.prune(self._folder, self._run.checkpoint.keep)
-
-
-def layout_of(trainer: Trainer) -> Layout:
-    """Returns the layout that a trainer trains with."""
-    assert isinstance(trainer.strategy, Layout)
-    return trainer.strategy

@@ -66,16 +66,17 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
     tokens = run.tokens_per_step * len(rows) / seconds
-    tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
     parts = [
         f"{bar(last['step'] / steps)} {last['step']:>{len(str(steps))}}/{steps}",
         f"loss {loss:.4f}",
-        f"{tokens:,.0f} tok/s",
-        f"{tflops:.3g} TFLOP/s/device",
+        f"{tokens:,.0f} {'rows/s' if run.objective.of_user else 'tok/s'}",
         f"grad {last['train/grad_norm']:.3g}",
         f"lr {last['train/lr']:.2e}",
         f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
     ]
+    if not run.objective.of_user:
+        tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
+        parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:
         share = last["throughput/mfu"] * last["time/step_s"] / (seconds / len(rows))
         parts.insert(4, f"MFU {share:.1%}")

@@ -1,0 +1,161 @@
+"""A LightningModule of the user's own: what it decides by itself, and what that rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from scalewise.adapters.spec import NoAdapter
+from scalewise.compilation import Scope
+from scalewise.config.registry import option
+from scalewise.errors import Complaint, ConfigError
+from scalewise.memory import Recompute
+from scalewise.objectives.base import Objective
+from scalewise.precision import Number
+from scalewise.quantization.spec import NoQuantization
+from scalewise.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.run import Run
+
+USUAL = {"model": "decoder_nano", "data": "corpus", "optimizer": "adamw", "schedule": "cosine"}
+"""Groups that a module of the user's decides about, with what each is without one."""
+LENGTHS = ("pipeline", "context", "tensor")
+"""Axes of a mesh that cut a model, and not its rows or weights."""
+
+
+@option("objective", "module")
+@dataclass(frozen=True)
+class UserModule(Objective):
+    """A LightningModule of the user's: its steps, loss, optimizer and schedule are its own."""
+
+    target: str = ""
+    """Its class, ``package.module.Class``, of a package in ``trusted_packages``."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What its class is called with."""
+    held_out: str = "val_loss"
+    """The name by which it logs its held-out loss."""
+
+    of_user = True
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields a loss in pieces: a module takes its own."""
+        if self.loss_chunk is not None:
+            reason, cure = "a module of yours takes its own loss", "set objective.loss_chunk=null"
+            yield Complaint("objective.loss_chunk", self.loss_chunk, reason, cure)
+
+    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Raises ``NotImplementedError``: a module takes its own loss."""
+        raise NotImplementedError
+
+    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+        """Yields what would pass the module by, and the layouts that it cannot be laid over."""
+        yield from _of_parts(run)
+        yield from _of_trainer(run.trainer)
+        yield from _of_layout(run)
+        planned = {
+            "plan.search": (run.plan.search.value, "none"),
+            "plan.fit": (run.plan.fit.value, "none"),
+            "launch.refuse_unfit": (run.launch.refuse_unfit, False),
+        }
+        for key, (value, neutral) in planned.items():
+            if value != neutral:
+                reason = "asks the ledger, and a module of yours is known only by trace"
+                yield Complaint(key, value, reason, f"set {key}={str(neutral).lower()}")
+
+
+@option("model", "module")
+@option("optimizer", "module")
+@option("schedule", "module")
+@dataclass(frozen=True)
+class OfModule:
+    """What a module of the user's decides: it stands where a run has a spec of the suite's.
+
+    Whatever the planner asks of it, the answer is a ``ConfigError``: only a trace knows.
+    """
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields nothing: there is nothing to set."""
+        yield from ()
+
+    machine_complaints = complaints
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # pickle and copy ask whether there is such a method
+            raise AttributeError(name)
+        reason = "knows nothing of a module of yours, which is planned only by trace"
+        raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
+
+
+def misplaced(run: Run) -> Iterator[Complaint]:
+    """Yields options of the suite beside a module of the user's, and ``module`` without one."""
+    for group, usual in USUAL.items():
+        spec = getattr(run, group)
+        decided = spec.of_user if group == "data" else isinstance(spec, OfModule)
+        chosen = run.choices.get(group, type(spec).__name__)
+        if decided and not run.objective.of_user:
+            cure = f"set objective=module, or {group}={usual}"
+            yield Complaint(group, chosen, "goes with a module of yours alone", cure)
+        elif run.objective.of_user and not decided:
+            reason = f"is not read by objective=module: a module of yours has its own {group}"
+            yield Complaint(group, chosen, reason, f"leave it out, or set {group}=module")
+
+
+def _of_parts(run: Run) -> Iterator[Complaint]:
+    recompute = getattr(run.memory, "recompute", None)
+    for group, used in (
+        ("adapter", not isinstance(run.adapter, NoAdapter)),
+        ("quantization", not isinstance(run.quantization, NoQuantization)),
+        ("memory", recompute is not Recompute.nothing or run.memory.offload),
+        ("compile", run.compile.scope is not Scope.none),
+    ):
+        if used:
+            reason = "changes the suite's own models; a module of yours does as it is written"
+            yield Complaint(group, run.choices.get(group, ""), reason, f"set {group}=none")
+
+
+def _of_trainer(trainer: Trainer) -> Iterator[Complaint]:
+    usual = Trainer()
+    if trainer.micro_batch != usual.micro_batch:
+        reason = "the loader of a data module of yours decides how many rows a batch has"
+        cure = f"set it to {usual.micro_batch}, and what data.arguments say of batches"
+        yield Complaint("trainer.micro_batch", trainer.micro_batch, reason, cure)
+    if trainer.global_batch is not None:
+        reason = "a module of yours takes a step with each batch that its loader gives"
+        cure = "set trainer.global_batch=null"
+        yield Complaint("trainer.global_batch", trainer.global_batch, reason, cure)
+    if trainer.max_tokens is not None:
+        reason, cure = "a module of yours has no tokens to count", "set trainer.max_steps"
+        yield Complaint("trainer.max_tokens", trainer.max_tokens, reason, cure)
+    if trainer.validation_rows != usual.validation_rows:
+        reason = "a module of yours validates on all that its loader gives"
+        cure = f"set trainer.validation_rows={usual.validation_rows}"
+        yield Complaint("trainer.validation_rows", trainer.validation_rows, reason, cure)
+    epochs = trainer.max_epochs
+    if epochs is not None and epochs % 1:
+        cure = f"set trainer.max_epochs={max(1, round(epochs))}"
+        yield Complaint("trainer.max_epochs", epochs, "is no whole number of epochs", cure)
+
+
+def _of_layout(run: Run) -> Iterator[Complaint]:
+    layout = run.parallelism
+    yield from layout.complaints_on(run.hardware.device)
+    sizes = getattr(layout, "sizes", {})
+    for axis in LENGTHS:
+        if sizes.get(axis, 1) > 1:
+            reason = "does not cut a module of yours: only rows and weights are shared out"
+            cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+            yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
+    for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
+        if (value := getattr(layout, key, "none")) not in (False, "none"):
+            reason = "does not offload a module of yours"
+            cure = f"set parallelism.{key}={'false' if value is True else 'none'}"
+            yield Complaint(f"parallelism.{key}", value, reason, cure)
+    scales = run.precision.compute is not Number.fp16
+    if not scales and (sizes or layout.flattens_weights):
+        chosen = run.choices.get("precision", "fp16")
+        reason = "no gradients are scaled in this layout"
+        yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")

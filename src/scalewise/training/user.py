@@ -1,0 +1,226 @@
+"""A LightningModule and a LightningDataModule of the user's, trained as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.optim import Optimizer
+
+from scalewise.checkpoints import store
+from scalewise.data.module import UserData
+from scalewise.errors import Complaint, ConfigError
+from scalewise.objectives import UserModule
+from scalewise.run import Run
+from scalewise.study.storage import link_in
+from scalewise.tracking.files import MetricsFile, write_json
+from scalewise.tracking.names import METRICS
+from scalewise.tracking.session import Session
+from scalewise.training import targets
+from scalewise.training.callbacks.position import Position
+from scalewise.training.callbacks.pruning import Pruning
+from scalewise.training.callbacks.recorder import Recorder, Row, layout_of
+from scalewise.training.callbacks.terminal import Terminal
+from scalewise.training.fit import Place, assemble, lightning_quiet, sum_up
+from scalewise.training.share import share_out
+from scalewise.training.stopping import STOP
+
+LOGGED = "logged"
+"""The folder, in a run's own, of what a module logs by names of its own."""
+
+Classes = tuple[type[LightningModule], type[LightningDataModule] | None]
+
+
+def classes(run: Run) -> Classes:
+    """Returns the classes of a run's module and data; raises ``ConfigError`` with all complaints.
+
+    None: the module has loaders of its own.
+    """
+    objective, data, complaints = run.objective, run.data, list[Complaint]()
+    assert isinstance(objective, UserModule)
+    assert isinstance(data, UserData)
+    found: dict[str, Any] = {"data": None}
+    for group, spec, kind in (
+        ("objective", objective, LightningModule),
+        ("data", data, LightningDataModule),
+    ):
+        if not spec.target:
+            continue
+        try:
+            found[group] = targets.named(f"{group}.target", spec.target, kind)
+            targets.bound(f"{group}.arguments", found[group], spec.arguments)
+        except ConfigError as error:
+            complaints += error.complaints
+    module = found.get("objective")
+    if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
+        reason = "is not given, and the module has no train_dataloader of its own"
+        complaints.append(Complaint("data.target", "''", reason, "set data.target=mypkg.MyData"))
+    if complaints:
+        raise ConfigError(complaints)
+    return found["objective"], found["data"]
+
+
+def built(run: Run) -> tuple[LightningModule, LightningDataModule | None]:
+    """Returns a run's module and data, as ``seed_everything`` and their constructors make them."""
+    module, data = classes(run)
+    objective, source = run.objective, run.data
+    assert isinstance(objective, UserModule)
+    assert isinstance(source, UserData)
+    seed_everything(run.seed, workers=True)
+    return (
+        targets.made("objective.arguments", module, objective.arguments),
+        targets.made("data.arguments", data, source.arguments) if data else None,
+    )
+
+
+def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, session: Session) -> None:
+    """Trains a user's module as ``fit`` does the suite's."""
+    start = store.verify(resume) if resume else 0
+    files: list[MetricsFile] = []
+    terminals: list[Terminal] = []
+
+    def begun(run: Run, steps: int) -> None:
+        """Begins to write and to tell, on rank 0: by now the steps and their rows are known."""
+        plan = {"steps": steps}
+        write_json(folder / "plan.json", plan)
+        session.foresee(plan)
+        earlier = resume.parents[1] / "metrics.csv" if resume else None
+        files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
+        terminals.append(Terminal(run, steps, start))
+        recorder.sinks += [files[0].append, session.log, terminals[0]]
+
+    recorder = UserRecorder(run, start, begun)
+    with lightning_quiet():
+        link = link_in(folder)
+        pruning = Pruning(link, recorder, place.rank) if link else None
+        module, data = built(run)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        epochs = run.trainer.max_epochs
+        trainer = assemble(
+            run,
+            folder,
+            place,
+            run.trainer.max_steps or -1,
+            recorder,
+            pruning,
+            [Position()],
+            max_epochs=-1 if epochs is None else int(epochs),
+            gradient_clip_val=run.trainer.clip_norm,
+            use_distributed_sampler=True,
+            logger=CSVLogger(folder, name="", version=LOGGED),
+            log_every_n_steps=run.trainer.log_every,
+        )
+        layout_of(trainer).adopt(run, module)
+        layout = run.parallelism
+        share_out(trainer, layout.data_rank(place.rank), layout.data_parallel_size)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
+            if pruning:
+                pruning.settle()
+        finally:
+            STOP.release()
+            for terminal in terminals:
+                terminal.close()
+                rows = [*files[0].earlier, *recorder.rows]
+                sum_up(recorder.run, folder, rows, recorder.untrained, session, parameters)
+
+
+class UserRecorder(Recorder):
+    """Takes from a user's module what the suite's own tells: loss, norm, rows of a step."""
+
+    def __init__(self, run: Run, start_step: int, begun: Callable[[Run, int], None]) -> None:
+        """``begun`` is called by rank 0 at the first batch, with the run and its steps."""
+        super().__init__(run, start_step, [])
+        self._begun: Callable[[Run, int], None] | None = begun
+        self._batches = 0
+        self._norm = torch.zeros(())
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock, and refuses what cannot be followed step by step."""
+        super().on_train_start(trainer, pl_module)
+        if (optimizers := len(trainer.optimizers)) != 1:
+            raise self._unlike(f"has {optimizers} optimizers; a run follows the steps of one")
+        limit = self.run.trainer.clip_norm
+        if limit is not None and not pl_module.automatic_optimization:
+            reason, cure = "a module that steps by itself clips by itself", "set it to null"
+            raise ConfigError.one("trainer.clip_norm", limit, reason, cure)
+        steps = trainer.estimated_stepping_batches
+        if isinf(steps):
+            reason, cure = "the loader has no length to count epochs by", "set trainer.max_steps"
+            raise ConfigError.one("trainer.max_epochs", self.run.trainer.max_epochs, reason, cure)
+        trainer.fit_loop.epoch_loop.max_steps = int(steps)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Learns at the first batch how many rows one has."""
+        if self._begun is not None:
+            settings = replace(self.run.trainer, micro_batch=rows(batch))
+            self.run = replace(self.run, trainer=settings)
+            if trainer.is_global_zero:
+                self._begun(self.run, trainer.max_steps)
+            self._begun = None
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Keeps the norm before Lightning clips."""
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        self._norm = layout_of(trainer).clip(pl_module, None).detach()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Ends a step, of which every batch is one."""
+        self._batches += 1
+        if trainer.global_step != self.start + self._batches:
+            raise self._unlike("does not take one optimizer step a batch, which a run goes by")
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def measured(self, module: LightningModule, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss that the training step returned, and the norm of the gradient."""
+        if "loss" not in (outputs or {}):
+            raise self._unlike("returns no loss from training_step")
+        return outputs["loss"].detach().view(-1), self._norm
+
+    def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
+        """Hands on what the module logs by names of its own as well."""
+        logged = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name not in METRICS
+        }
+        super().flush(trainer, {**logged, **(of_last or {})})
+
+    def flop_rates(self, seconds: float) -> Row:
+        """Returns nothing: nobody has counted what a user's module computes."""
+        return {}
+
+    def _unlike(self, reason: str) -> ConfigError:
+        assert isinstance(self.run.objective, UserModule)
+        return ConfigError.one("objective.target", self.run.objective.target, reason)
+
+
+def rows(batch: Any) -> int:
+    """Returns the rows of a batch: the first size of its first tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*infer the `batch_size`.*")
+        try:
+            return extract_batch_size(batch)
+        except MisconfigurationException:  # there is no tensor in it
+            return 1

@@ -1,0 +1,68 @@
+"""A user's package in the current folder, trained by the real command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from fixtures import yours
+from fixtures.doors import Doors
+
+LINE = (
+    "objective=module",
+    "objective.target=mypkg.MyModule",
+    "+objective.arguments.width=64",
+    "data=module",
+    "data.target=mypkg.MyData",
+    "+data.arguments.batch_size=4",
+    "trusted_packages=[mypkg]",
+    "trainer.max_steps=8",
+    "trainer.validate_every=4",
+    "trainer.log_every=2",
+    "hardware=cpu",
+)
+
+
+@pytest.fixture
+def door(scalewise: Doors) -> Doors:
+    (scalewise.cwd / "mypkg").mkdir()
+    shutil.copy(Path(yours.__file__), scalewise.cwd / "mypkg" / "__init__.py")
+    return scalewise
+
+
+def test_a_package_in_this_folder_is_trained(door: Doors) -> None:
+    ended = door(*LINE, "parallelism=ddp", "parallelism.replicas=2").ok()
+    run = ended.folder
+    assert run.status["status"] == "ok"
+    assert run.path.parent.name == "MyModule-ddp-fp32"
+    assert run.steps == list(range(1, 9))
+    assert run.column("train/tokens")[0] == 8  # rows of both ranks
+    assert min(run.column("throughput/tokens_per_s")) > 0
+    assert run.summary["parameters"] == 13122
+    measured = run.summary["metrics"]
+    assert measured["memory/parameters_bytes"] == 13122 * 4
+    assert measured["val_loss"] == measured["val/loss"]
+    assert run.checkpoints == [4, 8]
+    report = (run.path / "report.html").read_text("utf-8")
+    assert "MyModule-ddp-fp32" in report
+    assert "loss" in report
+    assert (run.path / "logged" / "metrics.csv").read_text().startswith("epoch,own/loss")
+    assert list((run.path / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("trusted_packages=[]",), ("objective.target=mypkg.MyModule", "trusted_packages=[mypkg]")),
+        (("objective.target=mypkg.Nothing",), ("objective.target=mypkg.Nothing", "imported")),
+        (("+objective.arguments.no=1",), ("objective.arguments=", "unexpected keyword")),
+    ],
+)
+def test_targets_that_lead_nowhere_are_one_line(
+    more: tuple[str, ...], words: tuple[str, ...], door: Doors
+) -> None:
+    replaced = {line.partition("=")[0] for line in more}
+    kept = [line for line in LINE if line.partition("=")[0] not in replaced]
+    door(*kept, *more).refused(*words)
+    assert not (door.cwd / "runs").exists()

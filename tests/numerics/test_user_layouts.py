@@ -1,0 +1,175 @@
+"""Modules of the user's learn in the suite what they learn in plain Lightning, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import needs_deepspeed
+from fixtures.yours import MyData, MyModule
+from lightning.pytorch import Trainer, seed_everything
+
+from scalewise import compose
+from scalewise.errors import ConfigError
+from scalewise.training import user_trace
+
+LONG = pytest.mark.exhaustive
+STEPS, ROWS = 12, 8
+YOURS = (
+    "objective=module",
+    "objective.target=fixtures.yours.MyModule",
+    "data.target=fixtures.yours.MyData",
+    "trusted_packages=[fixtures]",
+    f"trainer.max_steps={STEPS}",
+    "trainer.validate_every=4",
+    "trainer.log_every=4",
+    "tracking=none",
+    "hardware=cpu",
+    "launch.timeout=120",
+)
+
+SHUFFLED = ("+data.arguments.shuffle=true",)
+FSDP = ("parallelism=fsdp",)
+
+
+@pytest.fixture
+def job(tmp_path: Path, shared_cache: Path) -> Job:
+    return Job(tmp_path, shared_cache)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folder:
+    """One device, all rows of a step in one batch."""
+    return Job(tmp_path_factory.mktemp("alone"), shared_cache).of(*YOURS, *SHUFFLED)
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command", "ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*Checkpoint directory")
+def test_it_equals_plain_lightning_to_the_bit(job: Job, tmp_path: Path) -> None:
+    drawn = (*SHUFFLED, "+objective.arguments.dropout=0.3")
+    ours = job.of(*YOURS, *drawn, "trainer.max_epochs=2", "trainer.max_steps=null")
+    seed_everything(1, workers=True, verbose=False)
+    module, data = MyModule(dropout=0.3), MyData(shuffle=True)
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        val_check_interval=4,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, datamodule=data)
+    assert len(ours.metrics) == trainer.global_step == 16
+    assert ours.column("train/loss")[-1] == float(trainer.callback_metrics["own/loss"])
+    assert ours.column("val/loss")[-1] == float(trainer.callback_metrics["val_loss"])
+    for name, weight in module.state_dict().items():
+        assert torch.equal(ours.weights()[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (("parallelism=ddp",), 2),
+        (FSDP, 2),
+        pytest.param(
+            ("parallelism=fsdp", "parallelism.reshard_after_forward=false"), 2, marks=LONG
+        ),
+        pytest.param(("parallelism=hsdp",), 4, marks=LONG),
+        *(
+            pytest.param((f"parallelism=deepspeed_zero{stage}",), 2, marks=(LONG, needs_deepspeed))
+            for stage in (1, 2, 3)
+        ),
+    ],
+)
+def test_layouts_learn_the_same(
+    layout: tuple[str, ...], ranks: int, alone: Folder, job: Job
+) -> None:
+    """Each of N ranks reads every N-th row of the same order, so that a step has the same ones."""
+    run = job.of(*YOURS, *SHUFFLED, *layout, f"+data.arguments.batch_size={ROWS // ranks}")
+    for key in ("train/loss", "train/grad_norm", "val/loss", "train/lr", "train/tokens"):
+        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
+    for name, weight in alone.weights().items():
+        torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
+def test_it_goes_on_bit_by_bit(step: int, job: Job) -> None:
+    """In the first epoch, at its end (8 batches), and in the second."""
+    lines = (*YOURS, *SHUFFLED, "+objective.arguments.dropout=0.3")
+    whole = job.of(*lines, f"checkpoint.every={step}", "checkpoint.keep=0")
+    rest = job.of(*lines, resume=whole.checkpoint(step))
+    assert rest.column("train/loss") == whole.column("train/loss")
+    for name, weight in whole.weights().items():
+        assert torch.equal(rest.weights()[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "reason"),
+    [
+        ("Silent", (), "returns no loss"),
+        ("Pair", (), "has 2 optimizers"),
+        ("Stepping", ("+objective.arguments.steps=2",), "one optimizer step a batch"),
+        ("Broken", (), "no such table"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    name: str, lines: tuple[str, ...], reason: str, job: Job
+) -> None:
+    more = (f"objective.target=fixtures.yours.{name}", "trainer.clip_norm=null")
+    given = [line for line in YOURS if not line.startswith("objective.target")]
+    run = job.of(*given, *more, *lines, status="refused")
+    assert reason in run.status["reason"]
+    assert run.status["exit_code"] == 2
+
+
+def test_steps_of_its_own_are_followed(job: Job) -> None:
+    given = [line for line in YOURS if not line.startswith("objective.target")]
+    run = job.of(*given, "objective.target=fixtures.yours.Stepping", "trainer.clip_norm=null")
+    losses = run.column("train/loss")
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallelism=single",),
+        pytest.param(("parallelism=ddp",), marks=LONG),
+        pytest.param(FSDP, marks=LONG),
+        pytest.param(("parallelism=hsdp",), marks=LONG),
+    ],
+)
+def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) -> None:
+    lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
+    measured = job.of(*lines).summary["metrics"]
+    foreseen = user_trace.traced(compose(lines))
+    for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
+        key = f"memory/{name}_bytes"
+        print(f"{key}: {foreseen[key]:,} traced, {measured[key]:,} measured")
+    for name in ("parameters", "gradients", "optimizer"):
+        assert foreseen[f"memory/{name}_bytes"] == measured[f"memory/{name}_bytes"], name
+    assert foreseen["memory/peak_bytes"] == pytest.approx(measured["memory/peak_bytes"], rel=0.05)
+    assert foreseen["rows"] == 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (("objective.target=fixtures.yours.Stepping",), "steps by itself"),
+        (("objective.target=fixtures.yours.Reading",), "cannot follow a step of it"),
+        (("parallelism=deepspeed_zero1",), "works on real memory"),
+    ],
+)
+def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: str) -> None:
+    replaced = {line.partition("=")[0] for line in lines}
+    kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
+    with pytest.raises(ConfigError, match=reason):
+        user_trace.traced(compose([*kept, *lines], here=False))

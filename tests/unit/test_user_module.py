@@ -1,0 +1,158 @@
+"""Modules of the user's: what is refused beside them, and what their targets may be."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+from fixtures.refusals import assert_refused, in_ascii
+from fixtures.yours import MyData, MyModule
+from torch import nn
+
+from scalewise.errors import ConfigError
+from scalewise.layouts.parallelize import repeated
+from scalewise.plan.plan import planned
+from scalewise.run import Run
+from scalewise.training.user import built, classes
+
+Compose = Callable[..., Run]
+
+YOURS = (
+    "objective=module",
+    "objective.target=fixtures.yours.MyModule",
+    "data.target=fixtures.yours.MyData",
+    "trusted_packages=[fixtures]",
+)
+
+
+def test_it_is_a_run_like_any_other(compose: Compose) -> None:
+    run = compose(*YOURS, "+objective.arguments.width=4", "parallelism=ddp")
+    assert run.name == "MyModule-ddp-fp32"
+    assert {run.choices[group] for group in ("model", "data", "optimizer", "schedule")} == {
+        "module"
+    }
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert classes(run) == (MyModule, MyData)
+    module, data = built(run)
+    assert isinstance(module, MyModule)
+    assert isinstance(data, MyData)
+    assert module.into.out_features == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "reason", "cure"),
+    [
+        ("model=gpt2_124m", "model", "its own model", "model=module"),
+        ("data=corpus", "data", "its own data", "data=module"),
+        ("optimizer=adamw", "optimizer", "its own optimizer", "optimizer=module"),
+        ("schedule=cosine", "schedule", "its own schedule", "schedule=module"),
+        ("adapter=lora", "adapter", "as it is written", "adapter=none"),
+        ("quantization=nf4", "quantization", "as it is written", "quantization=none"),
+        ("memory=checkpoint_full", "memory", "as it is written", "memory=none"),
+        ("memory=auto", "memory", "as it is written", "memory=none"),
+        ("compile=block", "compile", "as it is written", "compile=none"),
+        ("objective.loss_chunk=8", "objective.loss_chunk", "its own loss", "null"),
+        ("trainer.micro_batch=auto", "trainer.micro_batch", "loader", "data.arguments"),
+        ("trainer.micro_batch=4", "trainer.micro_batch", "loader", "data.arguments"),
+        ("trainer.global_batch=64", "trainer.global_batch", "loader", "null"),
+        ("trainer.validation_rows=8", "trainer.validation_rows", "all that", "=64"),
+        ("trainer.max_epochs=1.5 trainer.max_steps=null", "trainer.max_epochs", "whole", "=2"),
+        ("trainer.max_tokens=9 trainer.max_steps=null", "trainer.max_tokens", "tokens", "steps"),
+        ("plan.search=layout", "plan.search", "only by trace", "none"),
+        ("plan.fit=auto", "plan.fit", "only by trace", "none"),
+        ("launch.refuse_unfit=true", "launch.refuse_unfit", "only by trace", "false"),
+        ("parallelism=tensor", "parallelism.tensor", "does not cut", "fsdp"),
+        ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
+        ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
+        (
+            "parallelism=fsdp parallelism.cpu_offload=true",
+            "parallelism.cpu_offload",
+            "off",
+            "=false",
+        ),
+        (
+            "hardware=cpu parallelism=ddp parallelism.comm_hook=bf16",
+            "parallelism.comm_hook",
+            "gloo cannot",
+            "fp16",
+        ),
+        (
+            "parallelism=deepspeed_zero2_offload",
+            "parallelism.offload_optimizer",
+            "does not offload",
+            "set parallelism.offload_optimizer=none",
+        ),
+        (
+            "trusted_packages=[]",
+            "objective.target",
+            "is not trusted",
+            "trusted_packages=[fixtures]",
+        ),
+        ("objective.target=MyModule", "objective.target", "names no class", "package.module"),
+        (
+            "+objective.arguments.inner={_target_: os.getcwd}",
+            "objective.arguments.inner",
+            "only a module itself",
+            "plain",
+        ),
+    ],
+    ids=in_ascii,
+)
+def test_what_would_pass_it_by_is_refused(
+    compose: Compose, line: str, key: str, reason: str, cure: str
+) -> None:
+    given = [line] if "{" in line else line.split()
+    replaced = {entry.partition("=")[0] for entry in given}
+    kept = [entry for entry in YOURS if entry.partition("=")[0] not in replaced]
+    if line in ("data=corpus", "trusted_packages=[]"):  # of the target there is another complaint
+        kept = [entry for entry in kept if not entry.startswith("data.")]
+    assert_refused([*kept, *given], key, reason, cure)
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "schedule"])
+def test_its_options_go_with_it_alone(compose: Compose, group: str) -> None:
+    assert_refused([f"{group}=module"], group, "alone", "objective=module")
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "reason"),
+    [
+        (["objective.target=nowhere_at_all.X"], "objective.target", "cannot be imported"),
+        (["objective.target=fixtures.yours.Nothing"], "objective.target", "cannot be imported"),
+        (["objective.target=torch.nn.Linear"], "objective.target", "is no lightning.pytorch"),
+        (["objective.target=torch.hub.load"], "objective.target", "is no lightning.pytorch"),
+        (["data.target=fixtures.yours.MyModule"], "data.target", "LightningDataModule"),
+        (["data.target=''"], "data.target", "no train_dataloader"),
+        (["+objective.arguments.depth=3"], "objective.arguments", "unexpected keyword"),
+        (["+data.arguments.depth=3"], "data.arguments", "unexpected keyword"),
+        (["objective.target=fixtures.yours.Broken"], "objective.arguments", "no such table"),
+    ],
+    ids=in_ascii,
+)
+def test_what_cannot_be_made_is_refused(
+    compose: Compose, lines: list[str], key: str, reason: str
+) -> None:
+    replaced = {entry.partition("=")[0] for entry in lines}
+    kept = [entry for entry in YOURS[:3] if entry.partition("=")[0] not in replaced]
+    run = compose(*kept, *lines, "trusted_packages=[fixtures,nowhere_at_all]")
+    with pytest.raises(ConfigError) as caught:
+        built(run)
+    (complaint,) = caught.value.complaints
+    assert complaint.key == key
+    assert reason in complaint.reason
+
+
+def test_the_ledger_says_that_only_a_trace_knows(compose: Compose) -> None:
+    with pytest.raises(ConfigError, match=r"known only by trace|only by trace; set plan.method"):
+        planned(compose(*YOURS))
+
+
+def test_the_outermost_children_that_repeat_are_blocks() -> None:
+    def pair() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+    layers = nn.ModuleList([pair(), pair()])
+    module = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(2, 2), nn.Tanh())})
+    assert repeated(module) == [*layers]
+    assert repeated(nn.Bilinear(2, 2, 2)) == []
