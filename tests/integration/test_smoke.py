@@ -18,8 +18,8 @@ from scalewise.tracking.names import METRICS, TIMES
 ONCE = "measured in one step"
 JOINT = "time/forward_backward_s"
 """What only a pipeline has, and it lacks the two parts instead."""
-OTHER_OBJECTIVES = ("reward", "kl")
-"""What preferences and rewards are told by."""
+OTHER_OBJECTIVES = ("reward", "kl", "accuracy")
+"""What preferences, rewards and classes are told by."""
 REASONS = {
     "val/loss": "at validations only",
     **{key: ONCE for key in METRICS if key.startswith("memory/")},

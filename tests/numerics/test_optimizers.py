@@ -124,7 +124,10 @@ REACHED = {
 
 
 def test_every_optimizer_has_a_loss_to_reach() -> None:
-    assert set(REACHED) == set(tree.names("optimizer"))
+    of_the_suite = set(tree.names("optimizer")) - {
+        "module"
+    }  # a module of the user's brings its own
+    assert set(REACHED) == of_the_suite
 
 
 TRAINED = ("lion",)

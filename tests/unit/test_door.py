@@ -30,7 +30,7 @@ class Never(Verb):
         (["-m", "optimizer.lr=1e-3,nan_lr,3e-3"], ["optimizer.lr"]),
         (["-m", "optimizer.lr=1e-3,-1", "trainer.micro_batch=0,1"],
          ["optimizer.lr", "trainer.micro_batch"]),
-        (["-m", "precision=fp32,fp8"], ["precision"]),
+        (["-m", "precision=fp32,fp4"], ["precision"]),
         (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
         (["optimizer.lr=1,2"], ["optimizer.lr"]),
         (["-m", "callbacks.guard.factor=2,-1"], ["callbacks.guard.factor"]),

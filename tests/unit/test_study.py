@@ -56,7 +56,7 @@ class TestAxes:
 
     def test_a_glob_is_the_options_of_its_group(self) -> None:
         (axis,), _ = axes("precision=glob(fp*)")
-        assert axis == Choice("precision", ("fp16_mixed", "fp32"))
+        assert axis == Choice("precision", ("fp16_mixed", "fp32", "fp8"))
 
     def test_the_last_word_on_a_key_counts(self) -> None:
         found, fixed = axes("a=1,2", "b=3", "a=5", "b=6,7")

@@ -156,7 +156,7 @@ def _loader(run: Run, seconds: float) -> Figure:
         if now - before > seconds / 10:
             rates.append(counted / (now - before))
             before, counted = now, 0
-        if now - began > seconds:
+        if now - began > seconds and len(rates) > 1:
             break
     return device.of(rates)
 

@@ -143,7 +143,7 @@ class Pipeline:
         call(*inputs, **told, return_outputs=False)
         total = torch.zeros(len(loss.objective.keys), device=batch["inputs"].device)
         if losses:  # before the first piece the schedule tries the loss out
-            total = torch.stack(self._measured[-len(losses) :]).sum(0)
+            total = torch.stack(self._measured[-len(losses) :]).sum(0, dtype=torch.float32)
         self._measured.clear()
         dist.all_reduce(total, group=self._group)
         return total

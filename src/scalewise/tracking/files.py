@@ -58,10 +58,7 @@ class MetricsFile:
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Appends rows; a metric that a row lacks is left empty."""
         with self._path.open("a", encoding="utf-8", newline="") as file:
-            columns = list(METRICS)  # what a user's module logs by other names is in logged/
-            csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore").writerows(
-                rows
-            )
+            csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:

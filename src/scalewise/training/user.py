@@ -96,7 +96,11 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         earlier = resume.parents[1] / "metrics.csv" if resume else None
         files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
         terminals.append(Terminal(run, steps, start))
-        recorder.sinks += [files[0].append, session.log, terminals[0]]
+        recorder.sinks += [
+            lambda rows: files[0].append(map(known, rows)),
+            session.log,
+            terminals[0],
+        ]
 
     recorder = UserRecorder(run, start, begun)
     with lightning_quiet():
@@ -214,6 +218,11 @@ class UserRecorder(Recorder):
     def _unlike(self, reason: str) -> ConfigError:
         assert isinstance(self.run.objective, UserModule)
         return ConfigError.one("objective.target", self.run.objective.target, reason)
+
+
+def known(row: Row) -> Row:
+    """Returns what of a row has a column; what the module logs by other names is in ``logged/``."""
+    return {name: value for name, value in row.items() if name in METRICS}
 
 
 def rows(batch: Any) -> int:
