@@ -72,6 +72,18 @@ def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:
     assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * weights, rel=0.02)
 
 
+def test_moments_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> None:
+    found = {}
+    for offload in ("false", "true"):
+        parts = [*SMOKE, "precision=fp32", f"optimizer.offload={offload}", "optimizer.fused=true"]
+        found[offload] = scalewise.train(scalewise.compose(parts), tmp_path / offload).summary
+    device, host = (found[offload]["metrics"] for offload in ("false", "true"))
+    assert host["train/loss"] == pytest.approx(device["train/loss"], rel=1e-4)
+    assert device["memory/peak_bytes"] - host["memory/peak_bytes"] == pytest.approx(
+        device["memory/optimizer_bytes"], rel=0.1
+    )
+
+
 def test_the_clock_reads_the_device_and_not_the_host() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)

@@ -23,6 +23,7 @@ from scalewise.optimizers.schedule_free import ScheduleFree
 from scalewise.optimizers.sgd import SGD, Lion
 
 SPECS = (SGD(), Lion(), AdamW(), AdamW8bit(), AdamW4bit(), Adafactor(), Muon(), ScheduleFree())
+SPECS += (AdamW(offload=True),)
 
 
 @pytest.fixture
@@ -230,6 +231,31 @@ def test_moments_of_few_bits_are_encoded_anew(name: str, job: Job) -> None:
     for layout in ("single", "fsdp"):
         resumed = job.of(*parts, f"parallelism={layout}", resume=whole.checkpoint(2))
         assert resumed.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("parallelism=ddp",),
+        *(
+            pytest.param(parts, marks=pytest.mark.exhaustive)
+            for parts in (
+                (),
+                ("parallelism=ddp", "optimizer.shard=true"),
+                ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.micro_batch=8"),
+                ("adapter=lora",),
+            )
+        ),
+    ],
+)
+def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], job: Job) -> None:
+    """On the CPU the two are one memory: what is asked here is the arithmetic."""
+    plain = job.of(*STEPS, *parts, "checkpoint.every=2")
+    whole = job.of(*STEPS, *parts, "optimizer.offload=true", "checkpoint.every=2")
+    resumed = job.of(*STEPS, *parts, "optimizer.offload=true", resume=plain.checkpoint(2))
+    for run in (whole, resumed):
+        assert run.column("train/loss") == plain.column("train/loss")
+        assert same_weights(run.weights(), plain.weights())
 
 
 def test_rates_differ_by_name(job: Job) -> None:

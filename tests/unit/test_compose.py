@@ -140,6 +140,21 @@ def test_names(overrides: list[str], name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("org/some-1b", "some-1b"),
+        ("/there/some-1b/", "some-1b"),
+        *((path, "hf") for path in ("", None, "..", "${nowhere}")),
+    ],
+)
+def test_a_model_of_a_folder_is_named_by_it(path: str | None, name: str) -> None:
+    chosen = {"model": "hf", "parallelism": "ddp"}
+    config = {"model": {"path": path}, "optimizer": {"lr": 1.0}}
+    root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": chosen}}})
+    assert naming.run_name(_root_=root) == f"{name}-ddp-lr1e0"
+
+
+@pytest.mark.parametrize(
     ("given", "name"),
     [
         ({"name": "mine"}, "mine"),

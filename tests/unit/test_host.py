@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from fixtures.layouts import LLAMA_8B
 
+from scalewise.optimizers import AdamW
+from scalewise.parallelism.single import Single
+from scalewise.plan import memory
 from scalewise.plan.host import checkpoint_bytes, of_node, ranks_on_a_node
 from scalewise.plan.plan import planned
+from scalewise.plan.traffic import of_rank
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.units import GIB
@@ -35,6 +40,19 @@ def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
     assert offloaded["offloaded optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
     assert offloaded["offloaded gradients"] == pytest.approx(weights, rel=1e-3)
     assert offloaded["offloaded parameters"] == pytest.approx(weights, rel=1e-3)
+
+
+def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: Compose) -> None:
+    plain = replace(run_of(), parallelism=Single())
+    run = replace(plain, optimizer=AdamW(offload=True))
+    weights = run.model.parameters * 4
+    there = lines(run)
+    assert there["offloaded optimizer state"] == 2 * weights
+    assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
+    assert "offloaded gradients" not in there
+    assert of_rank(run, run.parallelism.holds(run)).link == 3 * weights
+    saved = memory.worst(plain).peak - memory.worst(run).peak
+    assert saved == pytest.approx(2 * weights, rel=1e-3)
 
 
 def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:

@@ -154,6 +154,12 @@ LAYOUTS: list[Row] = [
         "memory=checkpoint_full",
     ),
     (
+        ["parallelism=fsdp", "optimizer.offload=true"],
+        "optimizer.offload",
+        "a way of its own",
+        "parallelism.cpu_offload=true",
+    ),
+    (
         ["parallelism=fsdp", "parallelism.shards=1", "parallelism.cpu_offload=true"],
         "parallelism.cpu_offload",
         "nothing is sharded",

@@ -1,6 +1,7 @@
 """Readable names: the parts of a run and its learning rate, or the sweep's experiment."""
 
 from math import isfinite
+from pathlib import PurePath
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,12 +21,18 @@ def run_name(*, _root_: Any) -> str:
         target = str(OmegaConf.select(_root_, "objective.target") or "module")
         return "-".join([target.rpartition(".")[2], choices.parallelism, choices.precision])
     parts = [choices.get(key) for key in ("model", "parallelism", "precision", "optimizer")]
-    try:
-        rate = OmegaConf.select(_root_, "optimizer.lr")
-    except (OmegaConfBaseException, RecursionError):
-        rate = None  # the reader complains about it under its own key
+    if parts[0] == "hf":
+        parts[0] = PurePath(str(_said(_root_, "model.path") or "hf")).name.lstrip(".") or "hf"
     named = "-".join(str(part).replace("/", "-") for part in parts if part)
-    return f"{named}-lr{rate_text(rate)}"
+    return f"{named}-lr{rate_text(_said(_root_, 'optimizer.lr'))}"
+
+
+def _said(root: Any, key: str) -> Any:
+    """Returns a value, or None where it cannot be had: the reader complains under its own key."""
+    try:
+        return OmegaConf.select(root, key)
+    except (OmegaConfBaseException, RecursionError):
+        return None
 
 
 def sweep_name(*, _root_: Any) -> str:

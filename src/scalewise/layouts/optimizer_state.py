@@ -35,12 +35,14 @@ def allocate(
         slot, _, name = key.partition("/")
         slots.setdefault(name, []).append(slot)
     room = {}
-    for _, parameter in _parameters(optimizers):
-        name = names[parameter]
+    for optimizer, parameter in _parameters(optimizers):
+        name, place = names[parameter], getattr(optimizer, "state_place", None)
         for slot in slots.get(name, []):
             key = f"{slot}/{name}"
             alike = known[key] == parameter.shape
-            room[key] = torch.zeros_like(parameter) if alike else torch.zeros(known[key])
+            room[key] = (
+                torch.zeros_like(parameter, device=place) if alike else torch.zeros(known[key])
+            )
     return room
 
 

@@ -48,6 +48,8 @@ class AdamW(Moments, Slotted):
 
     fused: bool = True
     """One kernel for all parameters; torch's own default loops over them."""
+    offload: bool = False
+    """Whether the moments lie in host memory, where each weight is stepped; one rank has all."""
 
     @property
     def slots(self) -> int:
@@ -55,16 +57,16 @@ class AdamW(Moments, Slotted):
         return 2
 
     def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
-        """Returns torch's AdamW."""
+        """Returns torch's AdamW, or one that steps in host memory."""
         from torch import optim
 
-        return optim.AdamW(
-            groups,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            eps=self.epsilon,
-            fused=self.fused,
-        )
+        betas = (self.beta1, self.beta2)
+        settings: dict[str, Any] = {"lr": self.lr, "betas": betas, "eps": self.epsilon}
+        if self.offload:
+            from scalewise.optimizers.offloaded import HostAdamW
+
+            return HostAdamW(groups, **settings)
+        return optim.AdamW(groups, **settings, fused=self.fused)
 
 
 @dataclass(frozen=True)

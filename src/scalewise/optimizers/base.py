@@ -47,6 +47,8 @@ class Optimizer(ABC):
     """Whether it looks at matrices as such, so that a rank must have them whole."""
     gathers_shards = False
     """Whether it gathers those from their shards by itself."""
+    offload = False
+    """Whether its state lies in host memory, where it steps."""
 
     @abstractmethod
     def state_bytes(self, weight: Weight, shards: int, held: int) -> int:

@@ -24,6 +24,8 @@ class Parallelism(ABC):
 
     shares_optimizer_out = False
     """Whether ``optimizer.shard`` has replicas to share the state out over."""
+    offloads_optimizer = False
+    """Whether ``optimizer.offload`` steps in host memory; others offload in a way of theirs."""
     flattens_weights = False
     """Whether the optimizer is given weights as pieces of one long vector."""
 
@@ -86,6 +88,11 @@ class Parallelism(ABC):
             reason = "this layout has no replicas that could share the state out"
             cure = "set optimizer.shard=false, or parallelism=ddp"
             yield Complaint("optimizer.shard", True, reason, cure)
+        if run.optimizer.offload and not self.offloads_optimizer:
+            reason = "steps whole weights in host memory, and this layout has a way of its own"
+            cure = "set optimizer.offload=false and parallelism.cpu_offload=true, or of DeepSpeed "
+            cure += "parallelism.offload_optimizer=cpu"
+            yield Complaint("optimizer.offload", True, reason, cure)
         gathered = run.optimizer.gathers_shards and self.shards_alone
         asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights and not gathered
         if asks_whole or (self.flattens_weights and not run.optimizer.elementwise):

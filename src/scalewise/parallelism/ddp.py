@@ -42,6 +42,7 @@ class DDP(Parallelism):
     """Every rank holds the model and sees other rows; gradients are averaged (Li et al., 2020)."""
 
     shares_optimizer_out = True
+    offloads_optimizer = True
 
     replicas: int | None = None
     """Number of ranks; None: every device of the machine, or two ranks on the CPU."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scalewise.hardware import DeviceKind
 from scalewise.models.base import Part, Weight
 from scalewise.models.tape import Pass
 from scalewise.parallelism.share import Parts
@@ -100,6 +101,17 @@ class Holds(Parts):
         )
         return self.layers * block + rest
 
+    @property
+    def streamed(self) -> bool:
+        """Returns whether weights go to the host and back to be stepped, one after the other."""
+        return self.states_on_host and self.zero is None and not self.parameters_on_host
+
+    @property
+    def largest(self) -> int:
+        """Returns the numbers of the largest weight that is trained."""
+        each = (*self.block, *self.rest)
+        return max((w.share(self.states) for w in each if w.trainable), default=0)
+
     def scratch_bytes(self, run: Run) -> int:
         """Returns the most bytes that stepping one weight takes."""
         held, each = run.precision.parameters.bytes, (*self.block, *self.rest)
@@ -116,6 +128,7 @@ def of_replicas(run: Run) -> Holds:
         shape(run, run.sequences_per_pass, run.data.sequence),
         block,
         rest,
+        states_on_host=run.optimizer.offload and run.hardware.device is DeviceKind.cuda,
     )
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Single(Parallelism):
     """One device, no communication."""
 
+    offloads_optimizer = True
+
     @property
     def world_size(self) -> int:
         """Returns 1."""

@@ -8,7 +8,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from scalewise.compilation import Scope
+from scalewise.hardware import DeviceKind
 from scalewise.memory import Checkpointing, Recompute
+from scalewise.optimizers import AdamW
 from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
 from scalewise.parallelism.mesh import Mesh
@@ -87,6 +89,7 @@ def changes(run: Run) -> Iterator[Change]:
     yield from _of_passes(run)
     yield from _of_memory(run)
     yield from _of_layout(run)
+    yield from _of_optimizer(run)
     if run.precision.parameters is Number.fp32 and run.precision.compute is Number.fp32:
         mixed = Precision(compute=Number.bf16)
         if not (run.hardware.device == "cuda" and run.hardware.bf16_tflops == 0):
@@ -164,6 +167,13 @@ def _of_layout(run: Run) -> Iterator[Change]:
         layout = replace(held, cpu_offload=True)
         kinds = frozenset({"layout"})
         yield Change("parallelism.cpu_offload=true", 8, kinds, _with(parallelism=layout))
+
+
+def _of_optimizer(run: Run) -> Iterator[Change]:
+    apart = run.parallelism.offloads_optimizer and run.hardware.device is DeviceKind.cuda
+    if apart and isinstance(run.optimizer, AdamW) and not run.optimizer.offload:
+        optimizer, kinds = replace(run.optimizer, offload=True), frozenset({"optimizer"})
+        yield Change("optimizer.offload=true", 7, kinds, _with(optimizer=optimizer))
 
 
 def _with(**parts: Any) -> Callable[[Run], Run]:

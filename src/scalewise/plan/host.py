@@ -52,8 +52,12 @@ def _of_node(run: Run) -> Iterator[Line]:
         yield _line("offloaded optimizer state", ranks, size, "stepped on the host")
         if zero is not None:
             yield _line("offloaded masters", ranks, states, "the weights that the host steps")
-        size = held * holds.numbers(holds.gradients, trained=True)
-        yield _line("offloaded gradients", ranks, size, "what the host steps by")
+        if holds.streamed:
+            size, reason = 4 * held * holds.largest, "a weight that is stepped, and the next"
+            yield _line("weights and gradients", ranks, size, reason)
+        else:
+            size = held * holds.numbers(holds.gradients, trained=True)
+            yield _line("offloaded gradients", ranks, size, "what the host steps by")
     if holds.parameters_on_host and not holds.parameters_on_disk:
         size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")

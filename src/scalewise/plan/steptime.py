@@ -152,7 +152,8 @@ def _of_rank(run: Run, rank: int, reached: Rates) -> StepTime:
         optimizer += (stepped * (2 + 2) + 2 * holds.state_bytes(run)) / reached.memory
     arithmetic = sum(spent.values()) + recompute + reference
     messages, hidden = _messages(run, rank, arithmetic)
-    copies = max(0.0, host.copies - (HIDDEN_SHARE * arithmetic - hidden)) + host.activations
+    beside = host.stepping if holds.streamed else HIDDEN_SHARE * arithmetic - hidden
+    copies = max(0.0, host.copies - beside) + host.activations
     rounds = holds.pieces * len(holds.parts)
     bubble = (arithmetic + sum(messages.values())) * (holds.places - 1) / rounds
     return StepTime(

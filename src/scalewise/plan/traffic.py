@@ -49,6 +49,7 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
     gradients of the rank's share go once a micro batch, or once where they stay whole until the
     last; the optimizer steps where its state lies. FSDP2's ``CPUOffloadPolicy`` and ZeRO-Offload
     (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
+    AdamW with ``offload`` has the weights on the device alone: they go there and back.
     """
     zero, state = holds.zero, holds.state_bytes(run)
     held = run.precision.parameters.bytes
@@ -62,9 +63,9 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         uses = 1 if gathering and gathering.keeps else 2 + run.passes_asked
         link += weights * passes * uses
     if holds.states_on_host:
-        late = gathering is not None and gathering.whole_gradients
+        late = holds.streamed or (gathering is not None and gathering.whole_gradients)
         link += moved * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
-        link += 0 if holds.parameters_on_host else moved * share
+        link += (2 if holds.streamed else not holds.parameters_on_host) * moved * share
         host = stepped * (2 + 1) + 2 * state  # weights and state there and back, and gradients
     if holds.parameters_on_disk:
         disk += weights * passes * 2 + moved * share
