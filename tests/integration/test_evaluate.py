@@ -84,7 +84,7 @@ def test_the_beginning_is_worse_and_both_are_kept(
     assert found.keys() == {"0", "6"}
     assert found["6"]["rows"] == 2
     assert found["0"]["loss"] > found["6"]["loss"] + 0.5
-    assert found["0"]["accuracy"] < 0.05 < found["6"]["accuracy"] + 0.05
+    assert found["0"]["accuracy"] < 0.05
     assert found["0"]["perplexity"] == pytest.approx(2.718281828 ** found["0"]["loss"], rel=1e-6)
 
 

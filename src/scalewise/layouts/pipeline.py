@@ -141,7 +141,8 @@ class Pipeline:
             told["places_BS"] = batch["places"]
         call = schedule.step if backward else schedule.eval
         call(*inputs, **told, return_outputs=False)
-        total = torch.zeros(len(loss.objective.keys), device=batch["inputs"].device)
+        room = torch.zeros(len(loss.objective.keys), dtype=torch.float32)  # bf16_true has another
+        total = room.to(batch["inputs"].device)
         if losses:  # before the first piece the schedule tries the loss out
             total = torch.stack(self._measured[-len(losses) :]).sum(0, dtype=torch.float32)
         self._measured.clear()
