@@ -37,7 +37,7 @@ WHOLE = {
 }
 """With modules of the model's own that are trained beside the adapter."""
 USUAL = {
-    "lora": ("fsdp", "deepspeed_zero3"),
+    "lora": ("deepspeed_zero3",),
     "rslora": (),
     "pissa": (),
     "dora": (),

@@ -77,7 +77,6 @@ WAYS = {**AGAIN, "muon": ("optimizer=muon",)}
 USUAL = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
-    ("llama", "tensor", "dora, full"),
     ("llama", "fsdp", "prompt"),
     ("llama", "tensor", "dpo, lora"),
 )

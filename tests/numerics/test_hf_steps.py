@@ -25,7 +25,7 @@ from scalewise.verbs.trained import recorded
 
 BATCH = "all_at_once"
 LONG = pytest.mark.exhaustive
-USUAL = (("gpt2", "fsdp"), ("llama", "tensor"))
+USUAL = (("llama", "tensor"),)
 TAKEN = ("ddp", "fsdp", "fsdp_offload", "hsdp")
 SPLIT = ("tensor", "tensor_alone", "shard_tensor", "replicate_tensor")
 ZERO = ("deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")

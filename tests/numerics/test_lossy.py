@@ -74,8 +74,9 @@ def test_bf16_learns_in_every_layout(
     assert_near(run, exact)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=LONG)])
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=LONG)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_fp8_learns(
     layout: str, recipe: str, exact: Folder, tmp_path: Path, shared_cache: Path
 ) -> None:
