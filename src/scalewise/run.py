@@ -164,7 +164,7 @@ class Run:
         """
         sequence = self.data.sequence
         asked = self.model.flops(sequence) / 3 * self.passes_asked
-        return self.adapter.flops(self.model, sequence) + asked
+        return self.adapter.flops(self.model, sequence, self.data.target_length) + asked
 
     @property
     def flops_per_step(self) -> float:
@@ -296,7 +296,8 @@ class Run:
             )
 
     def _of_tokens(self) -> Iterator[Complaint]:
-        if self.data.sequence > self.model.context:
+        target = self.data.target_length  # an encoder and a decoder have a part each
+        if max(self.data.sequence - target, target) > self.model.context:
             yield Complaint(
                 "data.sequence",
                 self.data.sequence,

@@ -11,7 +11,7 @@ from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, SHAPE, marks
 from fixtures.steps import BATCHES, SGD, assert_close, assert_equal
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -118,6 +118,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
 LINES = ((), ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]"), ("adapter=ia3",))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
 @pytest.mark.parametrize(
     "more", [LINES[1], *(pytest.param(more, marks=LONG) for more in (LINES[0], LINES[2]))]
 )
@@ -137,7 +138,12 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
     with torch.no_grad():
         logits = live.model(told, torch.device("cpu"))(tokens)
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-5, atol=1e-5)
-        begun = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        begun = base(tokens).logits
+        if more:
+            exports.write(told, found.path / "adapter", Form.alone)
+            adapted = PeftModel.from_pretrained(base, found.path / "adapter")
+            torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits, begun)
     again = job.of(*line(folder, *more, "trainer.micro_batch=12"), resume=found.checkpoint(2))
     assert_close(again.weights(), found.weights(), "weights after step 2")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from fixtures.checkpoints import RANDOM_LLAMA
+from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
 from scalewise.config import axes, naming, tree
@@ -43,6 +43,8 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         ],
         "classification": [*CLASSES, "data=corpus_classes"],
         "grpo": ["data=reversal"],
+        "data=seq2seq": [*RANDOM_T5, "objective=seq2seq", f"data.paths=[{tmp_path}/*.jsonl]"],
+        "objective=seq2seq": [*RANDOM_T5, "data=synthetic", "data.target_length=64"],
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],

@@ -23,6 +23,7 @@ from scalewise.data.module import UserData
 from scalewise.data.preference import Preference
 from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
+from scalewise.data.seq2seq import Seq2SeqData
 from scalewise.data.synthetic import Synthetic
 from scalewise.data.text import Text
 from scalewise.data.tokens import Tokens
@@ -41,6 +42,7 @@ SPECS = {
     "module": UserData,
     "preference": Preference,
     "reversal": Reversal,
+    "seq2seq": Seq2SeqData,
     "synthetic": Synthetic,
 }
 

@@ -37,6 +37,7 @@ FLOORS = {
         "plan",
         "adapters.dora",
         "adapters.exported",
+        "adapters.exported_of_transformers",
         "adapters.ia3",
         "adapters.lora",
         "adapters.peft_folder",

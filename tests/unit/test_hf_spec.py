@@ -116,7 +116,7 @@ def test_steps_in_backward_are_refused() -> None:
 
 
 ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
-    "seq2seq": ({"model_type": "t5"}, "is an encoder with a decoder (t5)"),
+    "unbegun": ({"model_type": "t5"}, "names no decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is no causal language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads more than text (llava)"),
     "unknown": ({"model_type": "mine"}, "no configuration that transformers reads"),

@@ -56,11 +56,12 @@ def test_groups_and_their_options() -> None:
             "module",
             "preference",
             "reversal",
+            "seq2seq",
             "synthetic",
             "text",
             "tokens",
         ],
-        "objective": ["causal_lm", "classification", "dpo", "grpo", "module"],
+        "objective": ["causal_lm", "classification", "dpo", "grpo", "module", "seq2seq"],
         "parallelism": [
             "context",
             "ddp",

@@ -82,7 +82,7 @@ class Prompt(VirtualTokens):
         own = (replace(weight, trainable=False) for weight in model.census())
         return (*own, Weight(NAME, (self.tokens, model.width), "embedding"))
 
-    def flops(self, model: Model, sequence: int) -> float:
+    def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.
 
         Blocks compute the vectors too; the head, whose weight is frozen, the tokens alone.
@@ -130,7 +130,7 @@ class Prefix(VirtualTokens):
             if last:
                 yield Weight(f"blocks.{layer}.{PREFIX}", shape, "embedding", layer)
 
-    def flops(self, model: Model, sequence: int) -> float:
+    def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.
 
         Attention reads the learnt keys as well. All matrices are frozen, the head's too; gradients

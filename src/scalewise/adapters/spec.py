@@ -98,23 +98,26 @@ class Adapter(ABC):
         """Returns how tensor parallelism cuts each module with weights, added ones as well."""
         return model.tensor_split()
 
-    def flops(self, model: Model, sequence: int) -> float:
+    def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token, as ``Model.flops``.
 
         A frozen m x n layer spares its gradient, 2 m n a token; an added one costs 6 m n, as any
         that is trained.
         """
-        frozen = added = 0
+        frozen = added = 0.0
         for weight in self.weights(model):
-            if len(weight.shape) < 2 or weight.layer is None or weight.role == "scale":
+            looked_up = weight.layer is None or weight.role in ("scale", "position")
+            if looked_up or len(weight.shape) < 2:
                 continue
+            count = weight.count * model.share(weight.name, sequence, target)
             if layers.is_added(weight.name):
-                added += weight.count
+                added += count
             elif not weight.trainable:
-                frozen += weight.count
+                frozen += count
         if not {"head", *map(layers.module_of, model.tied_weights)} & {*self.whole(model)}:
-            frozen += model.outputs * model.width  # the head, tied or not
-        return model.flops(sequence) - 2.0 * frozen + 6.0 * added
+            head = model.outputs * model.width  # tied or not
+            frozen += head * model.share("head", sequence, target)
+        return model.flops(sequence, target) - 2.0 * frozen + 6.0 * added
 
     def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
         """Returns whole weights of the model alone that compute what these do, adapter and all."""
@@ -183,9 +186,9 @@ class NoAdapter(Adapter):
         """Returns the model's own."""
         return model.census()
 
-    def flops(self, model: Model, sequence: int) -> float:
+    def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the model's."""
-        return model.flops(sequence)
+        return model.flops(sequence, target)
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Changes nothing."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
 from scalewise.data.packing import PackedTexts
-from scalewise.data.rows import ClassedRows, PaddedRows
+from scalewise.data.rows import AnsweredRows, ClassedRows, PaddedRows
 from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
 from scalewise.data.tokenizing import Tokenization
@@ -135,11 +135,16 @@ def _rows(folder: Path, split: str, spec: Data, meta: dict[str, Any]) -> PaddedR
     texts: NDArray[np.int64] = np.arange(len(firsts))
     if spec.pairs:
         texts, firsts = texts.reshape(-1, 2), firsts.reshape(-1, 2).max(1)
-    texts = texts if spec.classes else texts[firsts <= spec.sequence]
+    if not (spec.classes or spec.target_length):
+        texts = texts[firsts <= spec.sequence]
     if not len(texts):
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
         raise DataError.one("data.sequence", spec.sequence, reason, cure)
+    if spec.target_length:
+        return AnsweredRows(
+            ids_N, starts, texts, spec.sequence, meta["end"], target=spec.target_length
+        )
     kind = ClassedRows if spec.classes else PackedTexts if spec.packing else PaddedRows
     return kind(ids_N, starts, texts, spec.sequence, meta["end"])
 

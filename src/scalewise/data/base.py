@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FIRST = 1 << 32
 """What is added to the id of a text's first token in a row of several texts."""
+NOTHING = ~FIRST
+"""Stands where an encoder has no token to read."""
 
 
 class Rows(Protocol):
@@ -31,6 +33,9 @@ class Rows(Protocol):
 
     Masked rows may be ``packing``: several texts lie in one, and the first token of each is
     ``~(t + FIRST)``, no label.
+
+    Rows with a ``target`` are ``sequence`` ids: what an encoder reads, filled up with ``NOTHING``,
+    and so many at the end that a decoder writes.
     """
 
     @property
@@ -41,6 +46,11 @@ class Rows(Protocol):
     @property
     def packing(self) -> bool:
         """Returns whether a row may hold several texts, which are not to see each other."""
+        ...
+
+    @property
+    def target(self) -> int:
+        """Returns the ids at the end of a row that a decoder writes; 0: one model reads all."""
         ...
 
     @property
@@ -74,14 +84,16 @@ class Data(ABC):
     """A data source as a spec.
 
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
-    several texts, none of which attends to another. ``classes``: what a row may be, where its one
-    label is not a token but a number of them. ``of_user``: whether loaders of the user's give
-    batches of any kind.
+    several texts, none of which attends to another. ``target_length``: tokens at the end of a row
+    that a decoder writes, an encoder reading the others; 0: one model reads all. ``classes``: what
+    a row may be, where its one label is not a token but a number of them. ``of_user``: whether
+    loaders of the user's give batches of any kind.
     """
 
     sequence: int
     pairs: bool = False
     packing: bool = False
+    target_length: int = 0
     classes: tuple[str, ...] = ()
     of_user = False
 
@@ -110,6 +122,12 @@ class Data(ABC):
         Safe when several processes start at once; a second call costs a memory map. Raises
         ``DataError`` naming the key and the cure (empty, truncated, id >= ``vocabulary``).
         """
+
+    def no_target(self) -> Complaint:
+        """Returns the complaint about a target that leaves an encoder nothing to read."""
+        reason = f"is no part of data.sequence={self.sequence}: an encoder reads the rest"
+        cure = f"give data.target_length={max(1, self.sequence // 4)}"
+        return Complaint("data.target_length", self.target_length, reason, cure)
 
     def not_positive(self, *fields: str) -> Iterator[Complaint]:
         """Yields a complaint for each of the named fields that is zero or less."""

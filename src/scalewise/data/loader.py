@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST, Rows
+from scalewise.data.base import FIRST, NOTHING, Rows
 from scalewise.data.order import Order
 from scalewise.objectives import IGNORED
 
@@ -90,6 +90,7 @@ class MicroBatches:
             self._pin_memory,
             masked=self._share.masks(self._rows),
             packing=self._rows.packing,
+            target=self._rows.target,
         )
         if self.reference is None:
             return batch
@@ -172,24 +173,34 @@ class ValidationLoader(MicroBatches):
 
 
 def tensors(
-    tokens_BS: NDArray[np.int64], pin_memory: bool, *, masked: bool, packing: bool = False
+    tokens_BS: NDArray[np.int64],
+    pin_memory: bool,
+    *,
+    masked: bool,
+    packing: bool = False,
+    target: int = 0,
 ) -> Batch:
     """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or copies.
 
     Of ``tokens_B2S`` both sequences of a row become rows.
 
     ``masked`` ids, those below zero, become inputs without a label. With ``packing`` there are
-    ``places`` too: those of the tokens in their own texts, 0 being a text's first. Pinned tensors
+    ``places`` too: those of the tokens in their own texts, 0 being a text's first. Rows with a
+    ``target`` become ``inputs_BS``, -1 where there is no token, and ``labels_BT``. Pinned tensors
     are copies: a view with gaps would not cross to the device in one transfer.
     """
     tokens = torch.from_numpy(tokens_BS).view(-1, tokens_BS.shape[-1])
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if target:
+        batch = {"inputs": tokens[:, :-target], "labels": tokens[:, -target:]}
     if masked:
         inputs, labels = batch["inputs"], batch["labels"]
         batch = {
             "inputs": torch.where(inputs < 0, ~inputs, inputs),
             "labels": labels.masked_fill(labels < 0, IGNORED),
         }
+    if target:
+        batch["inputs"] = batch["inputs"].masked_fill(batch["inputs"] == ~NOTHING, -1)
     if packing:
         first_BT = batch["inputs"] >= FIRST
         index_T = torch.arange(first_BT.shape[1])

@@ -76,6 +76,7 @@ class Reversed:
     streamed = False
     masked = True
     packing = False
+    target = 0
 
     def __len__(self) -> int:
         return len(self.digits)

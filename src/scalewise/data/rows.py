@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST
+from scalewise.data.base import FIRST, NOTHING
 
 TEXT = 32
 """Tokens of a random text on average."""
@@ -27,6 +27,7 @@ class PackedRows:
     streamed = False
     masked = False
     packing = False
+    target = 0
 
     def __init__(self, shards: Sequence[NDArray[np.integer]], sequence: int) -> None:
         long_enough = [np.asarray(shard) for shard in shards if len(shard) > sequence]
@@ -59,6 +60,7 @@ class PaddedRows:
     streamed = False
     masked = True
     packing = False
+    target = 0
 
     def __init__(
         self,
@@ -99,6 +101,41 @@ class ClassedRows(PaddedRows):
         return np.concatenate([found[:-1][: self._width - 1], found[-1:]])
 
 
+class AnsweredRows(PaddedRows):
+    """A question a row, cut or filled up, and its answer in the last ``target`` places, as well."""
+
+    def __init__(
+        self,
+        ids_N: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        texts: NDArray[np.int64],
+        sequence: int,
+        end: int,
+        *,
+        target: int,
+    ) -> None:
+        """``texts``: those that are rows, in each of which an answer follows a question."""
+        super().__init__(ids_N, starts, texts, sequence, end)
+        self.target, self._source = target, sequence - target
+        lengths = [[*map(len, self._parts(text))] for text in texts]
+        self.cut = int((np.array(lengths) > [self._source, target]).any(1).sum())
+
+    def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns ``tokens_BS``, the rows at ``indices``, S = sequence."""
+        texts = self._texts[np.asarray(indices)]
+        question_BS = np.full((len(texts), self._source), NOTHING, dtype=np.int64)
+        answer_BT = np.full((len(texts), self.target), ~self._end, dtype=np.int64)
+        for question_S, answer_T, text in zip(question_BS, answer_BT, texts, strict=True):
+            asked, told = self._parts(text)
+            question_S[: len(asked)] = asked[: self._source]
+            answer_T[: len(told)] = told[: self.target]
+        return np.concatenate([question_BS, answer_BT], axis=1)
+
+    def _parts(self, text: int) -> list[NDArray[np.int32]]:
+        found = self._ids[self._starts[text] : self._starts[text + 1]]
+        return np.split(found, [int(np.argmax(found >= 0))])
+
+
 class StreamedRows:
     """Rows cut end to end from a stream of token arrays that can be opened again.
 
@@ -110,6 +147,7 @@ class StreamedRows:
     streamed = True
     masked = False
     packing = False
+    target = 0
 
     def __init__(self, start: Callable[[], Iterator[NDArray[np.integer]]], sequence: int) -> None:
         self._start = start
@@ -155,7 +193,8 @@ class RandomRows:
     """``rows`` rows of ids, the rows from ``first`` of an endless table keyed by ``seed``.
 
     ``masked_share`` of the tokens are no labels. A row of ``pairs`` is two of the table's. With
-    ``packing`` a text begins at every token with a chance of 1 / ``TEXT``.
+    ``packing`` a text begins at every token with a chance of 1 / ``TEXT``. Of what an encoder
+    reads, before a ``target``, as many tokens are missing.
     """
 
     seed: int
@@ -166,12 +205,13 @@ class RandomRows:
     masked_share: float = 0.0
     pairs: bool = False
     packing: bool = False
+    target: int = 0
     streamed: bool = False
 
     @property
     def masked(self) -> bool:
         """Returns whether any token is no label."""
-        return self.masked_share > 0 or self.packing
+        return self.masked_share > 0 or self.packing or self.target > 0
 
     def __len__(self) -> int:
         return self.rows
@@ -191,6 +231,10 @@ class RandomRows:
         if self.masked:
             share_BS = mix(hash_BS).astype(np.float64) / 2.0**64
             tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
+        if self.target:
+            tokens_BS = tokens_BS[:, 1:]
+            asked_BS = tokens_BS[:, : -self.target]
+            asked_BS[:] = np.where(asked_BS < 0, NOTHING, ~asked_BS)
         if self.packing:
             first_BS = mix(~hash_BS) % np.uint64(TEXT) == 0
             whole_BS = np.where(tokens_BS < 0, ~tokens_BS, tokens_BS)

@@ -27,6 +27,9 @@ class Synthetic(Data):
     """Whether a row is two sequences, as objective=dpo compares them."""
     packing: bool = False
     """Whether a row is several texts, none of which attends to another."""
+    target_length: int = 0
+    """Tokens of a row that a decoder writes, as objective=seq2seq has it; an encoder reads the
+    others."""
 
     @property
     def vocabulary_needed(self) -> int | None:
@@ -40,6 +43,12 @@ class Synthetic(Data):
             yield from self.not_positive("vocabulary")
         if not 0 <= self.masked < 1:
             yield Complaint("data.masked", self.masked, "is a share, in [0, 1)")
+        if not 0 <= self.target_length < max(1, self.sequence):
+            yield self.no_target()
+        for key in ("pairs", "packing"):
+            if self.target_length and getattr(self, key):
+                reason = "is for rows that one model reads, and data.target_length is another's"
+                yield Complaint(f"data.{key}", True, reason, f"set data.{key}=false")
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns rows that are a function of ``seed`` and their index."""
@@ -50,7 +59,7 @@ class Synthetic(Data):
             reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
             raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
         held = max(1, self.rows // 20)
-        kind = (self.sequence, self.masked, self.pairs, self.packing)
+        kind = (self.sequence, self.masked, self.pairs, self.packing, self.target_length)
         return Splits(
             RandomRows(seed, ids, 0, self.rows, *kind),
             RandomRows(seed, ids, self.rows, held, *kind),

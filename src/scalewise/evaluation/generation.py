@@ -28,6 +28,23 @@ def continued(
         yield read[-1]
 
 
+@torch.no_grad()
+def answered(
+    module: ModelModule, question: Sequence[int], temperature: float, seed: int
+) -> Iterator[int]:
+    """Yields the tokens of a decoder's answer to a question, as ``continued`` does."""
+    device = next(module.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    question_1S, written, module.loss = torch.tensor([question], device=device), [0], None
+    while True:
+        answer_1T = torch.tensor([written], device=device)  # the decoder does not read its last
+        written[-1] = _drawn(
+            module(question_1S, answer_1T)[0, -1].float().cpu(), temperature, generator
+        )
+        yield written[-1]
+        written.append(0)
+
+
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())

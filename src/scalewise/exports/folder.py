@@ -8,17 +8,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scalewise.adapters import NoAdapter
+from scalewise.adapters import Adapter, NoAdapter
 from scalewise.adapters.layers import is_added, module_of
 from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints.trained import Trained
 from scalewise.data import templates
 from scalewise.data.chat import Chat
+from scalewise.data.seq2seq import Seq2SeqData
 from scalewise.errors import ConfigError, DataError
 from scalewise.exports import Form
 from scalewise.exports.card import card
 from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
+from scalewise.models.hf.spec import HuggingFace, Init
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -42,9 +44,6 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
 
 def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
     model, adapter = told.model, told.adapter
-    if not isinstance(model, Decoder):
-        reason = "is written of the suite's own decoder alone"
-        raise ConfigError.one("adapter", Form.alone, reason, "set adapter=merged")
     if isinstance(adapter, NoAdapter | Pissa):
         reason = "the run has trained no adapter"
         if isinstance(adapter, Pissa):
@@ -52,6 +51,10 @@ def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
         raise ConfigError.one("adapter", Form.alone, reason, "set adapter=merged")
     from scalewise.adapters import exported
 
+    if isinstance(model, HuggingFace):
+        _of_transformers(state, adapter, model, to)
+        return
+    assert isinstance(model, Decoder)
     base = model.weights or str(to / "base")
     exported.export(state, adapter, model, to, base)
     if model.weights is None:  # drawn from a seed: nobody else has it
@@ -60,6 +63,19 @@ def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
             begun = model.build(told.seed).state_dict()
             own |= {name: begun[name] for name in own if module_of(name) in whole}
         weights.export(own, model, to / "base")
+
+
+def _of_transformers(
+    state: dict[str, Tensor], adapter: Adapter, model: HuggingFace, to: Path
+) -> None:
+    from scalewise.adapters import exported_of_transformers
+
+    fresh = model.init is Init.random
+    base = str(to / "base") if fresh else model.path
+    exported_of_transformers.export(state, adapter, model, to, base)
+    if fresh:  # drawn from a seed: nobody else has it
+        own = {name: tensor for name, tensor in state.items() if not is_added(name)}
+        model.export(own, to / "base")
 
 
 def _write_tokenizer(told: Trained, to: Path) -> list[str]:
@@ -83,6 +99,8 @@ def _template(told: Trained) -> dict[str, object]:
     data = told.data
     if not isinstance(data, Chat):
         return {}
+    if isinstance(data, Seq2SeqData):
+        return {"eos_token": data.end_of_text}
     if data.tokenizer is not None:
         source, config = templates.source_beside(Path(data.tokenizer).expanduser())
         if source:

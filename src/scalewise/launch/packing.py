@@ -76,7 +76,7 @@ def seats(machine: Machine, slots: int | None, *, on_cuda: bool) -> Room:
 
 def demand(run: Run, room: Room) -> Demand:
     """Returns what a run takes: a slot for each of its ranks, on the CPU all slots at the most."""
-    if run.objective.of_user:  # what it takes is not known before
+    if run.objective.by_trace:  # what it takes is not known before
         return Demand(min(run.world_size, len(room.slots)), SUPERVISOR_BYTES)
     besides = host.of_node(run).peak + SUPERVISOR_BYTES
     if run.hardware.device is DeviceKind.cuda:
@@ -95,7 +95,7 @@ def refusal(run: Run, demand: Demand, room: Room) -> str:
         needed, there = bytes_text(demand.memory), bytes_text(room.memory)
         return f"needs {needed} of main memory; this machine has {there}"
     capacity = run.hardware.memory_gib
-    known = not run.objective.of_user
+    known = not run.objective.by_trace
     if known and run.hardware.device is DeviceKind.cuda and capacity is not None:
         peak = memory.worst(run).peak + int(run.hardware.context_gib * GIB)
         if peak > capacity * GIB:

@@ -43,7 +43,8 @@ class Loss:
 
     def of(self, module: nn.Module, batch: Batch) -> Tensor:
         """Returns the loss of a batch."""
-        labels = batch["labels"] if self.in_module else None
+        reads = self.in_module or self.objective.encodes
+        labels = batch["labels"] if reads else None
         return self(module(batch["inputs"], labels, batch.get("places")), batch)
 
     def __call__(self, output: Tensor, batch: Batch) -> Tensor:

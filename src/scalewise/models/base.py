@@ -94,6 +94,11 @@ class Model(ABC):
     """Whether a block norms what its last linear layer gives."""
 
     @property
+    def encodes(self) -> bool:
+        """Returns whether an encoder reads what its decoder answers."""
+        return False
+
+    @property
     def outputs(self) -> int:
         """Returns the logits of a token."""
         return self.classes or self.vocabulary
@@ -118,11 +123,16 @@ class Model(ABC):
         """Returns every trainable tensor once, in the order of the module's parameters."""
 
     @abstractmethod
-    def flops(self, sequence: int) -> float:
+    def flops(self, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of a sequence.
 
-        A multiply and an add are two flops. ``sequence`` is the tokens of one row.
+        A multiply and an add are two flops. ``sequence`` is the tokens of one row, of which a
+        decoder writes the last ``target`` where there is an encoder to read the others.
         """
+
+    def share(self, name: str, sequence: int, target: int) -> float:
+        """Returns the share of a row's tokens that a matrix multiplies, the head by any name."""
+        return 1.0
 
     @abstractmethod
     def tapes(self, run: Pass) -> Tapes:

@@ -6,6 +6,7 @@ from scalewise.objectives.classification import Classification
 from scalewise.objectives.dpo import DPO
 from scalewise.objectives.grpo import GRPO
 from scalewise.objectives.module import UserModule
+from scalewise.objectives.seq2seq import Seq2Seq
 
 __all__ = [
     "DPO",
@@ -14,5 +15,6 @@ __all__ = [
     "CausalLM",
     "Classification",
     "Objective",
+    "Seq2Seq",
     "UserModule",
 ]

@@ -26,6 +26,8 @@ class Objective(ABC):
     ``pairs``: whether a row of the data is two sequences, one preferred to the other.
     ``measures``: what a loss holds besides itself, by the end of a metric's key. ``of_user``:
     whether it is a module of the user's, which decides about model, data and optimizer as well.
+    ``encodes``: whether an encoder reads what a decoder answers. ``by_trace``: whether plans know
+    it by a trace alone.
     """
 
     loss_chunk: int | None = None
@@ -34,6 +36,8 @@ class Objective(ABC):
     pairs: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ()
     of_user: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
+    by_trace: ClassVar[bool] = False
 
     @property
     def answers_per_row(self) -> int:
@@ -59,10 +63,25 @@ class Objective(ABC):
         if run.data.classes:
             reason = "has rows that are of a class each, which another objective tells apart"
             yield Complaint("data", chosen, reason, "set objective=classification, or data=text")
+        if run.data.target_length:
+            reason = "has answers apart from their questions, which an encoder reads"
+            yield Complaint("data", chosen, reason, "set objective=seq2seq, or data=chat")
         if run.model.classes:
             reason = "has no logits of tokens, which this objective is about"
             cure = "set model.classes=null, or objective=classification"
             yield Complaint("model.classes", run.model.classes, reason, cure)
+
+    def of_ledger(self, run: Run, what: str) -> Iterator[Complaint]:
+        """Yields what of a run asks the ledger, which knows nothing of ``what``."""
+        planned = {
+            "plan.search": (run.plan.search.value, "none"),
+            "plan.fit": (run.plan.fit.value, "none"),
+            "launch.refuse_unfit": (run.launch.refuse_unfit, False),
+        }
+        for key, (value, neutral) in planned.items():
+            if value != neutral:
+                reason = f"asks the ledger, and {what} is known only by trace"
+                yield Complaint(key, value, reason, f"set {key}={str(neutral).lower()}")
 
     @property
     def reference(self) -> Objective | None:

@@ -40,6 +40,7 @@ class UserModule(Objective):
     """The name by which it logs its held-out loss."""
 
     of_user = True
+    by_trace = True
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields a loss in pieces: a module takes its own."""
@@ -56,15 +57,7 @@ class UserModule(Objective):
         yield from _of_parts(run)
         yield from _of_trainer(run.trainer)
         yield from _of_layout(run)
-        planned = {
-            "plan.search": (run.plan.search.value, "none"),
-            "plan.fit": (run.plan.fit.value, "none"),
-            "launch.refuse_unfit": (run.launch.refuse_unfit, False),
-        }
-        for key, (value, neutral) in planned.items():
-            if value != neutral:
-                reason = "asks the ledger, and a module of yours is known only by trace"
-                yield Complaint(key, value, reason, f"set {key}={str(neutral).lower()}")
+        yield from self.of_ledger(run, "a module of yours")
 
 
 @option("model", "module")

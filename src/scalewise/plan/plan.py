@@ -31,9 +31,9 @@ class Plan:
     def cure(self) -> Cure | None:
         """Returns the smallest change that makes it fit; None where it fits, or nothing helps.
 
-        Of a user's module the ledger, which looks for it, knows nothing.
+        Of what is known by trace alone the ledger, which looks for it, knows nothing.
         """
-        known = self.fit.verdict.good or self.run.objective.of_user
+        known = self.fit.verdict.good or self.run.objective.by_trace
         return None if known else cure(self.run)
 
     @property
@@ -87,9 +87,9 @@ def record(run: Run) -> dict[str, object]:
     """Returns what is foreseen of a run, as its folder keeps it: ``foreseen`` and what it is of.
 
     Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
-    those that the layout declares for rank 0 and one step. Of a user's module nothing is.
+    those that the layout declares for rank 0 and one step. Of what is known by trace nothing is.
     """
-    if run.objective.of_user:
+    if run.objective.by_trace:
         return {}
     fit, step = judged(run), of_step(run)
     ledger = fit.ledger
@@ -128,9 +128,9 @@ def price(run: Run, tokens_per_s: float | None) -> float | None:
 def foreseen(run: Run) -> dict[str, float | None]:
     """Returns what ``memory/peak_bytes`` and ``time/step_s`` will be, under ``plan/``.
 
-    A time that cannot be told is None; a user's module is known only by trace.
+    A time that cannot be told is None; what is known only by trace is not foreseen.
     """
-    if run.objective.of_user:
+    if run.objective.by_trace:
         return {}
     step = of_step(run)
     return {

@@ -171,6 +171,9 @@ class _Step:
         shape = (run.sequences_per_pass, run.data.sequence)
         keys = ("inputs", "labels", *["places"] * run.data.packing)
         self.batch = {key: torch.zeros(shape, dtype=torch.long) for key in keys}
+        if target := run.data.target_length:
+            self.batch["inputs"] = self.batch["inputs"][:, :-target].clone()
+            self.batch["labels"] = self.batch["labels"][:, :target].clone()
         if run.objective.pairs:
             self.batch["reference"] = torch.zeros(shape[:1])
         if run.objective.answers_per_row:
@@ -196,9 +199,10 @@ class _Step:
         name = f"block -{from_end}" if from_end <= 2 else "blocks"
         name = f"block {place}" if place < 2 else name
 
-        def watch(module: nn.Module, args: object, output: Tensor) -> None:
-            if output.requires_grad:
-                cast(Any, output).register_hook(lambda _: self.mark(name))
+        def watch(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            passed = output if isinstance(output, Tensor) else output[0]
+            if passed.requires_grad:
+                cast(Any, passed).register_hook(lambda _: self.mark(name))
 
         return watch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice, takewhile
 from math import isfinite
@@ -157,7 +157,7 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
 def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
     """Returns the prompt and what the model makes of it, until it ends the text, or its classes.
 
-    A model of conversations is asked as it was trained to be.
+    A model of conversations is asked as it was trained to be; a decoder's answer stands alone.
     """
     if splits.tokenizer is None:
         reason, cure = "the run's data were token ids, not text", "leave out prompt"
@@ -166,8 +166,9 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
 
     from scalewise.data.answers import template_of
     from scalewise.data.chat import Chat
+    from scalewise.data.seq2seq import Seq2SeqData
     from scalewise.data.templates import asking
-    from scalewise.evaluation.generation import continued
+    from scalewise.evaluation.generation import answered, continued
 
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     ends = {
@@ -176,6 +177,12 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
     text = options["prompt"].encode("utf-8", "replace").decode("utf-8")
     if told.data.classes:
         return _classes(told, module, tokenizer.encode(text).ids)
+    drawn = (float(options["temperature"]), int(options["seed"]))
+    count = int(options["tokens"])
+    if isinstance(told.data, Seq2SeqData):
+        question = tokenizer.encode(text + told.data.end_of_text, add_special_tokens=False).ids
+        found = answered(module, question[: told.data.sequence - told.data.target_length], *drawn)
+        return str(tokenizer.decode(_until(ends, found, count)))
     if isinstance(told.data, Chat):
         text = asking(template_of(told.data), text)
     prompt = tokenizer.encode(text, add_special_tokens=False).ids
@@ -183,13 +190,15 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
         module,
         prompt,
         told.model.context - told.adapter.ahead - told.adapter.before,
-        float(options["temperature"]),
-        int(options["seed"]),
+        *drawn,
     )
-    count = int(options["tokens"])
+    return str(tokenizer.decode([*prompt, *_until(ends, found, count)]))
+
+
+def _until(ends: Container[int], tokens: Iterator[int], count: int) -> list[int]:
+    """Returns up to so many tokens, and none of what ends a text."""
     with output.console().status("writing"):
-        new = list(takewhile(lambda token: token not in ends, islice(found, count)))
-    return str(tokenizer.decode([*prompt, *new]))
+        return list(takewhile(lambda token: token not in ends, islice(tokens, count)))
 
 
 def _classes(told: Trained, module: ModelModule, ids: list[int]) -> str:

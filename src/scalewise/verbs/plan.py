@@ -9,6 +9,7 @@ from typing import cast
 
 from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.plan import memory
 from scalewise.plan.ledger import EVERY, Ledger, Line
@@ -37,8 +38,8 @@ class Planner(Verb):
             if run.plan.method is Method.trace:
                 _traced(found.best)
             return 0
-        if run.objective.of_user and run.plan.method is Method.trace:
-            plan = _of_user(run)
+        if run.objective.by_trace and run.plan.method is Method.trace:
+            plan = _by_trace(run)
             show_plan.verdict(plan)
             return 3 if plan.fit.verdict.bad else 0
         plan = planned(run)
@@ -84,22 +85,43 @@ def _wall(plans: Sequence[Plan], engine: Mapping[str, object]) -> tuple[int, flo
 
 
 def _of_job(run: Run) -> Plan:
-    if run.objective.of_user and run.plan.method is Method.trace:
-        return _of_user(run)
+    if run.objective.by_trace and run.plan.method is Method.trace:
+        return _by_trace(run)
     best = None if run.plan.search is Search.none else searched(run).best
     plan = best or planned(run)
     return _traced(plan) if run.plan.method is Method.trace else plan
 
 
-def _of_user(run: Run) -> Plan:
-    """Returns the plan of a user's module: what a trace of it holds, and no time."""
+def _by_trace(run: Run) -> Plan:
+    """Returns the plan of what the ledger does not know: what a step of it holds, and no time."""
+    peak = _of_user(run) if run.objective.of_user else _of_encoder(run)
+    line = Line("traced", dict.fromkeys(EVERY, peak), "", "a step of it")
+    return Plan(run, against(run, Ledger((line,))), None)
+
+
+def _of_user(run: Run) -> int:
+    """Returns the peak of a step of a user's module, bytes."""
     from scalewise.training import user_trace  # imports torch
 
     with output.console().status("tracing"):
         found = user_trace.traced(run)
     show_plan.user(run, found)
-    peak = Line("traced", dict.fromkeys(EVERY, found["memory/peak_bytes"]), "", "a step of it")
-    return Plan(run, against(run, Ledger((peak,))), None)
+    return found["memory/peak_bytes"]
+
+
+def _of_encoder(run: Run) -> int:
+    """Returns the peak of a step of an encoder with a decoder, bytes.
+
+    Raises ``ConfigError`` for what a trace cannot follow.
+    """
+    from scalewise.training import trace  # imports torch
+
+    if (reason := trace.refusal(run)) is not None:
+        raise ConfigError.one("plan.method", "trace", reason, "set parallelism=fsdp, or single")
+    with output.console().status("tracing"):
+        found = trace.traced(run, whole=True)
+    show_plan.encoder(run, found)
+    return found.peak
 
 
 def _traced(plan: Plan) -> Plan:

@@ -101,6 +101,19 @@ def user(run: Run, found: Mapping[str, int]) -> None:
     console.print("[dim]no time: nobody has counted what a module of yours computes[/]")
 
 
+def encoder(run: Run, found: Trace) -> None:
+    """Prints what a trace of an encoder with a decoder found, and what a step computes."""
+    console = output.console()
+    at = max(found.moments, key=lambda name: found.moments[name])
+    console.print(
+        f"{run.name}: {count_text(run.model.parameters)} parameters, "
+        f"{run.flops_per_step:.4g} flops a step\n"
+        f"traced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} at "
+        f"the peak ({at}; operators as on the CPU)"
+    )
+    console.print("[dim]no ledger and no time: an encoder with a decoder is known by trace[/]")
+
+
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     """Prints one row a job of a sweep."""
     shown = Table(box=None, pad_edge=False, header_style="dim")
@@ -189,7 +202,7 @@ def verdict(plan: Plan) -> None:
     if fit.verdict is Verdict.fits:
         return
     cure = plan.cure
-    if cure is None and plan.run.objective.of_user:
+    if cure is None and plan.run.objective.by_trace:
         return
     if cure is None:
         console.print("no change that was tried makes it fit; plan.search=all tries more")

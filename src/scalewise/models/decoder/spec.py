@@ -159,7 +159,7 @@ class Decoder(Model):
         if self.bias and self.norm is Norm.layernorm:
             yield Weight(f"{name}.bias", (self.width,), "bias", layer)
 
-    def flops(self, sequence: int) -> float:
+    def flops(self, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of a ``sequence``.
 
         A linear layer of m x n weights costs 2mn per token forward, and twice that backward (one

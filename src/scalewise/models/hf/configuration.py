@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+)
 
 from scalewise.errors import ConfigError
 from scalewise.models.hf import hub
@@ -12,10 +17,13 @@ KEY = "model.path"
 NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """What a plan has to know."""
 LIKE = ", as Llama, GPT-2, OPT or Qwen2"
+DECODERS = ("num_decoder_layers", "decoder_layers")
+"""What configurations of an encoder with a decoder call the layers of the latter."""
+DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def configuration(path: str, depth: int | None) -> PretrainedConfig:
-    """Returns a configuration; raises ``ConfigError`` where it is none of a causal model."""
+    """Returns a configuration; raises ``ConfigError`` where it is of no model of text."""
     folder = hub.folder(path, hub.CONFIGURATION)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -27,21 +35,27 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
         raise ConfigError.one(KEY, path, reason, "choose a model that transformers has") from error
     text = config.get_text_config()
     unnamed = [name for name in NAMED if getattr(text, name, None) is None]
+    if config.is_encoder_decoder:
+        begins = ("decoder_start_token_id", "pad_token_id")
+        unnamed += [name for name in begins if getattr(config, name, None) is None]
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     for reason, found in (
-        (f"is an encoder with a decoder ({config.model_type})", config.is_encoder_decoder),
         (f"reads more than text ({config.model_type})", hasattr(config, "vision_config")),
         (
             f"is no causal language model ({config.model_type})",
-            type(config) not in AutoModelForCausalLM._model_mapping,
+            type(config) not in auto._model_mapping,
         ),
         (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
-        ("leaves out layers at random (layerdrop)", getattr(text, "layerdrop", 0)),
+        ("leaves out layers at random (layerdrop)", any(getattr(text, key, 0) for key in DROPS)),
         ("holds packed weights", getattr(config, "quantization_config", None)),
     ):
         if found:
             raise ConfigError.one(KEY, path, reason, f"choose a causal language model{LIKE}")
     if depth is not None:
         text.num_hidden_layers = depth
+        for name in DECODERS:
+            if config.is_encoder_decoder and hasattr(config, name):
+                setattr(config, name, depth)
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
     return config

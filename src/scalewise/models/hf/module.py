@@ -22,7 +22,8 @@ class HuggingFaceModule(ModelModule):
     """``tokens_BT -> logits_BTV``, both by transformers' own code.
 
     ``body`` is the module that goes through the ``blocks``, whose weights have their names from
-    these; ``head`` is the whole model with a stand-in for the body. ``order`` are the layers with
+    these; ``head`` is the whole model with a stand-in for the body. ``depth`` are the blocks of the
+    whole. ``order`` are the layers with
     weights of a block, as a trial ran them. ``stem`` is transformers' name
     of the body, ``stack`` that of the blocks in it; ``transposed`` are its matrices (in, out).
     """
@@ -36,6 +37,7 @@ class HuggingFaceModule(ModelModule):
         self.body = causal.get_submodule(stem)
         blocks = cast(nn.ModuleList, self.body._modules.pop(stack))
         self.blocks = nn.ModuleDict({str(at): block for at, block in enumerate(blocks)})
+        self.depth = len(blocks)
         setattr(self.body, stack, [*blocks])  # a list registers nothing: names are given once
         holder, _, name = stem.rpartition(".")
         setattr(causal.get_submodule(holder), name, Given())
@@ -45,6 +47,11 @@ class HuggingFaceModule(ModelModule):
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
         return list(self.blocks.values())
+
+    def embedding(self) -> nn.Module:
+        """Returns what embeds tokens."""
+        found: nn.Module = self.body.get_input_embeddings()  # type: ignore[operator]
+        return found
 
     def put_layers(self, blocks: list[nn.Module]) -> None:
         """Goes through other blocks; names of weights stay with those that it was made of."""

@@ -5,25 +5,34 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Part, Weight
+from scalewise.models.hf import encoder_decoder, hub
 from scalewise.models.hf.configuration import KEY, LIKE, configuration, one_line
+from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
 from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
 from scalewise.models.hf.spec import Facts
 
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
 EMBEDDINGS = ("embedding", "position")
+TRIED = (8, 4)
+"""Tokens of the rows of a trial: of those, and of the answers that a decoder writes."""
 
 
 def module(path: str, depth: int | None, part: Part) -> HuggingFaceModule:
@@ -50,10 +59,12 @@ def module(path: str, depth: int | None, part: Part) -> HuggingFaceModule:
 def facts(path: str, depth: int | None) -> Facts:
     """Returns what a configuration says; raises ``ConfigError`` where it cannot be read."""
     whole, config = _whole(path, depth), configuration(path, depth)
-    block = whole.layers()[0]
+    both = whole if isinstance(whole, EncoderDecoderModule) else None
+    encoder = both.encoder if both else 0
     linears = {
         name: (layer.out_features, layer.in_features)
-        for name, layer in block.named_modules()
+        for block in {0, encoder}
+        for name, layer in whole.layers()[block].named_modules()
         if type(layer) is nn.Linear
     }
     text = config.get_text_config()
@@ -61,7 +72,7 @@ def facts(path: str, depth: int | None) -> Facts:
     return Facts(
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", None) or UNLIMITED,
-        layers=text.num_hidden_layers,
+        layers=whole.depth,
         heads=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         width=text.hidden_size,
@@ -74,7 +85,9 @@ def facts(path: str, depth: int | None) -> Facts:
         dropout=max(_shares(text), default=0.0),
         order=tuple(whole.order),
         tied_head=_tied_head(whole),
-        plan=tuple(_plan(whole, text)),
+        plan=() if both else tuple(_plan(whole, text)),
+        encoder=encoder,
+        encoded=frozenset(both.encoded) if both else frozenset(),
     )
 
 
@@ -99,24 +112,53 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
     try:
         with _WeightsOnMeta():
             auto: Any = AutoModelForCausalLM
+            if config.is_encoder_decoder:
+                auto = AutoModelForSeq2SeqLM
             causal: PreTrainedModel = auto.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = f"transformers cannot build it ({one_line(error)})"
         raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
-    causal.config.pad_token_id = None  # else each pass looks for it among the tokens
-    stem, stack = _stack(causal, config.get_text_config().num_hidden_layers, path)
-    transposed = frozenset(_without_conv1d(causal))
-    _tie(causal, path)
-    for owner in causal.modules():
+    made = _of_both(causal, path) if config.is_encoder_decoder else _of_causal(causal, path)
+    for owner in made.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.device.type != "meta":
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
-    made = HuggingFaceModule(causal, stem, stack, transposed)
     if complaints := list(_unlike(made, path)) or list(_stopped(made, path)):
         raise ConfigError(complaints)
     return made
+
+
+def _of_causal(causal: PreTrainedModel, path: str) -> HuggingFaceModule:
+    """Returns the module of a causal language model."""
+    causal.config.pad_token_id = None  # else each pass looks for it among the tokens
+    stem, stack = _stack(causal, causal.config.get_text_config().num_hidden_layers, path)
+    transposed = frozenset(_without_conv1d(causal))
+    _tie(causal, path)
+    return HuggingFaceModule(causal, stem, stack, transposed)
+
+
+def _of_both(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
+    """Returns the module of an encoder with a decoder.
+
+    Their head is the embedding's unless the weights hold one beside it, as in transformers.
+    """
+    try:
+        model.tie_weights()
+        encoder_decoder.tie(model, head=not _own_head(path))
+        return EncoderDecoderModule(model, encoder_decoder.stacks(model))
+    except ValueError as error:
+        raise ConfigError.one(KEY, path, str(error), "choose one as T5") from error
+
+
+def _own_head(path: str) -> bool:
+    from scalewise.models.hf.weights import HEAD, Stored
+
+    folder = hub.folder(path, hub.CONFIGURATION)
+    held = any(folder.glob("*.safetensors"))
+    stored = Stored(folder, path).names if held else frozenset[str]()
+    return HEAD in stored and any(name.endswith("shared.weight") for name in stored)
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -173,14 +215,15 @@ def _tie(causal: PreTrainedModel, path: str) -> None:
 
 def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     """Yields what plans and layouts do not reckon with: all blocks are alike, and dense."""
+    encodes = isinstance(made, EncoderDecoderModule)
     first, *others = (
         {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
         for block in made.layers()
     )
     cure = f"choose a model of which they are{LIKE}"
-    if any(other != first for other in others):
+    if not encodes and any(other != first for other in others):
         yield Complaint(KEY, path, "its blocks are not alike", cure)
-    if any(len(shape) > 2 for shape in first.values()):
+    if any(len(shape) > 2 for block in (first, *others) for shape in block.values()):
         yield Complaint(KEY, path, "its blocks are not dense (experts)", cure)
     if any(buffer.device.type == "meta" for buffer in made.buffers()):
         yield Complaint(KEY, path, "it has buffers of unknown numbers", cure)
@@ -190,18 +233,29 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
     trial = copy.deepcopy(made).to("meta")
     passed: set[str] = set()
+    both = made if isinstance(made, EncoderDecoderModule) else None
+    tokens, answered = (torch.zeros((2, n), dtype=torch.long, device="meta") for n in TRIED)
     for block in trial.layers():
         block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
+    for name, layer in trial.named_modules():
+        if both and isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(partial(_encoded, both.encoded, name))
     for name, layer in trial.layers()[0].named_modules():
         if layer._parameters:
             layer.register_forward_hook(lambda *_, name=name: made.order.append(name))
     try:
-        trial(torch.zeros((2, 8), dtype=torch.long, device="meta"))
+        trial(tokens, answered)
     except Exception as error:  # whatever anybody's model raises
         passed.add(f"{type(error).__name__}: {one_line(error)}")
-    if others := passed - {"Tensor"}:
+    if others := passed - {"Tensor", *(["tuple"] if both else [])}:
         reason = f"its blocks do not pass one tensor on ({max(others)})"
         yield Complaint(KEY, path, reason, f"choose a model of which they do{LIKE}")
+
+
+def _encoded(found: set[str], name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+    """Notes a layer that reads the rows, and not the answers."""
+    if given[0].shape[1] == TRIED[0]:
+        found.add(name)
 
 
 def _census(whole: HuggingFaceModule) -> Iterator[Weight]:
@@ -213,22 +267,18 @@ def _census(whole: HuggingFaceModule) -> Iterator[Weight]:
 def _role(name: str, parameter: nn.Parameter, whole: HuggingFaceModule) -> str:
     if parameter.dim() == 1:
         return "bias" if name.endswith("bias") else "norm"
-    if name.startswith("head."):
+    layer = whole.get_submodule(name.rpartition(".")[0])
+    if name.startswith("head.") and isinstance(layer, nn.Linear):
         return "head"
-    if isinstance(whole.get_submodule(name.rpartition(".")[0]), nn.Embedding):
-        return "embedding" if parameter is _embedding(whole).weight else "position"
-    return "attention" if "att" in name else "feedforward"
-
-
-def _embedding(whole: HuggingFaceModule) -> nn.Module:
-    found: nn.Module = whole.body.get_input_embeddings()  # type: ignore[operator]
-    return found
+    if isinstance(layer, nn.Embedding):
+        return "embedding" if parameter is whole.embedding().weight else "position"
+    return "attention" if "att" in name.lower() else "feedforward"
 
 
 def _tied(whole: HuggingFaceModule) -> frozenset[str]:
     if _tied_head(whole) is None:
         return frozenset()
-    held = _embedding(whole).weight
+    held = whole.embedding().weight
     return frozenset(name for name, each in whole.named_parameters() if each is held)
 
 
@@ -246,5 +296,9 @@ def _plan(whole: HuggingFaceModule, config: PretrainedConfig) -> Iterator[tuple[
 def _shares(config: PretrainedConfig) -> Iterator[float]:
     for key, value in config.to_dict().items():
         elsewhere = key.startswith(("summary", "classifier"))  # heads that are not built
-        if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and not elsewhere:
+        if (
+            key.endswith(("dropout", "pdrop", "dropout_rate"))
+            and isinstance(value, float)
+            and not elsewhere
+        ):
             yield value

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, as a spec; what it is, its configuration says."""
+"""Any language model of transformers, as a spec; what it is, its configuration says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalewise.compilation import Scope
 from scalewise.config.registry import option
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Model, Part, Split, Weight
@@ -45,7 +46,9 @@ class Facts:
     block, by name within it, with their features out and in. ``dropout`` is the largest share that
     the configuration drops. ``order``: the layers with weights of a block as they run, by
     name within it. ``tied_head`` is the module of a head without a matrix of its own; ``plan``
-    says, in transformers' words, how tensor parallelism cuts modules of a block.
+    says, in transformers' words, how tensor parallelism cuts modules of a block. ``encoder``: the
+    first of the blocks are an encoder's, and the others a decoder's; 0: a model has no encoder.
+    ``encoded`` are the layers that multiply what the encoder reads, by their whole names.
     """
 
     vocabulary: int
@@ -64,12 +67,16 @@ class Facts:
     order: tuple[str, ...]
     tied_head: str | None
     plan: tuple[tuple[str, str], ...]
+    encoder: int = 0
+    encoded: frozenset[str] = frozenset()
 
 
 @option("model", "hf")
 @dataclass(frozen=True)
 class HuggingFace(Model):
-    """A causal language model that transformers knows; code of a checkpoint's own is not run.
+    """A causal language model, or an encoder with a decoder, that transformers knows.
+
+    Code of a checkpoint's own is not run.
 
     Plans of it run its parts once with no memory behind their tensors, and need torch.
     """
@@ -79,7 +86,8 @@ class HuggingFace(Model):
     init: Init = Init.weights
     """Whether it begins with the weights at its path, or with fresh ones."""
     depth: int | None = None
-    """Layers, where fresh ones are to be fewer or more than the configuration says; None: its."""
+    """Layers, where fresh ones are to be fewer or more than the configuration says; None: its.
+    Of an encoder with a decoder, those of each."""
 
     @property
     def facts(self) -> Facts:
@@ -129,6 +137,11 @@ class HuggingFace(Model):
         return self.facts.key_heads * self.facts.head_size
 
     @property
+    def encodes(self) -> bool:
+        """Returns whether it is an encoder with a decoder."""
+        return self.facts.encoder > 0
+
+    @property
     def buffer_bytes(self) -> int:
         """Returns the bytes of what the module holds beside its weights."""
         return self.facts.buffer_bytes
@@ -166,23 +179,37 @@ class HuggingFace(Model):
         """Returns every tensor of ``HuggingFaceModule.named_parameters()``, in its order."""
         return self.facts.census
 
-    def flops(self, sequence: int) -> float:
+    def flops(self, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of a ``sequence``.
 
         6 for each number of a matrix in a block and of the head, and 14 times the row's length
         times the width of the queries for attention in each layer: derived in ``Decoder.flops``.
+        The matrices of an encoder multiply its tokens alone, those of a decoder the others; its
+        answers attend to themselves and to what the encoder has read.
         """
         matrices = sum(
-            weight.count
+            weight.count * self.share(weight.name, sequence, target)
             for weight in self.census()
             if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
         )
         tied = self.vocabulary * self.width if self.tied_weights else 0
-        attention = 14.0 * sequence * self.query_width * self.layers
-        return 6.0 * (matrices + tied) + attention
+        encoder, source = self.facts.encoder, sequence - target
+        pairs = encoder * source**2 + (self.layers - encoder) * (target or sequence) * sequence
+        attention = 14.0 * pairs / sequence * self.query_width
+        return 6.0 * (matrices + tied * self.share("", sequence, target)) + attention
+
+    def share(self, name: str, sequence: int, target: int) -> float:
+        """Returns the share of a row's tokens that a matrix multiplies; other names: the head."""
+        layer = name.partition(".lora_")[0].removesuffix(".weight")
+        if not self.encodes:
+            return 1.0
+        return (sequence - target if layer in self.facts.encoded else target) / sequence
 
     def tapes(self, run: Pass) -> Tapes:
         """Returns the parts as they ran once with no memory behind their tensors."""
+        if self.encodes:
+            reason = "knows nothing of an encoder with a decoder, which is planned only by trace"
+            raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
         from scalewise.models.hf import played
 
         return played.tapes(self, run)
@@ -195,8 +222,9 @@ class HuggingFace(Model):
         plan = dict(self.facts.plan)
         table: dict[str, Split] = {}
         for weight in self.census():
-            if weight.layer in (None, 0):
-                name = weight.name.rpartition(".")[0].replace("blocks.0.", "blocks.*.", 1)
+            if weight.layer in (None, 0, self.facts.encoder):
+                block = f"blocks.{weight.layer}."
+                name = weight.name.rpartition(".")[0].replace(block, "blocks.*.", 1)
                 table.setdefault(name, ENDS.get(weight.role, Split.tokens))  # a bias comes later
         for name, (out, into) in self.facts.linears:
             by_shape = Split.row if out == self.width != into else Split.column
@@ -226,14 +254,13 @@ class HuggingFace(Model):
 
     def _unreadable(self) -> Iterator[Complaint]:
         try:
-            layers = replace(self, depth=None).layers
-            _ = self.facts
+            census, same = self.census(), replace(self, depth=None).census()
         except ConfigError as error:
             yield from error.complaints
             return
         if self.init is Init.random:
             return
-        if self.depth not in (None, layers):
+        if census != same:
             reason = "is not the depth of the weights that it begins with"
             yield Complaint("model.depth", self.depth, reason, "set model.init=random")
         folder = Path(self.path).expanduser()
@@ -246,6 +273,8 @@ class HuggingFace(Model):
         """Yields what is written for the suite's own decoder alone."""
         chosen = run.choices
         sizes = getattr(run.parallelism, "sizes", {})
+        if self.encodes:
+            yield from self._of_encoder(run)
         reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
         reasons["tensor"] = self._uncut()
         for axis, reason in reasons.items():
@@ -275,6 +304,20 @@ class HuggingFace(Model):
         if run.data.packing:
             reason = "is not read by models of transformers"
             yield Complaint("data.packing", True, reason, "set data.packing=false")
+
+    def _of_encoder(self, run: Run) -> Iterator[Complaint]:
+        """Yields an objective about one stack alone, and what is not proven for two."""
+        if not run.objective.encodes:
+            reason = f"is an encoder with a decoder ({self.facts.kind})"
+            cure = "set objective=seq2seq data=seq2seq"
+            yield Complaint("model.path", self.path, reason, cure)
+        reason = "is not proven for an encoder with a decoder"
+        if run.parallelism.flattens_weights:
+            option = run.choices.get("parallelism", "deepspeed")
+            yield Complaint("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
+        if run.compile.scope is not Scope.none:
+            option = run.choices.get("compile", "block")
+            yield Complaint("compile", option, reason, "set compile=none")
 
     def _uncut(self) -> str:
         """Returns why tensor parallelism cannot cut the model; empty: it can."""

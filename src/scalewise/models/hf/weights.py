@@ -17,13 +17,18 @@ from scalewise.models import initial
 from scalewise.models.base import Part, Weight
 from scalewise.models.hf import hub, skeleton
 from scalewise.models.hf.configuration import KEY, configuration
+from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
 from scalewise.models.hf.module import HuggingFaceModule
 
 if TYPE_CHECKING:
     from scalewise.models.hf.spec import HuggingFace
 
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Endings of tensors that old checkpoints carry and that are no weights."""
+BUFFERS = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    "final_logits_bias",
+    *(".EncDecAttention.relative_attention_bias.weight", "coder.embed_tokens.weight"),
+)
+"""Endings of tensors that old checkpoints carry and that are no weights, or others once more."""
 HEAD = "lm_head.weight"
 """What some checkpoints hold once more that is the embedding."""
 INITIAL_STD = 0.02
@@ -94,6 +99,11 @@ class Stored:
                 raise CheckpointError.one(KEY, self.path, reason, cure) from error
         return self._open[name]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Returns the tensors' names."""
+        return frozenset(self._files)
+
     def match(self, module: HuggingFaceModule) -> dict[str, str]:
         """Returns the stored name of each weight of a module, or of a part of one, by its own.
 
@@ -113,8 +123,9 @@ class Stored:
             have = self._file(self._files[stored]).get_slice(stored).get_shape()
             if have != want:
                 misshapen.append(f"{stored} {have} where the model has {want}")
-        whole = len(module.blocks) == module.head.config.get_text_config().num_hidden_layers
-        rest = [name for name in known.values() if not (name.endswith(BUFFERS) or name == HEAD)]
+        whole = len(module.blocks) == module.depth
+        twice = () if isinstance(module, EncoderDecoderModule) else (HEAD,)
+        rest = [name for name in known.values() if not name.endswith((*BUFFERS, *twice))]
         lines = {"lacks": missing, "holds": misshapen}
         lines |= {"holds what the model lacks:": rest if whole else []}
         if complaints := [

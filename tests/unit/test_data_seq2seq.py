@@ -1,0 +1,152 @@
+"""Questions and their answers, apart: what records become, what is cut, and what batches hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from tokenizers import Tokenizer
+
+from scalewise.data.base import NOTHING, Splits
+from scalewise.data.loader import Loader, Share
+from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.synthetic import Synthetic
+from scalewise.data.tokenizing import END_OF_TEXT as END
+from scalewise.errors import DataError
+
+SMALL: dict[str, Any] = {
+    "vocabulary": 300,
+    "sequence": 48,
+    "target_length": 16,
+    "validation_fraction": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def asked(path: Path, *records: object, **more: Any) -> Seq2SeqData:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return Seq2SeqData(paths=(str(path),), **{**SMALL, **more})
+
+
+def read(splits: Splits, row: int) -> tuple[str, str]:
+    """Returns a question and its answer, ends and all."""
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    (ids_S,) = splits.train.gather([row])
+    (question_S, answer_T) = ids_S[:-16], ids_S[-16:]
+    question = (~question_S[question_S != NOTHING]).tolist()
+    answer = answer_T[answer_T >= 0].tolist()
+    return tuple(tokenizer.decode(ids, skip_special_tokens=False) for ids in (question, answer))
+
+
+ALPACA = {"instruction": "Reverse.", "input": "abc", "output": "cba"}
+SHORT = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+LONG = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+}
+
+
+def test_a_question_stands_apart_from_its_answer(tmp_path: Path) -> None:
+    splits = asked(tmp_path / "a.jsonl", ALPACA, SHORT, LONG, sequence=96).prepare(300, 0)
+    assert splits.note == ""
+    assert read(splits, 0) == ("Reverse.\n\nabc" + END, "cba" + END)
+    assert read(splits, 1) == ("1+1" + END, "2" + END)
+    before = f"### User:\na\n\n### Assistant:\nb{END}### User:\nc\n\n### Assistant:\n{END}"
+    assert read(splits, 2) == (before, "d" + END)
+
+
+def test_both_are_cut_where_they_are_longer(tmp_path: Path) -> None:
+    long = {"instruction": "why " * 90, "output": "so " * 90}
+    splits = asked(tmp_path / "a.jsonl", long, SHORT).prepare(300, 0)
+    (ids_S,) = splits.train.gather([0])
+    assert len(ids_S) == 48
+    assert (ids_S[:32] < 0).all()
+    assert NOTHING not in ids_S
+    assert (ids_S[32:] >= 0).all()
+    assert "of 2 conversations, data.sequence=48: 1 cut" in splits.note
+
+
+def test_records_without_a_question_are_named(tmp_path: Path) -> None:
+    alone = {"messages": [{"role": "assistant", "content": "2"}]}
+    with pytest.raises(DataError, match=r"no question with an answer: a.jsonl:2 has no question"):
+        asked(tmp_path / "a.jsonl", SHORT, alone).prepare(300, 0)
+
+
+def test_batches_say_where_there_is_no_token() -> None:
+    splits = Synthetic(sequence=24, vocabulary=50, masked=0.3, target_length=8).prepare(50, 1)
+    loader = Loader(splits.train, Share(5, 2, 0, 2), seed=1, steps=1)
+    first, second = loader
+    for batch in (first, second):
+        assert batch["inputs"].shape == (2, 16)
+        assert batch["labels"].shape == (2, 8)
+        assert batch["inputs"].min() == -1 or batch is second
+    labels = sum((batch["labels"] != -100).sum() for batch in (first, second))
+    assert first["labels_of_step"] == labels
+    assert (second["labels"][1] == -100).all()  # a row that fills the micro batch up
+    assert torch.equal(first["inputs"].clamp(min=0), first["inputs"] * (first["inputs"] >= 0))
+
+
+SYNTHETIC = ("data=synthetic", "data.sequence=32", "data.target_length=8")
+T5 = (*RANDOM_T5, "objective=seq2seq")
+WITH: list[Row] = [
+    ([*T5], "data", "has no answers apart", "data=seq2seq"),
+    ([*RANDOM_T5, "data=corpus"], "model.path", "is an encoder with a decoder (t5)", "seq2seq"),
+    ([*SYNTHETIC], "data", "has answers apart", "objective=seq2seq"),
+    ([*RANDOM_LLAMA, "objective=seq2seq", *SYNTHETIC], "model", "has no encoder", "as T5"),
+    (["objective=seq2seq", *SYNTHETIC], "model", "has no encoder to read questions", "model=hf"),
+    (
+        [*T5, *SYNTHETIC[:2], "data.target_length=32"],
+        "data.target_length",
+        "is no part",
+        "data.target_length=8",
+    ),
+    ([*T5, *SYNTHETIC[:2], "data.target_length=0"], "data", "has no answers apart", "data=seq2seq"),
+    ([*T5, *SYNTHETIC, "objective.loss_chunk=8"], "objective.loss_chunk", "not taken", "null"),
+    (
+        [*T5, *SYNTHETIC, "parallelism=tensor", WHOLE_TOKENS],
+        "parallelism.tensor",
+        "has no plan for t5",
+        "parallelism=fsdp",
+    ),
+    (
+        [*T5, *SYNTHETIC, "trainer.micro_batch=auto", "trainer.global_batch=8"],
+        "trainer.micro_batch",
+        "asks the ledger",
+        "trainer.micro_batch=1",
+    ),
+    *(
+        ([*T5, *SYNTHETIC, given], key, reason, cure)
+        for given, key, reason, cure in (
+            ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
+            ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
+            ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
+            ("compile=block", "compile", "is not proven", "compile=none"),
+            ("memory=auto", "memory", "asks the ledger", "memory=checkpoint_full"),
+            ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
+            ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
+            ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
+            ("data.packing=true", "data.packing", "one model reads", "data.packing=false"),
+            ("data.pairs=true", "data.pairs", "one model reads", "data.pairs=false"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+def test_what_does_not_go_with_it_says_so(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    assert_refused(overrides, key, reason, cure)
