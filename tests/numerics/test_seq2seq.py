@@ -136,14 +136,9 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(checkpoints: Checkpoints
     assert_close(trained, model.state_dict(), "weights")
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        pytest.param(family, layout, marks=() if (family, layout) == (FAMILY, "fsdp") else LONG)
-        for family in ENCODING[:2]
-        for layout in TAKEN
-    ],
-)
+@LONG
+@pytest.mark.parametrize("layout", TAKEN)
+@pytest.mark.parametrize("family", ENCODING[:2])
 def test_a_layout_takes_the_steps_of_one_device(
     family: str, layout: str, checkpoints: Checkpoints, job: Job
 ) -> None:

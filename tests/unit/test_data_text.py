@@ -139,6 +139,12 @@ def test_long_documents_and_many_batches_give_the_same_text(monkeypatch):
     assert text == "".join(document + END_OF_TEXT for document in documents if document)
 
 
+def test_a_trained_tokenizer_ends_texts_as_asked():
+    made = Tokenization(300, end_of_text="</s>").train(lambda: iter([STORY]))
+    assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None
+    assert made.token_to_id(END_OF_TEXT) is None
+
+
 def test_training_reads_no_more_than_its_share(monkeypatch):
     monkeypatch.setattr(tokenizing, "TRAINING_CHARACTERS", 100)
     read = []

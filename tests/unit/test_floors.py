@@ -44,6 +44,7 @@ FLOORS = {
         "adapters.resumed",
         "quantization.linear",
         "optimizers.blockwise",
+        "optimizers.offloaded",
         "optimizers.stepping",
         "checkpoints",
         "measure",

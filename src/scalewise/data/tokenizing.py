@@ -44,7 +44,10 @@ class Tokenization:
     end_of_text: str = END_OF_TEXT
 
     def complaints(self) -> Iterator[Complaint]:
-        """Yields what is wrong with the vocabulary or the tokenizer's path."""
+        """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
+        if not self.end_of_text:
+            cure = f"give data.end_of_text='{END_OF_TEXT}'"
+            yield Complaint("data.end_of_text", "", "is empty: texts have to end", cure)
         if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
             reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
             cure = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
@@ -56,7 +59,7 @@ class Tokenization:
     def identity(self) -> dict[str, object]:
         """Returns what decides the tokenizer, beside the text that it is trained on."""
         if self.tokenizer is None:
-            return {"vocabulary": self.vocabulary}
+            return {"vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
         path = Path(self.tokenizer).expanduser().resolve()
         state = path.stat()
         file = [str(path), state.st_size, state.st_mtime_ns]
@@ -98,7 +101,7 @@ class Tokenization:
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=self.vocabulary,
-            special_tokens=[END_OF_TEXT],
+            special_tokens=[self.end_of_text],
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
