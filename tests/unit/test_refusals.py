@@ -311,6 +311,42 @@ RULES: list[Row] = [
     ),
     (["quantization=nf4"], "quantization", "cannot be trained", "add adapter=lora"),
     (
+        ["quantization=qat_int4", "quantization.group=12"],
+        "quantization.group",
+        "is no multiple of 8",
+        "set quantization.group=32",
+    ),
+    (
+        ["quantization=qat_int4", "model.feedforward=176"],
+        "quantization.group",
+        "does not divide 176, the features that a linear layer reads",
+        "set quantization.group=16",
+    ),
+    (
+        ["quantization=qat_int4", "model.feedforward=100"],
+        "quantization.group",
+        "does not divide 100",
+        "set quantization=none",
+    ),
+    (
+        ["quantization=qat_8da4w", "model.norm=layernorm"],
+        "model.norm",
+        "is not Llama's, whose form quantization=qat_8da4w is exported in",
+        "set model.norm=rmsnorm",
+    ),
+    (
+        ["quantization=qat_8da4w", "adapter=lora"],
+        "adapter",
+        "freezes the matrices that quantization=qat_8da4w is to train",
+        "set adapter=none",
+    ),
+    (
+        ["quantization=qat_8da4w", "precision=fp8"],
+        "precision",
+        "rounds to floating-point numbers",
+        "set precision=bf16_mixed",
+    ),
+    (
         ["quantization=int8", "adapter=pissa"],
         "adapter",
         "is made of whole matrices, which quantization=int8 packs",
