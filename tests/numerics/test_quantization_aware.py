@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,11 @@ from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import held_out, live
+from scalewise.evaluation import live
 from scalewise.exports import integers
 from scalewise.hardware import DeviceKind
 from scalewise.layouts.single import SingleLayout
 from scalewise.models.module import ModelModule
-from scalewise.quantization.aware import QAT8da4w, QATInt4
 from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.run import Run
 from scalewise.verbs.trained import recorded
@@ -280,32 +278,3 @@ def test_eight_integers_lie_in_one_word(columns: int) -> None:
     assert torch.equal(integers.unpacked(words), numbers)
     lowest = torch.tensor([[-7, -8, -8, -8, -8, -8, -8, 7]])
     assert integers.packed(lowest).tolist() == [[1 - (1 << 28)]]
-
-
-def loss_of(run: Folder, line: QATInt4) -> float:
-    """Returns the held-out loss of what a run has trained, rounded to these integers."""
-    told = replace(recorded(run.path), quantization=line)
-    rows = told.splits().validation
-    assert rows is not None
-    return held_out.measured(live.model(told, CPU), rows, len(rows), 8).loss
-
-
-LEARN = (
-    *("experiment=smoke", "tracking=none", "callbacks=[]", "launch.isolation=process"),
-    *("data.vocabulary=512", "model.vocabulary=512", "data.megabytes=0.5", "data.sequence=64"),
-    *("model.width=64", "model.feedforward=128", "trainer.max_steps=300"),
-    *("trainer.validate_every=300", "trainer.log_every=50", "checkpoint.every=300"),
-)
-
-
-@LONG
-@pytest.mark.parametrize("line", [QATInt4(group=64), QAT8da4w(group=64)], ids=["int4", "8da4w"])
-def test_what_was_trained_to_be_integers_is_better_as_such(
-    line: QATInt4, tmp_path: Path, shared_cache: Path
-) -> None:
-    """Than what was trained as long without, and rounded afterwards."""
-    job, name = Job(tmp_path, shared_cache), "qat_8da4w" if line.rounds_inputs else "qat_int4"
-    aware = job.of(*LEARN, f"quantization={name}", f"quantization.group={line.group}")
-    afterwards, trained = loss_of(job.of(*LEARN), line), loss_of(aware, line)
-    print(f"{name}: {trained:.4f} trained so, {afterwards:.4f} rounded afterwards")
-    assert trained <= afterwards
