@@ -15,6 +15,8 @@ from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass
 from scalewise.plan.replay import replay
 from scalewise.precision.fp8 import Float8
+from scalewise.quantization import NoQuantization
+from scalewise.quantization.aware import QAT8da4w, QATInt4
 
 ROWS, TOKENS = 8, 64
 FP8 = Float8()
@@ -43,25 +45,37 @@ FORMATS = {
     "fp8, fp32": (4, 4, 4),
     "fp8, bf16_mixed": (4, 2, 4),
     "fp8, bf16_true": (2, 2, 2),
+    "qat_int4, fp32": (4, 4, 4),
+    "qat_int4, bf16_mixed": (4, 2, 4),
+    "qat_8da4w, fp32": (4, 4, 4),
+    "qat_8da4w, bf16_mixed": (4, 2, 4),
+    "qat_8da4w, bf16_true": (2, 2, 2),
 }
+QATS = {"qat_int4": QATInt4(), "qat_8da4w": QAT8da4w(group=16)}
+NEVER = {("gpt2", name) for name in FORMATS if "qat" in name}
+"""What is refused: GPT-2's matrices have biases."""
+CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name) not in NEVER]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("precision", FORMATS)
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize(("family", "precision"), CASES)
 def test_a_block_keeps_and_peaks_as_the_tape_says(
     family: str, precision: str, recompute: Recompute, fresh: bool
 ) -> None:
     spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
     mixed = "bf16_mixed" in precision
     in_fp8 = FP8.in_fp8(spec) if "fp8" in precision else ()
+    rounding = QATS.get(precision.partition(",")[0], NoQuantization())
     shape = Pass(
         *(ROWS, TOKENS, stream, compute, held),
         casts=mixed,
         on_cpu=True,
         table=held,
         in_fp8=in_fp8,
+        fake_quantized=rounding.fake_quantized(spec),
+        group=rounding.group,
+        rounds_inputs=rounding.rounds_inputs,
     )
     tape = spec.tapes(shape).block
     foreseen = replay(tape, recompute, fresh=fresh)
@@ -78,10 +92,11 @@ def _measured(
     spec: Decoder, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
     module = spec.shape(PART)
-    module.to_empty(device="cpu")
-    module.init_weights(1)
     if "fp8" in precision:
         FP8.apply(module, spec, DeviceKind.cpu)
+    QATS.get(precision.partition(",")[0], NoQuantization()).apply(module, spec)
+    module.to_empty(device="cpu")
+    module.init_weights(1)
     number = torch.bfloat16 if "bf16_true" in precision else torch.float32
     module.to(number)
     Checkpointing(recompute).apply(module, PART)

@@ -42,6 +42,7 @@ FLOORS = {
         "adapters.lora",
         "adapters.peft_folder",
         "adapters.resumed",
+        "quantization.fake",
         "quantization.linear",
         "optimizers.blockwise",
         "optimizers.offloaded",

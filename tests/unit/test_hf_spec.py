@@ -76,6 +76,7 @@ WITH: list[Row] = [
     (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
     (["precision=fp8"], "precision", "does not convert", "precision=bf16_mixed"),
     (["quantization=nf4", "adapter=lora"], "quantization", "does not pack", "quantization=none"),
+    (["quantization=qat_int4"], "quantization", "does not round", "quantization=none"),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
     (
         ["adapter=lora", "adapter.targets=[q_proj]"],

@@ -57,6 +57,18 @@ LAYOUTS: list[Row] = [
         "set parallelism=fsdp",
     ),
     (
+        ["quantization=qat_8da4w", "parallelism=tensor"],
+        "parallelism.tensor",
+        "would give every rank's part of a row a scale of its own in qat_8da4w",
+        "parallelism=fsdp",
+    ),
+    (
+        ["quantization=qat_int4", "parallelism=deepspeed_zero3"],
+        "parallelism",
+        "has no place in its ledger for what quantization=qat_int4 rounds",
+        "set parallelism=fsdp",
+    ),
+    (
         ["quantization=nf4", "adapter=lora", "parallelism=deepspeed_zero2"],
         "parallelism",
         "makes numbers of its own format of what quantization=nf4 packs",

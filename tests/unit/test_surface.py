@@ -92,7 +92,7 @@ def test_groups_and_their_options() -> None:
         ],
         "schedule": ["constant", "cosine", "linear", "module", "wsd"],
         "adapter": ["dora", "ia3", "lora", "none", "pissa", "prefix", "prompt", "rslora"],
-        "quantization": ["fp4", "int8", "nf4", "none"],
+        "quantization": ["fp4", "int8", "nf4", "none", "qat_8da4w", "qat_int4"],
         "memory": [
             "auto",
             "checkpoint_every_n",

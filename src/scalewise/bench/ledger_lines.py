@@ -12,6 +12,7 @@ OFFLOAD_ALL = (*OFFLOAD, "memory.recompute=nothing")
 MIXTURE = (EVERY_N, "memory.otherwise=selective")
 LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
 QLORA = (LORA, "quantization=nf4")
+QAT, QAT_INT4 = ("quantization=qat_8da4w",), ("quantization=qat_int4",)
 PROMPT = ("adapter=prompt", "adapter.tokens=32", "model.context=160")
 PREFIX = ("adapter=prefix", *PROMPT[1:])
 EVERYWHERE = ("adapter.targets=[.*]",)
@@ -103,6 +104,7 @@ TRAINED: tuple[Line, ...] = (
     WEIGHTS,
     (LORA, MIXED),
     (*FP8, *WEIGHTS),
+    (*QAT, *WEIGHTS),
     PACKING,
     ("optimizer=adamw_8bit", *_TALL),
     _IN_BACKWARD,
@@ -149,6 +151,21 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     fsdp(2, *FP8, *WEIGHTS),
     fsdp(2, FP8_MIXED, *WEIGHTS),
     (*_piped("one_f_one_b"), *FP8),
+    QAT,
+    (*QAT_INT4, *WEIGHTS),
+    (*QAT, SELECTIVE),
+    (*QAT, FULL, "objective.loss_chunk=64"),
+    (*QAT, MIXED, *WEIGHTS),
+    (*QAT_INT4, BF16, *WEIGHTS),
+    (*_DDP, *QAT, *WEIGHTS),
+    (*_DDP, *QAT_INT4, MIXED),
+    fsdp(2, *QAT, *WEIGHTS),
+    fsdp(2, *QAT_INT4, MIXED, *WEIGHTS),
+    fsdp(2, *QAT),
+    fsdp(2, *QAT, *_IN_BACKWARD),
+    ("parallelism=context", *QAT),
+    (*_piped("one_f_one_b"), *QAT),
+    (*OFFLOAD_ALL, *QAT),
     (MIXED, *WEIGHTS),
     (*_DDP, *WEIGHTS),
     fsdp(2),
@@ -303,6 +320,8 @@ TRACED: tuple[Line, ...] = (
     (LORA, "objective.loss_chunk=1024"),
 )
 TRACED_SELDOM: tuple[Line, ...] = (
+    (*QAT, MIXED, *fsdp(8), FULL),
+    (*QAT_INT4, MIXED, *fsdp(8)),
     (FP8_MIXED, *fsdp(8), FULL),
     (FP8_MIXED, *mesh(replicate=2, shards=8), SUMS),
     (MIXED, *stages(shards=4), FULL),

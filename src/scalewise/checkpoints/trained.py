@@ -116,6 +116,21 @@ class Trained:
         census, packs = self.model.census(), self.quantization.is_packed
         return [weight for weight in census if packs(weight, self.model)]
 
+    @property
+    def bytes_of_integers(self) -> tuple[int, int]:
+        """Returns the bytes of these as integers with their scales, and as they are held."""
+        held = self.precision.parameters.bytes
+        parts = [part for weight in self.fake_quantized for part in self.quantization.parts(weight)]
+        return sum(part.size(held) for part in parts), sum(
+            weight.size(held) for weight in self.fake_quantized
+        )
+
+    @property
+    def fake_quantized(self) -> list[Weight]:
+        """Returns the matrices that were rounded for each product."""
+        census, rounds = self.model.census(), self.quantization.is_fake_quantized
+        return [weight for weight in census if rounds(weight, self.model)]
+
 
 def resolved(folder: Path) -> Mapping[str, Any]:
     """Returns the groups of a run's ``resolved.yaml``; raises ``ConfigError`` where it has none."""

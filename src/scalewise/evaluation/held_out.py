@@ -71,6 +71,33 @@ def measured(
     return HeldOut(count, labels, loss, hits)
 
 
+@torch.no_grad()
+def logits_apart(
+    module: ModelModule, other: ModelModule, rows: Rows, count: int, micro_batch: int
+) -> float:
+    """Returns the mean distance of two models' logits over all labels of the first rows."""
+    count, device = min(count, len(rows)), next(other.parameters()).device
+    apart, numbers = torch.zeros((), dtype=torch.float64, device=device), 0
+    said: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
+
+    def keep(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
+        said.append((head, x_BTW))
+        return x_BTW.new_zeros(())
+
+    module.loss = other.loss = keep
+    for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
+        there = {name: x_BT.to(device) for name, x_BT in batch.items()}
+        said.clear()
+        for asked in (module, other):
+            asked(there["inputs"], there["labels"], there.get("places"))
+        for at in range(0, batch["labels"].shape[1], PIECE):
+            real_BT = there["labels"][:, at : at + PIECE] != IGNORED
+            one, two = (head(x_BTW[:, at : at + PIECE])[real_BT].float() for head, x_BTW in said)
+            apart += (one - two).abs_().sum(dtype=torch.float64)
+            numbers += one.numel()
+    return float(apart / numbers) if numbers else float("nan")
+
+
 def _sums(head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor) -> Tensor:
     """Returns the summed cross-entropy, and the labels that were the likeliest token, in fp64."""
     sums = torch.zeros(2, dtype=torch.float64, device=x_BTW.device)

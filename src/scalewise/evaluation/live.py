@@ -16,13 +16,16 @@ from scalewise.precision import Number
 def model(told: Trained, device: torch.device, *, exact: bool = False) -> ModelModule:
     """Returns the whole model with its weights, with an adapter merged if it can be, to be asked.
 
-    ``exact``: with the matrices that were packed as they had been before, and none in 8 bits.
+    ``exact``: with the matrices that were packed as they had been before, and none rounded or in
+    8 bits.
     """
     module = told.model.shape(Part(range(told.model.layers)))
     if not told.adapter.merges:
         told.adapter.apply(module, told.model)
     if not exact:
         told.precision.apply(module, told.model, DeviceKind(device.type))
+    if told.fake_quantized and not exact:
+        told.quantization.apply(module, told.model)
     module.to_empty(device=device)
     module.init_buffers()
     module.load_state_dict(told.merged(exact=exact))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalewise.tracking.names import METRICS
@@ -18,10 +18,17 @@ MEASURES = (
 """Figures of the last step that a reader of the card asks for."""
 
 
-def card(status: Mapping[str, Any], summary: Mapping[str, Any], step: int, library: str) -> str:
+def card(
+    status: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    step: int,
+    library: str,
+    integers: Sequence[str] = (),
+) -> str:
     """Returns the Markdown of a ``README.md`` with the head that Hugging Face reads.
 
-    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder.
+    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder; ``integers``
+    says what they save and cost.
     """
     choices = _table(status.get("choices"))
     metrics = _table(summary.get("metrics"))
@@ -51,6 +58,7 @@ def card(status: Mapping[str, Any], summary: Mapping[str, Any], step: int, libra
             if isinstance(metrics.get(key), int | float)
         ),
         "",
+        *(("## Integers", "", *(f"- {line}" for line in integers), "") if integers else ()),
         "## Repeat it",
         "",
         "```sh",

@@ -22,24 +22,59 @@ from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.hf.spec import HuggingFace, Init
 from scalewise.tracking.files import read_json, write_json
+from scalewise.units import bytes_text
+
+CONVERSION = "conversion.json"
+"""What integers save and cost, beside them."""
 
 
 def write(told: Trained, to: Path, form: Form) -> list[str]:
-    """Writes the folder ``to``: weights, configuration, tokenizer, card; returns what it lacks.
+    """Writes the folder ``to``: weights, configuration, tokenizer, card; returns what to tell.
+
+    That is what integers save and cost, and what the folder lacks.
 
     Raises ``ConfigError`` where the format has no place for it, before anything is written.
     """
+    said: list[str] = []
     if form is Form.alone:
         _write_alone(told, told.state(), to)
     elif not told.adapter.merges:
         reason = "what was trained stands before the text, and is no part of the model's weights"
         raise ConfigError.one("adapter", form, reason, "set adapter=alone")
+    elif told.fake_quantized:
+        said = _write_integers(told, to)
     else:
         told.model.export(told.merged(), to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
     library = "peft" if form is Form.alone else "transformers"
-    (to / "README.md").write_text(card(status, summary, told.step, library), "utf-8")
-    return _write_tokenizer(told, to)
+    (to / "README.md").write_text(card(status, summary, told.step, library, said), "utf-8")
+    return [*said, *_write_tokenizer(told, to)]
+
+
+def _write_integers(told: Trained, to: Path) -> list[str]:
+    """Writes integers, and what they save and cost to ``conversion.json`` too; returns that."""
+    from scalewise.exports import integers
+
+    integers.write(told, to)
+    try:
+        rows, why = told.splits().validation, "the run's data have no held-out rows"
+    except (DataError, OSError) as error:
+        rows, why = None, str(error)
+    found = integers.measured(told, to, rows)
+    write_json(to / CONVERSION, found)
+    said = [
+        f"{found['layers']} matrices in 4 bits: {bytes_text(found['disk_bytes'])} on disk instead "
+        f"of {bytes_text(found['disk_bytes_in_fp32'])} in fp32"
+    ]
+    if "loss" not in found:
+        return [*said, f"no loss of the integers: {why}"]
+    return [
+        *said,
+        f"on {found['rows']} held-out rows: loss {found['loss']:.4f}, "
+        f"{found['loss'] - found['loss_as_trained']:+.4f} beside as trained and "
+        f"{found['loss'] - found['loss_in_fp32']:+.4f} beside fp32; logits are "
+        f"{found['logits_apart_as_trained']:.2g} and {found['logits_apart_in_fp32']:.2g} apart",
+    ]
 
 
 def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:

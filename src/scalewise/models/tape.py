@@ -50,7 +50,9 @@ class Pass:
     ``before``: keys and values that are trained, before those of a layer.
     ``every_second``: whether selective recomputation keeps every second product alone, as
     torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
-    ``in_fp8``: layers that cast what they multiply to 8 bits.
+    ``in_fp8``: layers that cast what they multiply to 8 bits. ``fake_quantized``: layers that round
+    their matrices to integers and back, with a scale for each ``group``, and if ``rounds_inputs``
+    what these multiply.
     """
 
     rows: int
@@ -82,6 +84,9 @@ class Pass:
     ahead: int = 0
     before: int = 0
     in_fp8: tuple[str, ...] = ()
+    fake_quantized: tuple[str, ...] = ()
+    group: int = 0
+    rounds_inputs: bool = False
 
     @property
     def places(self) -> int:
@@ -103,7 +108,7 @@ class Operator:
     ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
     that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
     needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
-    8 bits. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
+    8 bits or fewer. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
     ``flops`` of forward; backward makes ``backward_flops``.
     """

@@ -159,6 +159,9 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         ahead=run.adapter.ahead,
         before=run.adapter.before,
         in_fp8=precision.in_fp8(run.model),
+        fake_quantized=run.quantization.fake_quantized(run.model),
+        group=run.quantization.group,
+        rounds_inputs=run.quantization.rounds_inputs,
     )
 
 

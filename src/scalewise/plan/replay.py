@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalewise.memory import OFFLOADED_FROM, Recompute
-from scalewise.models.tape import Operator, Played, Tape, Work
+from scalewise.models.tape import Operator, Played, Tape
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def replay(
         first.run(tape.operators)
         # It stops at the last whose inputs backward reads; a product kept of that stays unused.
         last = max(at for at, operator in enumerate(tape.operators) if operator.saved)
-        last += tape.operators[last].work is Work.product_fp8  # which runs before it says so
+        last += tape.operators[last].casts[0] > 0  # a function that runs before it says so
         second = _Forward(tape, given, cached=cached)
         second.run(tape.operators[:last])
         unused = {place for op in tape.operators[last:] for place in op.writes}

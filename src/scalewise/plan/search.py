@@ -23,6 +23,7 @@ from scalewise.plan.spec import Rank, Search
 from scalewise.plan.steptime import of_step, rates
 from scalewise.plan.verdict import Verdict, judged
 from scalewise.precision import Number, Precision
+from scalewise.quantization import NoQuantization
 from scalewise.quantization.packing import NF4
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _trainings(run: Run, typed: frozenset[str]) -> Iterator[Way]:
         if "adapter" not in typed and not run.is_frozen:
             adapted = [((*told, "adapter=lora"), replace(trained, adapter=Lora()))]
             yield from adapted
-        if "quantization" not in typed and not run.quantization.packed(run.model):
+        if "quantization" not in typed and isinstance(run.quantization, NoQuantization):
             for words, frozen in adapted:
                 packed = replace(frozen, quantization=NF4())
                 yield (*words, "quantization=nf4"), packed

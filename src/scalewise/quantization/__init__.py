@@ -1,4 +1,4 @@
-"""Frozen matrices in few bits."""
+"""Matrices in few bits: frozen ones that lie packed, and trained ones that are rounded."""
 
 from scalewise.quantization.spec import NoQuantization, Quantization
 

@@ -1,8 +1,7 @@
-"""What every quantization answers: which matrices it packs, and the bytes that it holds of them."""
+"""What every quantization answers: which matrices it packs or rounds, and what it holds of them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,19 +20,27 @@ if TYPE_CHECKING:
     from scalewise.run import Run
 
 
-class Quantization(ABC):
-    """How the frozen matrices of a model are held, as a spec."""
+class Quantization:
+    """How frozen matrices are held, or to which integers trained ones are rounded, as a spec."""
 
     scale_bytes: float = 0.0
     """Bytes of a number of the matrix that its scales take while they are unpacked."""
+    group: int = 0
+    """Numbers of a row that share a scale, where matrices are rounded for each product."""
+    rounds_inputs: bool = False
+    """Whether what such a matrix multiplies is rounded as well."""
 
-    @abstractmethod
     def packed(self, model: Model) -> tuple[str, ...]:
-        """Returns the linear layers whose matrices are packed, by name within a block."""
+        """Returns the linear layers whose matrices are packed, by name within a block: none."""
+        return ()
 
-    @abstractmethod
+    def fake_quantized(self, model: Model) -> tuple[str, ...]:
+        """Returns those whose matrices are trained, and rounded for each product: none."""
+        return ()
+
     def parts(self, weight: Weight) -> tuple[Weight, ...]:
-        """Returns what is held of a matrix that is packed."""
+        """Returns what is held of a matrix that is packed, or exported of one that is rounded."""
+        return (weight,)
 
     def stored(self, weight: Weight, model: Model) -> tuple[Weight, ...]:
         """Returns what is held of any weight of an adapted model."""
@@ -41,58 +48,47 @@ class Quantization(ABC):
 
     def is_packed(self, weight: Weight, model: Model) -> bool:
         """Returns whether a weight of the model is one of the packed matrices."""
-        module, _, kind = weight.name.rpartition(".")
-        inside = module.removeprefix(f"blocks.{weight.layer}.")
-        return weight.layer is not None and kind == "weight" and inside in self.packed(model)
+        return _is_of(weight, self.packed(model))
+
+    def is_fake_quantized(self, weight: Weight, model: Model) -> bool:
+        """Returns whether a weight of the model is one of the matrices rounded for a product."""
+        return _is_of(weight, self.fake_quantized(model))
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures out of range."""
         yield from ()
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
-        """Yields what packed matrices do not go with."""
+        """Yields what packed or rounded matrices do not go with."""
         yield from ()
 
     def machine_complaints(self) -> Iterator[Complaint]:
         """Yields packages that are not installed."""
         yield from ()
 
-    @abstractmethod
     def apply(self, module: ModelModule, model: Model) -> None:
-        """Puts layers that hold packed matrices in the place of others, on the meta device."""
+        """Puts layers that pack or round in the place of others, on the meta device: none."""
 
-    @abstractmethod
     def unpacked(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
         """Returns the tensors of a checkpoint with every matrix whole, in fp32 where packed."""
+        return dict(state)
 
-    @abstractmethod
     def rounded(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
         """Returns a model's tensors as packing leaves them, in fp32 where packed."""
+        return dict(state)
+
+
+def _is_of(weight: Weight, names: tuple[str, ...]) -> bool:
+    """Returns whether a weight is the matrix of one of these layers of a block."""
+    module, _, kind = weight.name.rpartition(".")
+    inside = module.removeprefix(f"blocks.{weight.layer}.")
+    return weight.layer is not None and kind == "weight" and inside in names
 
 
 @option("quantization", "none")
 @dataclass(frozen=True)
 class NoQuantization(Quantization):
-    """Frozen weights are held in the format of all others."""
-
-    def packed(self, model: Model) -> tuple[str, ...]:
-        """Returns none."""
-        return ()
-
-    def parts(self, weight: Weight) -> tuple[Weight, ...]:
-        """Returns the weight as it is."""
-        return (weight,)
-
-    def apply(self, module: ModelModule, model: Model) -> None:
-        """Changes nothing."""
-
-    def unpacked(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-        """Returns them as they are."""
-        return dict(state)
-
-    def rounded(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
-        """Returns them as they are."""
-        return dict(state)
+    """Weights are held and multiplied in the format of all others."""
 
 
 @lru_cache(maxsize=64)

@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
         print(found, flush=True)
         costs = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
+        if told.fake_quantized:
+            costs |= _of_rounding(told, device, splits, options["rows"], found)
         if told.precision.in_fp8(told.model):
             costs |= _of_fp8(told, device, splits, options["rows"], found)
         _keep(folder / RECORD, told.step, found, costs)
@@ -91,6 +93,30 @@ def _of_packing(
         flush=True,
     )
     return {"packed_bytes": packed, "whole_bytes": whole, "loss_of_whole": exact}
+
+
+def _of_rounding(
+    told: Trained,
+    device: torch.device,
+    splits: Splits,
+    rows: str,
+    found: Found,
+) -> dict[str, float]:
+    """Returns what integers will save and cost: bytes, and loss beside that of fp32."""
+    import torch
+
+    from scalewise.evaluation import live
+
+    integers, whole = told.bytes_of_integers
+    with torch.autocast(device.type, enabled=False):
+        exact = _measured(told, live.model(told, device, exact=True).float(), splits, rows).loss
+    print(
+        f"matrices in 4 bits, once exported: {bytes_text(integers)} instead of "
+        f"{bytes_text(whole)}; the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by "
+        "rounding",
+        flush=True,
+    )
+    return {"packed_bytes": integers, "whole_bytes": whole, "loss_in_fp32": exact}
 
 
 def _of_fp8(

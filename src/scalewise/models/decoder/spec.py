@@ -41,6 +41,15 @@ class Activation(StrEnum):
     gelu = "gelu"
 
 
+LLAMA_SHAPE = {
+    "position": Position.rope,
+    "norm": Norm.rmsnorm,
+    "activation": Activation.swiglu,
+    "bias": False,
+}
+"""What a decoder of Llama's shape has."""
+
+
 @option("model", "decoder")
 @dataclass(frozen=True)
 class Decoder(Model):

@@ -202,6 +202,8 @@ class Writer:
         x = self._rescaled(x, into, wide_input=True) if row and scaled else x
         if name in run.in_fp8:
             written = self._product_fp8(x, into, out, holds, bias=bias)
+        elif name in run.fake_quantized:
+            written = self._rounded_product(x, into, out, holds)
         elif name in run.packed:
             written = self._unpacked_product(x, into, out, holds)
         else:
@@ -374,6 +376,59 @@ class Writer:
             backward_flops=flops * tape.trained[x],
         )
 
+    def _rounded_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
+        """Writes a product of what is rounded to integers and back, and again for backward.
+
+        It keeps what a plain product keeps. Scales are three numbers for each group; torch's own
+        operators pass fourteen times over what is rounded, and over a gradient that is masked.
+        """
+        run, tape = self.run, self.tape
+        read, made, weights = run.places * into, run.places * out, into * out
+        matrix, rounds, held = weights * run.compute, run.rounds_inputs, weights * run.held
+        scales = 3 * FP32 * weights // run.group, 3 * FP32 * run.places
+        rounding = self._rounded(weights, held, scales[0])
+        of_x, of_weight = read * run.compute, weights * run.compute
+        given = of_x if rounds or tape.sizes[x] != of_x else 0
+        giving = self._rounded(read, tape.sizes[x], scales[1]) if rounds else given
+        if rounds:
+            passing = _handed_on(read, tape.sizes[x], scales[1])
+        else:
+            passing = tape.sizes[x] if given else 0
+        summed = tape.sizes[x] + of_weight
+        passes = 14 * FP32 * (weights + read * rounds)
+        flops = 2.0 * weights * run.places
+        return tape.add(
+            Work.product,
+            (x, *holds),
+            made * run.compute,
+            saved=(x,),
+            gradients=(x,),
+            weight=(held, held),
+            weight_first=False,
+            forward_scratch=max(given + matrix, max(giving, given + rounding) - made * run.compute),
+            scratch=max(
+                rounding,
+                matrix + of_x,
+                of_x + passing,
+                tape.sizes[x] + giving,
+                summed + given,
+                summed + _handed_on(weights, held, scales[0]),
+            )
+            - tape.sizes[x]
+            - held,
+            casts=(passes, 2 * passes),
+            kept_by_selective=self._kept_by_selective(),
+            flops=flops,
+            backward_flops=2 * flops,
+        )
+
+    def _rounded(self, count: int, size: int, scales: int) -> int:
+        """Returns the bytes that rounding takes of numbers of ``size`` bytes in all."""
+        wide = count * FP32
+        if size < wide:
+            return wide + size + scales
+        return wide + max(scales, count * self.run.compute * (self.run.compute < FP32))
+
     def _rotate(self, x: int) -> int:
         run, tape = self.run, self.tape
         size = tape.sizes[x]
@@ -499,3 +554,12 @@ class Writer:
             row=True,
             holds=(read, normed),
         )
+
+
+def _handed_on(count: int, size: int, scales: int) -> int:
+    """Returns what a gradient of ``count`` numbers, of ``size`` bytes at last, needs to be masked.
+
+    Their levels in fp32 and two answers to whether each is out of range; then one, and itself.
+    """
+    wide = count * FP32
+    return wide + count + max(count, size if size < wide else 0) + scales

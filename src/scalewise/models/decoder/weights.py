@@ -20,7 +20,7 @@ from torch import Tensor
 from scalewise.errors import CheckpointError, Complaint, ConfigError
 from scalewise.models import initial
 from scalewise.models.decoder.module import DecoderModule
-from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.models.decoder.spec import LLAMA_SHAPE, Activation, Decoder, Norm, Position
 
 KEY = "model.weights"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,7 +71,7 @@ def is_llama(spec: Decoder) -> bool:
     """
     llama = spec.position is Position.rope
     if llama:
-        wanted = {"norm": Norm.rmsnorm, "activation": Activation.swiglu, "bias": False}
+        wanted = dict(LLAMA_SHAPE)
         have = {name: getattr(spec, name) for name in wanted}
     else:
         wanted = {"norm": Norm.layernorm, "activation": Activation.gelu, "bias": True}
@@ -305,8 +305,11 @@ def export(state: Mapping[str, Tensor], spec: Decoder, folder: str | Path) -> No
     ``state`` holds whole tensors and gives the dtype. Raises ``ConfigError`` for a spec that
     Hugging Face has no shape for, before anything is written.
     """
-    tensors, config = to_hugging_face(state, spec)
-    folder = Path(folder)
+    save(*to_hugging_face(state, spec), Path(folder))
+
+
+def save(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    """Writes tensors under Hugging Face's names and their ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     text = json.dumps(config, indent=2) + "\n"

@@ -287,6 +287,10 @@ class HuggingFace(Model):
             option = chosen.get("quantization", "nf4")
             reason = "does not pack the matrices of transformers' models"
             yield Complaint("quantization", option, reason, "set quantization=none")
+        if run.quantization.fake_quantized(self):
+            option = chosen.get("quantization", "qat_int4")
+            reason = "does not round the matrices of transformers' models"
+            yield Complaint("quantization", option, reason, "set quantization=none")
         if run.precision.in_fp8(self):
             option = chosen.get("precision", "fp8")
             reason = "does not convert the layers of transformers' models"

@@ -1,0 +1,157 @@
+"""Matrices that were trained to be integers, as integers, and what that costs.
+
+They are written as compressed-tensors has them, safetensors that transformers and vLLM read
+(``pack-quantized``): of ``NAME``, ``NAME_packed`` holds eight numbers of 4 bits in one of 32, the
+first in its lowest bits, each 8 more than it stands for; ``NAME_scale`` a number for each group.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchao.quantization import IntxUnpackedToInt8Tensor
+
+from scalewise.checkpoints.trained import Trained
+from scalewise.data.base import Rows
+from scalewise.errors import CheckpointError
+from scalewise.evaluation import held_out, live
+from scalewise.hardware import this_machine
+from scalewise.models.base import Part
+from scalewise.models.decoder import weights
+from scalewise.models.decoder.spec import Decoder
+from scalewise.models.module import ModelModule
+from scalewise.quantization.aware import FP32, PER_WORD
+from scalewise.quantization.fake import WEIGHTS
+
+BITS = 4
+FORM = "pack-quantized"
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+INPUTS = "int8_asym_per_token"
+"""What torchao calls inputs in 8 bits, each token by its own range."""
+
+
+def write(told: Trained, to: Path) -> None:
+    """Writes weights and configuration, with the matrices that were rounded as integers."""
+    assert isinstance(told.model, Decoder)  # the spec refuses others
+    tensors, config = weights.to_hugging_face(told.merged(), told.model)
+    rounded = {weight.name for weight in told.fake_quantized}
+    for piece in weights.pieces(told.model):
+        if piece.ours[0] in rounded:
+            whole = tensors.pop(piece.theirs)
+            found = converted(whole, told.quantization.group)
+            tensors[f"{piece.theirs}_packed"] = packed(found.qdata)
+            tensors[f"{piece.theirs}_scale"] = found.scale
+            tensors[f"{piece.theirs}_shape"] = torch.tensor(whole.shape)
+    weights.save(tensors, config | {"quantization_config": _form(told)}, to)
+
+
+def converted(whole: Tensor, group: int) -> Any:
+    """Returns a matrix as torchao's tensor of integers, with a scale for each group."""
+    return IntxUnpackedToInt8Tensor.from_hp(whole.float(), (1, group), INT4)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Returns integers of 4 bits, eight in one of 32."""
+    of_word = (numbers.int() - WEIGHTS.low).view(len(numbers), -1, PER_WORD)
+    return (of_word << _places(numbers)).sum(-1, dtype=torch.int32)
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """Returns them in 8 bits each."""
+    of_word: Tensor = (words.unsqueeze(-1) >> _places(words)) & (2**BITS - 1)
+    return (of_word + WEIGHTS.low).flatten(-2).to(torch.int8)
+
+
+def _places(near: Tensor) -> Tensor:
+    return torch.arange(0, BITS * PER_WORD, BITS, dtype=torch.int32, device=near.device)
+
+
+def read(folder: Path, told: Trained, device: torch.device) -> ModelModule:
+    """Returns the model of a folder that was written, whose layers multiply by integers.
+
+    Raises ``CheckpointError`` where a matrix that was trained to be integers is none.
+    """
+    model = told.model
+    assert isinstance(model, Decoder)
+    held, integers = load_file(folder / weights.SINGLE, device=str(device)), {}
+    for piece in weights.pieces(model):
+        if f"{piece.theirs}_packed" in held:
+            words, scale, _ = (
+                held.pop(f"{piece.theirs}_{kind}") for kind in ("packed", "scale", "shape")
+            )
+            integers[piece.ours[0]] = tensor = IntxUnpackedToInt8Tensor(
+                unpacked(words),
+                scale,
+                torch.zeros_like(scale, dtype=torch.int8),
+                INT4,
+                (1, told.quantization.group),
+                torch.float32,
+                INPUTS if told.quantization.rounds_inputs else None,
+            )
+            held[piece.theirs] = tensor.dequantize()
+    if lacking := [weight.name for weight in told.fake_quantized if weight.name not in integers]:
+        reason = f"holds no integers of {lacking[0]}"
+        raise CheckpointError.one("", folder, reason, "export it anew")
+    module = model.shape(Part(range(model.layers))).to_empty(device=device)
+    module.init_buffers()
+    module.load_state_dict(weights.from_hugging_face(held, model, folder))
+    for name, tensor in integers.items():
+        layer = module.get_submodule(name.removesuffix(".weight"))
+        layer.weight = nn.Parameter(tensor, requires_grad=False)
+    return module.float().eval()
+
+
+def measured(told: Trained, folder: Path, held: Rows | None) -> dict[str, float]:
+    """Returns what a folder saves and costs: bytes, and on held-out rows losses and logits.
+
+    The file is read back. Logits are told apart from those as trained, and from those of fp32.
+    """
+    device = torch.device(this_machine().device.value)
+    assert isinstance(told.model, Decoder)
+    whole, _ = weights.to_hugging_face(told.merged(), told.model)
+    found: dict[str, float] = {
+        "layers": len(told.fake_quantized),
+        "disk_bytes": (folder / weights.SINGLE).stat().st_size,
+        "disk_bytes_in_fp32": sum(FP32 * tensor.numel() for tensor in whole.values()),
+    }
+    if held is None:
+        return found
+    integers = read(folder, told, device)
+    others = {
+        "as_trained": live.model(told, device).float(),
+        "in_fp32": live.model(told, device, exact=True).float(),
+    }
+    rows = (held, told.trainer.validation_rows, int(told.trainer.micro_batch))
+    first = held_out.measured(integers, *rows)
+    found |= {"rows": first.rows, "loss": first.loss}
+    for kind, other in others.items():
+        found[f"loss_{kind}"] = held_out.measured(other, *rows).loss
+        found[f"logits_apart_{kind}"] = held_out.logits_apart(integers, other, *rows)
+    return found
+
+
+def _form(told: Trained) -> dict[str, Any]:
+    """Returns how compressed-tensors is to read the integers."""
+    group = told.quantization.group
+    numbers = {"num_bits": BITS, "type": "int", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORM,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": FORM,  # else inputs that are rounded as well have it look for another
+                "weights": numbers | {"strategy": "group", "group_size": group},
+                "input_activations": inputs | {"strategy": "token"}
+                if told.quantization.rounds_inputs
+                else None,
+            }
+        },
+        "ignore": ["lm_head", "score"],
+    }

@@ -1,0 +1,280 @@
+"""What is trained to be integers is rounded as torchao has it, in every layout, and becomes so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
+from fixtures.steps import (
+    BATCHES,
+    SGD,
+    TOLERANCE,
+    Reference,
+    assert_close,
+    assert_equal,
+    gradients,
+    steps_of,
+)
+from safetensors.torch import load_file
+from torch import nn
+from torchao.quantization import (
+    Int8DynamicActivationIntxWeightConfig,
+    IntxUnpackedToInt8Tensor,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
+from torchao.quantization.qat import QATConfig
+from transformers import AutoModelForCausalLM
+
+from scalewise import cli, compose
+from scalewise.errors import CheckpointError
+from scalewise.evaluation import live
+from scalewise.exports import integers
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.module import ModelModule
+from scalewise.quantization.fake import FakeQuantizedLinear
+from scalewise.run import Run
+from scalewise.verbs.trained import recorded
+
+LONG = pytest.mark.exhaustive
+CPU = torch.device("cpu")
+QATS = {
+    "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
+    "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
+}
+EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
+TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
+NEVER = ("tensor", "deepspeed")
+"""What refuses matrices that are rounded."""
+needs_compressed_tensors = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None,
+    reason="compressed-tensors is not installed: pip install compressed-tensors",
+)
+TOKENS_BT = torch.arange(64).reshape(2, 32)
+
+
+def of_torchao(run: Run) -> Int8DynamicActivationIntxWeightConfig | IntxWeightOnlyConfig:
+    """Returns torchao's name for the integers of a run."""
+    each = PerGroup(run.quantization.group)
+    if run.quantization.rounds_inputs:
+        kind = {"weight_dtype": torch.int4, "weight_granularity": each}
+        return Int8DynamicActivationIntxWeightConfig(**kind)
+    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=each)
+
+
+def linear(module: nn.Module) -> dict[str, nn.Linear]:
+    """Returns the linear layers of the blocks."""
+    named = module.named_modules()
+    return {
+        name: each
+        for name, each in named
+        if isinstance(each, nn.Linear) and name.startswith("blocks.")
+    }
+
+
+@pytest.mark.parametrize("name", QATS)
+def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None:
+    run = compose([*SHAPE, *LLAMA, *QATS[name]])
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    assert {type(each) for each in linear(module).values()} == {FakeQuantizedLinear}
+    assert len(linear(module)) == 7 * run.model.layers
+    held = {key: (tuple(p.shape), p.dtype) for key, p in module.named_parameters()}
+    assert held == {weight.name: (weight.shape, torch.float32) for weight in run.model.census()}
+    plain = compose([*SHAPE, *LLAMA])
+    for key, tensor in SingleLayout(DeviceKind.cpu).build(plain).named_parameters():
+        assert torch.equal(module.get_parameter(key), tensor), key
+
+
+@pytest.mark.parametrize("name", QATS)
+def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> None:
+    run = compose([*SHAPE, *LLAMA, *QATS[name]])
+    ours = SingleLayout(DeviceKind.cpu).build(run)
+    theirs = SingleLayout(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA]))
+    prepared = QATConfig(of_torchao(run), step="prepare")
+    quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear(theirs))
+    found = []
+    for module in (ours, theirs):
+        logits = module(TOKENS_BT)
+        logits.logsumexp(-1).sum().backward()
+        found.append(logits.detach())
+    assert torch.equal(*found)
+    for (key, held), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert held.grad is not None
+        assert torch.equal(held.grad, wanted.grad), key
+
+
+def test_what_is_cut_off_learns_nothing() -> None:
+    """Of a group the largest number is one level above the highest where it is positive."""
+    layer = FakeQuantizedLinear(16, 1, 8, inputs=False).to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[7.5, *range(-3, 4), -7.5, *range(-3, 4)]]))
+    layer(torch.eye(16)).sum().backward()
+    assert layer.weight.grad is not None
+    cut = layer.weight.grad == 0
+    assert cut.nonzero().tolist() == [[0, 0]]
+    torch.testing.assert_close(layer.weight.grad[~cut], torch.ones(15))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) == ("qat_8da4w", "fsdp") else LONG)
+        for name in QATS
+        for layout in LAYOUTS
+        if not any(never in layout for never in NEVER)
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    name: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    """A last bit of a number may turn its rounding: of all, the first step is alike."""
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *QATS[name])
+    near(run, alone("accumulated", *QATS[name]))
+
+
+def near(run: Folder, reference: Folder) -> None:
+    assert_close(gradients(run, 0), gradients(reference, 0), "gradients of step 0")
+    losses = run.column("train/loss"), reference.column("train/loss")
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@LONG
+@pytest.mark.parametrize("memory", ["checkpoint_full", "checkpoint_selective"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_is_forgotten_is_rounded_again(
+    layout: str, memory: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    line = (*QATS["qat_8da4w"], f"memory={memory}")
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
+    near(run, alone("accumulated", *QATS["qat_8da4w"]))
+
+
+@LONG
+@pytest.mark.parametrize("scope", ["block", "whole"])
+def test_a_compiler_rounds_alike(scope: str, tmp_path: Path, shared_cache: Path) -> None:
+    job = Job(tmp_path, shared_cache)
+    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *QATS["qat_8da4w"], "trainer.micro_batch=12")
+    compiled = job.of(*parts, f"compile={scope}", "compile.backend=aot_eager")
+    assert_equal(compiled, job.of(*parts))
+
+
+@LONG
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, shared_cache: Path) -> None:
+    job = Job(tmp_path, shared_cache)
+    parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *QATS["qat_8da4w"], "trainer.micro_batch=4")
+    whole = job.of(*parts, "checkpoint.every=2")
+    first = whole.path / "checkpoints" / "step-00000002"
+    rest = job.of(*parts, resume=first)
+    for key, tensor in whole.weights().items():
+        assert torch.equal(rest.weights()[key], tensor), key
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dict[str, Folder]:
+    """Returns runs of a few steps on text, by name."""
+    job = Job(tmp_path_factory.mktemp("trained"), shared_cache)
+    parts = (*SHAPE, *SGD, *BATCHES["one_pass"], *TEXT, "trainer.micro_batch=4")
+    return {name: job.of(*parts, *line) for name, line in QATS.items()}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_evaluation_tells_what_integers_save_and_cost(
+    name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained[name]
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
+    assert "matrices in 4 bits, once exported: " in capsys.readouterr().out
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["loss_in_fp32"] != found["loss"]
+    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
+    # Half a byte of each number, and four for the scale of sixteen.
+    assert found["packed_bytes"] / found["whole_bytes"] == (0.5 + 4 / 16) / 4
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_export_holds_integers_that_say_what_training_said(
+    name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = trained[name], tmp_path / "export"
+    assert cli.main(["export", str(run.path), f"to={to}"]) == 0
+    told = recorded(run.path)
+    held = load_file(to / "model.safetensors")
+    words = {key: tensor for key, tensor in held.items() if key.endswith("_packed")}
+    assert len(words) == len(told.fake_quantized) == 28
+    assert {tensor.dtype for tensor in words.values()} == {torch.int32}
+    nbytes, _ = told.bytes_of_integers
+    matrices = [tensor for key, tensor in held.items() if key.endswith(("_packed", "_scale"))]
+    assert sum(tensor.nbytes for tensor in matrices) == nbytes
+
+    module = integers.read(to, told, CPU)
+    layers = linear(module).values()
+    assert {type(layer.weight) for layer in layers} == {IntxUnpackedToInt8Tensor}
+    levels = torch.cat([layer.weight.qdata.flatten() for layer in layers])  # type: ignore[union-attr]  # torchao's
+    assert levels.dtype == torch.int8
+    assert levels.unique().tolist() == [*range(-8, 8)]
+    assert torch.equal(module(TOKENS_BT), live.model(told, CPU)(TOKENS_BT))
+    assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
+
+    found = json.loads((to / "conversion.json").read_text("utf-8"))
+    assert found["disk_bytes"] == (to / "model.safetensors").stat().st_size
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["logits_apart_as_trained"] < 1e-6 < found["logits_apart_in_fp32"] < 0.5
+    said = capsys.readouterr().out
+    assert "28 matrices in 4 bits: " in said
+    for line in said.splitlines()[1:3]:
+        assert line in (to / "README.md").read_text("utf-8")
+
+
+def compose_of(run: Folder) -> Run:
+    return compose([*SHAPE, *LLAMA, *QATS[run.resolved["choices"]["quantization"]]])
+
+
+def told_exact(run: Folder) -> ModelModule:
+    return live.model(recorded(run.path), CPU, exact=True)
+
+
+def by_torchao(run: Run, module: ModelModule) -> ModelModule:
+    """Returns the model that torchao makes of a trained one."""
+    quantize_(module, of_torchao(run), filter_fn=lambda _, key: key in linear(module))
+    return module
+
+
+@LONG
+@needs_compressed_tensors
+@pytest.mark.parametrize("name", QATS)
+def test_transformers_multiplies_by_the_integers(
+    name: str, trained: dict[str, Folder], tmp_path: Path
+) -> None:
+    told = recorded(trained[name].path)
+    integers.write(told, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS_BT).logits
+    # A last bit of an input's scale may turn its rounding.
+    near = {"qat_int4": 1e-6, "qat_8da4w": 2e-3}[name]
+    assert (theirs - integers.read(tmp_path, told, CPU)(TOKENS_BT)).abs().mean() < near
+
+
+def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
+    told = recorded(trained["qat_8da4w"].path)
+    told.model.export(told.merged(), tmp_path)
+    with pytest.raises(CheckpointError, match="holds no integers of blocks"):
+        integers.read(tmp_path, told, CPU)
+
+
+@pytest.mark.parametrize("columns", [8, 24])
+def test_eight_integers_lie_in_one_word(columns: int) -> None:
+    numbers = torch.randint(-8, 8, (5, columns), dtype=torch.int8)
+    words = integers.packed(numbers)
+    assert words.shape == (5, columns // 8)
+    assert torch.equal(integers.unpacked(words), numbers)
+    lowest = torch.tensor([[-7, -8, -8, -8, -8, -8, -8, 7]])
+    assert integers.packed(lowest).tolist() == [[1 - (1 << 28)]]
