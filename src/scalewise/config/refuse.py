@@ -318,7 +318,7 @@ def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
         for name, cls in registry.OPTIONS.get(group, {}).items()
         if leaf in (entry.name for entry in dataclasses.fields(cls))
     ]
-    if others := [name for schema in schemas for name in tree.names(group, schema)]:
+    if others := sorted(name for schema in schemas for name in tree.names(group, schema)):
         return f"it is a key of {group}={', '.join(others)}"
     names = [str(name) for name in node if name not in ("_target_", "hydra")]
     if not parents:
