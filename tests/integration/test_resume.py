@@ -153,6 +153,7 @@ def test_another_layout_goes_on_with_the_same_rows(
         assert resumed.column(key) == pytest.approx(reference.column(key), rel=1e-4), key
 
 
+@LONG
 def test_the_rate_is_that_of_the_run_that_resumes(job: Job) -> None:
     first = job("optimizer.lr=1e-3", "checkpoint.every=4", "checkpoint.keep=0")
     slow, fast = job("optimizer.lr=1e-3"), job("optimizer.lr=2e-3")

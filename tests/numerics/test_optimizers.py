@@ -221,9 +221,8 @@ def test_an_optimizer_goes_on_from_a_checkpoint(name: str, job: Job) -> None:
     assert same_weights(resumed.weights(), whole.weights())
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw_8bit", pytest.param("adamw_4bit", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
 def test_moments_of_few_bits_are_encoded_anew(name: str, job: Job) -> None:
     """A checkpoint holds them as numbers, which any layout can cut; codes differ by a rounding."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
@@ -236,11 +235,11 @@ def test_moments_of_few_bits_are_encoded_anew(name: str, job: Job) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ("parallelism=ddp",),
+        (),
         *(
             pytest.param(parts, marks=pytest.mark.exhaustive)
             for parts in (
-                (),
+                ("parallelism=ddp",),
                 ("parallelism=ddp", "optimizer.shard=true"),
                 ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.micro_batch=8"),
                 ("adapter=lora",),
