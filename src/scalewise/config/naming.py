@@ -7,10 +7,16 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scalewise.config import tree
+
 
 def register() -> None:
-    """Registers the resolvers that conf/config.yaml uses for names."""
-    for name, function in (("run_name", run_name), ("sweep_name", sweep_name)):
+    """Registers the resolvers that conf/config.yaml uses for names, and experiments for folders."""
+    for name, function in (
+        ("run_name", run_name),
+        ("sweep_name", sweep_name),
+        ("experiments", beside),
+    ):
         OmegaConf.register_new_resolver(f"scalewise.{name}", function, replace=True)
 
 
@@ -25,6 +31,11 @@ def run_name(*, _root_: Any) -> str:
         parts[0] = PurePath(str(_said(_root_, "model.path") or "hf")).name.lstrip(".") or "hf"
     named = "-".join(str(part).replace("/", "-") for part in parts if part)
     return f"{named}-lr{rate_text(_said(_root_, 'optimizer.lr'))}"
+
+
+def beside(name: str) -> str:
+    """Returns the path of a folder that lies among the experiments, wherever these are."""
+    return str(tree.root() / "experiments" / name)
 
 
 def _said(root: Any, key: str) -> Any:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from scalewise.errors import Complaint
 
@@ -67,6 +67,15 @@ class Rows(Protocol):
         ...
 
 
+@runtime_checkable
+class PicturedRows(Rows, Protocol):
+    """Rows of captions, all of each a ``target``, with the pictures that they are of."""
+
+    def pictures(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Returns ``pixels_BCHW``: red, green and blue, bytes."""
+        ...
+
+
 @dataclass(frozen=True)
 class Splits:
     """The rows to train on, the held-out rows, and the tokenizer.json that reads them back.
@@ -85,7 +94,8 @@ class Data(ABC):
 
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
     several texts, none of which attends to another. ``target_length``: tokens at the end of a row
-    that a decoder writes, an encoder reading the others; 0: one model reads all. ``classes``: what
+    that a decoder writes, an encoder reading the others; 0: one model reads all. ``image_size``:
+    the side of the pictures that rows are of, pixels, a row being a caption; 0: none. ``classes``: what
     a row may be, where its one label is not a token but a number of them. ``of_user``: whether
     loaders of the user's give batches of any kind.
     """
@@ -94,6 +104,7 @@ class Data(ABC):
     pairs: bool = False
     packing: bool = False
     target_length: int = 0
+    image_size: int = 0
     classes: tuple[str, ...] = ()
     of_user = False
 

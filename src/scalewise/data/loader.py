@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalewise.data.base import FIRST, NOTHING, Rows
+from scalewise.data.base import FIRST, NOTHING, PicturedRows, Rows
 from scalewise.data.order import Order
 from scalewise.objectives import IGNORED
 
@@ -92,6 +92,10 @@ class MicroBatches:
             packing=self._rows.packing,
             target=self._rows.target,
         )
+        if isinstance(self._rows, PicturedRows):
+            seen = self._share.read(self._rows.pictures, self._order, number, fill=0)
+            pixels = torch.from_numpy(seen)
+            batch["inputs"] = pixels.pin_memory() if self._pin_memory else pixels
         if self.reference is None:
             return batch
         said_B2 = self._share.read(self.reference.__getitem__, self._order, number, fill=0)
@@ -131,7 +135,8 @@ class Loader(MicroBatches):
             if self._rows.masked and self.micro_steps % self._share.accumulation == 0:
                 numbers = range(self.micro_steps, self.micro_steps + self._share.accumulation)
                 ahead = [self._read(number) for number in numbers]
-                counted = sum(int((tokens_BS[..., 1:] >= 0).sum()) for tokens_BS in ahead)
+                written = slice(-self._rows.target or 1, None)
+                counted = sum(int((tokens_BS[..., written] >= 0).sum()) for tokens_BS in ahead)
             number = self.micro_steps
             tokens_BS = ahead.pop(0) if ahead else self._read(number)
             # Counted before the yield: whoever holds the batch sees it counted.

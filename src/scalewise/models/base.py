@@ -90,6 +90,8 @@ class Model(ABC):
     width: int
     classes: int | None = None
     """What the head tells apart; None: the tokens of the vocabulary."""
+    image_size: int = 0
+    """The side of the pictures that it reads, pixels; 0: none."""
     normed_after: bool = False
     """Whether a block norms what its last linear layer gives."""
 

@@ -1,6 +1,7 @@
 """What is minimised."""
 
 from scalewise.objectives.base import IGNORED, Objective
+from scalewise.objectives.captioning import Captioning
 from scalewise.objectives.causal_lm import CausalLM
 from scalewise.objectives.classification import Classification
 from scalewise.objectives.dpo import DPO
@@ -12,6 +13,7 @@ __all__ = [
     "DPO",
     "GRPO",
     "IGNORED",
+    "Captioning",
     "CausalLM",
     "Classification",
     "Objective",

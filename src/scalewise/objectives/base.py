@@ -26,8 +26,8 @@ class Objective(ABC):
     ``pairs``: whether a row of the data is two sequences, one preferred to the other.
     ``measures``: what a loss holds besides itself, by the end of a metric's key. ``of_user``:
     whether it is a module of the user's, which decides about model, data and optimizer as well.
-    ``encodes``: whether an encoder reads what a decoder answers. ``by_trace``: whether plans know
-    it by a trace alone.
+    ``encodes``: whether an encoder reads what a decoder answers. ``pictures``: whether what is read
+    are pictures. ``by_trace``: whether plans know it by a trace alone; ``known``: as what.
     """
 
     loss_chunk: int | None = None
@@ -37,7 +37,9 @@ class Objective(ABC):
     measures: ClassVar[tuple[str, ...]] = ()
     of_user: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+    pictures: ClassVar[bool] = False
     by_trace: ClassVar[bool] = False
+    known: ClassVar[str] = ""
 
     @property
     def answers_per_row(self) -> int:
@@ -66,6 +68,9 @@ class Objective(ABC):
         if run.data.target_length:
             reason = "has answers apart from their questions, which an encoder reads"
             yield Complaint("data", chosen, reason, "set objective=seq2seq, or data=chat")
+        if run.data.image_size:
+            reason = "has pictures, which another objective tells in words"
+            yield Complaint("data", chosen, reason, "set objective=captioning, or data=text")
         if run.model.classes:
             reason = "has no logits of tokens, which this objective is about"
             cure = "set model.classes=null, or objective=classification"

@@ -15,8 +15,6 @@ from scalewise.trainer import AUTO, SIZE
 if TYPE_CHECKING:
     from scalewise.run import Run
 
-KNOWN = "an encoder with a decoder"
-
 
 @option("objective", "seq2seq")
 @dataclass(frozen=True)
@@ -29,16 +27,27 @@ class Seq2Seq(CausalLM):
 
     encodes = True
     by_trace = True
+    known = "an encoder with a decoder"
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures out of range, and a loss in pieces."""
         yield from super().complaints()
         if self.loss_chunk is not None:
-            reason, cure = f"is not taken of {KNOWN}", "set objective.loss_chunk=null"
+            reason, cure = f"is not taken of {self.known}", "set objective.loss_chunk=null"
             yield Complaint("objective.loss_chunk", self.loss_chunk, reason, cure)
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
-        """Yields a model of one stack, data without answers apart, and what asks the ledger."""
+        """Yields a model and data of another kind, and what asks the ledger."""
+        yield from self.of_another_kind(run)
+        yield from self.of_ledger(run, self.known)
+        reason = f"asks the ledger, and {self.known} is known only by trace"
+        if isinstance(run.memory, Auto):
+            yield Complaint("memory", "auto", reason, "set memory=checkpoint_full")
+        if run.trainer.micro_batch == AUTO:
+            yield Complaint(SIZE, AUTO, reason, f"set {SIZE}=1")
+
+    def of_another_kind(self, run: Run) -> Iterator[Complaint]:
+        """Yields a model of one stack, and data without answers apart."""
         if not run.model.encodes:
             chosen = run.choices.get("model", type(run.model).__name__)
             reason = "has no encoder to read questions"
@@ -49,9 +58,3 @@ class Seq2Seq(CausalLM):
             reason = "has no answers apart from what an encoder reads"
             cure = "set data=seq2seq data.paths=['my/*.jsonl'], or objective=causal_lm"
             yield Complaint("data", chosen, reason, cure)
-        yield from self.of_ledger(run, KNOWN)
-        reason = f"asks the ledger, and {KNOWN} is known only by trace"
-        if isinstance(run.memory, Auto):
-            yield Complaint("memory", "auto", reason, "set memory=checkpoint_full")
-        if run.trainer.micro_batch == AUTO:
-            yield Complaint(SIZE, AUTO, reason, f"set {SIZE}=1")

@@ -174,6 +174,8 @@ class _Step:
         if target := run.data.target_length:
             self.batch["inputs"] = self.batch["inputs"][:, :-target].clone()
             self.batch["labels"] = self.batch["labels"][:, :target].clone()
+        if side := run.data.image_size:
+            self.batch["inputs"] = torch.zeros((shape[0], 3, side, side), dtype=torch.uint8)
         if run.objective.pairs:
             self.batch["reference"] = torch.zeros(shape[:1])
         if run.objective.answers_per_row:

@@ -94,7 +94,7 @@ def _of_job(run: Run) -> Plan:
 
 def _by_trace(run: Run) -> Plan:
     """Returns the plan of what the ledger does not know: what a step of it holds, and no time."""
-    peak = _of_user(run) if run.objective.of_user else _of_encoder(run)
+    peak = _of_user(run) if run.objective.of_user else _of_stacks(run)
     line = Line("traced", dict.fromkeys(EVERY, peak), "", "a step of it")
     return Plan(run, against(run, Ledger((line,))), None)
 
@@ -109,8 +109,8 @@ def _of_user(run: Run) -> int:
     return found["memory/peak_bytes"]
 
 
-def _of_encoder(run: Run) -> int:
-    """Returns the peak of a step of an encoder with a decoder, bytes.
+def _of_stacks(run: Run) -> int:
+    """Returns the peak of a step of a model of several stacks, bytes.
 
     Raises ``ConfigError`` for what a trace cannot follow.
     """
@@ -120,7 +120,7 @@ def _of_encoder(run: Run) -> int:
         raise ConfigError.one("plan.method", "trace", reason, "set parallelism=fsdp, or single")
     with output.console().status("tracing"):
         found = trace.traced(run, whole=True)
-    show_plan.encoder(run, found)
+    show_plan.stacks(run, found)
     return found.peak
 
 

@@ -101,8 +101,8 @@ def user(run: Run, found: Mapping[str, int]) -> None:
     console.print("[dim]no time: nobody has counted what a module of yours computes[/]")
 
 
-def encoder(run: Run, found: Trace) -> None:
-    """Prints what a trace of an encoder with a decoder found, and what a step computes."""
+def stacks(run: Run, found: Trace) -> None:
+    """Prints what a trace of several stacks found, and what a step computes."""
     console = output.console()
     at = max(found.moments, key=lambda name: found.moments[name])
     console.print(
@@ -111,7 +111,7 @@ def encoder(run: Run, found: Trace) -> None:
         f"traced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} at "
         f"the peak ({at}; operators as on the CPU)"
     )
-    console.print("[dim]no ledger and no time: an encoder with a decoder is known by trace[/]")
+    console.print(f"[dim]no ledger and no time: {run.objective.known} is known by trace[/]")
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
@@ -19,6 +23,8 @@ NAMED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 LIKE = ", as Llama, GPT-2, OPT or Qwen2"
 DECODERS = ("num_decoder_layers", "decoder_layers")
 """What configurations of an encoder with a decoder call the layers of the latter."""
+IMAGE_TEXT = ("blip-2",)
+"""Models that read pictures and are known here, as configurations call them."""
 DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
@@ -38,12 +44,13 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
     if config.is_encoder_decoder:
         begins = ("decoder_start_token_id", "pad_token_id")
         unnamed += [name for name in begins if getattr(config, name, None) is None]
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.model_type in IMAGE_TEXT and text.bos_token_id is None:
+        unnamed.append("bos_token_id")
     for reason, found in (
-        (f"reads more than text ({config.model_type})", hasattr(config, "vision_config")),
+        *((reason, True) for reason in _of_pictures(config)),
         (
             f"is no causal language model ({config.model_type})",
-            type(config) not in auto._model_mapping,
+            type(config) not in auto(config)._model_mapping,
         ),
         (f"has a configuration that names no {', '.join(unnamed)}", unnamed),
         ("leaves out layers at random (layerdrop)", any(getattr(text, key, 0) for key in DROPS)),
@@ -56,9 +63,35 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
         for name in DECODERS:
             if config.is_encoder_decoder and hasattr(config, name):
                 setattr(config, name, depth)
+        if config.model_type in IMAGE_TEXT:
+            config.vision_config.num_hidden_layers = depth
+            config.qformer_config.num_hidden_layers = depth
         if kinds := getattr(text, "layer_types", None):
             text.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
     return config
+
+
+def _of_pictures(config: PretrainedConfig) -> Iterator[str]:
+    """Yields what is not known of a model that reads pictures."""
+    if not hasattr(config, "vision_config"):
+        return
+    if config.model_type not in IMAGE_TEXT:
+        yield f"reads more than text ({config.model_type})"
+        return
+    if config.is_encoder_decoder:
+        yield f"writes by an encoder with a decoder ({config.text_config.model_type})"
+    if config.qformer_config.use_qformer_text_input:
+        yield "asks a picture about a text (use_qformer_text_input)"
+    sides = (config.vision_config.image_size, config.vision_config.patch_size)
+    if not all(isinstance(side, int) for side in sides) or sides[0] % sides[1]:
+        yield f"reads no squares of whole patches (image_size {sides[0]}, patch_size {sides[1]})"
+
+
+def auto(config: PretrainedConfig) -> Any:
+    """Returns the class of transformers that makes the model of a configuration."""
+    if config.model_type in IMAGE_TEXT:
+        return AutoModelForImageTextToText
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def one_line(error: Exception) -> str:

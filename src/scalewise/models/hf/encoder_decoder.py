@@ -12,43 +12,20 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
-from scalewise.models.hf.module import HuggingFaceModule, TiedHead
+from scalewise.models.hf.module import TiedHead
+from scalewise.models.hf.stacks import StackedModule
 
 
-class EncoderDecoderModule(HuggingFaceModule):
+class EncoderDecoderModule(StackedModule):
     """``inputs_BS, labels_BT -> logits_BTV``, by transformers' own code.
 
-    Inputs below zero are no tokens: nothing attends to them. ``head`` is the whole model but its
-    ``blocks``, those of the encoder first. ``stacks`` are transformers' names of the two lists of
-    these, with how many each has. ``encoded`` are the layers of the decoder that read the question.
+    Inputs below zero are no tokens: nothing attends to them. The encoder is the first stack.
+    ``encoded`` are the layers of the decoder that read the question.
     """
 
     def __init__(self, model: PreTrainedModel, stacks: Mapping[str, int]) -> None:
-        nn.Module.__init__(self)
-        self.stacks, self.transposed = dict(stacks), frozenset[str]()
-        self.order: list[str] = []
+        super().__init__(model, stacks)
         self.encoded: set[str] = set()
-        found: list[nn.Module] = []
-        for name in stacks:
-            holder, _, key = name.rpartition(".")
-            found += cast(nn.ModuleList, model.get_submodule(holder)._modules.pop(key))
-        self.blocks = nn.ModuleDict({str(at): block for at, block in enumerate(found)})
-        self.depth = len(found)
-        self.head = model
-        self.put_layers(found)
-        self.constants = {name: buffer.clone() for name, buffer in self.named_buffers()}
-
-    @property
-    def encoder(self) -> int:
-        """Returns the blocks of the encoder."""
-        return next(iter(self.stacks.values()))
-
-    def put_layers(self, blocks: list[nn.Module]) -> None:
-        """Goes through other blocks; names of weights stay with those that it was made of."""
-        parts = (blocks[: self.encoder], blocks[self.encoder :])
-        for name, part in zip(self.stacks, parts, strict=True):
-            holder, _, key = name.rpartition(".")
-            setattr(self.head.get_submodule(holder), key, part)
 
     def embedding(self) -> nn.Module:
         """Returns what embeds tokens, of questions and of answers."""
@@ -69,18 +46,6 @@ class EncoderDecoderModule(HuggingFaceModule):
                 use_cache=False,
             ).logits
         return logits if self.loss is None else self.loss(lambda each: each, logits, labels_BT)
-
-    def theirs(self, name: str) -> str:
-        """Returns transformers' name of a weight."""
-        room, _, rest = name.partition(".")
-        if room != "blocks":
-            return rest
-        at, _, rest = rest.partition(".")
-        encoder, decoder = self.stacks
-        place = int(at)
-        if place < self.encoder:
-            return f"{encoder}.{place}.{rest}"
-        return f"{decoder}.{place - self.encoder}.{rest}"
 
 
 _ignore_causal = masking_utils._ignore_causal_mask_sdpa

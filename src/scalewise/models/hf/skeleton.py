@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -22,11 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Part, Weight
-from scalewise.models.hf import encoder_decoder, hub
-from scalewise.models.hf.configuration import KEY, LIKE, configuration, one_line
+from scalewise.models.hf import encoder_decoder, hub, image_text
+from scalewise.models.hf.configuration import IMAGE_TEXT, KEY, LIKE, auto, configuration, one_line
 from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
+from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
 from scalewise.models.hf.spec import Facts
+from scalewise.models.hf.stacks import StackedModule
 
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
@@ -59,19 +59,24 @@ def module(path: str, depth: int | None, part: Part) -> HuggingFaceModule:
 def facts(path: str, depth: int | None) -> Facts:
     """Returns what a configuration says; raises ``ConfigError`` where it cannot be read."""
     whole, config = _whole(path, depth), configuration(path, depth)
-    both = whole if isinstance(whole, EncoderDecoderModule) else None
-    encoder = both.encoder if both else 0
+    starts = whole.starts if isinstance(whole, StackedModule) else (0,)
     linears = {
         name: (layer.out_features, layer.in_features)
-        for block in {0, encoder}
+        for block in starts
         for name, layer in whole.layers()[block].named_modules()
         if type(layer) is nn.Linear
     }
     text = config.get_text_config()
     heads = text.num_attention_heads
+    context = getattr(text, "max_position_embeddings", None) or UNLIMITED
+    dropping, picture = [text], None
+    if isinstance(whole, ImageTextModule):
+        dropping += [config.vision_config, config.qformer_config]
+        picture = image_text.picture(config, whole.reads)
+        context -= picture.tokens
     return Facts(
         vocabulary=text.vocab_size,
-        context=getattr(text, "max_position_embeddings", None) or UNLIMITED,
+        context=context,
         layers=whole.depth,
         heads=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -79,15 +84,16 @@ def facts(path: str, depth: int | None) -> Facts:
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         census=tuple(_census(whole)),
         tied=_tied(whole),
-        kind=text.model_type,
+        kind=config.model_type if picture else text.model_type,
         linears=tuple(linears.items()),
         buffer_bytes=sum(buffer.nbytes for buffer in whole.constants.values()),
-        dropout=max(_shares(text), default=0.0),
+        dropout=max((share for each in dropping for share in _shares(each)), default=0.0),
         order=tuple(whole.order),
         tied_head=_tied_head(whole),
-        plan=() if both else tuple(_plan(whole, text)),
-        encoder=encoder,
-        encoded=frozenset(both.encoded) if both else frozenset(),
+        plan=tuple(_plan(whole, text)) if len(starts) == 1 else (),
+        starts=starts,
+        encoded=frozenset(whole.encoded) if isinstance(whole, EncoderDecoderModule) else frozenset(),
+        picture=picture,
     )
 
 
@@ -111,16 +117,13 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
     config = configuration(path, depth)
     try:
         with _WeightsOnMeta():
-            auto: Any = AutoModelForCausalLM
-            if config.is_encoder_decoder:
-                auto = AutoModelForSeq2SeqLM
-            causal: PreTrainedModel = auto.from_config(
+            model: PreTrainedModel = auto(config).from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = f"transformers cannot build it ({one_line(error)})"
         raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
-    made = _of_both(causal, path) if config.is_encoder_decoder else _of_causal(causal, path)
+    made = _made(model, config, path)
     for owner in made.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.device.type != "meta":
@@ -128,6 +131,13 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
     if complaints := list(_unlike(made, path)) or list(_stopped(made, path)):
         raise ConfigError(complaints)
     return made
+
+
+def _made(model: PreTrainedModel, config: PretrainedConfig, path: str) -> HuggingFaceModule:
+    """Returns the module of a model of any kind."""
+    if config.model_type in IMAGE_TEXT:
+        return _of_images(model, path)
+    return _of_both(model, path) if config.is_encoder_decoder else _of_causal(model, path)
 
 
 def _of_causal(causal: PreTrainedModel, path: str) -> HuggingFaceModule:
@@ -150,6 +160,16 @@ def _of_both(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
         return EncoderDecoderModule(model, encoder_decoder.stacks(model))
     except ValueError as error:
         raise ConfigError.one(KEY, path, str(error), "choose one as T5") from error
+
+
+def _of_images(model: PreTrainedModel, path: str) -> ImageTextModule:
+    """Returns the module of a model that reads pictures."""
+    model.tie_weights()
+    _tie(cast(Any, model).language_model, path)
+    try:
+        return ImageTextModule(model)
+    except ValueError as error:
+        raise ConfigError.one(KEY, path, str(error), "choose one as BLIP-2") from error
 
 
 def _own_head(path: str) -> bool:
@@ -215,13 +235,12 @@ def _tie(causal: PreTrainedModel, path: str) -> None:
 
 def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     """Yields what plans and layouts do not reckon with: all blocks are alike, and dense."""
-    encodes = isinstance(made, EncoderDecoderModule)
     first, *others = (
         {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
         for block in made.layers()
     )
     cure = f"choose a model of which they are{LIKE}"
-    if not encodes and any(other != first for other in others):
+    if not isinstance(made, StackedModule) and any(other != first for other in others):
         yield Complaint(KEY, path, "its blocks are not alike", cure)
     if any(len(shape) > 2 for block in (first, *others) for shape in block.values()):
         yield Complaint(KEY, path, "its blocks are not dense (experts)", cure)
@@ -233,13 +252,15 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
     trial = copy.deepcopy(made).to("meta")
     passed: set[str] = set()
-    both = made if isinstance(made, EncoderDecoderModule) else None
     tokens, answered = (torch.zeros((2, n), dtype=torch.long, device="meta") for n in TRIED)
+    if isinstance(made, ImageTextModule):
+        side = made.head.config.vision_config.image_size
+        tokens = torch.zeros((2, 3, side, side), dtype=torch.uint8, device="meta")
     for block in trial.layers():
         block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
     for name, layer in trial.named_modules():
-        if both and isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(partial(_encoded, both.encoded, name))
+        if isinstance(made, StackedModule) and isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(partial(_noted, made, name))
     for name, layer in trial.layers()[0].named_modules():
         if layer._parameters:
             layer.register_forward_hook(lambda *_, name=name: made.order.append(name))
@@ -247,15 +268,21 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
         trial(tokens, answered)
     except Exception as error:  # whatever anybody's model raises
         passed.add(f"{type(error).__name__}: {one_line(error)}")
-    if others := passed - {"Tensor", *(["tuple"] if both else [])}:
+    if others := passed - {"Tensor", *(["tuple"] if isinstance(made, StackedModule) else [])}:
         reason = f"its blocks do not pass one tensor on ({max(others)})"
         yield Complaint(KEY, path, reason, f"choose a model of which they do{LIKE}")
 
 
-def _encoded(found: set[str], name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-    """Notes a layer that reads the rows, and not the answers."""
-    if given[0].shape[1] == TRIED[0]:
-        found.add(name)
+def _noted(
+    made: StackedModule, name: str, layer: nn.Linear | nn.Conv2d, given: object, out: Tensor
+) -> None:
+    """Notes what a layer reads of a row that is no part of the text that a decoder writes."""
+    places = out.numel() // (2 * len(layer.weight))
+    if isinstance(made, EncoderDecoderModule) and places == TRIED[0]:
+        made.encoded.add(name)
+    if isinstance(made, ImageTextModule) and not made.writes(name):
+        # pixels have no gradient, which is a third of what a layer computes
+        made.reads[name] = places * 2 / 3 if isinstance(layer, nn.Conv2d) else places
 
 
 def _census(whole: HuggingFaceModule) -> Iterator[Weight]:
@@ -272,6 +299,8 @@ def _role(name: str, parameter: nn.Parameter, whole: HuggingFaceModule) -> str:
         return "head"
     if isinstance(layer, nn.Embedding):
         return "embedding" if parameter is whole.embedding().weight else "position"
+    if not name.endswith(".weight"):
+        return "position"  # such as those of a picture's places, and what asks about it
     return "attention" if "att" in name.lower() else "feedforward"
 
 
@@ -297,7 +326,7 @@ def _shares(config: PretrainedConfig) -> Iterator[float]:
     for key, value in config.to_dict().items():
         elsewhere = key.startswith(("summary", "classifier"))  # heads that are not built
         if (
-            key.endswith(("dropout", "pdrop", "dropout_rate"))
+            key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))
             and isinstance(value, float)
             and not elsewhere
         ):

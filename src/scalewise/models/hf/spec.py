@@ -14,6 +14,7 @@ from scalewise.config.registry import option
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Model, Part, Split, Weight
 from scalewise.models.tape import Pass, Tapes
+from scalewise.precision import Number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,23 @@ class Init(StrEnum):
 COLUMN = "colwise"
 SPLITS = {COLUMN: Split.column, "rowwise": Split.row}
 """Those of transformers' words for a cut that are known here."""
+ENCODES = "an encoder with a decoder"
 ENDS = {"embedding": Split.vocabulary, "position": Split.places, "head": Split.head}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a model does with a picture of ``side`` x ``side`` pixels.
+
+    ``tokens``: that its language model reads of it, before a text. ``reads``: what layers multiply
+    of it, places, by their whole names; other layers read text. ``pairs``: what attends to what of
+    it in all layers, times the features of these.
+    """
+
+    side: int
+    tokens: int
+    reads: Mapping[str, float]
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +63,10 @@ class Facts:
     block, by name within it, with their features out and in. ``dropout`` is the largest share that
     the configuration drops. ``order``: the layers with weights of a block as they run, by
     name within it. ``tied_head`` is the module of a head without a matrix of its own; ``plan``
-    says, in transformers' words, how tensor parallelism cuts modules of a block. ``encoder``: the
-    first of the blocks are an encoder's, and the others a decoder's; 0: a model has no encoder.
-    ``encoded`` are the layers that multiply what the encoder reads, by their whole names.
+    says, in transformers' words, how tensor parallelism cuts modules of a block. ``starts`` are the
+    first blocks of each stack of them: of one, of an encoder and its decoder, or of what reads a
+    ``picture``, asks about it and writes. ``encoded`` are the layers that multiply what an encoder
+    reads, by their whole names.
     """
 
     vocabulary: int
@@ -67,14 +85,15 @@ class Facts:
     order: tuple[str, ...]
     tied_head: str | None
     plan: tuple[tuple[str, str], ...]
-    encoder: int = 0
+    starts: tuple[int, ...] = (0,)
     encoded: frozenset[str] = frozenset()
+    picture: Picture | None = None
 
 
 @option("model", "hf")
 @dataclass(frozen=True)
 class HuggingFace(Model):
-    """A causal language model, or an encoder with a decoder, that transformers knows.
+    """A causal language model, an encoder with a decoder, or BLIP-2, that transformers knows.
 
     Code of a checkpoint's own is not run.
 
@@ -87,7 +106,7 @@ class HuggingFace(Model):
     """Whether it begins with the weights at its path, or with fresh ones."""
     depth: int | None = None
     """Layers, where fresh ones are to be fewer or more than the configuration says; None: its.
-    Of an encoder with a decoder, those of each."""
+    Of several stacks, those of each."""
 
     @property
     def facts(self) -> Facts:
@@ -139,7 +158,12 @@ class HuggingFace(Model):
     @property
     def encodes(self) -> bool:
         """Returns whether it is an encoder with a decoder."""
-        return self.facts.encoder > 0
+        return len(self.facts.starts) > 1 and not self.image_size
+
+    @property
+    def image_size(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the side of the pictures that it reads, pixels; 0: none."""
+        return self.facts.picture.side if self.facts.picture else 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -185,7 +209,8 @@ class HuggingFace(Model):
         6 for each number of a matrix in a block and of the head, and 14 times the row's length
         times the width of the queries for attention in each layer: derived in ``Decoder.flops``.
         The matrices of an encoder multiply its tokens alone, those of a decoder the others; its
-        answers attend to themselves and to what the encoder has read.
+        answers attend to themselves and to what the encoder has read. Of a picture each stack has
+        its own places.
         """
         matrices = sum(
             weight.count * self.share(weight.name, sequence, target)
@@ -193,22 +218,31 @@ class HuggingFace(Model):
             if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
         )
         tied = self.vocabulary * self.width if self.tied_weights else 0
-        encoder, source = self.facts.encoder, sequence - target
-        pairs = encoder * source**2 + (self.layers - encoder) * (target or sequence) * sequence
-        attention = 14.0 * pairs / sequence * self.query_width
+        *_, decoder = self.facts.starts
+        pairs = decoder * (sequence - target) ** 2
+        read, written = sequence, target or sequence
+        seen = 0
+        if self.facts.picture:
+            read = written = sequence + self.facts.picture.tokens
+            pairs, seen = 0, self.facts.picture.pairs
+        pairs += (self.layers - decoder) * written * read
+        attention = 14.0 * (pairs * self.query_width + seen) / sequence
         return 6.0 * (matrices + tied * self.share("", sequence, target)) + attention
 
     def share(self, name: str, sequence: int, target: int) -> float:
         """Returns the share of a row's tokens that a matrix multiplies; other names: the head."""
         layer = name.partition(".lora_")[0].removesuffix(".weight")
+        if picture := self.facts.picture:
+            text = sequence + picture.tokens * layer.startswith("blocks.")
+            return picture.reads.get(layer, text) / sequence
         if not self.encodes:
             return 1.0
         return (sequence - target if layer in self.facts.encoded else target) / sequence
 
     def tapes(self, run: Pass) -> Tapes:
         """Returns the parts as they ran once with no memory behind their tensors."""
-        if self.encodes:
-            reason = "knows nothing of an encoder with a decoder, which is planned only by trace"
+        if len(self.facts.starts) > 1:
+            reason = "knows nothing of several stacks, which are planned only by trace"
             raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
         from scalewise.models.hf import played
 
@@ -222,7 +256,7 @@ class HuggingFace(Model):
         plan = dict(self.facts.plan)
         table: dict[str, Split] = {}
         for weight in self.census():
-            if weight.layer in (None, 0, self.facts.encoder):
+            if weight.layer in (None, *self.facts.starts):
                 block = f"blocks.{weight.layer}."
                 name = weight.name.rpartition(".")[0].replace(block, "blocks.*.", 1)
                 table.setdefault(name, ENDS.get(weight.role, Split.tokens))  # a bias comes later
@@ -273,8 +307,8 @@ class HuggingFace(Model):
         """Yields what is written for the suite's own decoder alone."""
         chosen = run.choices
         sizes = getattr(run.parallelism, "sizes", {})
-        if self.encodes:
-            yield from self._of_encoder(run)
+        if len(self.facts.starts) > 1:
+            yield from self._of_stacks(run)
         reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
         reasons["tensor"] = self._uncut()
         for axis, reason in reasons.items():
@@ -309,13 +343,21 @@ class HuggingFace(Model):
             reason = "is not read by models of transformers"
             yield Complaint("data.packing", True, reason, "set data.packing=false")
 
-    def _of_encoder(self, run: Run) -> Iterator[Complaint]:
-        """Yields an objective about one stack alone, and what is not proven for two."""
-        if not run.objective.encodes:
-            reason = f"is an encoder with a decoder ({self.facts.kind})"
-            cure = "set objective=seq2seq data=seq2seq"
+    def _of_stacks(self, run: Run) -> Iterator[Complaint]:
+        """Yields an objective about one stack alone, and what is not proven for several."""
+        what, known, data = f"is {ENCODES}", run.objective.encodes, "seq2seq"
+        if self.image_size:
+            what, known, data = "reads pictures", run.objective.pictures, "captions"
+            if run.precision.parameters is Number.bf16:
+                option = run.choices.get("precision", "bf16_true")
+                reason = f"holds all weights in bf16, and {self.facts.kind} a Q-Former in fp32"
+                yield Complaint("precision", option, reason, "set precision=bf16_mixed")
+        if not known:
+            objective = "captioning" if self.image_size else data
+            reason, cure = f"{what} ({self.facts.kind})", f"set objective={objective} data={data}"
             yield Complaint("model.path", self.path, reason, cure)
-        reason = "is not proven for an encoder with a decoder"
+        what = f"a model that {what}" if self.image_size else ENCODES
+        reason = f"is not proven for {what}"
         if run.parallelism.flattens_weights:
             option = run.choices.get("parallelism", "deepspeed")
             yield Complaint("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")

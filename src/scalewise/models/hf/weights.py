@@ -148,7 +148,7 @@ class Stored:
 
 
 def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
+    """Writes a folder that ``transformers.AutoModelForCausalLM``, or that of its kind, loads.
 
     ``state`` holds whole tensors and gives the dtype.
     """

@@ -1,0 +1,76 @@
+"""The user's own pictures with captions: a model learns to say what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from scalewise.config.registry import option
+from scalewise.data.base import Splits
+from scalewise.data.chat import Chat
+from scalewise.data.reading import matching
+from scalewise.data.templates import Piece, Template
+from scalewise.errors import Complaint, DataError
+
+
+
+@option("data", "captions")
+@dataclass(frozen=True)
+class Captions(Chat):
+    """A picture and its caption a row: records name a file beside them, .npy, .ppm or .pgm."""
+
+    sequence: int = 32
+    """Tokens of a caption, the end included; of a longer one the end is left out."""
+    image_size: int = 224
+    """Side to which pictures are resized, pixels: that of the model's."""
+    picture: str = "image"
+    """Key of the name of a record's picture."""
+    caption: str = "caption"
+    """Key of what it shows."""
+
+    kind: ClassVar[str] = "captions"
+    record: ClassVar[str] = "picture with a caption"
+    reads: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
+
+    def complaints(self) -> Iterator[Complaint]:
+        """Yields pictures without a size, and what ``Chat`` does."""
+        yield from super().complaints()
+        yield from self.not_positive("image_size")
+        if self.packing:
+            reason = "is for texts alone, and each caption has its own picture"
+            yield Complaint("data.packing", True, reason, "set data.packing=false")
+
+    def prepare(self, vocabulary: int, seed: int) -> Splits:
+        """Returns a row a record, and those held out: spread evenly over all."""
+        from scalewise.data import captioned
+        from scalewise.data.cache import cached
+
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        self.tokenization.check(vocabulary)
+        files = matching(self.paths)
+        identity = captioned.identity(self, files)
+        folder = cached(self.kind, identity, partial(captioned.write, self, files))
+        return captioned.splits(folder, self)
+
+    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+        """Returns the caption, all of which is learnt; raises ``ValueError``."""
+        told = self.text(record, self.caption)
+        if any("\ud800" <= letter <= "\udfff" for letter in told):
+            raise ValueError("has half a character (a lone surrogate)")
+        return ([Piece(told + self.end_of_text, learnt=True)],)
+
+    def seen(self, beside: Path, record: dict[str, Any]) -> Path:
+        """Returns the file of a record's picture; raises ``ValueError``."""
+        return beside / Path(self.text(record, self.picture)).expanduser()
+
+    def text(self, record: dict[str, Any], key: str) -> str:
+        """Returns what a record has by a key; raises ``ValueError`` where that is no text."""
+        found = record.get(key)
+        if not isinstance(found, str) or not found.strip():
+            keys = ", ".join(map(str, record)) or "nothing"
+            raise ValueError(f"has no text in {key!r}; it has {keys}")
+        return found
