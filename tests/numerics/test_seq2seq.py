@@ -111,7 +111,7 @@ def test_flops_are_those_that_torch_counts(
 
 def test_fresh_weights_are_drawn_for_as_many_layers(checkpoints: Checkpoints) -> None:
     spec = HuggingFace(path=str(checkpoints(FAMILY)), init=Init.random, depth=4)
-    assert (spec.layers, spec.facts.encoder) == (8, 4)
+    assert (spec.layers, spec.facts.starts) == (8, (0, 4))
     one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 

@@ -55,7 +55,8 @@ def export(
         )
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.task_type = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
+    if not model.image_size:  # of which PEFT has no task
+        config.task_type = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     tensors = {f"base_model.model.{_peft(name)}": each for name, each in added.items()}

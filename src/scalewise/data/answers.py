@@ -59,6 +59,13 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
 def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
     """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
     found, bad = _written(files, spec)
+    parts = _parted(found, spec.validation_fraction)
+    check(bad, parts, spec)
+    keep(parts, spec.tokenization, spec.kind, folder)
+
+
+def check(bad: Sequence[Bad], parts: Mapping[str, Sequence[Written]], spec: Chat) -> None:
+    """Raises ``DataError`` for more bad records than are left out, and for a split without any."""
     if len(bad) > spec.max_bad_rows:
         named = "; ".join(map(str, bad[:TOLD])) + "; ..." * (len(bad) > TOLD)
         are = "are" if len(bad) > 1 else "is"
@@ -67,13 +74,11 @@ def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
         raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
     if bad:
         print(f"left out {_count(bad)}, the first {bad[0]}", file=sys.stderr)
-    parts = _parted(found, spec.validation_fraction)
     for split, texts in parts.items():
         if not texts:
             reason = f"the {split} split has no {spec.record}"
             cure = "give more, or data.validation_fraction=0"
             raise DataError.one("data.paths", list(spec.paths), reason, cure)
-    keep(parts, spec.tokenization, spec.kind, folder)
 
 
 def keep(
@@ -175,12 +180,15 @@ def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written
     """Returns the records to train on, and every 1/fraction-th held out."""
     if not fraction:
         return {"train": list(found)}
-    held = [int((n + 1) * fraction) > int(n * fraction) for n in range(len(found))]
-    sides = zip(found, held, strict=True)
     parts: dict[str, list[Written]] = {"train": [], "validation": []}
-    for pieces, out in sides:
-        parts["validation" if out else "train"].append(pieces)
+    for number, pieces in enumerate(found):
+        parts["validation" if is_held_out(number, fraction) else "train"].append(pieces)
     return parts
+
+
+def is_held_out(number: int, fraction: float) -> bool:
+    """Returns whether a record is one of the share that is held out, evenly spread."""
+    return int((number + 1) * fraction) > int(number * fraction)
 
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[list[Piece]]) -> Iterator[NDArray[np.int32]]:

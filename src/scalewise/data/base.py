@@ -95,7 +95,7 @@ class Data(ABC):
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
     several texts, none of which attends to another. ``target_length``: tokens at the end of a row
     that a decoder writes, an encoder reading the others; 0: one model reads all. ``image_size``:
-    the side of the pictures that rows are of, pixels, a row being a caption; 0: none. ``classes``: what
+    the side of the pictures that rows are captions of, pixels; 0: there are none. ``classes``: what
     a row may be, where its one label is not a token but a number of them. ``of_user``: whether
     loaders of the user's give batches of any kind.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from scalewise.data.captions import Captions
 from scalewise.data.conversations import Bad, records
 from scalewise.data.rows import PaddedRows
 from scalewise.data.templates import plain
-from scalewise.errors import DataError
 
 PIXELS = "pixels"
 """Ending of the files of pictures, one after the other."""
@@ -55,8 +55,64 @@ def identity(spec: Captions, files: Sequence[Path]) -> dict[str, object]:
 
 
 def write(spec: Captions, files: Sequence[Path], folder: Path) -> None:
-    """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
+    """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones.
+
+    Of all pictures one is held at a time.
+    """
+    found: dict[str, list[answers.Written]] = {"train": []}
+    if spec.validation_fraction:
+        found["validation"] = []
     bad: list[Bad] = []
-    parts: dict[str, list[answers.Written]] = {"train": [], "validation": []}
-    with open(folder / f"train.{PIXELS}", "wb") as train, open(folder / f"validation.{PIXELS}", "wb") as held:
-        ...
+    with ExitStack() as opened:
+        pixels = {
+            split: opened.enter_context(open(folder / f"{split}.{PIXELS}", "wb")) for split in found
+        }
+        for told in _told(files, spec):
+            if isinstance(told, Bad):
+                bad.append(told)
+                continue
+            count = sum(map(len, found.values()))
+            split = (
+                "validation" if answers.is_held_out(count, spec.validation_fraction) else "train"
+            )
+            pixels_CHW, pieces = told
+            pixels_CHW.tofile(pixels[split])
+            found[split].append(pieces)
+    answers.check(bad, found, spec)
+    answers.keep(found, spec.tokenization, spec.kind, folder)
+
+
+def _told(
+    files: Sequence[Path], spec: Captions
+) -> Iterator[Bad | tuple[NDArray[np.uint8], answers.Written]]:
+    """Yields the picture and the caption of each record, or what is bad about it."""
+    template = plain(spec.end_of_text)  # not read: captions are written as they stand
+    for file in files:
+
+        def told(
+            record: dict[str, Any], beside: Path = file.parent
+        ) -> tuple[NDArray[np.uint8], answers.Written]:
+            written = spec.written(record, template)
+            pixels_CHW = images.read(spec.seen(beside, record))
+            return images.resized(pixels_CHW, spec.image_size), written
+
+        yield from records(file, told)
+
+
+def splits(folder: Path, spec: Captions) -> Splits:
+    """Returns the rows of both splits of a folder that ``write`` has filled, or of one alone."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    rows = {split: _rows(folder, split, spec, meta["end"]) for split in meta["splits"]}
+    cut, count = rows["train"].cut, len(rows["train"])
+    note = (
+        f"of {count:,} captions, data.sequence={spec.sequence}: {cut:,} cut (longer)" if cut else ""
+    )
+    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", note)
+
+
+def _rows(folder: Path, split: str, spec: Captions, end: int) -> CaptionedRows:
+    ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
+    starts = np.load(folder / f"{split}.starts.npy")
+    shape = (len(starts) - 1, 3, spec.image_size, spec.image_size)
+    pixels_NCHW = np.memmap(folder / f"{split}.{PIXELS}", dtype=np.uint8, mode="r", shape=shape)
+    return CaptionedRows(ids_N, starts, spec.sequence, end, pixels_NCHW=pixels_NCHW)

@@ -16,7 +16,6 @@ from scalewise.data.templates import Piece, Template
 from scalewise.errors import Complaint, DataError
 
 
-
 @option("data", "captions")
 @dataclass(frozen=True)
 class Captions(Chat):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,10 +18,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SIZES = ("small", "large")
-COLOURS = ("red", "green", "blue")
+COLOURS = {
+    "red": (1, 0, 0),
+    "green": (0, 1, 0),
+    "blue": (0, 0, 1),
+    "yellow": (1, 1, 0),
+    "pink": (1, 0, 1),
+    "white": (1, 1, 1),
+}
+"""Those of a shape, with the channels of these in which it is bright."""
 SHAPES = ("square", "cross", "ring")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
-PARTS = (SIZES, COLOURS, SHAPES, ROWS, COLUMNS)
+PARTS: tuple[Collection[str], ...] = (SIZES, COLOURS, SHAPES, ROWS, COLUMNS)
 CAPTIONS = tuple(product(*(range(len(part)) for part in PARTS)))
 """Every caption, by the number of its word in each part."""
 WORDS = (END_OF_TEXT, "a", *(word for part in PARTS for word in part))
@@ -156,5 +164,6 @@ class ShapeRows:
         if SHAPES[shape] == "ring":
             inside_HW &= far_HW > radius / 2
         pixels_CHW = drawn.integers(0, 60, (3, side, side))
-        pixels_CHW[colour][inside_HW] = drawn.integers(160, 256)
+        bright_C = np.array([*COLOURS.values()][colour], dtype=bool)
+        pixels_CHW[bright_C[:, None, None] & inside_HW] = drawn.integers(160, 256)
         return pixels_CHW.astype(np.uint8)

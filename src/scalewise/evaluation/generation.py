@@ -24,7 +24,7 @@ def continued(
     read = list(tokens)
     while True:
         tokens_1T = torch.tensor([read[-context:]], device=device)
-        read.append(_drawn(module(tokens_1T)[0, -1].float().cpu(), temperature, generator))
+        read.append(drawn(module(tokens_1T)[0, -1].float().cpu(), temperature, generator))
         yield read[-1]
 
 
@@ -38,14 +38,15 @@ def answered(
     question_1S, written, module.loss = torch.tensor([question], device=device), [0], None
     while True:
         answer_1T = torch.tensor([written], device=device)  # the decoder does not read its last
-        written[-1] = _drawn(
+        written[-1] = drawn(
             module(question_1S, answer_1T)[0, -1].float().cpu(), temperature, generator
         )
         yield written[-1]
         written.append(0)
 
 
-def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+def drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Returns a token: the likeliest at a ``temperature`` of 0, else from the softmax over it."""
     if temperature == 0:
         return int(logits_V.argmax())
     shares_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)

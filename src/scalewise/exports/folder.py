@@ -13,6 +13,7 @@ from scalewise.adapters.layers import is_added, module_of
 from scalewise.adapters.low_rank import Pissa
 from scalewise.checkpoints.trained import Trained
 from scalewise.data import templates
+from scalewise.data.captions import Captions
 from scalewise.data.chat import Chat
 from scalewise.data.seq2seq import Seq2SeqData
 from scalewise.errors import ConfigError, DataError
@@ -134,7 +135,7 @@ def _template(told: Trained) -> dict[str, object]:
     data = told.data
     if not isinstance(data, Chat):
         return {}
-    if isinstance(data, Seq2SeqData):
+    if isinstance(data, Captions | Seq2SeqData):
         return {"eos_token": data.end_of_text}
     if data.tokenizer is not None:
         source, config = templates.source_beside(Path(data.tokenizer).expanduser())

@@ -17,9 +17,11 @@ from scalewise.verbs import trained
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
     from scalewise.checkpoints.trained import Trained
     from scalewise.data.base import Splits
+    from scalewise.evaluation.captions import Captioned
     from scalewise.evaluation.held_out import HeldOut
     from scalewise.evaluation.preferences import Preferred
     from scalewise.evaluation.rewards import Rewarded
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from scalewise.evaluation import live
+    from scalewise.evaluation.captions import Captioned
     from scalewise.evaluation.held_out import HeldOut
 
     device, splits = torch.device(this_machine().device.value), told.splits()
@@ -61,6 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         what = "pairs" if told.data.pairs else "rows"
         print(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
         print(found, flush=True)
+        if isinstance(found, Captioned):
+            _tell(found, splits)
         costs = _of_packing(told, device, splits, options["rows"], found) if told.packed else {}
         if told.fake_quantized:
             costs |= _of_rounding(told, device, splits, options["rows"], found)
@@ -71,6 +76,25 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{_written(told, module, splits, options)}\n")
     print(f"result {folder / RECORD}")
     return 0
+
+
+def _ends(tokenizer: Tokenizer) -> set[int]:
+    """Returns the tokens that end a text."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {number for number, token in added if token.special}
+
+
+def _tell(found: Captioned, splits: Splits) -> None:
+    """Prints some captions as they were to be, and as they are written."""
+    tokenizer = _tokenizer(splits)
+    for right, wrote in found.told:
+        print(f"  {tokenizer.decode(right)!r} is written {tokenizer.decode(wrote)!r}", flush=True)
+
+
+def _tokenizer(splits: Splits) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(splits.tokenizer))
 
 
 def _of_packing(
@@ -156,8 +180,8 @@ def _wrong(given: dict[str, str]) -> Iterator[Complaint]:
 
 
 def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> Found:
-    from scalewise.evaluation import held_out, live, preferences, rewards
-    from scalewise.objectives import DPO, GRPO, Classification
+    from scalewise.evaluation import captions, held_out, live, preferences, rewards
+    from scalewise.objectives import DPO, GRPO, Captioning, Classification
 
     if splits.validation is None:
         reason, cure = "the run's data have no held-out rows", "give the folder of another run"
@@ -172,6 +196,8 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
 
         if isinstance(told.objective, GRPO):
             return rewards.measured(module, told.objective, told.data, *given, tell)
+        if isinstance(told.objective, Captioning):
+            return captions.measured(module, *given, _ends(_tokenizer(splits)), tell)
         if not isinstance(told.objective, DPO):
             found = held_out.measured(module, *given, tell)
             classes = isinstance(told.objective, Classification)
@@ -183,28 +209,30 @@ def _measured(told: Trained, module: ModelModule, splits: Splits, rows: str) -> 
 def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[str, str]) -> str:
     """Returns the prompt and what the model makes of it, until it ends the text, or its classes.
 
-    A model of conversations is asked as it was trained to be; a decoder's answer stands alone.
+    A model of conversations is asked as it was trained to be; a decoder's answer stands alone. Of a
+    model that reads pictures the prompt is the file of one.
     """
     if splits.tokenizer is None:
         reason, cure = "the run's data were token ids, not text", "leave out prompt"
         raise ConfigError.one("prompt", options["prompt"], reason, cure)
-    from tokenizers import Tokenizer
-
     from scalewise.data.answers import template_of
     from scalewise.data.chat import Chat
     from scalewise.data.seq2seq import Seq2SeqData
     from scalewise.data.templates import asking
+    from scalewise.evaluation import captions
     from scalewise.evaluation.generation import answered, continued
 
-    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
-    ends = {
-        number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
-    }
+    tokenizer = _tokenizer(splits)
+    ends = _ends(tokenizer)
     text = options["prompt"].encode("utf-8", "replace").decode("utf-8")
     if told.data.classes:
         return _classes(told, module, tokenizer.encode(text).ids)
     drawn = (float(options["temperature"]), int(options["seed"]))
     count = int(options["tokens"])
+    if told.data.image_size:
+        pixels = _pixels(options["prompt"], told.data.image_size)
+        tokens = (int(each) for each in captions.written(module, pixels, *drawn))
+        return str(tokenizer.decode(_until(ends, tokens, min(count, told.model.context))))
     if isinstance(told.data, Seq2SeqData):
         question = tokenizer.encode(text + told.data.end_of_text, add_special_tokens=False).ids
         found = answered(module, question[: told.data.sequence - told.data.target_length], *drawn)
@@ -219,6 +247,20 @@ def _written(told: Trained, module: ModelModule, splits: Splits, options: dict[s
         *drawn,
     )
     return str(tokenizer.decode([*prompt, *_until(ends, found, count)]))
+
+
+def _pixels(file: str, side: int) -> torch.Tensor:
+    """Returns the picture of a file; raises ``ConfigError`` where there is none."""
+    import torch
+
+    from scalewise.data import images
+
+    try:
+        found_CHW = images.resized(images.read(Path(file).expanduser()), side)
+    except ValueError as error:
+        cure = "give prompt=FILE of a picture, .npy, .ppm or .pgm"
+        raise ConfigError.one("prompt", file, str(error), cure) from error
+    return torch.from_numpy(found_CHW.copy())[None]
 
 
 def _until(ends: Container[int], tokens: Iterator[int], count: int) -> list[int]:
@@ -241,9 +283,10 @@ def _classes(told: Trained, module: ModelModule, ids: list[int]) -> str:
 
 
 def _keep(path: Path, step: int, found: Found, costs: Mapping[str, float]) -> None:
-    from scalewise.evaluation.held_out import HeldOut
+    from scalewise.evaluation.held_out import Classified, HeldOut
     from scalewise.tracking.files import read_json, write_json
 
-    more = {"perplexity": found.perplexity} if type(found) is HeldOut else {}
+    of_tokens = isinstance(found, HeldOut) and not isinstance(found, Classified)
+    more = {"perplexity": found.perplexity} if of_tokens else {}
     record = {str(step): {**asdict(found), **more, **costs}}
     write_json(path, read_json(path) | record)

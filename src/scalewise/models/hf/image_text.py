@@ -17,7 +17,6 @@ from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from scalewise.models.hf.spec import Picture
 from scalewise.models.hf.stacks import StackedModule
 
-
 WRITER = "language_model"
 
 
@@ -28,6 +27,9 @@ class ImageTextModule(StackedModule):
     picture's tokens with the one that begins a text. ``reads`` are the places of a picture that
     layers multiply which read no text.
     """
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, stacks(model))

@@ -92,7 +92,9 @@ def facts(path: str, depth: int | None) -> Facts:
         tied_head=_tied_head(whole),
         plan=tuple(_plan(whole, text)) if len(starts) == 1 else (),
         starts=starts,
-        encoded=frozenset(whole.encoded) if isinstance(whole, EncoderDecoderModule) else frozenset(),
+        encoded=frozenset(whole.encoded)
+        if isinstance(whole, EncoderDecoderModule)
+        else frozenset(),
         picture=picture,
     )
 
