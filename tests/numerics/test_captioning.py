@@ -1,4 +1,4 @@
-"""Models that read pictures: transformers' logits, losses and gradients, and steps in each layout."""
+"""Models that read pictures: transformers' logits, losses, gradients, and steps in every layout."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_fresh_weights_are_drawn_for_as_many_layers(folder: Path) -> None:
     assert (spec.layers, spec.facts.starts) == (12, (0, 4, 8))
     one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert one["head.query_tokens"].std() == pytest.approx(0.02, rel=0.2)
+    assert one["head.query_tokens"].std().item() == pytest.approx(0.02, rel=0.2)
 
 
 @LONG

@@ -286,7 +286,8 @@ def _keep(path: Path, step: int, found: Found, costs: Mapping[str, float]) -> No
     from scalewise.evaluation.held_out import Classified, HeldOut
     from scalewise.tracking.files import read_json, write_json
 
-    of_tokens = isinstance(found, HeldOut) and not isinstance(found, Classified)
-    more = {"perplexity": found.perplexity} if of_tokens else {}
+    more = {}
+    if isinstance(found, HeldOut) and not isinstance(found, Classified):
+        more = {"perplexity": found.perplexity}
     record = {str(step): {**asdict(found), **more, **costs}}
     write_json(path, read_json(path) | record)
