@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5
+from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
 from scalewise.config import axes, naming, tree
@@ -45,6 +45,12 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "grpo": ["data=reversal"],
         "data=seq2seq": [*RANDOM_T5, "objective=seq2seq", f"data.paths=[{tmp_path}/*.jsonl]"],
         "objective=seq2seq": [*RANDOM_T5, "data=synthetic", "data.target_length=64"],
+        "captions": [
+            *(*RANDOM_BLIP2, "objective=captioning", "data.image_size=32"),
+            f"data.paths=[{tmp_path}/*.jsonl]",
+        ],
+        "shapes": [*RANDOM_BLIP2, "objective=captioning"],
+        "captioning": [*RANDOM_BLIP2, "data=shapes"],
         "dpo": ["data=corpus_pairs"],
         "text": [f"data.paths=[{tmp_path}/*.txt]"],
         "tokens": [f"data.paths=[{tmp_path}/*.bin]"],

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from scalewise.config.registry import target
 from scalewise.config.schema import twin
+from scalewise.data.captions import Captions
 from scalewise.data.chat import Chat
 from scalewise.data.corpus import Corpus, held_out
 from scalewise.data.corpus_classes import CorpusClasses
@@ -24,6 +25,7 @@ from scalewise.data.preference import Preference
 from scalewise.data.reversal import Reversal
 from scalewise.data.rows import PackedRows
 from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.shapes import Shapes
 from scalewise.data.synthetic import Synthetic
 from scalewise.data.text import Text
 from scalewise.data.tokens import Tokens
@@ -31,6 +33,7 @@ from scalewise.errors import DataError
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 SPECS = {
+    "captions": Captions,
     "chat": Chat,
     "corpus": Corpus,
     "corpus_classes": CorpusClasses,
@@ -43,6 +46,7 @@ SPECS = {
     "preference": Preference,
     "reversal": Reversal,
     "seq2seq": Seq2SeqData,
+    "shapes": Shapes,
     "synthetic": Synthetic,
 }
 

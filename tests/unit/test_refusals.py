@@ -28,7 +28,7 @@ TYPOS: list[Row] = [
         ["data.paths=[x]"],
         "data.paths",
         "no such key",
-        "it is a key of data=chat, labelled, preference, seq2seq, text, tokens",
+        "it is a key of data=captions, chat, labelled, preference, seq2seq, text, tokens",
     ),
     (["optimizer.lr.x=3"], "optimizer.lr.x", "no such key", "optimizer.lr holds no further"),
     (["callbacks.mine.x=3"], "callbacks.mine.x", "no such key", "+callbacks.mine.x=3"),

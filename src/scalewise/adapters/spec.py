@@ -102,9 +102,10 @@ class Adapter(ABC):
         """Returns the flops of one forward and backward pass, per token, as ``Model.flops``.
 
         A frozen m x n layer spares its gradient, 2 m n a token; an added one costs 6 m n, as any
-        that is trained.
+        that is trained. Of a model that reads pictures, what reads them may be frozen whole.
         """
         frozen = added = 0.0
+        trained = [weight.name for weight in self.weights(model) if weight.trainable]
         for weight in self.weights(model):
             looked_up = weight.layer is None or weight.role in ("scale", "position")
             if looked_up or len(weight.shape) < 2:
@@ -117,7 +118,8 @@ class Adapter(ABC):
         if not {"head", *map(layers.module_of, model.tied_weights)} & {*self.whole(model)}:
             head = model.outputs * model.width  # tied or not
             frozen += head * model.share("head", sequence, target)
-        return model.flops(sequence, target) - 2.0 * frozen + 6.0 * added
+        spared = 2.0 * frozen + model.unreached(trained, sequence)
+        return model.flops(sequence, target) - spared + 6.0 * added
 
     def merged(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
         """Returns whole weights of the model alone that compute what these do, adapter and all."""

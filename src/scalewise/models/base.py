@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -135,6 +135,13 @@ class Model(ABC):
     def share(self, name: str, sequence: int, target: int) -> float:
         """Returns the share of a row's tokens that a matrix multiplies, the head by any name."""
         return 1.0
+
+    def unreached(self, trained: Collection[str], sequence: int) -> float:
+        """Returns the flops per token of backward where it does not come: before all ``trained``.
+
+        Gradients of the frozen matrices of blocks are left out.
+        """
+        return 0.0
 
     @abstractmethod
     def tapes(self, run: Pass) -> Tapes:

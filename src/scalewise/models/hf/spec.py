@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -238,6 +238,21 @@ class HuggingFace(Model):
         if not self.encodes:
             return 1.0
         return (sequence - target if layer in self.facts.encoded else target) / sequence
+
+    def unreached(self, trained: Collection[str], sequence: int) -> float:
+        """Returns them of what reads pictures, where nothing of it is trained."""
+        picture, start = self.facts.picture, self.facts.starts[-1]
+        writers = ("head.language_model.", *(f"blocks.{n}." for n in range(start, self.layers)))
+        if picture is None or not all(name.startswith(writers) for name in trained):
+            return 0.0
+        found = 10.0 * picture.pairs  # 14 both ways, and 4 forward
+        for weight in self.census():
+            places = picture.reads.get(weight.name.removesuffix(".weight"), 0)
+            if len(weight.shape) > 1:
+                # 6 both ways, and 2 forward; of pixels, which have no gradient, 4 and 2.
+                further = 3.0 if len(weight.shape) > 2 else 4.0
+                found += (2.0 if weight.layer is not None else further) * weight.count * places
+        return found / sequence
 
     def tapes(self, run: Pass) -> Tapes:
         """Returns the parts as they ran once with no memory behind their tensors."""

@@ -1,0 +1,258 @@
+"""Pictures with captions: files that are read, rows that are drawn, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
+from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from scalewise.data import images
+from scalewise.data.base import PicturedRows, Splits
+from scalewise.data.captions import Captions
+from scalewise.data.loader import Loader, Share
+from scalewise.data.shapes import CAPTIONS, COLUMNS, ROWS, TOKENS, WORDS, Shapes
+from scalewise.data.tokenizing import END_OF_TEXT as END
+from scalewise.errors import DataError
+
+SMALL: dict[str, Any] = {
+    "vocabulary": 300,
+    "sequence": 24,
+    "image_size": 4,
+    "validation_fraction": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def drawn(side: int = 4, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3)).astype(np.uint8)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Returns a folder of the same picture as an array and as a pixmap, and of others."""
+    np.save(tmp_path / "a.npy", drawn())
+    (tmp_path / "a.ppm").write_bytes(b"P6 # made here\n4 4\n255\n" + drawn().tobytes())
+    (tmp_path / "grey.pgm").write_bytes(b"P5\n4 2\n15\n" + bytes(range(8)))
+    np.save(tmp_path / "wide.npy", drawn(8, 1)[:4])
+    return tmp_path
+
+
+def told(folder: Path, *records: object, **more: Any) -> Captions:
+    path = folder / "told.jsonl"
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    return Captions(paths=(str(path),), **{**SMALL, **more})
+
+
+def caption(splits: Splits, row: int) -> str:
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    (ids_T,) = splits.train.gather([row])
+    return str(tokenizer.decode(ids_T[ids_T >= 0].tolist(), skip_special_tokens=False))
+
+
+def seen(splits: Splits, *rows: int) -> NDArray[np.uint8]:
+    assert isinstance(splits.train, PicturedRows)
+    return splits.train.pictures(rows)
+
+
+def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
+    wanted_CHW = drawn().transpose(2, 0, 1)
+    for name in ("a.npy", "a.ppm"):
+        assert np.array_equal(images.read(pictures / name), wanted_CHW)
+    grey_CHW = images.read(pictures / "grey.pgm")
+    assert grey_CHW.shape == (3, 2, 4)
+    assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
+
+
+BAD = {
+    "a.png": (b"", "of another kind than .npy .ppm .pgm"),
+    "none.npy": (None, "cannot be read"),
+    "half.npy": (b"\x93NUMPY", "no picture|cannot be read"),
+    "float.npy": (np.zeros((2, 2, 3)), "names 2x2x3 of float64"),
+    "deep.npy": (np.zeros((2, 2, 4), np.uint8), "names 2x2x4 of uint8"),
+    "pickled.npy": (np.array([{}], dtype=object), "names what is no picture"),
+    "empty.npy": (np.zeros((0, 2, 3), np.uint8), "without pixels"),
+    "ascii.ppm": (b"P3 1 1 255 1 2 3", "no header P5 or P6"),
+    "short.ppm": (b"P6 2 2 255\n123", "ends after 3 of 12"),
+    "wide.pgm": (b"P5 1 1 65535\n12", "brightest number is 65535"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_picture_says_so(name: str, tmp_path: Path) -> None:
+    held, reason = BAD[name]
+    if isinstance(held, bytes):
+        (tmp_path / name).write_bytes(held)
+    elif held is not None:
+        np.save(tmp_path / name, held, allow_pickle=True)
+    with pytest.raises(ValueError, match=reason):
+        images.read(tmp_path / name)
+
+
+def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
+    records = [{"image": name, "caption": f"it is {name}"} for name in ("a.ppm", "wide.npy")]
+    splits = told(pictures, *records).prepare(300, 0)
+    assert [caption(splits, 0), caption(splits, 1)] == [f"it is {r['image']}{END}" for r in records]
+    first_CHW, second_CHW = seen(splits, 0, 1)
+    assert np.array_equal(first_CHW, drawn().transpose(2, 0, 1))
+    assert second_CHW.shape == (3, 4, 4)
+    assert splits.note == ""
+
+
+def test_a_longer_caption_is_cut_and_told(pictures: Path) -> None:
+    splits = told(pictures, {"image": "a.npy", "caption": "so " * 40}).prepare(300, 0)
+    (ids_T,) = splits.train.gather([0])
+    assert (ids_T >= 0).all()
+    assert "of 1 captions, data.sequence=24: 1 cut" in splits.note
+
+
+def test_another_picture_under_the_same_name_is_read_anew(pictures: Path) -> None:
+    spec = told(pictures, {"image": "a.npy", "caption": "it"})
+    before_BCHW = seen(spec.prepare(300, 0), 0).copy()
+    np.save(pictures / "a.npy", drawn(5, 2))
+    assert not np.array_equal(seen(spec.prepare(300, 0), 0), before_BCHW)
+
+
+def test_bad_records_are_counted_and_named(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = (
+        {"image": "a.npy", "caption": "it"},
+        {"image": "b.npy", "caption": "it"},
+        {"image": "a.npy"},
+        {"caption": "it"},
+        ["a.npy"],
+    )
+    with pytest.raises(DataError) as caught:
+        told(pictures, *records, max_bad_rows=3).prepare(300, 0)
+    said = str(caught.value)
+    assert "4 records that are no picture with a caption: told.jsonl:2 names a picture" in said
+    assert "told.jsonl:3 has no text in 'caption'; it has image" in said
+    assert "data.max_bad_rows=4" in said
+    splits = told(pictures, *records, max_bad_rows=4).prepare(300, 0)
+    assert len(splits.train) == 1
+    assert "left out 4 records" in capsys.readouterr().err
+
+
+def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
+    for number in range(8):
+        np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
+    records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
+    splits = told(pictures, *records, validation_fraction=0.25).prepare(300, 0)
+    assert isinstance(splits.validation, PicturedRows)
+    assert splits.validation.pictures([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
+    assert seen(splits, 3)[0, 0, 0, 0] == 4
+    assert caption(splits, 3) == f"4{END}"
+
+
+def test_batches_hold_pictures_and_labels() -> None:
+    splits = Shapes(rows=20, sequence=9).prepare(len(WORDS), 1)
+    first, second = Loader(splits.train, Share(5, 2, 0, 2), seed=1, steps=1)
+    for batch in (first, second):
+        assert batch["inputs"].shape == (2, 3, 32, 32)
+        assert batch["inputs"].dtype == torch.uint8
+        assert batch["labels"].shape == (2, 9)
+    labels = sum((batch["labels"] != -100).sum() for batch in (first, second))
+    assert first["labels_of_step"] == labels == 3 * TOKENS
+    assert (second["labels"][1] == -100).all()  # a row that fills the micro batch up
+    assert (second["inputs"][1] == 0).all()
+
+
+def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
+    spec = Shapes(rows=300)
+    one, again, other = (spec.prepare(len(WORDS), seed) for seed in (1, 1, 2))
+    rows = range(5)
+    assert np.array_equal(seen(one, *rows), seen(again, *rows))
+    assert not np.array_equal(seen(one, *rows), seen(other, *rows))
+    words = caption(one, 0).split()
+    assert (words[0], words[-1], len(words)) == ("a", END, TOKENS)
+    assert one.validation is not None
+    shown, held = ({*map(tuple, s.gather(range(len(s))))} for s in (one.train, one.validation))
+    assert not shown & held
+    assert len(held) <= len(CAPTIONS) // 10
+
+
+def test_the_shape_is_where_its_caption_says() -> None:
+    splits = Shapes(rows=200).prepare(len(WORDS), 1)
+    for row in range(20):
+        *_, vertical, horizontal, _ = caption(splits, row).split()
+        bright_HW = seen(splits, row)[0].max(0) >= 160
+        ninths = bright_HW[:30, :30].reshape(3, 10, 3, 10).sum((1, 3))
+        row_of, column_of = np.unravel_index(ninths.argmax(), (3, 3))
+        assert (ROWS[row_of], COLUMNS[column_of]) == (vertical, horizontal)
+
+
+def test_what_captions_cannot_be(pictures: Path) -> None:
+    spec = told(pictures, image_size=0, packing=True)
+    first, second = map(str, spec.complaints())
+    assert first == "data.image_size=0: must be positive; give data.image_size=224"
+    assert second.startswith("data.packing=True: is for texts alone, and each caption has its own")
+
+
+SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")
+TOKENS_ALONE = ("data=synthetic", "data.sequence=32")
+BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
+WITH: list[Row] = [
+    ([*BLIP2, *TOKENS_ALONE], "data", "has no pictures", "data=captions"),
+    ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads pictures (blip-2)", "captioning"),
+    ([*SHAPES], "data", "has pictures", "objective=captioning"),
+    (["objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
+    ([*RANDOM_LLAMA, "objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
+    ([*RANDOM_T5, "objective=captioning", *SHAPES], "model", "reads no pictures", "BLIP-2"),
+    (
+        [*BLIP2, *SHAPES, "data.image_size=64"],
+        "data.image_size",
+        "is not the side",
+        "data.image_size=32",
+    ),
+    ([*BLIP2, *SHAPES, "data.image_size=8"], "data.image_size", "below 24", "image_size=24"),
+    ([*BLIP2, *SHAPES, "data.sequence=5"], "data.sequence", "below 7", "data.sequence=7"),
+    ([*BLIP2, *SHAPES, "data.sequence=57"], "data.sequence", "longer than", "sequence=56"),
+    (
+        [*BLIP2, *SHAPES, "parallelism=tensor", WHOLE_TOKENS],
+        "parallelism.tensor",
+        "has no plan for blip-2",
+        "parallelism=fsdp",
+    ),
+    (
+        [*BLIP2, *SHAPES, "trainer.micro_batch=auto", "trainer.global_batch=8"],
+        "trainer.micro_batch",
+        "asks the ledger",
+        "trainer.micro_batch=1",
+    ),
+    *(
+        ([*BLIP2, *SHAPES, given], key, reason, cure)
+        for given, key, reason, cure in (
+            ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
+            ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
+            ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),
+            ("precision=bf16_true", "precision", "a Q-Former in fp32", "bf16_mixed"),
+            ("compile=block", "compile", "is not proven", "compile=none"),
+            ("memory=auto", "memory", "asks the ledger", "memory=checkpoint_full"),
+            ("memory=offload_activations", "memory.offload", "not counted", "checkpoint_full"),
+            ("objective.loss_chunk=8", "objective.loss_chunk", "reads pictures", "null"),
+            ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
+            ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
+            ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
+            ("quantization=qat_int4", "quantization", "does not round", "quantization=none"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(REFUSAL, WITH, ids=in_ascii)
+def test_what_does_not_go_with_captions_says_so(
+    overrides: list[str], key: str, reason: str, cure: str
+) -> None:
+    assert_refused(overrides, key, reason, cure)
