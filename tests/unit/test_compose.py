@@ -47,7 +47,7 @@ def inputs(tmp_path: Path) -> dict[str, list[str]]:
         "objective=seq2seq": [*RANDOM_T5, "data=synthetic", "data.target_length=64"],
         "captions": [
             *(*RANDOM_BLIP2, "objective=captioning", "data.image_size=32"),
-            f"data.paths=[{tmp_path}/*.jsonl]",
+            *(f"data.paths=[{tmp_path}/*.jsonl]", f"data.tokenizer={tmp_path}/a.txt"),
         ],
         "shapes": [*RANDOM_BLIP2, "objective=captioning"],
         "captioning": [*RANDOM_BLIP2, "data=shapes"],

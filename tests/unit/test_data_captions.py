@@ -197,7 +197,7 @@ def test_what_captions_cannot_be(pictures: Path) -> None:
     spec = told(pictures, image_size=0, packing=True)
     first, second = map(str, spec.complaints())
     assert first == "data.image_size=0: must be positive; give data.image_size=224"
-    assert second.startswith("data.packing=True: is for texts alone, and each caption has its own")
+    assert second.startswith("data.packing=true: is for texts alone, and each caption has its own")
 
 
 SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")

@@ -1,0 +1,76 @@
+"""A model that reads pictures learns to say what they show, and all that asks it hears so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixtures.doors import Doors, Folder
+from fixtures.matrix import CHEAP
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import scalewise
+from scalewise import cli
+from scalewise.data.shapes import WORDS, Shapes
+
+TINY = "experiment=finetune/captioning_tiny"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Returns a folder of drawn shapes as files, with their captions and their tokenizer."""
+    splits = Shapes(image_size=48).prepare(len(WORDS), 1)
+    assert splits.tokenizer is not None
+    (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())
+    lines = []
+    for row in range(24):
+        pixels_HWC = splits.train.pictures([row])[0].transpose(1, 2, 0)  # type: ignore[attr-defined]
+        np.save(tmp_path / f"{row}.npy", pixels_HWC)
+        ids = splits.train.gather([row])[0]
+        words = " ".join(WORDS[token] for token in ids[ids > 0])
+        lines.append(json.dumps({"image": f"{row}.npy", "caption": words + " "}))
+    (tmp_path / "told.jsonl").write_text("\n".join(lines), "utf-8")
+    return tmp_path
+
+
+def test_own_pictures_are_learnt_asked_and_exported(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        *(TINY, "data=captions", f"data.paths=[{pictures}/told.jsonl]", "data.image_size=32"),
+        *(f"data.tokenizer={pictures}/tokenizer.json", "data.validation_fraction=0.25"),
+        *(*CHEAP, "tracking=none", "trainer.validate_every=2", "schedule.warmup_steps=1"),
+    )
+    result = scalewise.train(scalewise.compose(line), pictures / "run")
+    assert result.status == "ok", result.reason
+    run = Folder(result.folder)
+    capsys.readouterr()
+    photo = pictures / "0.npy"
+    assert cli.main(["evaluate", str(run.path), f"prompt={photo}", "tokens=5"]) == 0
+    assert "is written" in capsys.readouterr().out
+    (found,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["rows"] == 6
+    assert 0 <= found["exact"] <= 1
+    assert cli.main(["evaluate", str(run.path), "prompt=it"]) == 2
+    assert "give prompt=FILE of a picture" in capsys.readouterr().err
+    assert cli.main(["export", str(run.path), f"to={pictures}/out"]) == 0
+    model = AutoModelForImageTextToText.from_pretrained(pictures / "out")
+    assert AutoTokenizer.from_pretrained(pictures / "out").eos_token == WORDS[0]
+    with torch.no_grad():
+        model.generate(torch.zeros((1, 3, 32, 32)), max_new_tokens=2)
+
+
+@pytest.mark.exhaustive
+def test_captions_are_written_that_were_never_shown(scalewise: Doors) -> None:
+    ended = scalewise(TINY, "tracking=none").ok()
+    assert ended.seconds < 120
+    metrics = ended.folder.summary["metrics"]
+    assert metrics["val/loss_first"] > 3  # nats a token
+    assert metrics["val/loss"] < 0.25
+    assert cli.main(["evaluate", str(ended.folder.path)]) == 0
+    (found,) = json.loads((ended.folder.path / "evaluation.json").read_text("utf-8")).values()
+    assert found["exact"] > 0.5
