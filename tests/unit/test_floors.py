@@ -32,6 +32,7 @@ FLOORS = {
         "models.tape",
         "models.cross_entropy",
         "models.decoder.tape",
+        "models.hf.facts",
     ),
     2: (
         "plan",

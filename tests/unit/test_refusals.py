@@ -81,7 +81,12 @@ INTERPOLATIONS: list[Row] = [
 ]
 TARGETS: list[Row] = [
     (["model._target_=os.system"], "model._target_", "no registered option", "decoder_nano"),
-    (["data={_target_: os.system}"], "data._target_", "no registered option", "data=captions, chat"),
+    (
+        ["data={_target_: os.system}"],
+        "data._target_",
+        "no registered option",
+        "data=captions, chat",
+    ),
     (
         ["optimizer._target_=scalewise.schedules.Cosine"],
         "optimizer._target_",

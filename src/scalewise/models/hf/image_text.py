@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from scalewise.models.hf.spec import Picture
+from scalewise.models.hf.facts import Picture
 from scalewise.models.hf.stacks import StackedModule
 
 WRITER = "language_model"

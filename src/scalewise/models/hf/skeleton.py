@@ -23,9 +23,9 @@ from scalewise.models.base import Part, Weight
 from scalewise.models.hf import encoder_decoder, hub, image_text
 from scalewise.models.hf.configuration import IMAGE_TEXT, KEY, LIKE, auto, configuration, one_line
 from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
+from scalewise.models.hf.facts import Facts
 from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
-from scalewise.models.hf.spec import Facts
 from scalewise.models.hf.stacks import StackedModule
 
 UNLIMITED = 2**31 - 1
