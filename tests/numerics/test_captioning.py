@@ -18,11 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from scalewise import compose
+from scalewise import cli, compose
 from scalewise.data.loader import Batch, Loader, Share
 from scalewise.evaluation import captions, live
 from scalewise.exports import Form
 from scalewise.exports import folder as exports
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
 from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.spec import HuggingFace, Init
 from scalewise.training.trace import refusal, traced
@@ -115,6 +117,31 @@ def test_flops_are_those_that_torch_counts(folder: Path) -> None:
     pairs = spec.facts.picture.pairs + 2 * (sequence + QUERIES) ** 2 * spec.query_width
     told = spec.flops(sequence) * sequence
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
+
+
+def test_gradients_that_stop_before_an_adapter_are_not_counted(folder: Path) -> None:
+    run = compose([*line(folder), "adapter=lora", "model.init=random", "model.depth=8"])
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
+    with FlopCounterMode(display=False) as counted:  # it counts no attention on the CPU
+        module(pixels, labels.long()).sum().backward()
+    assert isinstance(run.model, HuggingFace)
+    assert run.model.facts.picture is not None
+    written = 14.0 * 8 * (9 + QUERIES) ** 2 * run.model.query_width
+    attention = 4.0 * run.model.facts.picture.pairs + written
+    # The first block's inputs are frozen: gradients end in its first adapted layers.
+    found = counted.get_total_flops()
+    assert 9 * run.flops_per_token - attention == pytest.approx(found, rel=0.02)
+
+
+def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ("experiment=finetune/captioning_tiny", "hardware=h100", "tracking=none")
+    assert cli.main(["plan", *tiny, "plan.method=trace"]) == 0
+    said = capsys.readouterr().out
+    assert "all 6 layers" in said
+    assert "a model that reads pictures is known by trace" in said
+    assert cli.main(["plan", *tiny]) == 2
+    assert "knows nothing of several stacks" in capsys.readouterr().err
 
 
 def test_fresh_weights_are_drawn_for_as_many_layers(folder: Path) -> None:

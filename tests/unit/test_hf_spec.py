@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from fixtures.checkpoints import (
+    BLIP2,
     CONFIGS,
     LLAMA,
     OPT,
     RANDOM_LLAMA,
+    T5,
     WHOLE_TOKENS,
     Checkpoints,
 )
@@ -116,10 +118,23 @@ def test_steps_in_backward_are_refused() -> None:
     assert_refused([*RANDOM_LLAMA, *REST, *own], "optimizer.in_backward", "is not counted", "false")
 
 
+PICTURED = {**BLIP2, "model_type": "blip-2"}
 ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
     "unbegun": ({"model_type": "t5"}, "names no decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is no causal language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads more than text (llava)"),
+    "blip2_writes": (
+        {**PICTURED, "text_config": {**T5, "model_type": "t5"}},
+        "writes by an encoder",
+    ),
+    "blip2_asks": (
+        {**PICTURED, "qformer_config": {"use_qformer_text_input": True}},
+        "asks a picture about a text",
+    ),
+    "blip2_cuts": (
+        {**PICTURED, "vision_config": {"image_size": 30, "patch_size": 8}},
+        "reads no squares of whole patches (image_size 30, patch_size 8)",
+    ),
     "unknown": ({"model_type": "mine"}, "no configuration that transformers reads"),
     "code": (
         {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C"}},

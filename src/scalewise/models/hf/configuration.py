@@ -44,7 +44,7 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
     if config.is_encoder_decoder:
         begins = ("decoder_start_token_id", "pad_token_id")
         unnamed += [name for name in begins if getattr(config, name, None) is None]
-    if config.model_type in IMAGE_TEXT and text.bos_token_id is None:
+    if config.model_type in IMAGE_TEXT and getattr(text, "bos_token_id", None) is None:
         unnamed.append("bos_token_id")
     for reason, found in (
         *((reason, True) for reason in _of_pictures(config)),
