@@ -136,11 +136,11 @@ def test_gradients_that_stop_before_an_adapter_are_not_counted(folder: Path) -> 
 
 def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("experiment=finetune/captioning_tiny", "hardware=h100", "tracking=none")
-    assert cli.main(["plan", *tiny, "plan.method=trace"]) == 0
+    assert cli.main(["plan", *tiny]) == 0
     said = capsys.readouterr().out
     assert "all 6 layers" in said
     assert "a model that reads pictures is known by trace" in said
-    assert cli.main(["plan", *tiny]) == 2
+    assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
     assert "knows nothing of several stacks" in capsys.readouterr().err
 
 

@@ -19,6 +19,7 @@ from scalewise.parallelism.holds import shape
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import planned, price, record
+from scalewise.plan.spec import Method
 from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, Verdict, judged
 from scalewise.run import Run
@@ -88,7 +89,11 @@ def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
 
 @pytest.mark.parametrize("name", tree.names("experiment"))
 def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
-    plan = planned(compose(f"experiment={name}", here=False))
+    run = compose(f"experiment={name}", here=False)
+    if run.objective.by_trace:
+        assert run.plan.method is Method.trace
+        return
+    plan = planned(run)
     assert plan.fit.verdict is Verdict.fits
     assert plan.fit.ledger.peak > plan.run.model.parameters * 4
     assert all(line.reason for line in plan.fit.ledger.lines)
