@@ -60,6 +60,8 @@ def test_own_pictures_are_learnt_asked_and_exported(
     assert cli.main(["export", str(run.path), f"to={pictures}/out"]) == 0
     model = AutoModelForImageTextToText.from_pretrained(pictures / "out")
     assert AutoTokenizer.from_pretrained(pictures / "out").eos_token == WORDS[0]
+    reads = json.loads((pictures / "out" / "preprocessor_config.json").read_text("utf-8"))
+    assert reads["size"] == {"height": 32, "width": 32}
     with torch.no_grad():
         model.generate(torch.zeros((1, 3, 32, 32)), max_new_tokens=2)
 

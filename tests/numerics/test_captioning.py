@@ -224,10 +224,9 @@ def test_lora_is_what_peft_makes_of_the_architecture(folder: Path) -> None:
     "more",
     [
         pytest.param((), marks=LONG),
-        LORA,
         *(
             pytest.param(more, marks=LONG)
-            for more in (("adapter=ia3",), ("adapter=dora",), (*LORA, "model.init=random"))
+            for more in (LORA, ("adapter=ia3",), ("adapter=dora",), (*LORA, "model.init=random"))
         ),
     ],
     ids=str,

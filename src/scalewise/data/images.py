@@ -68,6 +68,6 @@ def resized(pixels_CHW: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
 
     if pixels_CHW.shape[1:] == (side, side):
         return pixels_CHW
-    given_1CHW = torch.from_numpy(np.ascontiguousarray(pixels_CHW))[None].float()
-    found_1CHW = F.interpolate(given_1CHW, (side, side), mode="bicubic", antialias=True)
-    return found_1CHW[0].round().clamp(0, 255).to(torch.uint8).numpy()
+    given_1CHW = torch.from_numpy(np.ascontiguousarray(pixels_CHW))[None]
+    # Of bytes, as Pillow has it to a number or two.
+    return F.interpolate(given_1CHW, (side, side), mode="bicubic", antialias=True)[0].numpy()

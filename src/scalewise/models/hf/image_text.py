@@ -105,6 +105,22 @@ def stacks(model: PreTrainedModel) -> dict[str, int]:
     return found
 
 
+def processor(side: int) -> dict[str, object]:
+    """Returns what transformers' ``AutoImageProcessor`` does with pictures, as the module does."""
+    return {
+        "image_processor_type": "BlipImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"height": side, "width": side},
+        "resample": 3,  # Pillow's number of bicubic
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
+    }
+
+
 def picture(config: PretrainedConfig, reads: dict[str, float]) -> Picture:
     """Returns what a model does with a picture; ``reads``: tokens of it that layers multiply."""
     sees, asks = config.vision_config, config.qformer_config

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from scalewise.errors import CheckpointError, Complaint
 from scalewise.models import initial
 from scalewise.models.base import Part, Weight
-from scalewise.models.hf import hub, skeleton
+from scalewise.models.hf import hub, image_text, skeleton
 from scalewise.models.hf.configuration import KEY, configuration
 from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
+from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule
 
 if TYPE_CHECKING:
@@ -163,3 +164,6 @@ def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None
     config.architectures = [type(module.head).__name__]
     config.dtype = next(iter(tensors.values())).dtype
     config.save_pretrained(folder)
+    if isinstance(module, ImageTextModule):
+        processor = json.dumps(image_text.processor(spec.image_size), indent=2)
+        (folder / "preprocessor_config.json").write_text(processor, "utf-8")
