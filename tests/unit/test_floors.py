@@ -27,10 +27,12 @@ FLOORS = {
         "parallelism",
         "trainer",
         "run",
+        "trust",
         "tracking.names",
         "study.space",
         "models.tape",
         "models.cross_entropy",
+        "models.decoder.products",
         "models.decoder.tape",
     ),
     2: (
