@@ -48,6 +48,7 @@ FLOORS = {
         "quantization.linear",
         "optimizers.blockwise",
         "optimizers.offloaded",
+        "optimizers.paged",
         "optimizers.stepping",
         "checkpoints",
         "measure",

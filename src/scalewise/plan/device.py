@@ -132,7 +132,7 @@ class Device:
             "rotations of every place, whole on every rank",
         )
         trained, state = holds.numbers(holds.states, trained=True), holds.state_bytes(run)
-        if state and not holds.states_on_host:
+        if state and not (holds.states_on_host or holds.states_paged):
             yield line(
                 "optimizer state",
                 state,
