@@ -9,12 +9,12 @@ from enum import Enum
 from math import ceil, isfinite
 from pathlib import Path
 
+from scalewise import trust
 from scalewise.adapters.spec import Adapter
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
 from scalewise.config.registry import target
 from scalewise.data.base import Data
-from scalewise.data.module import UserData
 from scalewise.errors import Complaint
 from scalewise.hardware import (
     DeviceKind,
@@ -27,7 +27,7 @@ from scalewise.hardware import (
 from scalewise.launch.spec import Launch
 from scalewise.memory import Memory
 from scalewise.models.base import Model, Weight
-from scalewise.objectives import Objective, UserModule
+from scalewise.objectives import Objective
 from scalewise.objectives.module import misplaced
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
@@ -37,12 +37,7 @@ from scalewise.quantization.spec import NoQuantization, Quantization, census, ce
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
 from scalewise.trainer import Trainer
-from scalewise.training.callbacks import spec as own_callbacks
 from scalewise.units import LARGEST
-
-TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
-"""Packages whose callables an open group may name without the user's say-so."""
-
 
 NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
 """What a run may be called: W&B takes no more, and it becomes the name of a folder."""
@@ -221,9 +216,9 @@ class Run:
             yield from self._of_schedule()
             if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
                 yield from self._of_tokens()
-        yield from self._of_modules()
+        yield from trust.of_modules(self)
         yield from self._of_formats()
-        yield from self._of_callbacks()
+        yield from trust.of_callbacks(self)
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
             yield Complaint("name", self.name, reason, "set name=my-run")
@@ -326,51 +321,6 @@ class Run:
                 "set trainer.max_steps, or data.streaming=false",
             )
 
-    def _of_modules(self) -> Iterator[Complaint]:
-        """Yields targets of a user's module and data that name no class of a trusted package."""
-        for group, spec in (("objective", self.objective), ("data", self.data)):
-            if not isinstance(spec, UserModule | UserData):
-                continue
-            path, given = spec.target, spec.arguments
-            if "." not in path and (path or group == "objective"):
-                cure = f"give {group}.target=package.module.Class"
-                yield Complaint(f"{group}.target", path or "''", "names no class", cure)
-            elif path:
-                yield from self._untrusted(f"{group}.target", path)
-            if nested := [key for key, value in given.items() if _names_target(value)]:
-                key, reason = nested[0], "only a module itself is built, not its arguments"
-                cure = "give it plain values"
-                yield Complaint(f"{group}.arguments.{key}", given[key], reason, cure)
-
-    def _untrusted(self, key: str, path: str) -> Iterator[Complaint]:
-        package = path.split(".")[0]
-        if package not in (*TRUSTED_PACKAGES, *self.trusted_packages):
-            reason = f"the package {package!r} is not trusted"
-            cure = f"if you trust it, set trusted_packages=[{package}]"
-            yield Complaint(key, path, reason, cure)
-
-    def _of_callbacks(self) -> Iterator[Complaint]:
-        for name, callback in self.callbacks.items():
-            path = callback.get("_target_") if isinstance(callback, Mapping) else None
-            if not isinstance(path, str) or "." not in path:
-                yield Complaint(
-                    f"callbacks.{name}",
-                    callback,
-                    "names no callback",
-                    f"give callbacks.{name}._target_=package.module.Class",
-                )
-            elif nested := [key for key, value in callback.items() if _names_target(value)]:
-                reason = "only a callback itself is built, not its arguments"
-                yield Complaint(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
-            elif untrusted := list(self._untrusted(f"callbacks.{name}._target_", path)):
-                yield from untrusted
-            elif own_callbacks.is_own(path):
-                yield from own_callbacks.complaints(name, callback)
-            elif path.endswith(".EarlyStopping") and self.trainer.validate_every is None:
-                reason = "could never act: nothing is validated"
-                cure = "set trainer.validate_every=100, or leave it out"
-                yield Complaint("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
-
     def _of_devices(self) -> Iterator[Complaint]:
         machine = this_machine()
         key, ranks = "parallelism", self.choices.get("parallelism", "")
@@ -427,13 +377,6 @@ def _beyond(group: str, spec: object) -> Iterator[Complaint]:
         if isinstance(value, int) and abs(value) > LARGEST:
             reason = "is beyond what 64 bits hold, 2**63 - 1"
             yield Complaint(f"{group}.{entry.name}", value, reason)
-
-
-def _names_target(value: object) -> bool:
-    """Returns whether a container holds a ``_target_`` at any depth."""
-    if isinstance(value, Mapping):
-        return "_target_" in value or any(_names_target(entry) for entry in value.values())
-    return isinstance(value, list | tuple) and any(_names_target(entry) for entry in value)
 
 
 def _plain(value: object) -> object:

@@ -84,6 +84,27 @@ def test_moments_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> N
     )
 
 
+def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
+    """And are paged again when a checkpoint is read."""
+    parts = [*SMOKE, "precision=fp32", "checkpoint.every=2"]
+    plain = scalewise.train(scalewise.compose(parts), tmp_path / "plain").summary["metrics"]
+    run = scalewise.compose([*parts, "optimizer=adamw_paged"])
+    paged = scalewise.train(run, tmp_path / "paged").summary["metrics"]
+    assert paged["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-4)
+    assert plain["memory/peak_bytes"] - paged["memory/peak_bytes"] == pytest.approx(
+        plain["memory/optimizer_bytes"], rel=0.1
+    )
+    parameter = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
+    adamw = run.optimizer.over([{"params": [parameter], "weight_decay": 0.0}])
+    parameter.grad = torch.ones_like(parameter)
+    adamw.step()
+    held = adamw.state[parameter]["exp_avg"]
+    adamw.encode(parameter)
+    again = adamw.state[parameter]["exp_avg"]
+    assert again.is_paged
+    assert torch.equal(held, again)
+
+
 def test_the_clock_reads_the_device_and_not_the_host() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)

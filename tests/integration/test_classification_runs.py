@@ -52,6 +52,6 @@ def test_the_experiment_beats_the_untrained_model(scalewise: Doors) -> None:
     print({key: value for key, value in metrics.items() if "accuracy" in key})
     assert metrics["val/accuracy_first"] < 0.7
     assert metrics["val/accuracy"] > 0.8
-    assert "The class is right of held-out rows in" in (
-        ended.folder.path / "report.html"
-    ).read_text("utf-8")
+    page = (ended.folder.path / "report.html").read_text("utf-8")
+    assert "The class is right of held-out rows in" in page
+    assert "nats per row" in page

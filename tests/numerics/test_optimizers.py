@@ -116,6 +116,7 @@ REACHED = {
     "adamw": 7.1,
     "adamw_4bit": 7.3,
     "adamw_8bit": 7.1,
+    "adamw_paged": 7.1,
     "lion": 7.7,
     "muon": 6.7,
     "schedule_free": 6.4,
@@ -150,6 +151,7 @@ EQUAL = {
     "lion": ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero2"),
     "adamw_8bit": ("ddp", "fsdp", "tensor"),
     "adamw_4bit": ("fsdp",),
+    "adamw_paged": ("ddp", "pipeline_one_f_one_b"),
     "schedule_free": ("ddp", "fsdp", "tensor"),
     "adafactor": ("ddp", "pipeline_one_f_one_b"),
     "muon": ("ddp", "pipeline_one_f_one_b", "fsdp", "hsdp", "context", "pipeline_shard", "fsdp_4"),
@@ -175,6 +177,7 @@ USUAL = {
     "lion": (),
     "adamw_8bit": ("fsdp",),
     "adamw_4bit": (),
+    "adamw_paged": (),
     "schedule_free": ("tensor",),
     "adafactor": (),
     "muon": ("fsdp",),
@@ -255,6 +258,20 @@ def test_a_step_in_host_memory_is_the_device_s(parts: tuple[str, ...], job: Job)
     for run in (whole, resumed):
         assert run.column("train/loss") == plain.column("train/loss")
         assert same_weights(run.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16_true", marks=pytest.mark.exhaustive)]
+)
+def test_paged_moments_step_as_torch_does(precision: str, job: Job) -> None:
+    """Of weights in bf16, moments are in fp32 all the same."""
+    parts = (*STEPS, f"precision={precision}", "checkpoint.every=2")
+    paged = (*parts, "optimizer=adamw_paged")
+    torchs, whole = job.of(*parts, "optimizer=adamw"), job.of(*paged)
+    near = 1e-6 if precision == "fp32" else 1e-3
+    assert whole.column("train/loss") == pytest.approx(torchs.column("train/loss"), rel=near)
+    resumed = job.of(*paged, resume=whole.checkpoint(2))
+    assert same_weights(resumed.weights(), whole.weights())
 
 
 def test_rates_differ_by_name(job: Job) -> None:

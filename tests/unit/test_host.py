@@ -9,11 +9,12 @@ import pytest
 from fixtures.layouts import LLAMA_8B
 
 from scalewise.optimizers import AdamW
+from scalewise.optimizers.adam import PagedAdamW
 from scalewise.parallelism.single import Single
 from scalewise.plan import memory
 from scalewise.plan.host import checkpoint_bytes, of_node, ranks_on_a_node
 from scalewise.plan.plan import planned
-from scalewise.plan.traffic import of_rank
+from scalewise.plan.traffic import of_rank, seconds
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.units import GIB
@@ -53,6 +54,22 @@ def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: C
     assert of_rank(run, run.parallelism.holds(run)).link == 3 * weights
     saved = memory.worst(plain).peak - memory.worst(run).peak
     assert saved == pytest.approx(2 * weights, rel=1e-3)
+
+
+def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
+    """A step reads all of it in one order: what went first is wanted first."""
+    plain = replace(run_of("hardware.memory_gib=200"), parallelism=Single())
+    paged = replace(plain, optimizer=PagedAdamW())
+    small = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
+    state = 2 * plain.model.parameters * 4
+    assert memory.worst(plain).peak - memory.worst(paged).peak == pytest.approx(state, rel=1e-3)
+    assert lines(paged)["paged optimizer state"] == state
+    moved = [of_rank(run, run.parallelism.holds(run)).paged for run in (plain, paged, small)]
+    assert moved == [0, 0, 2 * state]
+    quick, slow = (seconds(run, run.parallelism.holds(run)) for run in (paged, small))
+    link = small.hardware.host_link_gb_per_s
+    assert link is not None
+    assert slow.stepping - quick.stepping == pytest.approx(2 * state / (link * 1e9))
 
 
 def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:

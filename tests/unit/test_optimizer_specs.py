@@ -101,10 +101,11 @@ def test_patterns_come_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "layout", "reason"),
     [
-        ("muon", "fsdp_offload", "looks at whole matrices"),
-        ("muon", "tensor", "looks at whole matrices"),
-        ("adafactor", "context", "looks at whole matrices"),
-        ("muon", "deepspeed_zero1", "looks at whole matrices"),
+        ("muon", "fsdp_offload", "steps whole weights"),
+        ("muon", "tensor", "steps whole weights"),
+        ("adafactor", "context", "steps whole weights"),
+        ("adamw_paged", "fsdp", "steps whole weights"),
+        ("muon", "deepspeed_zero1", "steps whole weights"),
         ("adamw_8bit", "deepspeed_zero2", "steps them as one vector"),
         ("schedule_free", "deepspeed_zero3", "steps them as one vector"),
     ],

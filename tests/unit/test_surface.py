@@ -94,6 +94,7 @@ def test_groups_and_their_options() -> None:
             "adamw",
             "adamw_4bit",
             "adamw_8bit",
+            "adamw_paged",
             "lion",
             "module",
             "muon",

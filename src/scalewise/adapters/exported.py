@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig
@@ -19,6 +19,9 @@ from scalewise.adapters.spec import Adapter
 from scalewise.errors import ConfigError
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.decoder.weights import Piece, is_llama, pieces
+
+STEM = "base_model.model."
+"""What PEFT's names of a model's tensors begin with."""
 
 
 def export(
@@ -45,14 +48,34 @@ def export(
         config.modules_to_save = sorted(saved)
     if isinstance(config, LoraConfig):  # IA3's has no such setting
         config.ensure_weight_tying = model.tied and "lm_head" in saved
+    stem = "" if isinstance(spec, VirtualTokens) else STEM
+    named = {f"{stem}{name}": tensor for name, tensor in (tensors | whole).items()}
+    save(config, named, folder, base, "SEQ_CLS" if model.classes else "CAUSAL_LM")
+
+
+def save(
+    config: PeftConfig, tensors: dict[str, Tensor], folder: Path, base: str, task: str | None
+) -> None:
+    """Writes both files of an adapter of a model at ``base``; ``task``: what PEFT calls it."""
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.task_type = "SEQ_CLS" if model.classes else "CAUSAL_LM"
+    config.task_type = task
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    stem = "" if isinstance(spec, VirtualTokens) else "base_model.model."
-    named = {f"{stem}{name}": tensor for name, tensor in (tensors | whole).items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def low_rank_config(spec: Lora, targets: Iterable[str], **more: Any) -> LoraConfig:
+    """Returns PEFT's configuration of added products; ``more`` is what a model needs besides."""
+    return LoraConfig(
+        r=spec.rank,
+        lora_alpha=cast(int, spec.alpha),  # any number will do
+        lora_dropout=spec.dropout,
+        use_rslora=spec.rank_stabilized,
+        use_dora=spec.magnitudes,
+        target_modules=sorted(targets),
+        **more,
+    )
 
 
 def _virtual_tokens(
@@ -96,13 +119,9 @@ def _low_rank(
         ranks[_short(theirs)] = spec.rank * len(adapted)
     wide = {target: rank for target, rank in ranks.items() if rank != spec.rank}
     more = {target: rank / spec.rank for target, rank in wide.items()}
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=cast(int, spec.alpha),  # any number will do
-        lora_dropout=spec.dropout,
-        use_rslora=spec.rank_stabilized,
-        use_dora=spec.magnitudes,
-        target_modules=sorted(ranks),
+    config = low_rank_config(
+        spec,
+        ranks,
         rank_pattern=wide,
         # So that alpha / rank, or alpha / sqrt(rank), is what it was.
         alpha_pattern={

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
-from peft import IA3Config, LoraConfig, PeftConfig
-from safetensors.torch import save_file
+from peft import IA3Config, PeftConfig
 from torch import Tensor
 
-from scalewise.adapters import layers
+from scalewise.adapters import exported, layers
 from scalewise.adapters.low_rank import Lora
 from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter
@@ -36,15 +34,7 @@ def export(
     transposed = bool(module.transposed)
     config: PeftConfig
     if isinstance(spec, Lora):
-        config = LoraConfig(
-            r=spec.rank,
-            lora_alpha=cast(int, spec.alpha),  # any number will do
-            lora_dropout=spec.dropout,
-            use_rslora=spec.rank_stabilized,
-            use_dora=spec.magnitudes,
-            target_modules=sorted(adapted),
-            fan_in_fan_out=transposed,
-        )
+        config = exported.low_rank_config(spec, adapted, fan_in_fan_out=transposed)
     else:
         assert isinstance(spec, IA3)
         inputs = [name for name, each in added.items() if len(each) == 1]
@@ -53,14 +43,10 @@ def export(
             feedforward_modules=sorted(name.split(".ia3_l")[0] for name in inputs),
             fan_in_fan_out=transposed,
         )
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    if not model.image_size:  # of which PEFT has no task
-        config.task_type = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
-    tensors = {f"base_model.model.{_peft(name)}": each for name, each in added.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = {f"{exported.STEM}{_peft(name)}": each for name, each in added.items()}
+    task = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
+    # PEFT has no task of pictures.
+    exported.save(config, tensors, folder, base, None if model.image_size else task)
 
 
 def _peft(name: str) -> str:

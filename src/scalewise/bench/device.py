@@ -90,7 +90,7 @@ def launch(device: torch.device, seconds: float) -> Figure:
         x = start
         for _ in range(CHAIN):
             x = x * 1.0
-        x.backward()  # type: ignore[no-untyped-call]  # torch's own
+        x.backward()
 
     spent = _times(chain, device, seconds)
     return of([taken / (2 * CHAIN) / MICRO for taken in spent])

@@ -51,7 +51,7 @@ class HandLoop:
         batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
         logits_BTV = self._model(batch["inputs"])
         loss = self._run.objective.summed(logits_BTV, batch["labels"]) / self._labels
-        loss.backward()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        loss.backward()
         limit = self._run.trainer.clip_norm
         if limit is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), limit)

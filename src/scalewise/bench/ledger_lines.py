@@ -260,6 +260,8 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     ("parallelism=hsdp", *_IN_BACKWARD),
     (*_TENSOR, *_IN_BACKWARD),
     ("optimizer=adamw_4bit", BF16, *_TALL),
+    ("optimizer=adamw_paged", *_TALL),
+    ("optimizer=adamw_paged", "precision=bf16_true", *_TALL),
     ("optimizer=lion", *WEIGHTS),
     ("optimizer=muon", *WEIGHTS),
     fsdp(2, "optimizer=muon", *WEIGHTS),

@@ -75,10 +75,8 @@ class DDPLayout(Layout, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         if hook is CommHook.post_local_sgd:
             # torch annotates neither of the two.
-            own, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
-            state: Any = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
-                None, own, self.spec.lossless_steps
-            )
+            own, _ = dist.new_subgroups(group_size=1)
+            state: Any = post_localSGD_hook.PostLocalSGDState(None, own, self.spec.lossless_steps)
             self._averager = PeriodicModelAverager(
                 self.spec.averaging_period, warmup_steps=self.spec.lossless_steps
             )

@@ -37,11 +37,14 @@ def allocate(
     room = {}
     for optimizer, parameter in _parameters(optimizers):
         name, place = names[parameter], getattr(optimizer, "state_place", None)
+        kind = getattr(optimizer, "state_format", None)
         for slot in slots.get(name, []):
             key = f"{slot}/{name}"
             alike = known[key] == parameter.shape
             room[key] = (
-                torch.zeros_like(parameter, device=place) if alike else torch.zeros(known[key])
+                torch.zeros_like(parameter, device=place, dtype=kind)
+                if alike
+                else torch.zeros(known[key])
             )
     return room
 

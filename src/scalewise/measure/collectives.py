@@ -36,7 +36,7 @@ Message = tuple[Kind, tuple[int, ...], int]
 """Kind, ranks of the group, and bytes of the whole tensor on one rank."""
 
 
-class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
+class CollectiveCounter(TorchDispatchMode):
     """While entered, counts every message of this rank by kind, group and size."""
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ class MemoryProbe:
         return [*own, *self._holdings.gradients()]
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators allocate while it is active.
 
     ``resized`` are tensors from before that change their size in between. Scratch space inside

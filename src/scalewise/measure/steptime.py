@@ -46,7 +46,7 @@ class StepClock:
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

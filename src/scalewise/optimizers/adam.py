@@ -69,6 +69,34 @@ class AdamW(Moments, Slotted):
         return optim.AdamW(groups, **settings, fused=self.fused)
 
 
+@option("optimizer", "adamw_paged")
+@dataclass(frozen=True)
+class PagedAdamW(Moments):
+    """AdamW whose moments CUDA's driver moves to the host where a device has no room for them.
+
+    By bitsandbytes (Dettmers et al., 2023, QLoRA, section 3). On the CPU nothing is moved.
+    """
+
+    packages = ("bitsandbytes",)
+    elementwise = False
+    uses_whole_weights = True
+    pages = True
+
+    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+        """Returns the bytes of both moments, in fp32 whatever the format of the weight."""
+        return 2 * weight.share(shards) * FP32
+
+    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+        """Returns torch's AdamW stepping by bitsandbytes' kernel.
+
+        What that makes on the CPU, some 12 bytes for each number of one weight, nobody counts.
+        """
+        from scalewise.optimizers import paged
+
+        betas = (self.beta1, self.beta2)
+        return paged.PagedAdamW(groups, lr=self.lr, betas=betas, eps=self.epsilon)
+
+
 @dataclass(frozen=True)
 class _Blockwise(Moments):
     """AdamW whose moments are codes of few bits with a scale for every block of numbers.

@@ -49,6 +49,8 @@ class Optimizer(ABC):
     """Whether it gathers those from their shards by itself."""
     offload = False
     """Whether its state lies in host memory, where it steps."""
+    pages = False
+    """Whether its state goes to host memory, piece by piece, where the device has no room."""
 
     @abstractmethod
     def state_bytes(self, weight: Weight, shards: int, held: int) -> int:

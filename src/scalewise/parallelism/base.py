@@ -97,7 +97,7 @@ class Parallelism(ABC):
         asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights and not gathered
         if asks_whole or (self.flattens_weights and not run.optimizer.elementwise):
             chosen = run.choices.get("optimizer", type(run.optimizer).__name__)
-            reason = "looks at whole matrices, of which this layout gives a rank pieces"
+            reason = "steps whole weights, of which this layout gives a rank pieces"
             if not asks_whole:
                 reason = "needs each weight by itself, and this layout steps them as one vector"
             better = "fsdp" if run.optimizer.gathers_shards else "ddp"

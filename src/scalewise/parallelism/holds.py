@@ -79,6 +79,7 @@ class Holds(Parts):
     gathering: Gathering | None = None
     zero: Zero | None = None
     states_on_host: bool = False
+    states_paged: bool = False
     parameters_on_host: bool = False
     states_on_disk: bool = False
     parameters_on_disk: bool = False
@@ -129,6 +130,7 @@ def of_replicas(run: Run) -> Holds:
         block,
         rest,
         states_on_host=run.optimizer.offload and run.hardware.device is DeviceKind.cuda,
+        states_paged=run.optimizer.pages and run.hardware.device is DeviceKind.cuda,
     )
 
 

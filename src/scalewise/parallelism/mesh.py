@@ -289,6 +289,7 @@ class Mesh(Parallelism):
             places=sizes["pipeline"],
             gathering=gathering if sharded else None,
             states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
+            states_paged=run.optimizer.pages and run.hardware.device is DeviceKind.cuda,
             parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
         )
 

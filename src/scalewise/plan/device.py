@@ -13,6 +13,15 @@ from scalewise.models.base import Part
 from scalewise.parallelism.holds import Gathering, Holds, numbers, sizes
 from scalewise.plan.ledger import EVERY, Line, Phase
 from scalewise.plan.moments import Moment, waiting
+from scalewise.plan.phases import (
+    AFTER_HEAD,
+    BACKWARD,
+    PASSES,
+    STEPPED_IN_BACKWARD,
+    WITH_ROTATIONS,
+    blocks,
+    line,
+)
 from scalewise.plan.replay import Replay
 from scalewise.plan.replays import NOTHING, of_block, of_ends, of_start, tapes_of
 from scalewise.precision import Number
@@ -26,42 +35,6 @@ KEPT = {
     Recompute.full: "the input of a block; the rest is made again",
 }
 """What is kept of a block."""
-BACKWARD = (
-    Phase.backward_loss,
-    Phase.backward_head,
-    Phase.backward_last,
-    Phase.reduce_last,
-    Phase.backward_next,
-    Phase.backward_second,
-    Phase.backward_first,
-    Phase.reduce_block,
-    Phase.backward_embedding,
-    Phase.reduce_rest,
-)
-PASSES = (Phase.forward, Phase.loss, *BACKWARD)
-WITH_ROTATIONS = PASSES[: PASSES.index(Phase.reduce_block)]
-"""Until the first block has taken its last look at them."""
-STEPPED_IN_BACKWARD = (Phase.reduce_last, Phase.reduce_block, Phase.reduce_rest)
-"""When shards are, as soon as they have been reduced."""
-AFTER_HEAD = BACKWARD[BACKWARD.index(Phase.backward_last) :]
-
-
-def _blocks(layers: int) -> dict[Phase, tuple[int, int]]:
-    """Returns for each phase how many blocks await backward, and how many have been through it."""
-    return {
-        Phase.forward: (layers - 1, 0),
-        Phase.loss: (layers, 0),
-        Phase.backward_loss: (layers, 0),
-        Phase.backward_head: (layers, 0),
-        Phase.backward_last: (layers - 1, 0),
-        Phase.reduce_last: (layers - 1, 0),
-        Phase.backward_next: (max(0, layers - 2), min(1, layers - 1)),
-        Phase.backward_second: (min(1, layers - 1), max(0, layers - 2)),
-        Phase.backward_first: (0, layers - 1),
-        Phase.reduce_block: (0, layers - 1),
-        Phase.backward_embedding: (0, layers),
-        Phase.reduce_rest: (0, layers),
-    }
 
 
 class Device:
@@ -82,7 +55,7 @@ class Device:
         adds = whole and gathering is not None and gathering.reduced == holds.shape.held
         fresh = not adds if gathering is not None else not self.stays
         self.tied = holds.first and holds.last and bool(run.model.tied_weights)
-        self.blocks = _blocks(holds.layers)
+        self.blocks = blocks(holds.layers)
         self.tapes = tapes_of(run.model, holds.shape)
         self.fresh, self.stepped = fresh, self._stepped()
         self.block = of_block(run.model, holds.shape, Recompute.nothing, fresh)
@@ -159,7 +132,7 @@ class Device:
             "rotations of every place, whole on every rank",
         )
         trained, state = holds.numbers(holds.states, trained=True), holds.state_bytes(run)
-        if state and not holds.states_on_host:
+        if state and not (holds.states_on_host or holds.states_paged):
             yield line(
                 "optimizer state",
                 state,
@@ -402,8 +375,3 @@ class Device:
         formula = f"{holds.pieces} x {received + returned:,} B"
         reason = "one a piece for activations, and one for their gradients"
         yield Line("buffers between stages", buffers, formula, reason)
-
-
-def line(what: str, size: int, phases: tuple[Phase, ...], formula: str, reason: str) -> Line:
-    """Returns a line of as many bytes in each of its phases."""
-    return Line(what, dict.fromkeys(phases, size), formula, reason)

@@ -58,6 +58,9 @@ def _of_node(run: Run) -> Iterator[Line]:
         else:
             size = held * holds.numbers(holds.gradients, trained=True)
             yield _line("offloaded gradients", ranks, size, "what the host steps by")
+    if holds.states_paged:
+        reason = "where the device has no room for it"
+        yield _line("paged optimizer state", ranks, holds.state_bytes(run), reason)
     if holds.parameters_on_host and not holds.parameters_on_disk:
         size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")

@@ -10,12 +10,17 @@ from scalewise.plan.moments import moments
 from scalewise.plan.zero import ZeroDevice
 
 if TYPE_CHECKING:
+    from scalewise.parallelism.holds import Holds
     from scalewise.run import Run
 
 
 def of_device(run: Run, rank: int = 0) -> Ledger:
     """Returns the ledger of one rank's device at the last micro batch of a step."""
-    holds = run.parallelism.holds(run, rank)
+    return of_holds(run, run.parallelism.holds(run, rank))
+
+
+def of_holds(run: Run, holds: Holds) -> Ledger:
+    """Returns the same of a rank that holds this."""
     kind = Device if holds.zero is None else ZeroDevice
     devices = [kind(run, holds, moment) for moment in moments(holds)]
     ledgers = [Ledger(tuple(line for line in device.lines() if line.most)) for device in devices]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from scalewise.hardware import DeviceKind
 from scalewise.plan.host import ranks_on_a_node
+from scalewise.plan.memory import of_holds
 from scalewise.plan.replays import offloaded
-from scalewise.units import GIGA
+from scalewise.units import GIB, GIGA
 
 if TYPE_CHECKING:
     from scalewise.parallelism.holds import Holds
@@ -21,13 +22,15 @@ class Traffic:
 
     ``link``: between the device and its host; ``host``: that the host's optimizer reads and
     writes; ``disk``: between the host and the disk; ``activations``: that blocks hand over and
-    take back, along the link or, from the CPU, to the disk.
+    take back, along the link or, from the CPU, to the disk; ``paged``: optimizer state that the
+    driver brings and takes away, along the link.
     """
 
     link: int = 0
     host: int = 0
     disk: int = 0
     activations: int = 0
+    paged: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,20 @@ def of_rank(run: Run, holds: Holds) -> Traffic:
         disk += weights * passes * 2 + moved * share
     if holds.states_on_disk:
         disk += 2 * (state + stepped * (zero is not None))
-    return Traffic(link, host, disk, 2 * passes * offloaded(run, holds))
+    paged = 2 * state if holds.states_paged and not _has_room(run, holds, state) else 0
+    return Traffic(link, host, disk, 2 * passes * offloaded(run, holds), paged)
+
+
+def _has_room(run: Run, holds: Holds, state: int) -> bool:
+    """Returns whether a device holds paged state beside all else; it stays there then.
+
+    Elsewhere each step reads all of it in one order, and what was used longest ago goes first: the
+    next that is wanted.
+    """
+    hardware = run.hardware
+    if hardware.memory_gib is None:
+        return True
+    return state + of_holds(run, holds).peak <= (hardware.memory_gib - hardware.context_gib) * GIB
 
 
 def seconds(run: Run, holds: Holds) -> HostTime:
@@ -86,6 +102,7 @@ def seconds(run: Run, holds: Holds) -> HostTime:
     copies = _over(traffic.link, hardware.host_link_gb_per_s)
     stepping = _over(ranks * traffic.host, hardware.host_memory_gb_per_s, hardware.bandwidth_share)
     stepping += _over(ranks * traffic.disk, hardware.disk_gb_per_s)
+    stepping += _over(traffic.paged, hardware.host_link_gb_per_s)
     return HostTime(copies, stepping, _over(traffic.activations, hardware.host_link_gb_per_s))
 
 
@@ -93,7 +110,7 @@ def unknown(run: Run) -> tuple[str, ...]:
     """Returns the rates that the profile lacks for what the run moves off its devices."""
     traffic, hardware = of_rank(run, run.parallelism.holds(run)), run.hardware
     rates = {
-        "host_link_gb_per_s": traffic.link + traffic.activations,
+        "host_link_gb_per_s": traffic.link + traffic.activations + traffic.paged,
         "host_memory_gb_per_s": traffic.host,
         "disk_gb_per_s": traffic.disk,
     }

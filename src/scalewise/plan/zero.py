@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scalewise.parallelism.holds import Holds, numbers
-from scalewise.plan.device import BACKWARD, PASSES, Device, line
+from scalewise.plan.device import Device
 from scalewise.plan.ledger import EVERY, Line
 from scalewise.plan.moments import Moment
+from scalewise.plan.phases import BACKWARD, PASSES, line
 from scalewise.precision import Number
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ from scalewise.models.base import Model, Weight
 from scalewise.models.decoder.spec import LLAMA_SHAPE, Decoder
 from scalewise.parallelism.deepspeed import DeepSpeed
 from scalewise.parallelism.mesh import Mesh
-from scalewise.quantization.spec import Quantization
+from scalewise.quantization.spec import Quantization, put_layers
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from scalewise.models.module import ModelModule
     from scalewise.run import Run
 
@@ -107,17 +109,13 @@ class QATInt4(Quantization):
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Puts layers that round in the place of the linear ones."""
-        from torch import nn
-
         from scalewise.quantization.fake import FakeQuantizedLinear
 
-        for block in module.layers():
-            for name in self.fake_quantized(model):
-                held = block.get_submodule(name)
-                assert isinstance(held, nn.Linear)
-                out, into = held.weight.shape
-                layer = FakeQuantizedLinear(into, out, self.group, inputs=self.rounds_inputs)
-                block.set_submodule(name, layer)
+        def rounding(held: nn.Linear) -> nn.Module:
+            out, into = held.weight.shape
+            return FakeQuantizedLinear(into, out, self.group, inputs=self.rounds_inputs)
+
+        put_layers(module, self.fake_quantized(model), rounding)
 
 
 @option("quantization", "qat_8da4w")

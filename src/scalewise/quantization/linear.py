@@ -114,7 +114,7 @@ class FourBitLinear(PackedLinear):
         else:
             scales = scales.view(torch.float32).flatten()
         kind = {"blocksize": BLOCK, "quant_type": self.code, "dtype": dtype}
-        state = packing.QuantState(scales, self.shape, **kind)  # type: ignore[no-untyped-call]
+        state = packing.QuantState(scales, self.shape, **kind)
         return packing.dequantize_4bit(self.weight.view(-1, 1), state)
 
 
@@ -168,5 +168,5 @@ def _bytes(numbers: Tensor) -> Tensor:
 @cache
 def _dynamic(device: torch.device) -> Tensor:
     """Returns the 256 values that packed scales may have."""
-    table: Tensor = packing.create_dynamic_map()  # type: ignore[no-untyped-call]
+    table: Tensor = packing.create_dynamic_map()
     return table.to(device)

@@ -16,10 +16,10 @@ from scalewise.errors import Complaint
 from scalewise.models.base import Model, Weight
 from scalewise.parallelism.deepspeed import DeepSpeed
 from scalewise.parallelism.mesh import Mesh
-from scalewise.quantization.spec import Quantization
+from scalewise.quantization.spec import Quantization, put_layers
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from scalewise.models.module import ModelModule
     from scalewise.quantization.linear import PackedLinear
@@ -74,14 +74,12 @@ class Packing(Quantization):
 
     def apply(self, module: ModelModule, model: Model) -> None:
         """Puts layers that pack what is put into them in the place of the linear ones."""
-        from torch import nn
 
-        for block in module.layers():
-            for name in self.packed(model):
-                held = block.get_submodule(name)
-                assert isinstance(held, nn.Linear)
-                out, into = held.weight.shape
-                block.set_submodule(name, self.layer(into, out, bias=held.bias is not None))
+        def packing(held: nn.Linear) -> nn.Module:
+            out, into = held.weight.shape
+            return self.layer(into, out, bias=held.bias is not None)
+
+        put_layers(module, self.packed(model), packing)
 
     @abstractmethod
     def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:

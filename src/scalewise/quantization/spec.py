@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from scalewise.errors import Complaint
 from scalewise.models.base import Model, Weight
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from scalewise.models.module import ModelModule
     from scalewise.run import Run
@@ -76,6 +76,19 @@ class Quantization:
     def rounded(self, state: Mapping[str, Tensor], model: Model) -> dict[str, Tensor]:
         """Returns a model's tensors as packing leaves them, in fp32 where packed."""
         return dict(state)
+
+
+def put_layers(
+    module: ModelModule, names: Iterable[str], made: Callable[[nn.Linear], nn.Module]
+) -> None:
+    """Puts what is made of each of these linear layers, on the meta device, in its place."""
+    from torch import nn
+
+    for block in module.layers():
+        for name in names:
+            held = block.get_submodule(name)
+            assert isinstance(held, nn.Linear)
+            block.set_submodule(name, made(held))
 
 
 def _is_of(weight: Weight, names: tuple[str, ...]) -> bool:

@@ -27,6 +27,13 @@ from scalewise.reports.sections import Numbers, Panel, Section, window
 from scalewise.units import count_text
 
 NATS = "nats per token"
+UNITS = {
+    "classification": "nats per row",
+    "dpo": "nats per pair",
+    "grpo": "what answers lack of the whole reward",
+    "module": "as the module returns it",
+}
+"""What the loss of other objectives is told in."""
 
 
 def loss(comparison: Comparison) -> Section | None:
@@ -61,14 +68,16 @@ def loss(comparison: Comparison) -> Section | None:
             for job, curve in of.items()
         ]
 
-    detail = f"{_unit(curves)}, {numbers.plural(len(curves), 'job')}"
+    detail = f"{unit_of_loss(curves)}, {numbers.plural(len(curves), 'job')}"
     told = "Curves: train loss over the steps."
     panels = [_lines("Train loss", detail, ends(curves), "loss", told, note=note, aside=aside)]
     validation = _curves(comparison, VALIDATION)
     if validation:
         told = "Points: validation loss over the steps."
         checks = ends(validation, dots=True)
-        panels.append(_lines("Validation loss", _unit(curves), checks, "val", told, aside=aside))
+        panels.append(
+            _lines("Validation loss", unit_of_loss(curves), checks, "val", told, aside=aside)
+        )
     distances = _distances(comparison, far, points, aside)
     panels += distances
     notes: list[str | Markup] = []
@@ -104,10 +113,10 @@ def _live(*shown: Mapping[Job, Series]) -> tuple[Drawn, ...]:
     )
 
 
-def _unit(jobs: Iterable[Job]) -> str:
-    objectives = {job.run.choices.get("objective") for job in jobs}
-    named = {"dpo": "nats per pair", "grpo": "what answers lack of the whole reward"}
-    return named.get(str(objectives.pop()), NATS) if len(objectives) == 1 else NATS
+def unit_of_loss(jobs: Iterable[Job]) -> str:
+    """Returns what the loss of jobs of one objective is told in."""
+    objectives = {str(job.run.choices.get("objective")) for job in jobs}
+    return UNITS.get(objectives.pop(), NATS) if len(objectives) == 1 else NATS
 
 
 def _curves(comparison: Comparison, key: str) -> dict[Job, Series]:
@@ -196,7 +205,7 @@ def loss_of_one(job: Job) -> Section | None:
     what = "Train and validation loss" if check.steps else "Train loss"
     aside = max((line.label for line in lines), key=len)
     told = f"Curves: {what.lower()} over the steps."
-    panels = [_lines(what, _unit([job]), lines, "loss", told)]
+    panels = [_lines(what, unit_of_loss([job]), lines, "loss", told)]
     live = [Drawn(what, Curves((LOSS, VALIDATION) if check.steps else (LOSS,)))]
     for key, title in (("train/grad_norm", "Gradient norm"), ("train/lr", "Learning rate")):
         curve = lttb(series.get(key, Series()), 200)

@@ -8,6 +8,7 @@ from scalewise.reports import charts, headings, numbers
 from scalewise.reports.charts import Mark
 from scalewise.reports.compare import LOSS, PEAK, PRICE, STEP, Comparison, Job
 from scalewise.reports.layout import twice
+from scalewise.reports.learning import unit_of_loss
 from scalewise.reports.live import Drawn, Scatter, Summary
 from scalewise.reports.numbers import MemoryUnit
 from scalewise.reports.overview import dollars
@@ -51,7 +52,7 @@ def trade(comparison: Comparison, unit: MemoryUnit) -> Section | None:
                   Scatter(Summary(STEP), Summary(PEAK), Summary(LOSS)))]  # fmt: skip
     if priced:
         panels.append(
-            _panel(comparison, (price, loss), shades, "Train loss, nats per token",
+            _panel(comparison, (price, loss), shades, f"Train loss, {unit_of_loss(jobs)}",
                    "against price; lower left is better",
                    "US dollars a billion tokens (left is cheaper)")
         )  # fmt: skip

@@ -90,7 +90,7 @@ def ranks(count: int, rank: int, wire: Wire) -> Iterator[None]:
         if count > 1:
             dist.destroy_process_group()
         # What these hold names groups that are gone.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
         torch.set_num_threads(threads)
 

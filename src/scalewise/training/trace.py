@@ -149,7 +149,7 @@ def layout_of(run: Run) -> Layout:
     if isinstance(layout, MeshLayout):
         layout.parallel_devices = [torch.device("cpu")]
         # The process group is there already, and Lightning's would be a real one.
-        layout._setup_distributed = _nothing  # type: ignore[method-assign]
+        layout._setup_distributed = _nothing  # type: ignore[method-assign]  # there are no ranks
         layout.setup_environment()
     return layout
 

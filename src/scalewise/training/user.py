@@ -182,22 +182,14 @@ class UserRecorder(Recorder):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         self._norm = layout_of(trainer).clip(pl_module, None).detach()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Ends a step, of which every batch is one."""
-        self._batches += 1
-        if trainer.global_step != self.start + self._batches:
-            raise self._unlike("does not take one optimizer step a batch, which a run goes by")
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
     def measured(self, module: LightningModule, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss that the training step returned, and the norm of the gradient."""
+        """Returns the loss that the training step returned, and the norm of the gradient.
+
+        Every batch is a step.
+        """
+        self._batches += 1
+        if module.trainer.global_step != self.start + self._batches:
+            raise self._unlike("does not take one optimizer step a batch, which a run goes by")
         if "loss" not in (outputs or {}):
             raise self._unlike("returns no loss from training_step")
         return outputs["loss"].detach().view(-1), self._norm

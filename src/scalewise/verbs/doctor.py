@@ -15,7 +15,7 @@ from scalewise.units import GIB, bytes_text, count_text
 EXTRAS = {
     "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
     "quant": ("bitsandbytes", "quantization=nf4, fp4 and int8; of torchao precision=fp8, qat_*"),
-    "optimizers": ("schedulefree", "optimizer=schedule_free, adamw_8bit and adamw_4bit"),
+    "optimizers": ("schedulefree", "optimizer=schedule_free, adamw_8bit, _4bit and _paged"),
     "slurm": ("submitit", "hydra/launcher=slurm"),
     "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),

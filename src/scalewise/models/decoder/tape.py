@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalewise.models import cross_entropy
+from scalewise.models.decoder.products import FP32, Products
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
-from scalewise.models.tape import Pass, Tape, Tapes, Work
-
-FP32 = 4
+from scalewise.models.tape import Pass, Tapes, Work
 
 
 def tapes(spec: Decoder, run: Pass) -> Tapes:
@@ -32,12 +31,12 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     return Tapes(first.tape, start.tape, block.tape, last.tape, loss, rotations)
 
 
-class Writer:
+class Writer(Products):
     """Writes the tape of one part."""
 
     def __init__(self, spec: Decoder, run: Pass) -> None:
-        self.spec, self.run, self.tape = spec, run, Tape()
-        self._products = 0
+        super().__init__(run)
+        self.spec = spec
 
     def embedding(self) -> None:
         """Writes the look-up of tokens, and of their places."""
@@ -162,7 +161,7 @@ class Writer:
             extra = (mean, mean) if spec.norm is Norm.layernorm else (small,)
             return tape.add(Work.pointwise, (x,), size, saved=(x,), extra=extra, weight=weight)
         whole = run.between * spec.width * FP32
-        wide = self._cast(x, whole) if size != whole else x
+        wide = self.cast(x, whole) if size != whole else x
         square = tape.add(Work.pointwise, (wide,), whole, saved=(wide,), scratch=2 * whole)
         mean = tape.add(Work.pointwise, (square,), small)
         root = tape.add(Work.pointwise, (mean,), small, saves_output=True)
@@ -177,10 +176,7 @@ class Writer:
             weight=weight,
             scratch=whole * trains,
         )
-        return out if size == whole else self._cast(out, size)
-
-    def _cast(self, x: int, size: int) -> int:
-        return self.tape.add(Work.pointwise, (x,), size)
+        return out if size == whole else self.cast(out, size)
 
     def _linear(
         self,
@@ -201,14 +197,14 @@ class Writer:
         scaled = name in run.scaled
         x = self._rescaled(x, into, wide_input=True) if row and scaled else x
         if name in run.in_fp8:
-            written = self._product_fp8(x, into, out, holds, bias=bias)
+            written = self.product_fp8(x, into, out, holds, bias=bias)
         elif name in run.fake_quantized:
-            written = self._rounded_product(x, into, out, holds)
+            written = self.rounded_product(x, into, out, holds)
         elif name in run.packed:
-            written = self._unpacked_product(x, into, out, holds)
+            written = self.unpacked_product(x, into, out, holds)
         else:
             trains = self.trains(name)
-            written = self._product(x, into, out, bias=bias, trains=trains, holds=holds)
+            written = self.product(x, into, out, bias=bias, trains=trains, holds=holds)
         written = self._summed(written) if row else written
         if scaled and not row:
             return self._rescaled(written, out)
@@ -217,9 +213,9 @@ class Writer:
         size = tape.sizes[written]
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
-        narrow = self._product(self._dropout(x, run.dropout), into, run.rank)
+        narrow = self.product(self._dropout(x, run.dropout), into, run.rank)
         narrow = self._summed(narrow) if row else narrow
-        wide = self._product(narrow, run.rank, out, places=run.between if row else run.places)
+        wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
             self._row_norms(into, out)
         weighed = tape.add(Work.pointwise, (wide,), size)
@@ -248,9 +244,9 @@ class Writer:
         """
         size = self.tape.sizes[x]
         wide = size // self.run.compute * self.run.held
-        given = self._cast(x, wide) if wide_input and wide != size else x
+        given = self.cast(x, wide) if wide_input and wide != size else x
         scaled = self._scaled(given, wide, features)
-        return scaled if wide == size else self._cast(scaled, size)
+        return scaled if wide == size else self.cast(scaled, size)
 
     def _scaled(self, x: int, size: int, features: int) -> int:
         """Writes a product, of ``size`` bytes, with a vector that is trained."""
@@ -258,176 +254,6 @@ class Writer:
         return self.tape.add(
             Work.pointwise, (x,), size, saved=(x,), weight=(vector, vector), scratch=size
         )
-
-    def _product(
-        self,
-        x: int,
-        into: int,
-        out: int,
-        *,
-        bias: bool = False,
-        trains: bool = True,
-        places: int | None = None,
-        holds: tuple[int, ...] = (),
-    ) -> int:
-        run, tape = self.run, self.tape
-        places = places or run.places
-        count, more = into * out, out * bias
-        saved, read = [], x
-        if run.casts:
-            if bias:
-                tape.add(Work.pointwise, (), out * run.compute)
-            if tape.trained[x]:
-                saved.append(tape.add(Work.pointwise, (), count * run.compute))
-            else:
-                tape.add(Work.pointwise, (), count * run.compute)
-            if tape.sizes[x] != places * into * run.compute:
-                read = self._cast(x, places * into * run.compute)
-        weights = (count + more) * trains
-        flops = 2.0 * count * places
-        return tape.add(
-            Work.product,
-            (read, *holds),
-            places * out * run.compute,
-            saved=(*((read,) if trains else ()), *saved),
-            gradients=(read,),
-            weight=(weights * run.compute, weights * run.held),
-            weight_first=not bias,
-            kept_by_selective=self._kept_by_selective(),
-            flops=flops,
-            backward_flops=flops * (tape.trained[x] + trains),
-        )
-
-    def _product_fp8(
-        self, x: int, into: int, out: int, holds: tuple[int, ...], *, bias: bool
-    ) -> int:
-        """Writes torchao's product, whose operands are cast to 8 bits for each of three products.
-
-        A cast of n numbers makes 9n bytes: scaled and saturated in fp32, then cast. Backward casts
-        the gradient for either product, and what forward has cast once more. Compiled, a cast
-        reads its numbers twice and writes them once; by torch's own operators it moves more.
-        """
-        run, tape = self.run, self.tape
-        if not run.on_cpu and tape.sizes[x] != run.places * into * run.compute:
-            x = self._cast(x, run.places * into * run.compute)
-        read, made, weights = run.places * into, run.places * out, into * out
-        gradients = read * run.compute, weights * run.compute
-        # Products want one operand by rows and one by columns; emulated ones copy out of sight.
-        turned = not run.on_cpu
-        flops = 2.0 * weights * run.places
-        moved = [
-            2 * size + count
-            for count, size in (
-                (read, tape.sizes[x]),
-                (made, made * run.compute),
-                (weights, weights * run.held),
-            )
-        ]
-        written = tape.add(
-            Work.product_fp8,
-            (x, *holds),
-            made * run.compute,
-            saved=(x,),
-            gradients=(x,),
-            weight=(gradients[1], weights * run.held),
-            weight_first=False,
-            forward_scratch=max(9 * read, read + 9 * weights) - made * run.compute,
-            scratch=max(
-                9 * made,
-                made + 9 * weights,
-                made + weights * (1 + turned) + gradients[0],
-                max(10 * made, 2 * made + 9 * read) + weights + gradients[0],
-                (made + read) * (1 + turned) + made + weights + sum(gradients),
-            )
-            - tape.sizes[x]
-            - gradients[1],
-            casts=(moved[0] + moved[2], moved[0] + 2 * moved[1] + moved[2]),
-            kept_by_selective=self._kept_by_selective(),
-            flops=flops,
-            backward_flops=2 * flops,
-        )
-        if not bias:
-            return written
-        added = (out * run.compute, out * run.held)
-        return tape.add(Work.pointwise, (written,), tape.sizes[written], weight=added, shares=True)
-
-    def _kept_by_selective(self) -> bool:
-        """Returns whether selective recomputation keeps the next product."""
-        self._products += 1
-        return self._products % 2 == 1 or not self.run.every_second
-
-    def _unpacked_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
-        """Writes a product with a frozen matrix, unpacked for forward and again for backward."""
-        run, tape = self.run, self.tape
-        if run.casts and tape.sizes[x] != run.places * into * run.compute:
-            x = self._cast(x, run.places * into * run.compute)
-        size, flops = into * out * run.compute, 2.0 * into * out * run.places
-        scales = round(into * out * run.scale_bytes)
-        matrix = tape.add(Work.pointwise, (), size, forward_scratch=scales)
-        return tape.add(
-            Work.product,
-            (x, matrix, *holds),
-            run.places * out * run.compute,
-            gradients=(x,),
-            scratch=size,
-            packed=True,
-            kept_by_selective=self._kept_by_selective(),
-            flops=flops,
-            backward_flops=flops * tape.trained[x],
-        )
-
-    def _rounded_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
-        """Writes a product of what is rounded to integers and back, and again for backward.
-
-        It keeps what a plain product keeps. Scales are three numbers for each group; torch's own
-        operators pass fourteen times over what is rounded, and over a gradient that is masked.
-        """
-        run, tape = self.run, self.tape
-        read, made, weights = run.places * into, run.places * out, into * out
-        matrix, rounds, held = weights * run.compute, run.rounds_inputs, weights * run.held
-        scales = 3 * FP32 * weights // run.group, 3 * FP32 * run.places
-        rounding = self._rounded(weights, held, scales[0])
-        of_x, of_weight = read * run.compute, weights * run.compute
-        given = of_x if rounds or tape.sizes[x] != of_x else 0
-        giving = self._rounded(read, tape.sizes[x], scales[1]) if rounds else given
-        if rounds:
-            passing = _handed_on(read, tape.sizes[x], scales[1])
-        else:
-            passing = tape.sizes[x] if given else 0
-        summed = tape.sizes[x] + of_weight
-        passes = 14 * FP32 * (weights + read * rounds)
-        flops = 2.0 * weights * run.places
-        return tape.add(
-            Work.product,
-            (x, *holds),
-            made * run.compute,
-            saved=(x,),
-            gradients=(x,),
-            weight=(held, held),
-            weight_first=False,
-            forward_scratch=max(given + matrix, max(giving, given + rounding) - made * run.compute),
-            scratch=max(
-                rounding,
-                matrix + of_x,
-                of_x + passing,
-                tape.sizes[x] + giving,
-                summed + given,
-                summed + _handed_on(weights, held, scales[0]),
-            )
-            - tape.sizes[x]
-            - held,
-            casts=(passes, 2 * passes),
-            kept_by_selective=self._kept_by_selective(),
-            flops=flops,
-            backward_flops=2 * flops,
-        )
-
-    def _rounded(self, count: int, size: int, scales: int) -> int:
-        """Returns the bytes that rounding takes of numbers of ``size`` bytes in all."""
-        wide = count * FP32
-        if size < wide:
-            return wide + size + scales
-        return wide + max(scales, count * self.run.compute * (self.run.compute < FP32))
 
     def _rotate(self, x: int) -> int:
         run, tape = self.run, self.tape
@@ -440,7 +266,7 @@ class Writer:
         total = tape.add(
             Work.pointwise, (second, first, rolled), wide, gradients=(second, first), shares=True
         )
-        return total if wide == size else self._cast(total, size)
+        return total if wide == size else self.cast(total, size)
 
     def _attention(self, normed: int) -> int:
         spec, run = self.spec, self.run
@@ -554,12 +380,3 @@ class Writer:
             row=True,
             holds=(read, normed),
         )
-
-
-def _handed_on(count: int, size: int, scales: int) -> int:
-    """Returns what a gradient of ``count`` numbers, of ``size`` bytes at last, needs to be masked.
-
-    Their levels in fp32 and two answers to whether each is out of range; then one, and itself.
-    """
-    wide = count * FP32
-    return wide + count + max(count, size if size < wide else 0) + scales

@@ -92,14 +92,14 @@ def _sum(x: Tensor) -> Tensor:
 
 def _joined(part: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
     if inputs:
-        return (Join.apply(inputs[0]), *inputs[1:]), named  # type: ignore[no-untyped-call]
+        return (Join.apply(inputs[0]), *inputs[1:]), named  # type: ignore[no-untyped-call]  # torch's own
     first, *_ = named
-    return inputs, named | {first: Join.apply(named[first])}  # type: ignore[no-untyped-call]
+    return inputs, named | {first: Join.apply(named[first])}  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _summed(layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
-    return cast(Tensor, Sum.apply(part))  # type: ignore[no-untyped-call]
+    return cast(Tensor, Sum.apply(part))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _gathered(ranks: int, layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
-    return cast(Tensor, Gather.apply(part, ranks))  # type: ignore[no-untyped-call]
+    return cast(Tensor, Gather.apply(part, ranks))  # type: ignore[no-untyped-call]  # torch's own

@@ -60,9 +60,9 @@ class Between(nn.Module):
         """Returns another such tensor, of which backward goes no further."""
         before, after = self._counts
         self.x, self.arguments, self.keywords = x, arguments, keywords
-        before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         leaf = Kind.of(x).leaf(trained=True)
-        after.__enter__()  # type: ignore[no-untyped-call]
+        after.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return leaf.clone()
 
     def told(
@@ -85,11 +85,11 @@ class Between(nn.Module):
         shared = bytes_of(others)
         first = (0, 0, 0, 0)
         if x.requires_grad:
-            end = [End.apply(self.x)]  # type: ignore[no-untyped-call]
+            end = [End.apply(self.x)]  # type: ignore[no-untyped-call]  # torch's own
             del self.x
-            before.__enter__()  # type: ignore[no-untyped-call]
+            before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             most = backward(end, before) - shared
-            before.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             first = (0, 0, most, gradients(module) * fresh)
         return Ends(first, last, x, logits, self.arguments, self.keywords, shared)
 

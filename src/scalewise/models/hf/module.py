@@ -50,7 +50,7 @@ class HuggingFaceModule(ModelModule):
 
     def embedding(self) -> nn.Module:
         """Returns what embeds tokens."""
-        found: nn.Module = self.body.get_input_embeddings()  # type: ignore[operator]
+        found: nn.Module = self.body.get_input_embeddings()  # type: ignore[operator]  # transformers' own
         return found
 
     def put_layers(self, blocks: list[nn.Module]) -> None:

@@ -25,7 +25,7 @@ ATTENTION = frozenset(
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lacks the annotation
+class Operators(TorchDispatchMode):
     """Writes a tape of each part of a model, named as it begins."""
 
     def __init__(self, run: Pass) -> None:

@@ -120,7 +120,7 @@ class Player:
                 y = block(x, *ends.arguments, **ends.keywords)
             forward = live.take_peak()
             del x
-            kept, end = live.now - bytes_of([y]), [End.apply(y)]  # type: ignore[no-untyped-call]
+            kept, end = live.now - bytes_of([y]), [End.apply(y)]  # type: ignore[no-untyped-call]  # torch's own
             del y
             return kept, forward, backward(end, live), gradients(module) * fresh
 
@@ -160,10 +160,10 @@ class Player:
             logits = Kind.of(out)
             forward = after.take_peak()
             kept = after.now - bytes_of([out])
-            end = [out if self.in_pieces else End.apply(out)]  # type: ignore[no-untyped-call]
+            end = [out if self.in_pieces else End.apply(out)]  # type: ignore[no-untyped-call]  # torch's own
             del out
             most = backward(end, after)
-            after.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            after.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             last = (kept, forward, most, gradients(module) * fresh)
             if fresh:
                 module.zero_grad()

@@ -72,22 +72,22 @@ class HuggingFace(Model):
         return self.facts.vocabulary
 
     @property
-    def context(self) -> int:  # type: ignore[override]
+    def context(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the tokens of the longest row."""
         return self.facts.context
 
     @property
-    def layers(self) -> int:  # type: ignore[override]
+    def layers(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the blocks."""
         return self.facts.layers
 
     @property
-    def heads(self) -> int:  # type: ignore[override]
+    def heads(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the query heads per block."""
         return self.facts.heads
 
     @property
-    def width(self) -> int:  # type: ignore[override]
+    def width(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the features of the residual stream."""
         return self.facts.width
 

@@ -1,0 +1,73 @@
+"""What the open groups of a run may name: callbacks, and modules of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from scalewise.data.module import UserData
+from scalewise.errors import Complaint
+from scalewise.objectives import UserModule
+from scalewise.training.callbacks import spec as own_callbacks
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
+"""Packages whose callables an open group may name without the user's say-so."""
+
+
+def of_modules(run: Run) -> Iterator[Complaint]:
+    """Yields targets of a user's module and data that name no class of a trusted package."""
+    for group, spec in (("objective", run.objective), ("data", run.data)):
+        if not isinstance(spec, UserModule | UserData):
+            continue
+        path, given = spec.target, spec.arguments
+        if "." not in path and (path or group == "objective"):
+            cure = f"give {group}.target=package.module.Class"
+            yield Complaint(f"{group}.target", path or "''", "names no class", cure)
+        elif path:
+            yield from _untrusted(run, f"{group}.target", path)
+        if nested := [key for key, value in given.items() if _names_target(value)]:
+            key, reason = nested[0], "only a module itself is built, not its arguments"
+            cure = "give it plain values"
+            yield Complaint(f"{group}.arguments.{key}", given[key], reason, cure)
+
+
+def _untrusted(run: Run, key: str, path: str) -> Iterator[Complaint]:
+    package = path.split(".")[0]
+    if package not in (*TRUSTED_PACKAGES, *run.trusted_packages):
+        reason = f"the package {package!r} is not trusted"
+        cure = f"if you trust it, set trusted_packages=[{package}]"
+        yield Complaint(key, path, reason, cure)
+
+
+def of_callbacks(run: Run) -> Iterator[Complaint]:
+    """Yields callbacks that are none, come of a package that is not trusted, or could not act."""
+    for name, callback in run.callbacks.items():
+        path = callback.get("_target_") if isinstance(callback, Mapping) else None
+        if not isinstance(path, str) or "." not in path:
+            yield Complaint(
+                f"callbacks.{name}",
+                callback,
+                "names no callback",
+                f"give callbacks.{name}._target_=package.module.Class",
+            )
+        elif nested := [key for key, value in callback.items() if _names_target(value)]:
+            reason = "only a callback itself is built, not its arguments"
+            yield Complaint(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
+        elif untrusted := list(_untrusted(run, f"callbacks.{name}._target_", path)):
+            yield from untrusted
+        elif own_callbacks.is_own(path):
+            yield from own_callbacks.complaints(name, callback)
+        elif path.endswith(".EarlyStopping") and run.trainer.validate_every is None:
+            reason = "could never act: nothing is validated"
+            cure = "set trainer.validate_every=100, or leave it out"
+            yield Complaint("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
+
+
+def _names_target(value: object) -> bool:
+    """Returns whether a container holds a ``_target_`` at any depth."""
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(_names_target(entry) for entry in value.values())
+    return isinstance(value, list | tuple) and any(_names_target(entry) for entry in value)
