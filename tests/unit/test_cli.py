@@ -48,7 +48,8 @@ def test_help_lists_verbs_groups_and_examples(
         assert all(name in rows[group] for name in tree.names(group))
     assert all(f"  {line}\n" in said for _, line in usage.EXAMPLES)
     long = tuple(
-        f"  {group}" for group in ("model", "data", "parallelism", "memory", "experiment", "sweep")
+        f"  {group}"
+        for group in ("model", "data", "parallelism", "optimizer", "memory", "experiment", "sweep")
     )
     assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
 
@@ -61,7 +62,8 @@ def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFi
     assert all(form in said and does in said for form, does in usage.FORMS[verb])
     assert ("  parallelism" in said) == (verb in usage.COMPOSING)
     long = tuple(
-        f"  {group}" for group in ("model", "data", "parallelism", "memory", "experiment", "sweep")
+        f"  {group}"
+        for group in ("model", "data", "parallelism", "optimizer", "memory", "experiment", "sweep")
     )
     assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
 
