@@ -59,6 +59,7 @@ def test_leaps_in_a_row_end_the_run() -> None:
         [2.0, 5.9, 5.9, 5.9],
         [10.0, 5.0, 2.0, 1.0, 0.5],
         [1.0 * 1.2**step for step in range(30)],
+        [1.0, 0.01] + [0.0001] * 40 + [0.09] * 5,
         [],
     ],
 )
@@ -69,7 +70,8 @@ def test_a_hump_is_no_leap(losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"factor": 1}, {"factor": float("nan")}, {"patience": 0}, {"every": 0}]
+    "arguments",
+    [{"factor": 1}, {"factor": float("nan")}, {"patience": 0}, {"every": 0}, {"floor": -1}],
 )
 def test_settings_that_cannot_guard(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):

@@ -65,7 +65,7 @@ class LossGuard(Guarding, Callback):
         cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
         if not isfinite(loss):
             raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
-        if self._mean is not None and loss > self.factor * self._mean:
+        if self._mean is not None and loss > max(self.factor * self._mean, self.floor):
             self._leaps += 1
             if self._leaps >= self.patience:
                 raise TrainingDiverged(

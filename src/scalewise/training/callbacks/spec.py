@@ -10,7 +10,16 @@ from scalewise.config.near import meant
 from scalewise.errors import Complaint
 from scalewise.units import LARGEST
 
-LOWEST = {"factor": 1.0, "patience": 1, "every": 1, "wait": 0, "active": 1, "step": 0, "rank": 0}
+LOWEST = {
+    "factor": 1.0,
+    "patience": 1,
+    "every": 1,
+    "floor": 0,
+    "wait": 0,
+    "active": 1,
+    "step": 0,
+    "rank": 0,
+}
 """Least value of each number; a ``factor`` must exceed its."""
 
 
@@ -34,6 +43,8 @@ class Guarding(Arguments):
     """Leaps in a row that end the run."""
     every: int = 10
     """Losses looked at together."""
+    floor: float = 0.1
+    """A task with less loss is as good as solved: what rises that far is no leap."""
 
 
 @dataclass(eq=False)
