@@ -66,7 +66,16 @@ def test_there_is_no_torch(bare: Path, scalewise: Doors) -> None:
     assert "No module named 'torch'" in ended.err
 
 
-@pytest.mark.parametrize("experiment", tree.names("experiment"))
+OF_TRANSFORMERS = "finetune/captioning_tiny"
+"""What it holds is known by a trace of its model alone, which is torch's."""
+OF_OURS = [name for name in tree.names("experiment") if name != OF_TRANSFORMERS]
+
+
+def test_a_model_of_transformers_wants_torch(plan: Plan) -> None:
+    plan(f"experiment={OF_TRANSFORMERS}").refused("model=hf", "torch", "pip install torch")
+
+
+@pytest.mark.parametrize("experiment", OF_OURS)
 def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
     said = plan(f"experiment={experiment}").ok().out
     assert "where the bytes go" in said
@@ -74,7 +83,7 @@ def test_every_experiment_is_planned(experiment: str, plan: Plan) -> None:
     assert "fits, " in said
 
 
-@pytest.mark.parametrize("experiment", tree.names("experiment"))
+@pytest.mark.parametrize("experiment", OF_OURS)
 def test_every_experiment_is_given_a_cure(experiment: str, plan: Plan) -> None:
     small = ("hardware.memory_gib=0.5", "trainer.micro_batch=4096", "trainer.global_batch=8192")
     ended = plan(f"experiment={experiment}", *small)

@@ -62,8 +62,12 @@ class HuggingFace(Model):
     @property
     def facts(self) -> Facts:
         """Returns what the configuration says; raises ``ConfigError`` where it cannot be read."""
-        from scalewise.models.hf import skeleton
-
+        try:
+            from scalewise.models.hf import skeleton
+        except ModuleNotFoundError as error:
+            reason = f"is known by {error.name}, which is not installed"
+            cure = f"pip install {error.name}"
+            raise ConfigError.one("model", "hf", reason, cure) from None
         return skeleton.facts(self.path, self.depth)
 
     @property
