@@ -65,7 +65,7 @@ class AdamW(Moments, Slotted):
         if self.offload:
             from scalewise.optimizers.offloaded import HostAdamW
 
-            return HostAdamW(groups, **settings)
+            return HostAdamW(list(groups), **settings)
         return optim.AdamW(groups, **settings, fused=self.fused)
 
 
@@ -94,7 +94,7 @@ class PagedAdamW(Moments):
         from scalewise.optimizers import paged
 
         betas = (self.beta1, self.beta2)
-        return paged.PagedAdamW(groups, lr=self.lr, betas=betas, eps=self.epsilon)
+        return paged.PagedAdamW(list(groups), lr=self.lr, betas=betas, eps=self.epsilon)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain, pairwise
 from typing import Any
 
@@ -22,11 +22,6 @@ class HostAdamW(AdamW):
     """
 
     state_place = HOST
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(list(groups), lr=lr, betas=betas, eps=eps)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +19,6 @@ class PagedAdamW(AdamW):
 
     state_place = torch.device("cpu")  # what is paged is a tensor of the host's to torch
     state_format = torch.float32
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(list(groups), lr=lr, betas=betas, eps=eps)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -41,7 +41,8 @@ class ImageTextModule(StackedModule):
 
     def embedding(self) -> nn.Module:
         """Returns what embeds tokens."""
-        return cast(Any, self.head).language_model.get_input_embeddings()  # type: ignore[no-any-return]
+        found: nn.Module = cast(Any, self.head).language_model.get_input_embeddings()
+        return found
 
     def writes(self, name: str) -> bool:
         """Returns whether a layer is of the language model."""
