@@ -68,6 +68,8 @@ class MicroBatches:
     def __init__(self, rows: Rows, share: Share, seed: int | None, *, pin_memory: bool) -> None:
         self._rows, self._share, self._pin_memory = rows, share, pin_memory
         self._order = Order(len(rows), seed, share.global_batch)
+        # Asked once: of a protocol the question costs as much as a batch.
+        self._pictures = rows.pictures if isinstance(rows, PicturedRows) else None
 
     @property
     def rows(self) -> int:
@@ -92,8 +94,8 @@ class MicroBatches:
             packing=self._rows.packing,
             target=self._rows.target,
         )
-        if isinstance(self._rows, PicturedRows):
-            seen = self._share.read(self._rows.pictures, self._order, number, fill=0)
+        if self._pictures:
+            seen = self._share.read(self._pictures, self._order, number, fill=0)
             pixels = torch.from_numpy(seen)
             batch["inputs"] = pixels.pin_memory() if self._pin_memory else pixels
         if self.reference is None:
