@@ -14,9 +14,9 @@ from fixtures.doors import UNTRACKED, Doors, Folder, same_weights
 from fixtures.jobs import Job
 
 EVERY = "checkpoint.every=2"
-IN_SAVE = (
-    "trusted_packages=[fixtures]",
-    "+callbacks.accident._target_=fixtures.accidents.KillInSave",
+IN_SAVE, AT_END = (
+    ("trusted_packages=[fixtures]", f"+callbacks.accident._target_=fixtures.accidents.{accident}")
+    for accident in ("KillInSave", "KillAtEnd")
 )
 KINDS = {
     "single": (),
@@ -196,6 +196,19 @@ def test_a_run_may_die_twice(job: Job, undisturbed: Reference) -> None:
     for step in (3, 6):
         job(EVERY, "resume=auto", "+inject=kill", f"callbacks.inject.step={step}", status="failed")
     assert_same(job(EVERY, "resume=auto"), undisturbed("single"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
+def test_a_run_killed_after_its_last_step_takes_none_twice(
+    kind: str, job: Job, undisturbed: Reference
+) -> None:
+    killed = job(*KINDS[kind], *AT_END, status="failed")
+    ended = job(*KINDS[kind], "resume=auto")
+    assert ended.status["resumed_from"] == str(killed.checkpoint(8))
+    assert_same(ended, undisturbed(kind))
+    restarted = job(*KINDS[kind], *AT_END, "launch.max_restarts=1")
+    assert restarted.status["attempts"] == 2
+    assert_same(restarted, undisturbed(kind))
 
 
 def test_auto_starts_anew_after_a_run_that_finished(job: Job) -> None:

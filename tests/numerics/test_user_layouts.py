@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.doors import Folder
+from fixtures.doors import Folder, same_weights
 from fixtures.jobs import Job
 from fixtures.layouts import needs_deepspeed
 from fixtures.yours import MyData, MyModule
@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from scalewise import compose
 from scalewise.errors import ConfigError
+from scalewise.tracking.files import write_json
 from scalewise.training import user_trace
 
 LONG = pytest.mark.exhaustive
@@ -109,6 +110,16 @@ def test_it_goes_on_bit_by_bit(step: int, job: Job) -> None:
     assert rest.column("train/loss") == whole.column("train/loss")
     for name, weight in whole.weights().items():
         assert torch.equal(rest.weights()[name], weight), name
+
+
+def test_a_run_stopped_after_its_last_step_takes_none_twice(job: Job) -> None:
+    whole = job.of(*YOURS)
+    write_json(whole.path / "status.json", {**whole.status, "status": "running"})
+    ended = job.of(*YOURS, "resume=auto")
+    assert ended.status["resumed_from"] == str(whole.checkpoint(STEPS))
+    assert ended.column("train/loss") == whole.column("train/loss")
+    assert ended.summary["metrics"]["val/loss"] == whole.summary["metrics"]["val/loss"]
+    assert same_weights(ended.weights(), whole.weights())
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,10 @@ def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Pa
     message = refused(compose(f"resume={folder}"), tmp_path / "now")
     assert "has done 100 of 100 steps" in message
     assert "trainer.max_steps above 100" in message
+    assert found(compose("resume=auto"), tmp_path / "now") == store.path_of(
+        folder / "checkpoints", STEPS
+    )
+    assert "has done 100 of 100 steps" in refused(compose("resume=last"), tmp_path / "now")
 
 
 @pytest.mark.parametrize("content", ["", "[1", "- 1\n"])

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,24 @@ def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
     assert list(store.steps(saved.parent)) == [3, 4, 123_456_789]
     assert store.latest(saved.parent) == later[0]
     assert store.latest(saved.parent / "none") is None
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_checkpoint_taken_over_outlives_the_first(
+    saved: Path, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError("another file system")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    for _ in range(2):
+        store.take_over(saved, tmp_path / "other")
+    kept = store.path_of(tmp_path / "other", 3)
+    assert (kept / store.MANIFEST).samefile(saved / store.MANIFEST) == links
+    shutil.rmtree(saved)
+    assert store.verify(kept) == 3
+    assert list(kept.parent.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(

@@ -265,20 +265,32 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def latest(folder: Path, below: int | None = None) -> Path | None:
-    """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over.
-
-    ``below``: of those alone of an earlier step.
-    """
-    for step, path in reversed(steps(folder).items()):
-        if below is not None and step >= below:
-            continue
+def latest(folder: Path) -> Path | None:
+    """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over."""
+    for path in reversed(steps(folder).values()):
         try:
             verify(path)
         except CheckpointError:
             continue
         return path
     return None
+
+
+def take_over(path: Path, folder: Path) -> None:
+    """Makes a whole checkpoint one of ``folder`` too: by hard links, or else as a copy."""
+    if (folder / path.name).exists():
+        return
+    partial = folder / f".partial-{path.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(path, partial, copy_function=_linked)
+    partial.rename(folder / path.name)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def _fingerprint(file: Path) -> dict[str, int]:

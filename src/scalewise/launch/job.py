@@ -104,7 +104,7 @@ def checked(order: Order, folder: Path) -> Path | None:
         steps = run.steps(len(splits.train))
     if run.resume is None and not order.attempts:
         return None
-    if own := _own_checkpoint(order, steps):
+    if own := _own_checkpoint(order):
         return own
     if run.resume is None:
         return None
@@ -113,11 +113,11 @@ def checked(order: Order, folder: Path) -> Path | None:
     return checkpoint_for(run, folder, steps, in_sweep=order.sweep is not None)
 
 
-def _own_checkpoint(order: Order, steps: int) -> Path | None:
-    """Returns the newest checkpoint of a job's own that leaves something to do."""
+def _own_checkpoint(order: Order) -> Path | None:
+    """Returns the newest checkpoint of a job's own."""
     from scalewise.checkpoints import store
 
-    found = (store.latest(attempt / "checkpoints", steps) for attempt in order.attempts)
+    found = (store.latest(attempt / "checkpoints") for attempt in order.attempts)
     return next(filter(None, found), None)
 
 

@@ -23,7 +23,8 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
     """Returns the checkpoint to go on from to ``steps``, or None to start anew.
 
     ``resume`` is a path (a checkpoint or a run's folder), ``last`` (the newest run of this name)
-    or ``auto`` (the same, if it did not finish; else a fresh start). Raises ``CheckpointError``.
+    or ``auto`` (the same, if it did not finish; else a fresh start). Only ``auto`` goes on from one
+    that leaves no step to take, of a run that was stopped after it. Raises ``CheckpointError``.
     """
     asked = run.resume
     if asked is None:
@@ -42,11 +43,13 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
     path = path.absolute()
     done = store.verify(path)
     complaints = list(differences(run, path.parents[1]))
-    if done >= steps:
+    if done > steps or (done == steps and asked != "auto"):
         cure = f"set trainer.max_steps above {done}, or resume=null"
         complaints.append(Complaint("resume", asked, f"has done {done} of {steps} steps", cure))
     if complaints:
         raise CheckpointError(complaints)
+    if done == steps:
+        print(f"resume: {path.parents[1]} has done all {steps} steps; its end follows", flush=True)
     return path
 
 

@@ -95,6 +95,8 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
         trainer = assemble(run, folder, place, steps, recorder, pruning, first)
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
+            if resume and start == steps and place.rank == 0:
+                store.take_over(resume, folder / "checkpoints")
             if pruning:
                 pruning.settle()
         finally:

@@ -128,6 +128,9 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         share_out(trainer, layout.data_rank(place.rank), layout.data_parallel_size)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
+            if resume and trainer.global_step == start and place.rank == 0:
+                begun(run, start)
+                store.take_over(resume, folder / "checkpoints")
             if pruning:
                 pruning.settle()
         finally:
