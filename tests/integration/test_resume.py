@@ -198,7 +198,7 @@ def test_a_run_may_die_twice(job: Job, undisturbed: Reference) -> None:
     assert_same(job(EVERY, "resume=auto"), undisturbed("single"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("single", marks=LONG), "ddp"])
+@pytest.mark.parametrize("kind", ["single", pytest.param("ddp", marks=LONG)])
 def test_a_run_killed_after_its_last_step_takes_none_twice(
     kind: str, job: Job, undisturbed: Reference
 ) -> None:
