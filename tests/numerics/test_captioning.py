@@ -140,8 +140,21 @@ def test_plans_are_by_trace(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "all 6 layers" in said
     assert "a model that reads pictures is known by trace" in said
+    for line in ("parameters ", "optimizer state ", "activations ", "gradients "):
+        assert f"\n{line}" in said
     assert cli.main(["plan", *tiny, "plan.method=ledger"]) == 2
     assert "knows nothing of several stacks" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ("experiment=finetune/captioning_tiny", "hardware=cpu", "tracking=none")
+    small = "hardware.memory_gib=0.012"
+    assert cli.main(["plan", *tiny, small]) == 3
+    said = capsys.readouterr().out
+    assert "out_of_memory, " in said
+    smaller = "trainer.micro_batch=16 trainer.global_batch=64"
+    assert f"to make it fit: {smaller}\n" in said
+    assert cli.main(["plan", *tiny, small, *smaller.split()]) == 0
 
 
 def test_fresh_weights_are_drawn_for_as_many_layers(folder: Path) -> None:

@@ -62,7 +62,11 @@ class Cure:
         return tuple(self.line.split())
 
 
-def cure(run: Run) -> Cure | None:
+Judge = Callable[["Run"], Fit | None]
+"""How a run stands against its hardware; None: that cannot be told."""
+
+
+def cure(run: Run, judge: Judge = judged) -> Cure | None:
     """Returns the cheapest changes under which ``run`` fits its hardware; None: none were found."""
     tried = list(changes(run))
     bundles = [
@@ -78,8 +82,7 @@ def cure(run: Run) -> Cure | None:
             changed = change.make(changed)
         if any(changed.complaints()):
             continue
-        fit = judged(changed)
-        if fit.verdict is Verdict.fits:
+        if (fit := judge(changed)) is not None and fit.verdict is Verdict.fits:
             return Cure(bundle, changed, fit)
     return None
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scalewise.plan import budget, sizing
-from scalewise.plan.cure import Cure, cure
+from scalewise.plan.cure import Cure, Judge, cure
 from scalewise.plan.steptime import StepTime, of_step
 from scalewise.plan.verdict import Fit, judged
 
@@ -26,15 +26,17 @@ class Plan:
     step: StepTime | None
     told: tuple[str, ...] = ()
     """What is typed to get it, where it is not the run that was asked about."""
+    tracer: Judge | None = None
+    """What judges changes of a run that is known by trace alone; None: nobody does."""
 
     @cached_property
     def cure(self) -> Cure | None:
-        """Returns the smallest change that makes it fit; None where it fits, or nothing helps.
-
-        Of what is known by trace alone the ledger, which looks for it, knows nothing.
-        """
-        known = self.fit.verdict.good or self.run.objective.by_trace
-        return None if known else cure(self.run)
+        """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
+        if self.fit.verdict.good:
+            return None
+        if self.run.objective.by_trace:
+            return None if self.tracer is None else cure(self.run, self.tracer)
+        return cure(self.run)
 
     @property
     def interval(self) -> tuple[float, float] | None:

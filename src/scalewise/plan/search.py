@@ -130,7 +130,7 @@ def walk(run: Run) -> Iterator[Candidate]:
                 tried = list(_sizes(saved, typed))
                 for passes, plan in tried:
                     told = (*training, *laid_out, *saving, *passes)
-                    yield Candidate(plan.run, plan.fit, plan.step, told, training)
+                    yield Candidate(plan.run, plan.fit, plan.step, told, training=training)
                 roomy = bool(tried) and tried[-1][1].fit.verdict.good
                 if roomy and run.plan.rank_by is not Rank.memory:
                     break

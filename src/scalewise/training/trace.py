@@ -26,6 +26,7 @@ from scalewise.models.base import Model
 from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
 from scalewise.parallelism.single import Single
+from scalewise.plan.ledger import Ledger, Line, Phase
 from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.training import fake
@@ -34,6 +35,20 @@ DEPTHS = (4, 6)
 """Layers of the copies: in fewer, the first blocks and the last are the same ones."""
 WARM_STEPS = 2
 """Steps before the one that is counted: the optimizer's state is there, gradients were."""
+PARTS = ("parameters", "optimizer", "activations", "gradients")
+"""What a probe tells apart."""
+
+PHASES = {
+    "forward": Phase.forward,
+    "head": Phase.backward_loss,
+    "block -1": Phase.backward_last,
+    "block -2": Phase.backward_next,
+    "blocks": Phase.backward_next,
+    "block 1": Phase.backward_second,
+    "block 0": Phase.backward_first,
+    "optimizer": Phase.optimizer,
+}
+"""What a ledger calls the moments of a step."""
 
 Moments = dict[str, int]
 
@@ -45,10 +60,34 @@ class Trace:
     peak: int
     moments: Moments
     """The most by moment of the step."""
+    parts: dict[str, int]
+    """What a probe measures of the step, by ``memory/..._bytes`` key."""
     depths: tuple[int, ...]
     """Layers of the copies that were run; of one, all that the rank has."""
     rank: int = 0
     """The rank: the fullest."""
+
+    @property
+    def lasting(self) -> int:
+        """Returns the bytes of what is there throughout the step."""
+        return self.parts["memory/parameters_bytes"] + self.parts["memory/optimizer_bytes"]
+
+    def ledger(self) -> Ledger:
+        """Returns the lines of each phase, as far as a step without pipelines tells them apart."""
+        phases: dict[Phase, int] = {}
+        for name, most in self.moments.items():
+            phases[PHASES[name]] = max(most, phases.get(PHASES[name], 0))
+        part = {name: self.parts[f"memory/{name}_bytes"] for name in PARTS}
+        lines = [
+            Line("parameters", dict.fromkeys(phases, part["parameters"]), "", "and buffers"),
+            Line("optimizer state", dict.fromkeys(phases, part["optimizer"]), "", "between steps"),
+            Line("activations", {Phase.backward_loss: part["activations"]}, "", "kept by forward"),
+            Line("gradients", {Phase.optimizer: part["gradients"]}, "", "all of them"),
+        ]
+        told = Ledger(tuple(lines)).phases
+        rest = {phase: most - told[phase] for phase, most in phases.items()}
+        why = "activations and gradients of that moment, and results on their way"
+        return Ledger((*lines, Line("what else is alive", rest, "", why)))
 
 
 def refusal(run: Run) -> str | None:
@@ -85,13 +124,18 @@ def _of_rank(run: Run, rank: int, wire: fake.Wire, *, whole: bool) -> Trace:
     fewest, layers = min(len(part.layers) for part in parts), sum(len(p.layers) for p in parts)
     alike = len(run.memory.of_model(run.model.layers)) == 1
     if whole or not alike or fewest <= max(DEPTHS):
-        moments = _step(run, rank, wire)
-        return Trace(max(moments.values()), moments, (layers,), rank)
-    shallow, deep = (_step(run, rank, wire, depth) for depth in DEPTHS)
+        moments, found = _step(run, rank, wire)
+        return Trace(max(moments.values()), moments, found, (layers,), rank)
+    (less, less_found), (more, more_found) = (_step(run, rank, wire, depth) for depth in DEPTHS)
     further = layers / len(parts) - DEPTHS[1]
-    slopes = {name: (deep[name] - shallow[name]) / (DEPTHS[1] - DEPTHS[0]) for name in shallow}
-    moments = {name: round(deep[name] + further * slope) for name, slope in slopes.items()}
-    return Trace(max(moments.values()), moments, DEPTHS, rank)
+    moments, found = _deeper(less, more, further), _deeper(less_found, more_found, further)
+    return Trace(max(moments.values()), moments, found, DEPTHS, rank)
+
+
+def _deeper(less: Moments, more: Moments, further: float) -> Moments:
+    """Returns bytes of so many layers more than the deeper copy has."""
+    slopes = {name: (more[name] - less[name]) / (DEPTHS[1] - DEPTHS[0]) for name in less}
+    return {name: round(more[name] + further * slope) for name, slope in slopes.items()}
 
 
 def on_cpu(run: Run) -> Run:
@@ -99,8 +143,10 @@ def on_cpu(run: Run) -> Run:
     return replace(run, hardware=replace(run.hardware, device=DeviceKind.cpu))
 
 
-def _step(run: Run, rank: int, wire: fake.Wire, depth: int | None = None) -> Moments:
-    """Returns the most of each moment of one step, after a few that are not counted.
+def _step(
+    run: Run, rank: int, wire: fake.Wire, depth: int | None = None
+) -> tuple[Moments, dict[str, int]]:
+    """Returns the most of each moment of one step, after a few that are not counted, and its parts.
 
     ``depth``: layers to which the model, or each stage of a pipeline, is cut.
     """
@@ -121,7 +167,7 @@ def _step(run: Run, rank: int, wire: fake.Wire, depth: int | None = None) -> Mom
             for _ in range(WARM_STEPS):
                 step.take(None)
             counted = MemoryProbe(module, step.optimizer, layout.root_device, layout.holdings())
-            return step.take(counted)
+            return step.take(counted), counted.finish()
 
 
 @contextmanager
@@ -225,7 +271,7 @@ class _Step:
             if probe is not None and last:
                 probe.start()
                 self.mark = mark
-            self._pass(last=last, forward_ended=lambda: self.mark("head"))
+            self._pass(last=last, probe=probe if last else None)
         self.mark, self.pieces = _nothing, 0
         mark("optimizer")
         if probe is not None:
@@ -234,12 +280,10 @@ class _Step:
         self.optimizer.step()
         mark("")
         lasting = probe.lasting if probe is not None else 0
-        if probe is not None:
-            probe.abandon()
         self.module.zero_grad()
         return {name: most + lasting for name, most in moments.items()}
 
-    def _pass(self, *, last: bool, forward_ended: Callable[[], None]) -> None:
+    def _pass(self, *, last: bool, probe: MemoryProbe | None) -> None:
         layout, run = self.layout, self.run
         factor = torch.ones(())
         waits = isinstance(layout, MeshLayout) and not last
@@ -250,6 +294,8 @@ class _Step:
                         layout.evaluate(self.module, self.batch, Loss(run.objective.reference))
                 loss = layout.train(self.module, self.batch, Loss(run.objective, factor), last=last)
             loss = loss[0] if loss.dim() else loss
-            forward_ended()
+            self.mark("head")
+            if probe is not None:
+                probe.before_backward()
             with layout.loss_context():
                 cast(Any, loss / run.accumulation).backward()

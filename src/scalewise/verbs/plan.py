@@ -94,34 +94,35 @@ def _of_job(run: Run) -> Plan:
 
 def _by_trace(run: Run) -> Plan:
     """Returns the plan of what the ledger does not know: what a step of it holds, and no time."""
-    peak = _of_user(run) if run.objective.of_user else _of_stacks(run)
-    line = Line("traced", dict.fromkeys(EVERY, peak), "", "a step of it")
-    return Plan(run, against(run, Ledger((line,))), None)
+    return _of_user(run) if run.objective.of_user else _of_stacks(run)
 
 
-def _of_user(run: Run) -> int:
-    """Returns the peak of a step of a user's module, bytes."""
+def _of_user(run: Run) -> Plan:
+    """Returns the plan of a user's module."""
     from scalewise.training import user_trace  # imports torch
 
     with output.console().status("tracing"):
         found = user_trace.traced(run)
     show_plan.user(run, found)
-    return found["memory/peak_bytes"]
+    line = Line("traced", dict.fromkeys(EVERY, found["memory/peak_bytes"]), "", "a step of it")
+    return Plan(run, against(run, Ledger((line,))), None)
 
 
-def _of_stacks(run: Run) -> int:
-    """Returns the peak of a step of a model of several stacks, bytes.
+def _of_stacks(run: Run) -> Plan:
+    """Returns the plan of a model of several stacks.
 
     Raises ``ConfigError`` for what a trace cannot follow.
     """
     from scalewise.training import trace  # imports torch
+    from scalewise.training.trace_judge import TraceJudge
 
     if (reason := trace.refusal(run)) is not None:
         raise ConfigError.one("plan.method", "trace", reason, "set parallelism=fsdp, or single")
     with output.console().status("tracing"):
         found = trace.traced(run, whole=True)
-    show_plan.stacks(run, found)
-    return found.peak
+    plan = Plan(run, against(run, found.ledger()), None, tracer=TraceJudge())
+    show_plan.stacks(plan, found)
+    return plan
 
 
 def _traced(plan: Plan) -> Plan:

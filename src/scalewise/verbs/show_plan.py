@@ -101,17 +101,19 @@ def user(run: Run, found: Mapping[str, int]) -> None:
     console.print("[dim]no time: nobody has counted what a module of yours computes[/]")
 
 
-def stacks(run: Run, found: Trace) -> None:
+def stacks(plan: Plan, found: Trace) -> None:
     """Prints what a trace of several stacks found, and what a step computes."""
-    console = output.console()
-    at = max(found.moments, key=lambda name: found.moments[name])
+    console, run = output.console(), plan.run
     console.print(
         f"{run.name}: {count_text(run.model.parameters)} parameters, "
         f"{run.flops_per_step:.4g} flops a step\n"
-        f"traced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} at "
-        f"the peak ({at}; operators as on the CPU)"
     )
-    console.print(f"[dim]no ledger and no time: {run.objective.known} is known by trace[/]")
+    console.print(_ledger(plan))
+    console.print(
+        f"\ntraced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} "
+        f"at the {plan.fit.ledger.fullest} (operators as on the CPU)"
+    )
+    console.print(f"[dim]no formulas and no time: {run.objective.known} is known by trace[/]")
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -202,10 +204,11 @@ def verdict(plan: Plan) -> None:
     if fit.verdict is Verdict.fits:
         return
     cure = plan.cure
-    if cure is None and plan.run.objective.by_trace:
+    if cure is None and plan.run.objective.of_user:
         return
     if cure is None:
-        console.print("no change that was tried makes it fit; plan.search=all tries more")
+        more = "" if plan.run.objective.by_trace else "; plan.search=all tries more"
+        console.print(f"no change that was tried makes it fit{more}")
     else:
         taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is Fitting.auto)
         console.print(f"to make it fit: {cure.line}{taken}", soft_wrap=True)

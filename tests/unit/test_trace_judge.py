@@ -1,0 +1,85 @@
+"""A cure by trace: what is traced, how often, and what a trace says by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scalewise.plan.cure import cure
+from scalewise.plan.ledger import Phase
+from scalewise.plan.verdict import Verdict
+from scalewise.run import Run
+from scalewise.training import trace, trace_judge
+from scalewise.training.trace import Trace
+from scalewise.training.trace_judge import TRACES, TraceJudge
+from scalewise.units import GIB
+
+Traced = list[Run]
+LINE = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.micro_batch=8")
+
+
+def held(lasting: int, besides: int) -> Trace:
+    """Returns the trace of a step in which activations are the most."""
+    parts = {"parameters": lasting, "optimizer": 0, "activations": besides, "gradients": 7}
+    moments = {"forward": lasting + besides, "head": lasting + besides, "optimizer": lasting + 9}
+    named = {f"memory/{name}_bytes": size for name, size in parts.items()}
+    return Trace(lasting + besides, moments, named, (6,))
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    """Returns the runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
+    runs: Traced = []
+
+    def answer(run: Run, *, whole: bool) -> Trace:
+        runs.append(run)
+        return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
+
+    monkeypatch.setattr(trace_judge.trace, "traced", answer)
+    return runs
+
+
+def test_the_phases_of_a_trace_are_its_moments() -> None:
+    ledger = held(100, 50).ledger()
+    assert {phase: size for phase, size in ledger.phases.items() if size} == {
+        Phase.forward: 150,
+        Phase.backward_loss: 150,
+        Phase.optimizer: 109,
+    }
+    at_step = {line.what: line.bytes.get(Phase.optimizer, 0) for line in ledger.lines}
+    assert at_step["parameters"] == 100
+    assert at_step["gradients"] == 7
+    assert at_step["what else is alive"] == 2
+
+
+def test_every_moment_of_a_step_has_a_phase() -> None:
+    blocks = {"block 0", "block 1", "blocks", "block -2", "block -1"}
+    assert set(trace.PHASES) == {"forward", "head", "optimizer", *blocks}
+
+
+def test_the_cheapest_change_that_fits(compose: Callable[..., Run], traced: Traced) -> None:
+    found = cure(compose(*LINE), TraceJudge())
+    assert found is not None
+    assert found.line.startswith("trainer.micro_batch=2")
+    assert [run.micro_batch for run in traced] == [4, 2]
+
+
+def test_what_lasts_too_long_is_traced_once(
+    compose: Callable[..., Run], traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, judge = compose(*LINE), TraceJudge()
+    monkeypatch.setattr(trace_judge.trace, "traced", lambda run, whole: held(2 * GIB, 0))
+    fit = judge(run)
+    assert fit is not None
+    assert fit.verdict is Verdict.out_of_memory
+    assert judge(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
+
+
+def test_some_changes_are_never_traced(compose: Callable[..., Run], traced: Traced) -> None:
+    assert TraceJudge()(compose(*LINE, "memory=offload_activations")) is None
+    judge = TraceJudge()
+    found = [judge(compose(*LINE)) for _ in range(TRACES + 2)]
+    assert found[-2:] == [None, None]
+    assert len(traced) == TRACES
