@@ -17,6 +17,7 @@ pytest_plugins = [
     "fixtures.refusals",
     "fixtures.reports",
     "fixtures.steps",
+    "fixtures.stacked",
 ]
 
 ROOT = Path(__file__).parents[1]

@@ -1,0 +1,221 @@
+"""Models of several stacks: transformers' logits, losses, gradients, and steps in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS
+from fixtures.stacked import PICTURED, STACKED, Stacked
+from fixtures.steps import assert_close, assert_equal
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from scalewise import compose
+from scalewise.evaluation import live
+from scalewise.exports import Form
+from scalewise.exports import folder as exports
+from scalewise.models.hf.spec import HuggingFace, Init
+from scalewise.training.trace import refusal, traced
+from scalewise.verbs.trained import recorded
+
+LONG = pytest.mark.exhaustive
+ENCODER = "t5"
+EACH = pytest.mark.parametrize("family", [ENCODER, PICTURED])
+TAKEN = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_kept", "hsdp")
+USUAL = (PICTURED, "fsdp")
+LORA = ("adapter=lora", "adapter.rank=4")
+
+Stack = Callable[[str], Stacked]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("stacks"), shared_cache)
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stack) -> None:
+    stack = stacked(family)
+    spec, peer, run = HuggingFace(path=str(stack.folder)), stack.theirs(), stack.run()
+    assert [*spec.complaints()] == []
+    assert spec.parameters == peer.num_parameters()
+    ours, (batch,) = spec.build(1), [*stack.batches(1)]
+    logits = ours(batch["inputs"], batch["labels"])
+    compared = stack.logits(ours, batch)
+    torch.testing.assert_close(compared, stack.their_logits(peer, batch), rtol=1e-5, atol=1e-5)
+    loss = run.objective.summed(logits, batch["labels"]) / (batch["labels"] != -100).sum()
+    wanted = peer(**stack.asked(batch)).loss
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    wanted.backward()
+    own = dict(peer.named_parameters())
+    assert {ours.theirs(name) for name, _ in ours.named_parameters()} == {*own}
+    for name, parameter in ours.named_parameters():
+        want = own[ours.theirs(name)].grad
+        atol = 1e-5 * max(float(want.abs().max()), stack.noise)
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "starts"), [(ENCODER, 8, (0, 4)), (PICTURED, 12, (0, 4, 8))]
+)
+def test_fresh_weights_are_drawn_for_as_many_layers(
+    family: str, layers: int, starts: tuple[int, ...], stacked: Stack
+) -> None:
+    spec = HuggingFace(path=str(stacked(family).folder), init=Init.random, depth=4)
+    assert (spec.layers, spec.facts.starts) == (layers, starts)
+    one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@LONG
+@EACH
+def test_steps_are_those_of_transformers_in_a_hand_loop(
+    family: str, stacked: Stack, job: Job
+) -> None:
+    stack = stacked(family)
+    found = stack.alone(job, "optimizer.weight_decay=0")
+    model, losses = stack.theirs(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for batch in stack.batches(3):
+        loss = model(**stack.asked(batch)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(loss.item())
+    assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
+    to = found.path / "exported"
+    exports.write(recorded(found.path), to, Form.merged)
+    assert_close(stack.theirs(to).state_dict(), model.state_dict(), "weights")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if (family, layout) == USUAL else LONG)
+        for family in (ENCODER, "t5_gated", PICTURED)
+        for layout in TAKEN
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    family: str, layout: str, stacked: Stack, job: Job
+) -> None:
+    stack, parts = stacked(family), LAYOUTS[layout]
+    ranks = stack.run(*parts).parallelism.data_parallel_size
+    micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
+    assert_equal(job.of(*stack.line(*parts, micro_batch)), stack.alone(job))
+
+
+WAYS = {
+    "accumulated": ("trainer.micro_batch=4",),
+    "checkpoint_full": ("memory=checkpoint_full",),
+    "checkpoint_selective": ("memory=checkpoint_selective",),
+    "checkpoint_every_n": ("memory=checkpoint_every_n", "memory.every=2"),
+}
+
+
+@LONG
+@EACH
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("way", [*WAYS])
+def test_what_changes_no_step_changes_none(
+    way: str, layout: str, family: str, stacked: Stack, job: Job
+) -> None:
+    stack = stacked(family)
+    parts = (f"parallelism={layout}", "trainer.micro_batch=6", *WAYS[way])
+    assert_equal(job.of(*stack.line(*parts)), stack.alone(job))
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (PICTURED, LORA)],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_an_adapter_takes_the_steps_of_one_device(
+    layout: str, family: str, adapter: tuple[str, ...], stacked: Stack, job: Job
+) -> None:
+    stack = stacked(family)
+    found = job.of(*stack.line(*adapter, *LAYOUTS[layout], "trainer.micro_batch=3"))
+    assert_equal(found, stack.alone(job, *adapter))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.parametrize("family", STACKED)
+def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack) -> None:
+    stack = stacked(family)
+    run, peer = stack.run("adapter=lora"), get_peft_model(stack.theirs(), LoraConfig(r=8))
+    wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
+    assert isinstance(run.model, HuggingFace)
+    module = run.model.build(1)
+    ours = [weight.name for weight in run.census() if weight.trainable]
+    assert {f"base_model.model.{module.theirs(name)}" for name in ours} == wanted
+    assert len(ours) == len(wanted) > 0
+
+
+@LONG
+@EACH
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
+@pytest.mark.parametrize(
+    "more",
+    [(), LORA, ("adapter=ia3",), ("adapter=dora",), (*LORA, "model.init=random")],
+    ids=str,
+)
+def test_what_was_trained_is_asked_and_exported_and_goes_on(
+    more: tuple[str, ...], family: str, stacked: Stack, job: Job
+) -> None:
+    stack = stacked(family)
+    sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
+    found = job.of(*stack.line(*sharded))
+    told = recorded(found.path)
+    (batch,) = stack.batches(1)
+    with torch.no_grad():
+        logits = stack.logits(live.model(told, torch.device("cpu")), batch)
+        assert not torch.equal(logits, stack.their_logits(stack.theirs(), batch))
+    to, alone = found.path / "exported", found.path / "adapter"
+    exports.write(told, to, Form.merged)
+    models = [stack.theirs(to)]
+    if more:
+        exports.write(told, alone, Form.alone)
+        base = stack.theirs(alone / "base" if "model.init=random" in more else None)
+        models.append(PeftModel.from_pretrained(base, alone))
+        asked = None if stack.pictured else "SEQ_2_SEQ_LM"
+        assert models[-1].active_peft_config.task_type == asked
+    for model in models:
+        with torch.no_grad():
+            wanted = stack.their_logits(model.eval(), batch)
+        torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    again = job.of(*stack.line(*more, "trainer.micro_batch=12"), resume=found.checkpoint(2))
+    assert_close(again.weights(), found.weights(), "weights after step 2")
+
+
+PLANNED: tuple[tuple[str, ...], ...] = (
+    (),
+    ("memory=checkpoint_full",),
+    LORA,
+    ("trainer.global_batch=16",),
+    ("parallelism=fsdp", "trainer.micro_batch=4"),
+    ("parallelism=fsdp", "trainer.micro_batch=4", "memory=checkpoint_full"),
+    ("parallelism=fsdp", "trainer.micro_batch=4", *LORA),
+    ("parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
+)
+
+
+@LONG
+@pytest.mark.parametrize("family", [ENCODER, "t5_gated", PICTURED])
+@pytest.mark.parametrize("further", PLANNED, ids=str)
+def test_the_peak_is_the_one_traced(
+    further: tuple[str, ...], family: str, stacked: Stack, job: Job
+) -> None:
+    overrides = (*stacked(family).measured, *further)
+    run = compose(overrides)
+    assert refusal(run) is None
+    foreseen = traced(run, whole=True).peak
+    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    print(f"{family} {' '.join(further)}: {foreseen / found - 1:+.2%}")
+    assert abs(foreseen / found - 1) < 0.02
