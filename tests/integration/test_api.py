@@ -143,7 +143,9 @@ def own(tmp_path: Path) -> Path:
 SMALL = tuple(part for part in UNTRACKED if not part.startswith(("experiment", "trainer.max")))
 
 
-@pytest.mark.parametrize(("experiment", "seed"), [("mine", 1), ("deep/mine", 7)])
+@pytest.mark.parametrize(
+    ("experiment", "seed"), [pytest.param("mine", 1, marks=LONG), ("deep/mine", 7)]
+)
 def test_a_folder_of_ones_own_joins_the_tree(
     experiment: str, seed: int, own: Path, scalewise: Doors
 ) -> None:

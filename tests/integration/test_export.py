@@ -94,7 +94,7 @@ CASES = {
     "fused, dora": ("adapter=dora", "adapter.targets=[attention.query,attention.value]", *GPT2),
     "fused, ia3": ("adapter=ia3", *GPT2),
 }
-SELDOM = ("rslora", "fused", "whole", "ia3, head", "fused, rslora", "fused, dora")
+SELDOM = ("rslora", "dora", "fused", "whole", "ia3, head", "fused, rslora", "fused, dora")
 """GPT-2 has queries, keys and values in one matrix, and transposed."""
 
 TOKENS_BT = torch.arange(64).reshape(2, 32)

@@ -82,7 +82,7 @@ LAYOUTS = {
     "fsdp": ("parallelism=fsdp",),
     "pipeline": ("parallelism=pipeline", "model.layers=2"),
 }
-USUAL = {("ddp", "raise"), ("ddp", "oom"), ("fsdp", "hang"), ("pipeline", "kill")}
+USUAL = {("ddp", "oom"), ("pipeline", "kill")}
 
 
 def time_enough(undisturbed: Folder) -> int:

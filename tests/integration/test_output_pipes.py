@@ -12,10 +12,18 @@ from fixtures.doors import TINY, UNTRACKED, Doors
 @pytest.mark.parametrize(
     ("line", "env"),
     [
-        ((*TINY, "trainer.log_every=1"), {"PYTHONIOENCODING": "ascii", "WANDB_MODE": "offline"}),
-        (("-m", *UNTRACKED, "trainer.log_every=1", "seed=1,2"), {}),
+        pytest.param(
+            (*TINY, "trainer.log_every=1"),
+            {"PYTHONIOENCODING": "ascii", "WANDB_MODE": "offline"},
+            id="one job, W&B, ascii",
+        ),
+        pytest.param(
+            ("-m", *UNTRACKED, "trainer.log_every=1", "seed=1,2"),
+            {},
+            marks=pytest.mark.exhaustive,
+            id="a sweep",
+        ),
     ],
-    ids=["one job, W&B, ascii", "a sweep"],
 )
 def test_it_trains_on_when_nobody_reads(
     line: tuple[str, ...], env: dict[str, str], scalewise: Doors

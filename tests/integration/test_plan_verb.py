@@ -75,7 +75,9 @@ def test_a_table_shows_the_best_of_each_job(scalewise: Doors) -> None:
     assert all("trainer.micro_batch=" in row for row in rows)
 
 
-@pytest.mark.parametrize("line", [(), ("-m", "seed=1,2")])
+@pytest.mark.parametrize(
+    "line", [(), pytest.param(("-m", "seed=1,2"), marks=pytest.mark.exhaustive)]
+)
 def test_train_makes_a_run_fit(line: tuple[str, ...], scalewise: Doors) -> None:
     small = ("trainer.micro_batch=16", "hardware.memory_gib=0.0025", "plan.fit=auto")
     ended = scalewise(*line, *UNTRACKED, *small).ok()

@@ -300,6 +300,7 @@ def test_a_damaged_job_does_not_stop_the_others(sweep: Folder, scalewise: Doors)
     assert_rows_are_those_of(whole, run_of(server, whole))
 
 
+@LONG
 def test_a_server_that_breaks_mid_run_gets_the_rest_later(scalewise: Doors) -> None:
     """What had arrived comes no second time."""
     with serving(breaks_after=1) as server:

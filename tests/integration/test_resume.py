@@ -41,7 +41,7 @@ KINDS = {
 }
 
 LONG = pytest.mark.exhaustive
-USUAL = ["fsdp", "dropout_uneven_ema"]
+USUAL = ["dropout_uneven_ema"]
 SELDOM = [pytest.param(kind, marks=LONG) for kind in KINDS if kind not in USUAL]
 
 Reference = Callable[[str], Folder]
@@ -110,7 +110,7 @@ def test_auto_goes_on_from_what_there_is(
 @pytest.mark.parametrize(
     ("kind", "function"),
     [
-        ("single", "_write"),
+        pytest.param("single", "_write", marks=LONG),
         pytest.param("single", "_sync", marks=LONG),
         pytest.param("ddp", "_fingerprint", marks=LONG),
         ("fsdp", "_complete"),
@@ -166,6 +166,7 @@ def test_the_rate_is_that_of_the_run_that_resumes(job: Job) -> None:
     assert resumed.column("train/loss")[6:] != slow.column("train/loss")[6:]
 
 
+@LONG
 def test_the_decay_is_that_of_the_run_that_resumes(job: Job) -> None:
     """One step on, two decays leave weights that differ by what AdamW says: lr x decay x weight."""
     plain = ("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.01")
@@ -181,6 +182,7 @@ def test_the_decay_is_that_of_the_run_that_resumes(job: Job) -> None:
         torch.testing.assert_close(without[name] - much[name], decayed, rtol=1e-3, atol=1e-6)
 
 
+@LONG
 def test_other_settings_of_the_optimizer_are_those_of_the_run_that_resumes(job: Job) -> None:
     """SGD without momentum forgets what the momentum before had gathered."""
     plain = ("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant")

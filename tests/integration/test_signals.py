@@ -131,7 +131,8 @@ def _stuck_at(step: int) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("accident", [pytest.param("none", marks=LONG), "hang"])
+@LONG
+@pytest.mark.parametrize("accident", ["none", "hang"])
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(accident: str, scalewise: Doors) -> None:
     hung = (f"+inject={accident}", *(["callbacks.inject.step=5"] if accident != "none" else []))
     door = scalewise.start(*LONG_RUN, "parallelism=ddp", "checkpoint.every=2", *hung)

@@ -89,7 +89,7 @@ cli.main(["train", *sys.argv[2:]])
     ("write", "finished"),
     [
         pytest.param(2, [], marks=LONG, id="before the first job"),
-        pytest.param(3, ["0"], id="between a job's end and the record"),
+        pytest.param(3, ["0"], marks=LONG, id="between a job's end and the record"),
         pytest.param(4, ["0"], marks=LONG, id="between two jobs"),
         pytest.param(5, ["0", "1"], marks=LONG, id="after the last job"),
         pytest.param(6, ["0", "1"], marks=LONG, id="before the record is closed"),

@@ -55,8 +55,16 @@ def test_a_package_in_this_folder_is_trained(door: Doors) -> None:
     ("more", "words"),
     [
         (("trusted_packages=[]",), ("objective.target=mypkg.MyModule", "trusted_packages=[mypkg]")),
-        (("objective.target=mypkg.Nothing",), ("objective.target=mypkg.Nothing", "imported")),
-        (("+objective.arguments.no=1",), ("objective.arguments=", "unexpected keyword")),
+        pytest.param(
+            ("objective.target=mypkg.Nothing",),
+            ("objective.target=mypkg.Nothing", "imported"),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ("+objective.arguments.no=1",),
+            ("objective.arguments=", "unexpected keyword"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_targets_that_lead_nowhere_are_one_line(

@@ -42,7 +42,7 @@ USUAL = {
     "pissa": (),
     "dora": (),
     "ia3": ("fsdp",),
-    "whole": ("tensor",),
+    "whole": (),
     "head": (),
 }
 EACH = ("ddp", "fsdp", "tensor", "pipeline_one_f_one_b", "deepspeed_zero3")

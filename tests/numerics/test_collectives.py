@@ -78,12 +78,12 @@ USUAL = (
     ("gpt2", "tensor", "full"),
     ("llama", "fsdp", "lora, full"),
     ("llama", "fsdp", "prompt"),
-    ("llama", "tensor", "dpo, lora"),
 )
 SELDOM = ("ddp_small_buckets", "fsdp_kept", "fsdp_prefetch", "context_in_order", "pipeline_gpipe")
 SELDOM += ("pipeline_interleaved_1f1b", "replicate_shard", "context_tensor", "pipeline_tensor")
 SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_replicate", "fsdp_4")
 SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
+SELDOM += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
 CUT = {"prompt": ("tensor", "context", "pipeline"), "prefix": ("tensor", "context")}
 """Axes along which rows, heads or layers are cut, which an adapter refuses."""

@@ -47,7 +47,7 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4"),
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
 )
-USUAL = (("llama", FSDP), ("gpt2", LORA), ("llama", TENSOR))
+USUAL = (("llama", FSDP), ("gpt2", LORA))
 
 
 @pytest.fixture(scope="module")

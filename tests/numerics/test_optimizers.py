@@ -178,7 +178,7 @@ USUAL = {
     "adamw_8bit": ("fsdp",),
     "adamw_4bit": (),
     "adamw_paged": (),
-    "schedule_free": ("tensor",),
+    "schedule_free": (),
     "adafactor": (),
     "muon": ("fsdp",),
 }

@@ -26,7 +26,7 @@ from scalewise.objectives import IGNORED, CausalLM
 LENGTHS = (11, 7, 20, 3, 13, 16)
 SEQUENCE = 32
 PACKING = ("data.packing=true",)
-USUAL = {"accumulated": (), "all_at_once": ("fsdp", "context", "pipeline_gpipe")}
+USUAL = {"accumulated": (), "all_at_once": ("context", "pipeline_gpipe")}
 CASES = [
     pytest.param(batch, layout, marks=() if usual else (*marks(layout), pytest.mark.exhaustive))
     for batch in USUAL

@@ -29,7 +29,7 @@ from scalewise.run import Run
 PAIRS = ("objective=dpo", "objective.beta=0.5", "data.pairs=true")
 WAYS = {"kept": PAIRS, "asked": (*PAIRS, "adapter=lora"), "pissa": (*PAIRS, "adapter=pissa")}
 """What the reference says is kept, or asked each pass; PiSSA's frozen weights are no reference."""
-USUAL = {"kept": ("ddp", "fsdp"), "asked": ("fsdp", "tensor"), "pissa": ()}
+USUAL = {"kept": ("fsdp",), "asked": ("tensor",), "pissa": ()}
 ROUNDING = 1e-5
 """Of a margin: a difference of log-probabilities of a hundred nats and more."""
 CASES = [

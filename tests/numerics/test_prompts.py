@@ -32,7 +32,7 @@ VIRTUAL = ("adapter.tokens=5", "model.context=37")
 KINDS = {kind: (f"adapter={kind}", *VIRTUAL) for kind in ("prompt", "prefix")}
 THEIRS = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}
 TOKENS_BT = torch.arange(64).reshape(2, 32)
-USUAL = (("prompt", "fsdp"), ("prompt", "deepspeed_zero3"), ("prefix", "fsdp"))
+USUAL = (("prompt", "deepspeed_zero3"), ("prefix", "fsdp"))
 EACH = (
     "ddp",
     "fsdp",

@@ -30,7 +30,7 @@ USUAL = {
     "fp4": (),
     "int8": (),
 }
-EACH = [pytest.param(n, marks=pytest.mark.exhaustive) if n == "fp4" else n for n in USUAL]
+EACH = ["nf4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp4", "int8"))]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 NEVER = ("tensor", "deepspeed")
 """What refuses packed matrices."""

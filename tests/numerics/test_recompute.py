@@ -19,12 +19,11 @@ OPTIONS = {
     "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
 }
 SELECTIVE = ("checkpoint_selective", "checkpoint_mixture")
-USUAL = ("fsdp", "tensor")
-USUAL_OF = {
+USUAL = {
     "checkpoint_mixture": (),
     "checkpoint_selective": ("fsdp",),
     "loss_chunk": ("tensor",),
-    "checkpoint_full": ("pipeline_zbv_zero_bubble", *USUAL),
+    "checkpoint_full": ("pipeline_zbv_zero_bubble",),
     "offload": ("tensor",),
     "offload_all": ("fsdp",),
 }
@@ -32,7 +31,7 @@ CASES = [
     pytest.param(layout, option, marks=marks(layout) + (() if usual else (pytest.mark.exhaustive,)))
     for layout in EVERY
     for option in OPTIONS
-    for usual in [layout in USUAL_OF.get(option, USUAL)]
+    for usual in [layout in USUAL[option]]
     if not ("zero_bubble" in layout and option in SELECTIVE)  # which is refused
 ]
 

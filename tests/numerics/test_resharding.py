@@ -37,7 +37,7 @@ KINDS = {
     "pipeline": (*LAYOUTS["pipeline_one_f_one_b"], "trainer.micro_batch=4"),
     "shard_tensor": (*LAYOUTS["shard_tensor"], "trainer.micro_batch=4"),
 }
-USUAL = {("tensor", "pipeline"), ("shard_tensor", "single")}
+USUAL = {("shard_tensor", "single")}
 
 Written = Callable[[str], Folder]
 

@@ -31,10 +31,11 @@ PAID = (*REWARDS, "adapter=lora", "objective.beta=0.2")
 WAYS = {"free": REWARDS, "paid": PAID}
 LONG = pytest.mark.exhaustive
 CASES = [
-    ("free", "ddp"),
     ("paid", "fsdp"),
-    pytest.param("paid", "ddp", marks=LONG),
-    pytest.param("free", "fsdp", marks=LONG),
+    *(
+        pytest.param(*case, marks=LONG)
+        for case in [("free", "ddp"), ("paid", "ddp"), ("free", "fsdp")]
+    ),
 ]
 
 

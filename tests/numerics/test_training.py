@@ -16,7 +16,7 @@ from scalewise.tracking.names import TIMES
 
 FP32_BYTES = 4
 LONG = pytest.mark.exhaustive
-MORE = (("single", 4), ("single", 3), ("ddp", 2), ("ddp", 1))
+MORE = (("single", 4), ("single", 3), ("single", 2), ("ddp", 4), ("ddp", 2), ("ddp", 1))
 
 
 @pytest.fixture
@@ -33,8 +33,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Folde
 @pytest.mark.parametrize(
     ("layout", "micro_batch"),
     [
-        ("single", 2),
-        ("ddp", 4),
         ("ddp", 3),
         *(pytest.param(*rest, marks=LONG) for rest in MORE),
     ],
@@ -61,7 +59,11 @@ def test_sgd_sees_the_scale_of_the_gradient(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "optimizer", "slots"),
-    [("single", "sgd", 1), ("single", "adamw", 2), ("ddp", "adamw", 2)],
+    [
+        pytest.param("single", "sgd", 1, marks=LONG),
+        pytest.param("single", "adamw", 2, marks=LONG),
+        ("ddp", "adamw", 2),
+    ],
 )
 def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, job: Job) -> None:
     parts = (f"parallelism={layout}", f"optimizer={optimizer}", "optimizer.lr=1e-3")
@@ -128,9 +130,11 @@ TURNS = (
 @pytest.mark.parametrize(
     ("layout", "rows"),
     [
-        ("ddp", 4),
         ("pipeline_replicate", 4),
-        *(pytest.param(*rest, marks=LONG) for rest in [("fsdp_4", 2), ("pipeline_one_f_one_b", 8)]),
+        *(
+            pytest.param(*rest, marks=LONG)
+            for rest in [("ddp", 4), ("fsdp_4", 2), ("pipeline_one_f_one_b", 8)]
+        ),
     ],
 )
 def test_steps_of_several_ranks_add_up_to_the_wall_of_one(layout: str, rows: int, job: Job) -> None:

@@ -78,7 +78,7 @@ def test_it_equals_plain_lightning_to_the_bit(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (("parallelism=ddp",), 2),
+        pytest.param(("parallelism=ddp",), 2, marks=LONG),
         (FSDP, 2),
         pytest.param(
             ("parallelism=fsdp", "parallelism.reshard_after_forward=false"), 2, marks=LONG
