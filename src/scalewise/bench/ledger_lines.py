@@ -126,6 +126,8 @@ TRAINED_SELDOM: tuple[Line, ...] = (
     (EVERY_N,),
     ("optimizer=sgd", "trainer.global_batch=4"),
     (DORA, MIXED),
+    ("adapter=rslora", *EVERYWHERE),
+    ("adapter=pissa", *EVERYWHERE, MIXED),
     (IA3, MIXED),
     fsdp(2, MIXED, SELECTIVE),
     fsdp(2, MIXED, *WEIGHTS),
