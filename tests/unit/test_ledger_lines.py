@@ -1,0 +1,36 @@
+"""The runs that the ledger is held against: whatever changes memory is in one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalewise import compose
+from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
+from scalewise.config import tree
+
+GROUPS = ("adapter", "memory", "objective", "optimizer", "parallelism", "precision", "quantization")
+ELSEWHERE = {
+    "memory=auto": "settles on one of the others",
+    "objective=captioning": "known by trace, which is held against what is measured",
+    "objective=module": "known by trace, which is held against what is measured",
+    "objective=seq2seq": "known by trace, which is held against what is measured",
+    "optimizer=module": "a user's own, of a module that is known by trace",
+    "parallelism=deepspeed_zero2_offload": "takes code that is compiled for the machine",
+    "parallelism=deepspeed_zero3_offload": "takes code that is compiled for the machine",
+    "parallelism=deepspeed_zero3_nvme": "takes code that is compiled for the machine",
+    "precision=fp16_mixed": "is not computed on the CPU",
+}
+
+
+def chosen() -> set[str]:
+    """Returns the options of all lines, those that nobody names among them."""
+    usual = compose(SMALL).choices
+    named = {part for line in (*TRAINED, *TRAINED_SELDOM, *ZERO) for part in line}
+    return named | {f"{group}={usual[group]}" for group in GROUPS}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_is_in_a_line_or_has_a_reason(group: str) -> None:
+    options = {f"{group}={name}" for name in tree.names(group)}
+    elsewhere = {option for option in ELSEWHERE if option.startswith(f"{group}=")}
+    assert options - chosen() == elsewhere
