@@ -1,0 +1,92 @@
+"""How good the model of a run is on its held-out rows, and what its formats cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+import torch
+from tokenizers import Tokenizer
+
+from scalewise.checkpoints.trained import Trained
+from scalewise.data.base import Splits
+from scalewise.errors import ConfigError
+from scalewise.evaluation import ALL, AS_TRAINED, captions, held_out, live, preferences, rewards
+from scalewise.evaluation.held_out import HeldOut
+from scalewise.evaluation.preferences import Preferred
+from scalewise.evaluation.rewards import Rewarded
+from scalewise.models.module import ModelModule
+from scalewise.objectives import DPO, GRPO, Captioning, Classification
+from scalewise.units import bytes_text
+
+Found = HeldOut | Preferred | Rewarded
+Measure = Callable[[ModelModule], Found]
+
+
+def measured(
+    told: Trained, module: ModelModule, splits: Splits, rows: str, tell: Callable[[int], None]
+) -> Found:
+    """Returns what ``rows`` held-out rows say of ``module``; ``tell`` hears how many are done.
+
+    Raises ``ConfigError`` where there are none.
+    """
+    if splits.validation is None:
+        reason, cure = "the run's data have no held-out rows", "give the folder of another run"
+        raise ConfigError.one("", str(told.folder), reason, cure)
+    count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
+    count = int(rows) if count is None else count
+    given = (splits.validation, count, int(told.trainer.micro_batch))  # auto is settled
+    if isinstance(told.objective, GRPO):
+        return rewards.measured(module, told.objective, told.data, *given, tell)
+    if isinstance(told.objective, Captioning):
+        return captions.measured(module, *given, ends(tokenizer_of(splits)), tell)
+    if not isinstance(told.objective, DPO):
+        found = held_out.measured(module, *given, tell)
+        classes = isinstance(told.objective, Classification)
+        return held_out.Classified(**asdict(found)) if classes else found
+    reference = live.model(replace(told, checkpoint=None), next(module.parameters()).device)
+    return preferences.measured(module, reference, told.objective, *given, tell)
+
+
+def costs(
+    told: Trained, device: torch.device, found: Found, measure: Measure
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields what each format saves and costs: in words, and as figures for the record."""
+    if told.packed:
+        exact = measure(live.model(told, device, exact=True)).loss
+        held = told.precision.parameters.bytes
+        whole = sum(weight.size(held) for weight in told.packed)
+        packed = sum(
+            p.size(held) for weight in told.packed for p in told.quantization.parts(weight)
+        )
+        yield (
+            f"packed matrices: {bytes_text(packed)} instead of {bytes_text(whole)}; the loss is "
+            f"{exact:.4f} with the matrices whole, {found.loss - exact:+.4f} by packing",
+            {"packed_bytes": packed, "whole_bytes": whole, "loss_of_whole": exact},
+        )
+    fp8 = told.precision.in_fp8(told.model)
+    if not (told.fake_quantized or fp8):
+        return
+    with torch.autocast(device.type, enabled=False):
+        exact = measure(live.model(told, device, exact=True).float()).loss
+    by = f"the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
+    if told.fake_quantized:
+        integers, whole = told.bytes_of_integers
+        yield (
+            f"matrices in 4 bits, once exported: {bytes_text(integers)} instead of "
+            f"{bytes_text(whole)}; {by} rounding",
+            {"packed_bytes": integers, "whole_bytes": whole, "loss_in_fp32": exact},
+        )
+    if fp8:
+        yield f"products in fp8: {by} fp8", {"loss_in_fp32": exact}
+
+
+def tokenizer_of(splits: Splits) -> Tokenizer:
+    """Returns the tokenizer of a run's texts."""
+    return Tokenizer.from_file(str(splits.tokenizer))
+
+
+def ends(tokenizer: Tokenizer) -> set[int]:
+    """Returns the tokens that end a text."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {number for number, token in added if token.special}
