@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from scalewise.parallelism.holds import Holds, numbers
 from scalewise.plan.device import Device
-from scalewise.plan.ledger import EVERY, Line
+from scalewise.plan.ledger import EVERY, Line, Phase
 from scalewise.plan.moments import Moment
 from scalewise.plan.phases import BACKWARD, PASSES, line
 from scalewise.precision import Number
@@ -71,8 +71,8 @@ class ZeroDevice(Device):
 
     def _buckets(self) -> Iterator[Line]:
         """Gradients on their way to the ranks that step them."""
-        zero, ranks = self.zero, self.holds.states
-        bucket = min(zero.bucket, self.holds.numbers(1, trained=True))
+        zero, ranks, trained = self.zero, self.holds.states, self.holds.numbers(1, trained=True)
+        bucket = min(zero.bucket, trained)
         formula, reason = f"{zero.buckets} x {bucket:,} x {zero.weights} B", "filled, then reduced"
         yield line("buckets", zero.buckets * bucket * zero.weights, BACKWARD, formula, reason)
         sent = bucket - bucket // ranks if zero.stage == 2 else 0
@@ -80,7 +80,9 @@ class ZeroDevice(Device):
             sent += bucket
         reason = "what a reduction makes of a bucket"
         formula = f"{sent:,} x {zero.masters} B"
-        yield line("buckets on their way", sent * zero.masters, BACKWARD, formula, reason)
+        # A bucket that takes all is sent when backward has ended.
+        when = BACKWARD if bucket < trained else (Phase.reduce_rest,)
+        yield line("buckets on their way", sent * zero.masters, when, formula, reason)
 
     def _gathered_weights(self) -> Line:
         """Stage 3: what is whole stays so while no more than ``live`` numbers are."""
