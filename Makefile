@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, max(2, len(os.sched_getaffinity(0)))))' 2>/dev/null || echo 2)
+# One more than cores: doors and servers are waited for as often as they compute.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))' 2>/dev/null || echo 2)
 
 # Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
 # Files in their order: those of unit, small and quick, fill the workers up at the end.
