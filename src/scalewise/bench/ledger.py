@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 
 from scalewise.bench import ledger_lines as lines
 from scalewise.bench import options
@@ -75,7 +75,7 @@ def _trained(runs: Mapping[str, Run], folder: Path) -> Iterator[Row]:
     for name, run in runs.items():
         foreseen = memory.worst(run)
         repeats = REPEATS if run.world_size > 1 else 1
-        found = median(_found(name, run, folder) for _ in range(repeats))
+        found = median_low(_found(name, run, folder) for _ in range(repeats))
         yield Row(name, foreseen.peak, found, foreseen.fullest)
 
 
