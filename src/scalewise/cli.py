@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of what its profiler has not seen begin
     with output.shielded():
         try:
             return _dispatch(given)

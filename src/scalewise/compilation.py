@@ -49,7 +49,14 @@ class Compile:
         yield from ()
 
     def apply(self, module: ModelModule) -> None:
-        """Compiles a module in place; it happens when the module first runs."""
+        """Compiles a module in place; it happens when the module first runs.
+
+        Their ``forward`` and no more: ``Module.compile`` gives blocks up that recompute.
+        """
+        import torch
+
         parts = {Scope.none: [], Scope.block: module.layers(), Scope.whole: [module]}[self.scope]
         for part in parts:
-            part.compile(backend=self.backend.value, dynamic=self.dynamic)
+            part.forward = torch.compile(
+                part.forward, backend=self.backend.value, dynamic=self.dynamic
+            )

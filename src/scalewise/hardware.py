@@ -31,7 +31,7 @@ class DeviceKind(StrEnum):
 @option("hardware", "device")
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device. None stands for a figure that is read off the present machine."""
+    """One kind of device. None: not known; of a processor, read off the present machine."""
 
     device: DeviceKind = DeviceKind.auto
     """Kind of device."""
@@ -64,7 +64,7 @@ class Hardware:
     node_link_latency_us: float | None = None
     """Time of an empty message between two nodes, microseconds; None: as within a node."""
     host_memory_gib: float | None = None
-    """Main memory of one node, GiB; None: the present machine's."""
+    """Main memory of one node, GiB; None: not judged. ``auto`` reads it off the present machine."""
     host_link_gb_per_s: float | None = None
     """Bandwidth between a device and its host, one direction, GB/s."""
     host_memory_gb_per_s: float | None = None
@@ -103,6 +103,8 @@ class Hardware:
     """Price of one device, US dollars an hour."""
     watts: float | None = None
     """Power of one device at work, with its share of the node, W."""
+    read_off: str = ""
+    """Where ``auto`` has the figures of a CUDA device from; empty for any other profile."""
 
     @property
     def devices(self) -> int | None:

@@ -9,7 +9,7 @@ from enum import Enum
 from math import ceil, isfinite
 from pathlib import Path
 
-from scalewise import trust
+from scalewise import rules, trust
 from scalewise.adapters.spec import Adapter
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.compilation import Compile
@@ -20,7 +20,6 @@ from scalewise.hardware import (
     DeviceKind,
     Hardware,
     on_this_machine,
-    ranks_on_this_machine,
     started_ranks,
     this_machine,
 )
@@ -32,7 +31,7 @@ from scalewise.objectives.module import misplaced
 from scalewise.optimizers import Optimizer
 from scalewise.parallelism.base import Parallelism
 from scalewise.plan.spec import Planning
-from scalewise.precision import Number, Precision
+from scalewise.precision import Precision
 from scalewise.quantization.spec import NoQuantization, Quantization, census, census_by_kind
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
@@ -213,11 +212,11 @@ class Run:
             yield from self.parallelism.complaints_with(self)
             yield from self.trainer.complaints_with(self)
         if not (found or self.objective.of_user):
-            yield from self._of_schedule()
+            yield from rules.of_schedule(self)
             if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
-                yield from self._of_tokens()
+                yield from rules.of_tokens(self)
         yield from trust.of_modules(self)
-        yield from self._of_formats()
+        yield from rules.of_formats(self)
         yield from trust.of_callbacks(self)
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
@@ -225,17 +224,10 @@ class Run:
         if not 0 <= self.seed < 2**32:
             yield Complaint("seed", self.seed, "must be in [0, 2**32)")
 
-    def _of_formats(self) -> Iterator[Complaint]:
-        formats = (self.precision.parameters, self.precision.compute)
-        if Number.bf16 in formats and self.hardware.bf16_tflops == 0:
-            chosen = self.choices.get("precision", "bf16")
-            reason = f"{self.hardware.match or 'the device'} has no bf16"
-            yield Complaint("precision", chosen, reason, "set precision=fp16_mixed")
-
     def machine_complaints(self) -> Iterator[Complaint]:
         """Yields what the present machine cannot run; a plan for another machine skips these."""
-        yield from self._of_devices()
-        yield from self._of_numbers()
+        yield from rules.of_devices(self)
+        yield from rules.of_numbers(self)
         if (
             self.resume not in (None, "last", "auto")
             and not Path(self.resume).expanduser().exists()
@@ -271,103 +263,6 @@ class Run:
                 key, value = f"{part.name}.{entry.name}", getattr(spec, entry.name)
                 if isinstance(value, float) and not isfinite(value) and key not in known:
                     yield Complaint(key, value, "must be a finite number")
-
-    def _of_schedule(self) -> Iterator[Complaint]:
-        trainer = self.trainer
-        if self.world_size < 1 or self.micro_batch < 1 or (trainer.global_batch or 1) < 1:
-            return
-        if self.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
-            return  # epochs have as many steps as the data has rows
-        warmup, steps = self.schedule.warmup_steps, self.steps(rows=0)
-        if warmup >= steps > 0:
-            length = f"trainer.max_steps={steps}"
-            if trainer.max_steps is None:
-                length = f"the {steps} steps of trainer.max_tokens={trainer.max_tokens}"
-            yield Complaint(
-                "schedule.warmup_steps",
-                warmup,
-                f"is not below {length}",
-                f"set schedule.warmup_steps={steps // 10}",
-            )
-
-    def _of_tokens(self) -> Iterator[Complaint]:
-        target = self.data.target_length  # an encoder and a decoder have a part each
-        if max(self.data.sequence - target, target) > self.model.context:
-            yield Complaint(
-                "data.sequence",
-                self.data.sequence,
-                f"is longer than the model's context of {self.model.context} tokens",
-                f"set data.sequence={self.model.context}",
-            )
-        needed = self.data.vocabulary_needed
-        known = self.model.vocabulary
-        names = [entry.name for entry in fields(self.model)]  # type: ignore[arg-type]  # a spec is a dataclass
-        grown = f"model.vocabulary={needed}" if "vocabulary" in names else "another model"
-        if needed is not None and needed > known and hasattr(self.data, "vocabulary"):
-            reason = f"yields token ids beyond the model's vocabulary of {known}"
-            cure = f"set data.vocabulary={known} or {grown}"
-            yield Complaint("data.vocabulary", needed, reason, cure)
-        elif needed is not None and needed > known:
-            reason = f"is too small: the rows of data={self.choices.get('data')} have {needed} ids"
-            yield Complaint("model.vocabulary", known, reason, f"set {grown}")
-        if self.data.packing and self.data.pairs:
-            reason = "would put answers beside each other, which are compared row by row"
-            yield Complaint("data.packing", True, reason, "set data.packing=false")
-        if self.trainer.max_epochs is not None and getattr(self.data, "streaming", False):
-            yield Complaint(
-                "trainer.max_epochs",
-                self.trainer.max_epochs,
-                "a stream has no last row to count epochs by",
-                "set trainer.max_steps, or data.streaming=false",
-            )
-
-    def _of_devices(self) -> Iterator[Complaint]:
-        machine = this_machine()
-        key, ranks = "parallelism", self.choices.get("parallelism", "")
-        here = ranks_on_this_machine() or self.world_size
-        if self.hardware.device is DeviceKind.cuda:
-            if not machine.gpus:
-                yield Complaint(
-                    "hardware",
-                    self.choices.get("hardware", "cuda"),
-                    "this machine has no CUDA device",
-                    "set hardware=auto or hardware=cpu",
-                )
-            elif here > len(machine.gpus):
-                yield Complaint(
-                    key,
-                    ranks,
-                    f"needs {here} devices, this machine has {len(machine.gpus)}",
-                    "ask for fewer, or set hardware=cpu",
-                )
-            elif self.hardware.match and self.hardware.match not in machine.gpus[0]:
-                yield Complaint(
-                    "hardware",
-                    self.choices.get("hardware", self.hardware.match),
-                    f"this machine has {machine.gpus[0]}",
-                    "set hardware=auto",
-                )
-        elif here > machine.max_cpu_ranks:
-            yield Complaint(
-                key,
-                ranks,
-                f"needs {here} CPU ranks; the {machine.cores} cores of this machine "
-                f"carry at most {machine.max_cpu_ranks}",
-                "ask for fewer",
-            )
-
-    def _of_numbers(self) -> Iterator[Complaint]:
-        compute = self.precision.compute
-        key, chosen = "precision", self.choices.get("precision", "")
-        if not chosen.startswith(compute.value):
-            key, chosen = "precision.compute", compute.value
-        if self.hardware.device is DeviceKind.cpu and compute is Number.fp16:
-            yield Complaint(
-                key,
-                chosen,
-                "Lightning would compute in bf16 on the CPU without saying so",
-                "set precision=bf16_mixed",
-            )
 
 
 def _beyond(group: str, spec: object) -> Iterator[Complaint]:

@@ -39,11 +39,13 @@ def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
 
 def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
     """From weights on disk: the two kinds of device draw different random numbers."""
-    model = scalewise.compose(SMOKE).model
-    weights.export(model.build(1).state_dict(), model, tmp_path / "start")
+    run = scalewise.compose(SMOKE)
+    weights.export(run.model.build(1).state_dict(), run.model, tmp_path / "start")
+    tokenizer = run.data.prepare(run.model.vocabulary, run.seed).tokenizer
     losses = []
     for hardware in ("cpu", "auto"):
-        parts = [*SMOKE, f"hardware={hardware}", f"model.weights={tmp_path / 'start'}"]
+        own = [f"model.weights={tmp_path / 'start'}", f"data.tokenizer={tokenizer}"]
+        parts = [*SMOKE, f"hardware={hardware}", *own]
         summary = scalewise.train(scalewise.compose(parts), tmp_path / hardware).summary
         losses.append(summary["metrics"]["train/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

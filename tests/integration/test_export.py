@@ -55,7 +55,7 @@ def test_the_export_starts_a_new_run(
 ) -> None:
     run, state = trained
     weights.export(state, run.model, tmp_path)
-    line = ["experiment=smoke", "tracking=none", f"model.weights={tmp_path}"]
+    line = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
     started = scalewise.compose(line).model.build(run.seed)
     for name, tensor in started.state_dict().items():
         assert torch.equal(tensor, state[name]), name

@@ -194,7 +194,7 @@ def inspected(file: Path) -> dict[str, Any]:
 
 
 def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: Doors) -> None:
-    """Ctrl-C ends the watching and no job; ``status`` shows them, from anywhere."""
+    """Ctrl-C ends the watching and no job, which writes its own page; ``status`` shows them."""
     sweep = submit(*UNTRACKED, *WATCHED, "seed=1,2", "hydra.launcher.array_parallelism=1")
     sweep.until_step(0, 2)
     door = sweep.door
@@ -203,6 +203,7 @@ def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: D
     assert ended.code == 130, ended.said
     array = sweep.id(0).partition("_")[0]
     assert f"scalewise status {sweep.folder.path} shows them, scancel {array} ends" in ended.err
+    assert f"then: scalewise report {sweep.folder.path}" in ended.err
     assert sweep.slurm.jobs() == {sweep.id(0): "RUNNING", sweep.id(1): "PENDING"}
 
     def shown() -> str:
@@ -215,6 +216,10 @@ def test_whoever_leaves_loses_nothing(submit: Callable[..., Sweep], scalewise: D
     sweep.slurm.until_empty()
     assert "1 interrupted, 1 lost" in shown()
     assert "its checkpoint is saved" in shown()
+    assert "interrupted" in (sweep.job(0).path / "report.html").read_text("utf-8")
+    assert not (sweep.folder.path / "report.html").exists()
+    scalewise(str(sweep.folder.path), verb="report").ok()
+    assert (sweep.folder.path / "report.html").exists()
 
 
 def test_a_partition_that_is_not_there(submit: Callable[..., Sweep], scalewise: Doors) -> None:

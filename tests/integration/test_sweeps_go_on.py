@@ -53,6 +53,11 @@ def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors)
     ]
     assert {name.split("/")[0] for name in before} == {"0"}
 
+    planned = scalewise(*line, "resume_sweep=last", verb="plan").ok().out.splitlines()
+    assert planned[0].endswith("1 of 3 jobs have ended, 2 to run")
+    assert [row.split()[0] for row in planned[1:4]] == ["seed", "2", "3"]
+    assert unchanged(before, sweep)
+
     ended = scalewise(*line, "resume_sweep=last").ok()
     assert f"going on in {sweep.path.relative_to(ended.cwd)}: 1 of 3 jobs have ended" in ended.out
     assert ended.folder.path == sweep.path

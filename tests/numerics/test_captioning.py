@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.stacked import PICTURED, QUERIES, Stacked
+from fixtures.checkpoints import PICTURING
+from fixtures.stacked import QUERIES, Stacked
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,9 +21,9 @@ from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.spec import HuggingFace, Init
 
 
-@pytest.fixture
-def stack(stacked: Callable[[str], Stacked]) -> Stacked:
-    return stacked(PICTURED)
+@pytest.fixture(params=PICTURING)
+def stack(request: pytest.FixtureRequest, stacked: Callable[[str], Stacked]) -> Stacked:
+    return stacked(request.param)
 
 
 def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
@@ -33,7 +34,11 @@ def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         module(pixels, labels.long()).sum().backward()
     assert spec.facts.picture is not None
-    pairs = spec.facts.picture.pairs + 2 * (sequence + QUERIES) ** 2 * spec.query_width
+    encoded = QUERIES + 1
+    attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
+    if not stack.encodes:
+        attended = 2 * (sequence + QUERIES) ** 2
+    pairs = spec.facts.picture.pairs + attended * spec.query_width
     told = spec.flops(sequence) * sequence
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
 
@@ -46,7 +51,10 @@ def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: Stacked) -
         module(pixels, labels.long()).sum().backward()
     assert isinstance(run.model, HuggingFace)
     assert run.model.facts.picture is not None
-    written = 14.0 * 8 * (9 + QUERIES) ** 2 * run.model.query_width
+    attended = (9 + QUERIES) ** 2
+    if stack.encodes:
+        attended = (QUERIES + 1) ** 2 + 9 * (9 + QUERIES + 1)
+    written = 14.0 * 8 * attended * run.model.query_width
     attention = 4.0 * run.model.facts.picture.pairs + written
     # The first block's inputs are frozen: gradients end in its first adapted layers.
     found = counted.get_total_flops()

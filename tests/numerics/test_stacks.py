@@ -23,7 +23,8 @@ from scalewise.verbs.trained import recorded
 
 LONG = pytest.mark.exhaustive
 ENCODER = "t5"
-EACH = pytest.mark.parametrize("family", [ENCODER, PICTURED])
+TOLD = "blip2_t5"
+EACH = pytest.mark.parametrize("family", [ENCODER, PICTURED, TOLD])
 TAKEN = ("ddp", "fsdp", "fsdp_offload", "fsdp_zero2", "fsdp_kept", "hsdp")
 USUAL = (PICTURED, "fsdp")
 LORA = ("adapter=lora", "adapter.rank=4")
@@ -60,7 +61,12 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "starts"), [(ENCODER, 8, (0, 4)), (PICTURED, 12, (0, 4, 8))]
+    ("family", "layers", "starts"),
+    [
+        (ENCODER, 8, (0, 4)),
+        (PICTURED, 12, (0, 4, 8)),
+        (TOLD, 16, (0, 4, 8, 12)),
+    ],
 )
 def test_fresh_weights_are_drawn_for_as_many_layers(
     family: str, layers: int, starts: tuple[int, ...], stacked: Stack
@@ -97,7 +103,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=() if (family, layout) == USUAL else LONG)
-        for family in (ENCODER, "t5_gated", PICTURED)
+        for family in (ENCODER, "t5_gated", PICTURED, TOLD)
         for layout in TAKEN
     ],
 )
@@ -133,7 +139,7 @@ def test_what_changes_no_step_changes_none(
 @LONG
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (PICTURED, LORA)],
+    [(ENCODER, LORA), (ENCODER, ("adapter=ia3",)), (PICTURED, LORA), (TOLD, LORA)],
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
@@ -207,7 +213,7 @@ PLANNED: tuple[tuple[str, ...], ...] = (
 
 
 @LONG
-@pytest.mark.parametrize("family", [ENCODER, "t5_gated", PICTURED])
+@pytest.mark.parametrize("family", [ENCODER, "t5_gated", PICTURED, TOLD])
 @pytest.mark.parametrize("further", PLANNED, ids=str)
 def test_the_peak_is_the_one_traced(
     further: tuple[str, ...], family: str, stacked: Stack, job: Job

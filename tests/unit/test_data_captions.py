@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 from numpy.typing import NDArray
+from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 
 from scalewise.data import images
@@ -41,9 +44,11 @@ def drawn(side: int = 4, seed: int = 0) -> NDArray[np.uint8]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Returns a folder of the same picture as an array and as a pixmap, and of others."""
+    """Returns a folder of the same picture in files of several kinds, and of others."""
     np.save(tmp_path / "a.npy", drawn())
     (tmp_path / "a.ppm").write_bytes(b"P6 # made here\n4 4\n255\n" + drawn().tobytes())
+    Image.fromarray(drawn()).save(tmp_path / "a.png")
+    Image.fromarray(drawn()).save(tmp_path / "a.webp", lossless=True)
     (tmp_path / "grey.pgm").write_bytes(b"P5\n4 2\n15\n" + bytes(range(8)))
     np.save(tmp_path / "wide.npy", drawn(8, 1)[:4])
     return tmp_path
@@ -68,24 +73,67 @@ def seen(splits: Splits, *rows: int) -> NDArray[np.uint8]:
 
 def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
     wanted_CHW = drawn().transpose(2, 0, 1)
-    for name in ("a.npy", "a.ppm"):
+    for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
         assert np.array_equal(images.read(pictures / name), wanted_CHW)
     grey_CHW = images.read(pictures / "grey.pgm")
     assert grey_CHW.shape == (3, 2, 4)
     assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
 
 
+def test_a_photograph_stands_as_its_camera_did(tmp_path: Path) -> None:
+    bright_HW3 = np.zeros((16, 32, 3), np.uint8)
+    bright_HW3[:, :16] = 200  # the left half
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6  # a quarter turn to the right
+    Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=turned, quality=95)
+    found_CHW = images.read(tmp_path / "a.JPG")
+    assert found_CHW.shape == (3, 32, 16)
+    assert found_CHW[:, :12].min() > 190
+    assert found_CHW[:, 20:].max() < 10
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_colours_of_any_kind_are_three(mode: str, tmp_path: Path) -> None:
+    white, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
+    white.convert(mode).save(tmp_path / name)
+    assert (images.read(tmp_path / name) == np.full((3, 2, 4), 255)).all()
+
+
+def test_pictures_without_pillow_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    np.save(tmp_path / "a.npy", drawn())
+    images.read(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'scalewise\[images\]'"):
+        images.read(tmp_path / "a.jpg")
+
+
+def test_of_pillows_formats_none_starts_a_program(tmp_path: Path) -> None:
+    (tmp_path / "a.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n")
+    with pytest.raises(ValueError, match="cannot identify"):
+        images.read(tmp_path / "a.eps")
+
+
+def _png() -> bytes:
+    held = BytesIO()
+    Image.fromarray(drawn(16)).save(held, "PNG")
+    return held.getvalue()
+
+
+PNG = _png()
 BAD = {
-    "a.png": (b"", "of another kind than .npy .ppm .pgm"),
+    "empty.png": (b"", "cannot identify"),
+    "none.png": (None, "cannot be read"),
+    "cut.png": (PNG[: len(PNG) // 2], "cannot be read"),
     "none.npy": (None, "cannot be read"),
     "half.npy": (b"\x93NUMPY", "no picture|cannot be read"),
     "float.npy": (np.zeros((2, 2, 3)), "names 2x2x3 of float64"),
     "deep.npy": (np.zeros((2, 2, 4), np.uint8), "names 2x2x4 of uint8"),
     "pickled.npy": (np.array([{}], dtype=object), "names what is no picture"),
     "empty.npy": (np.zeros((0, 2, 3), np.uint8), "without pixels"),
-    "ascii.ppm": (b"P3 1 1 255 1 2 3", "no header P5 or P6"),
-    "short.ppm": (b"P6 2 2 255\n123", "ends after 3 of 12"),
-    "wide.pgm": (b"P5 1 1 65535\n12", "brightest number is 65535"),
+    "short.ppm": (b"P6 2 2 255\n123", "names what is no picture|cannot be read"),
+    "wide.pgm": (b"P5 1 1 65535\n12", "numbers are not of one byte"),
 }
 
 

@@ -27,6 +27,7 @@ FLOORS = {
         "parallelism",
         "trainer",
         "run",
+        "rules",
         "trust",
         "tracking.names",
         "study.space",
@@ -35,6 +36,7 @@ FLOORS = {
         "models.decoder.products",
         "models.decoder.tape",
         "models.hf.facts",
+        "models.hf.fits",
     ),
     2: (
         "plan",

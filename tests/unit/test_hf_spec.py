@@ -13,8 +13,8 @@ from fixtures.checkpoints import (
     CONFIGS,
     LLAMA,
     OPT,
+    PICTURED_T5,
     RANDOM_LLAMA,
-    T5,
     WHOLE_TOKENS,
     Checkpoints,
 )
@@ -123,9 +123,9 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
     "unbegun": ({"model_type": "t5"}, "names no decoder_start_token_id"),
     "image": ({"model_type": "vit"}, "is no causal language model (vit)"),
     "image_text": ({"model_type": "llava"}, "reads more than text (llava)"),
-    "blip2_writes": (
-        {**PICTURED, "text_config": {**T5, "model_type": "t5"}},
-        "writes by an encoder",
+    "blip2_unbegun": (
+        {**PICTURED, "text_config": {**PICTURED_T5, "decoder_start_token_id": None}},
+        "names no decoder_start_token_id",
     ),
     "blip2_asks": (
         {**PICTURED, "qformer_config": {"use_qformer_text_input": True}},

@@ -8,7 +8,16 @@ from scalewise import compose
 from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
 from scalewise.config import tree
 
-GROUPS = ("adapter", "memory", "objective", "optimizer", "parallelism", "precision", "quantization")
+GROUPS = (
+    "adapter",
+    "compile",
+    "memory",
+    "objective",
+    "optimizer",
+    "parallelism",
+    "precision",
+    "quantization",
+)
 ELSEWHERE = {
     "memory=auto": "settles on one of the others",
     "objective=captioning": "known by trace, which is held against what is measured",

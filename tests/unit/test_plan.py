@@ -211,6 +211,29 @@ def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
     assert across.messages["tensor"] > 4 * within.messages["tensor"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        (["shards=16"], {"shards"}),
+        (["shards=16", "context=2"], {"shards and context", "context"}),
+        (["replicate=2", "shards=16"], {"shards", "replicate"}),
+    ],
+)
+def test_messages_are_named_by_the_axes_that_are_cut(
+    sizes: list[str], axes: set[str], compose: Compose
+) -> None:
+    line = (
+        "model=openllama_7b",
+        "data.sequence=64",
+        "parallelism=mesh",
+        "hardware=h100_8x4",
+        "trainer.micro_batch=1",
+    )
+    step = of_step(compose(*line, *(f"parallelism.{size}" for size in sizes), here=False))
+    assert step is not None
+    assert set(step.messages) - {"the whole mesh"} == axes
+
+
 @pytest.mark.timed
 def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
     run = compose(*LLAMA, here=False)

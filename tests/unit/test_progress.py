@@ -89,6 +89,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
         ("interrupted", "", "interrupted"),
         ("ok", "COMPLETING", "ok"),
         ("ok", "", "ok"),
+        ("pruned", "COMPLETING", "pruned"),
         ("", "PENDING", "queued"),
         ("", "RUNNING", "queued"),
         ("", "", "lost"),

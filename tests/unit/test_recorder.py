@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from scalewise.measure.steptime import StepClock
+from scalewise.plan.plan import foreseen
 from scalewise.run import Run
+from scalewise.tracking import beside
 from scalewise.tracking.names import TIMES
 from scalewise.training.callbacks import recorder
 from scalewise.training.callbacks.recorder import of_fullest, slowest
-from scalewise.training.callbacks.terminal import status_line
+from scalewise.training.callbacks.terminal import Terminal, status_line
 from scalewise.training.fit import summarize
+from scalewise.units import bytes_text
 
 Composed = Callable[..., Run]
 CPU = torch.device("cpu")
@@ -75,6 +78,38 @@ def test_a_line_shows_the_phases_that_there_are(
     times: dict[str, float], told: str, compose: Composed
 ) -> None:
     assert status_line([row(1, times), row(2, times)], compose(), 2).endswith(told)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_terminal_holds_the_peak_against_what_was_foreseen(
+    measured: bool, compose: Composed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = compose()
+    peak = foreseen(run)["plan/peak_bytes"]
+    assert peak is not None
+    terminal = Terminal(run, 4, 0)
+    terminal([{**row(3, OTHERS), **({"memory/peak_bytes": peak / 1.25} if measured else {})}])
+    terminal([row(4, OTHERS)])
+    told = f"peak {bytes_text(peak / 1.25)} (foreseen +25.0%)  100 ms"
+    assert [told in line for line in capsys.readouterr().out.splitlines()] == [measured] * 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({}, ""),
+        ({"memory/peak_bytes": 2**20, "time/step_s": 0.2}, ""),
+        ({"memory/peak_bytes": 2**20, "plan/peak_bytes": 2**20, "plan/step_s": None,
+          "time/step_s": 0.2}, "peak 1.00 MiB (foreseen +0.0%)"),
+        ({"memory/peak_bytes": 2**20, "plan/peak_bytes": 2**19, "plan/step_s": 0.3,
+          "time/step_s": 0.2}, "peak 1.00 MiB (foreseen -50.0%)  step 200 ms (foreseen +50.0%)"),
+        ({"memory/peak_bytes": None, "plan/peak_bytes": 2**19}, ""),
+    ],
+)  # fmt: skip
+def test_what_was_measured_is_told_where_it_was_foreseen(
+    metrics: dict[str, float | None], line: str
+) -> None:
+    assert beside.told(metrics) == line
 
 
 def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:

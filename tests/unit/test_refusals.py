@@ -5,7 +5,9 @@ import re
 import pytest
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 
+from scalewise.config import tree
 from scalewise.config.compose import compose
+from scalewise.config.near import EXPECTED
 from scalewise.config.refuse import diagnose
 from scalewise.errors import ConfigError
 
@@ -15,6 +17,10 @@ TYPOS: list[Row] = [
     (["modle=x"], "modle", "no such key", "did you mean model?"),
     (["model=decoder_nanno"], "model", "no such option", "did you mean decoder_nano?"),
     (["optimizer=zzz"], "optimizer", "no such option", "there is adafactor, adamw, adamw_4bit"),
+    *(
+        ([f"{group}={option}"], group, "no such option", f"set {choice}")
+        for (group, option), choice in EXPECTED.items()
+    ),
     (["experiment=smok"], "experiment", "no such option", "did you mean smoke?"),
     (["sweep=learning_rat"], "sweep", "no such option", "did you mean learning_rate?"),
     (["callbacks=[guard,emma]"], "callbacks", "no such option", "did you mean ema?"),
@@ -110,6 +116,12 @@ TARGETS: list[Row] = [
         "",
     ),
 ]
+
+
+def test_what_goes_by_another_name_is_there() -> None:
+    for choice in " ".join(EXPECTED.values()).split():
+        group, option = choice.split("=")
+        assert option in tree.names(group)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Figures and parts that can be read and make no run: which key is named, why, what mends it."""
 
 import pytest
+from fixtures.checkpoints import RANDOM_LLAMA
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 
 pytestmark = pytest.mark.usefixtures("workstation")
@@ -300,6 +301,12 @@ RULES: list[Row] = [
         "model.classes",
         "data.classes are 2: backwards, forwards",
         "model.classes=2 model.tied=false",
+    ),
+    (
+        [*RANDOM_LLAMA, "objective=classification", "data=corpus_classes", "data.vocabulary=257"],
+        "model.classes",
+        "data.classes are 2: backwards, forwards",
+        "set model=decoder_nano, or another of the suite's own, model.classes=2 model.tied=false",
     ),
     (
         [*HEAD],

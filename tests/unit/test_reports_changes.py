@@ -96,16 +96,31 @@ class TestLadder:
         found = changes.ladder(rungs({}, new, new | {"b": 3}))
         assert found[1].added == ("memory=x",)
 
+    def test_a_compiler_may_go_with_what_it_does_not_reach(self) -> None:
+        compiled = {"a": 1, "compile": "block"}
+        found = changes.ladder(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
+        assert found[-1].added == ("b=2", "without compile=block")
+
     @pytest.mark.parametrize(
         "settings",
         [
             ({}, {"a": 1}),
+            ({}, {"compile": "block"}, {"a": 1}),
+            ({}, {"a": 1}, {"a": 1, "compile": "block"}, {"a": 1}),
             ({}, {"a": 1}, {"a": 2}),
             ({}, {"a": 1}, {"b": 1}),
             ({}, {"a": 1}, {"a": 1}),
             ({}, {"a": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}),
         ],
-        ids=["two", "one setting twice", "taken back", "nothing", "much at once"],
+        ids=[
+            "two",
+            "one at a time",
+            "compiler alone",
+            "one setting twice",
+            "taken back",
+            "nothing",
+            "much at once",
+        ],
     )
     def test_what_is_none(self, settings: tuple[dict[str, Any], ...]) -> None:
         assert changes.ladder(rungs(*settings)) == ()

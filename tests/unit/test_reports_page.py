@@ -345,6 +345,28 @@ def test_publishing_is_one_command_from_where_it_ran(tmp_path: Path) -> None:
     assert "scalewise publish" not in words(text_of(page.write(moved)))
 
 
+@pytest.mark.parametrize(
+    ("status", "line", "again"),
+    [
+        ("failed", "-m seed=1,2", "'runs/layouts_cpu/my sweep' retry=failed"),
+        ("failed", "-m seed=1,2 hydra.sweep.dir=mine", "DIR retry=failed"),
+        ("out_of_memory", "-m seed=1,2", ""),
+        ("ok", "-m seed=1,2", ""),
+    ],
+)
+def test_what_failed_is_tried_again_by_one_command(
+    status: str, line: str, again: str, tmp_path: Path
+) -> None:
+    def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
+        return {"steps": 5, "status": status if number else "ok"}
+
+    command = f"scalewise train {line}"
+    folder = make_sweep(tmp_path / "my sweep", {"seed": [1, 2]}, job, command=command)
+    told = words(part(text_of(page.write(folder)), "repeat"))
+    assert ("The failed again" in told) == bool(again)
+    assert f"{command} resume_sweep={again}" in told or not again
+
+
 def test_links_to_what_w_and_b_has(tmp_path: Path) -> None:
     def job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
         return {"steps": 5, "wandb": {"mode": "online", "id": "i", "url": f"https://w/run{number}"}}

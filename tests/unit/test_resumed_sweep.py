@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from scalewise.config.door import open_door
+from scalewise.config.door import Verb, open_door
 from scalewise.errors import ConfigError
 from scalewise.launch import resumed_sweep, squeue
 from scalewise.launch.config_hash import config_hash
@@ -21,6 +21,7 @@ from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, m
 from scalewise.launch.sweep import execute_all, unused
 from scalewise.run import Run
 from scalewise.tracking.files import write_json
+from scalewise.verbs.plan import Planner
 from scalewise.verbs.train import Train
 
 Compose = Callable[..., Run]
@@ -291,12 +292,17 @@ class TestWords:
             asked(words)
         assert complaint in str(caught.value)
 
+    @pytest.mark.parametrize("verb", [Train, lambda _, found: Planner(found)])
     @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
     def test_leave_nothing_when_refused(
-        self, line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        line: list[str],
+        verb: Callable[..., Verb],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
         found, rest = asked([*line, "resume_sweep=last"])
         with pytest.raises(ConfigError, match="single run" if not line else "there is no sweep"):
-            open_door(Train(rest, found), rest)
+            open_door(verb(rest, found), rest)
         assert list(tmp_path.iterdir()) == []

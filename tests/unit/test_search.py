@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from fixtures.layouts import LLAMA_8B
@@ -16,6 +18,8 @@ from scalewise.plan.search import Candidate, Found, searched
 from scalewise.plan.spec import Rank
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
+from scalewise.verbs import plan as plan_verb
+from scalewise.verbs import show_search
 
 Compose = Callable[..., Run]
 Find = Callable[..., Found]
@@ -33,6 +37,7 @@ NODE = (
     "hardware.devices_per_node=8",
     "trainer.global_batch=16",
 )
+SMALL = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
 
 
 @pytest.fixture
@@ -182,8 +187,7 @@ def test_price_is_least_on_few_devices(found: Find) -> None:
 
 
 def test_a_training_that_is_asked_for_is_not_given_up_where_it_fits(found: Find) -> None:
-    line = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_batch=8")
-    best = found("memory", *line).best
+    best = found("memory", *SMALL).best
     assert best is not None
     assert best.training == ()
 
@@ -194,6 +198,41 @@ def test_an_adapter_is_proposed_where_nothing_else_fits(found: Find) -> None:
     assert all_of.best is not None
     assert "adapter=lora" in all_of.best.told
     assert all(candidate.training for candidate in all_of.candidates if candidate.good)
+
+
+def test_what_is_trained_otherwise_stands_apart(
+    found: Find, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_of = found("memory", *SMALL)
+    assert all_of.best in all_of.front
+    assert not any(candidate.training for candidate in all_of.front)
+    assert all(candidate.training for candidate in all_of.otherwise)
+    gained = {it.what: it.why for it in neighbours(all_of) if it.choice == "training"}
+    assert gained["adapter=lora"].endswith("% less time, but trained otherwise")
+    assert not any("-" in why for why in gained.values())
+    show_search.one(all_of)
+    said = capsys.readouterr().out
+    heads = ("\ntrained as asked, none is", "\ntrained otherwise, none is")
+    last = "\nleast time of those trained as asked: single"
+    assert 0 < said.find(heads[0]) < said.find(heads[1]) < said.find(last)
+
+
+@pytest.mark.parametrize(("traced", "code"), [(2**30, 0), (2**50, 3)])
+def test_the_best_is_judged_by_its_trace(
+    traced: int,
+    code: int,
+    compose: Compose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def of_trace(best: Plan) -> Plan:
+        return replace(best, fit=replace(best.fit, traced=traced))
+
+    monkeypatch.setattr(plan_verb, "_traced", of_trace)
+    run = compose("plan.search=memory", "plan.method=trace", *SMALL, here=False)
+    assert plan_verb.Planner().one(run, tmp_path) == code
+    assert f"\n{'out_of_memory' if code else 'fits'}, " in capsys.readouterr().out
 
 
 def test_nothing_may_fit(found: Find) -> None:

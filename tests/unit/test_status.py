@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.checkpoints import RANDOM_T5
 
 from scalewise.launch.status import Ending, Status, command_line, cures, git_state
 from scalewise.run import Run
@@ -55,11 +56,35 @@ def test_exit_codes(ending: Ending, code: int) -> None:
         (Ending("failed", "the loss is nan at step 3; lower optimizer.lr, or"), [],
          ["optimizer.lr=0.0001"]),
         (Ending("out_of_memory"), [],
-         ["trainer.micro_batch=4 trainer.global_batch=8", "precision=bf16_mixed"]),
-        (Ending("out_of_memory"), ["trainer.micro_batch=1", "precision=bf16_mixed"], []),
+         ["trainer.micro_batch=4 trainer.global_batch=8", "objective.loss_chunk=1024",
+          "memory=checkpoint_full"]),
+        (Ending("out_of_memory"), ["trainer.micro_batch=1", "precision=bf16_mixed"],
+         ["memory=checkpoint_full"]),
         (Ending("out_of_memory"), ["trainer.micro_batch=3", "launch.memory_limit_gib=2"],
-         ["trainer.micro_batch=1 trainer.global_batch=3", "precision=bf16_mixed",
+         ["trainer.micro_batch=1 trainer.global_batch=3", "memory=checkpoint_full",
           "launch.memory_limit_gib=null"]),
+        (Ending("out_of_memory"), ["hardware=v100", "precision=fp32"],
+         ["trainer.micro_batch=4 trainer.global_batch=8", "objective.loss_chunk=1024",
+          "memory=checkpoint_full"]),
+        (Ending("out_of_memory"), ["hardware=h100", "data.sequence=8192", "model=llama3_8b",
+          "parallelism=pipeline", "parallelism.pipeline=4", "trainer.micro_batch=4"],
+         ["memory=checkpoint_full"]),
+        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+          "trainer.micro_batch=1"],
+         ["optimizer.offload=true"]),
+        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+          "trainer.micro_batch=1", "data.sequence=4096"],
+         ["memory=checkpoint_selective", "optimizer.offload=true"]),
+        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+          "parallelism=ddp", "parallelism.replicas=2", "trainer.micro_batch=1",
+          "data.sequence=8192", "optimizer=sgd"],
+         ["memory=checkpoint_full"]),
+        (Ending("out_of_memory"), [*RANDOM_T5, "objective=seq2seq", "data=synthetic",
+          "data.target_length=64"],
+         ["trainer.micro_batch=4 trainer.global_batch=8", "precision=bf16_mixed"]),
+        (Ending("out_of_memory"), ["objective=module", "objective.target=fixtures.yours.MyModule",
+          "data.target=fixtures.yours.MyData", "trusted_packages=[fixtures]"],
+         ["precision=bf16_mixed"]),
         (Ending("timeout"), ["launch.timeout=30"],
          ["launch.timeout=60", "checkpoint.every=100"]),
         (Ending("timeout"), ["launch.timeout=2.5", "checkpoint.every=5"], ["launch.timeout=5"]),
@@ -69,11 +94,12 @@ def test_exit_codes(ending: Ending, code: int) -> None:
 def test_cures_are_overrides_that_compose(
     compose: Callable[..., Run], ending: Ending, overrides: list[str], expected: list[str]
 ) -> None:
-    found = cures(ending, compose(*overrides), resumable=True)
+    run = compose(*overrides, here=False)
+    found = cures(ending, run, resumable=True)
     assert [cure["override"] for cure in found] == expected
     assert all(cure["why"].endswith(".") for cure in found)
     for cure in found:
-        assert isinstance(compose(*overrides, *cure["override"].split()), Run)
+        compose(*overrides, *cure["override"].split(), here=False)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -199,5 +199,5 @@ def test_the_api() -> None:
 def test_the_command_and_the_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:main"}
-    extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "joblib", "hf", "dev", "all"}
-    assert set(project["optional-dependencies"]) == extras
+    extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "joblib", "hf", "images"}
+    assert set(project["optional-dependencies"]) == extras | {"dev", "all"}

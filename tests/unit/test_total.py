@@ -12,6 +12,7 @@ from scalewise.plan.plan import planned
 from scalewise.plan.total import total
 from scalewise.plan.verdict import refuse_unfit
 from scalewise.run import Run
+from scalewise.verbs.show_plan import NO_TIME, summed
 
 Compose = Callable[..., Run]
 H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
@@ -34,9 +35,20 @@ def test_what_is_not_known_is_counted(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     lines = (H100, (*H100, *epochs), ("hardware=cpu",))
     found = total([planned(compose(*line, here=False)) for line in lines])
-    assert (found.jobs, found.unfit, found.untimed) == (3, 0, 2)
+    assert (found.jobs, found.unfit, found.untimed, found.unrated) == (3, 0, 2, 1)
     assert found.seconds > 0
     assert total([planned(compose("hardware=cpu"))]).dollars is None
+
+
+@pytest.mark.parametrize(("hardware", "hinted"), [("cpu", True), ("h100", False)])
+def test_a_rate_that_lacks_is_hinted_at_under_a_table(
+    hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
+    summed(total([planned(compose(*line, here=False))]), None)
+    said = capsys.readouterr().out
+    assert "of 1 the time is not known" in said
+    assert (NO_TIME in said) == hinted
 
 
 def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:

@@ -89,8 +89,6 @@ def test_what_wandb_cannot_search_is_refused() -> None:
     assert configured(PRECISION, objectives=several, sampler="random")["method"] == "random"
     with pytest.raises(ConfigError, match="has no grid"):
         configured(Interval("a", 1.0, 2.0), sampler="grid")
-    with pytest.raises(ConfigError, match="cannot walk the axes by zip"):
-        sweeps.search_of({"_target_": "x.GridSweeper", "params": {}, "zip": {"a": "1,2"}})
 
 
 def test_what_is_left_out_is_said() -> None:
@@ -107,7 +105,7 @@ class TestALine:
         assert [axis.key for axis in found.space] == ["precision", "parallelism", "seed"]
         assert found.fixed == ["experiment=smoke"]
         assert found.name == "smoke-precision_by_layout"
-        assert sweeps.search_of(found.sweeper) == Search(sampler="grid")
+        assert sweeps.search_of(found.sweeper, found.option) == Search(sampler="grid")
 
     def test_the_command_line_wins_over_the_sweep(self) -> None:
         found = searched(["sweep=precision_by_layout", "precision=fp32"])
@@ -117,7 +115,19 @@ class TestALine:
     def test_options_of_hydra_are_no_overrides_of_a_job(self) -> None:
         found = searched(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
         assert found.fixed == []
-        assert sweeps.search_of(found.sweeper) == Search(trials=3, pruner="asha")
+        assert sweeps.search_of(found.sweeper, found.option) == Search(trials=3, pruner="asha")
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("+hydra.sweeper.zip.seed=[1,2]", "hydra/sweeper=basic: W&B .* the axes by zip; use"),
+            ("hydra/sweeper=screen", "hydra/sweeper=screen: W&B .* the axes by .*repeats.*; use"),
+        ],
+    )
+    def test_of_another_way_is_refused_by_the_sweeper_s_name(self, line: str, words: str) -> None:
+        found = searched(["optimizer.lr=1e-3,1e-2", line])
+        with pytest.raises(ConfigError, match=words):
+            sweeps.search_of(found.sweeper, found.option)
 
     def test_an_own_folder_goes_along(self, tmp_path: Path) -> None:
         (tmp_path / "sweeps").mkdir()

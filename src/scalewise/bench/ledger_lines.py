@@ -5,6 +5,7 @@ Line = tuple[str, ...]
 MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FP8 = ("precision=fp8", "precision.compute=fp32")
 FP8_MIXED = "precision=fp8"
+COMPILED = "compile=block"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
 OFFLOAD = ("memory=offload_activations", "objective.loss_chunk=64")
@@ -117,6 +118,15 @@ TRAINED: tuple[Line, ...] = (
     mesh(pipeline=2, shards=2),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
+    (COMPILED,),
+    (COMPILED, MIXED),
+    (COMPILED, *_GPT2),
+    (COMPILED, FULL),
+    (COMPILED, LORA, MIXED),
+    (COMPILED, FP8_MIXED),
+    (COMPILED, *QAT),
+    (COMPILED, *PACKING),
+    ("compile=whole",),
     (*PAIRS, LORA),
     (*_DDP, MIXED, SELECTIVE),
     fsdp(2, IA3, *EVERYWHERE),

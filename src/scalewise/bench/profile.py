@@ -70,7 +70,7 @@ def write(hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], 
     known = {
         key: value.value if isinstance(value, Enum) else value
         for key, value in held.items()
-        if value not in (None, "") and key not in LEARNT
+        if value not in (None, "") and key not in (*LEARNT, "read_off")
     }
     known |= {key: float(f"{value:.4g}") for key, value in figures.items()}
     first, *rest = how

@@ -3,8 +3,21 @@
 import difflib
 from collections.abc import Iterable
 
+EXPECTED = {
+    ("objective", "sft"): "objective=causal_lm data=chat",
+    ("objective", "ppo"): "objective=grpo",
+    ("optimizer", "deepspeed_cpu"): "parallelism=deepspeed_zero2_offload",
+    ("optimizer", "paged"): "optimizer=adamw_paged",
+}
+"""What does here what goes by another name elsewhere: of a group and an option."""
 LISTED = 12
 """So many names are listed where none is close; of more, only the first."""
+
+
+def chosen(group: str, option: str, options: Iterable[str]) -> str:
+    """Returns what to choose in place of an option that a group has not."""
+    expected = EXPECTED.get((group, option))
+    return f"set {expected}" if expected else meant(option, options)
 
 
 def meant(text: str, options: Iterable[str], prefix: str = "") -> str:

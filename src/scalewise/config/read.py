@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scalewise.config import registry, tree
+from scalewise.config import profiles, registry, tree
 from scalewise.config.near import meant
 from scalewise.config.schema import twin
 from scalewise.errors import Complaint, ConfigError
@@ -51,6 +51,7 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
     parts = {group: _part(group, values[group], complaints) for group in tree.CLOSED}
     if None in parts.values():
         raise ConfigError(complaints)
+    parts["hardware"] = profiles.of_this_machine(parts["hardware"])
     hints = typing.get_type_hints(Run)
     plain = {key: _as_declared(hints[key], key, values[key], complaints) for key in _PLAIN}
     callbacks = values["callbacks"]

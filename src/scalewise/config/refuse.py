@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from scalewise.config import registry, tree
-from scalewise.config.near import meant
+from scalewise.config.near import chosen, meant
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError, ScalewiseError, as_typed
@@ -213,7 +213,9 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
             continue
         for choice in value if isinstance(value, list) else [value]:
             if str(choice) not in options:
-                yield Complaint(group, choice, "no such option", meant(str(choice), options))
+                yield Complaint(
+                    group, choice, "no such option", chosen(group, str(choice), options)
+                )
 
 
 def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> Iterator[Complaint]:

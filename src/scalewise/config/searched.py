@@ -32,6 +32,8 @@ class Searched:
     """What was typed and holds for every job; neither the sweep nor options of Hydra."""
     sweeper: Mapping[str, Any]
     """``hydra.sweeper``."""
+    option: str
+    """The name of that sweeper."""
 
 
 def searched(arguments: Sequence[str]) -> Searched:
@@ -62,7 +64,8 @@ def searched(arguments: Sequence[str]) -> Searched:
             space, fixed = search_axes.read([*lines, *own_lines, *swept], loader)
             run = read(config, fixed, here=False)
             name = Path(config.hydra.sweep.dir).parent.name
+            option = str(config.hydra.runtime.choices["hydra/sweeper"])
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
             raise refuse.translated(error, flags.overrides, here=False) from error
     flagged = ["-cd", str(own[0])] if own else []
-    return Searched(run, name, space, [*flagged, *fixed], sweeper)
+    return Searched(run, name, space, [*flagged, *fixed], sweeper, option)

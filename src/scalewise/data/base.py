@@ -109,6 +109,11 @@ class Data(ABC):
     of_user = False
 
     @property
+    def trains_tokenizer(self) -> bool:
+        """Returns whether a tokenizer is trained on its texts, for want of one that is given."""
+        return getattr(self, "tokenizer", "") is None
+
+    @property
     def answer(self) -> int:
         """Returns the tokens at the end of each row that answer it and can be checked; 0: none."""
         return 0

@@ -19,7 +19,7 @@ from scalewise.errors import Complaint, DataError
 @option("data", "captions")
 @dataclass(frozen=True)
 class Captions(Chat):
-    """A picture and its caption a row: records name a file beside them, .npy, .ppm or .pgm."""
+    """A picture and its caption a row: records name a file beside them, .png, .jpg, .npy."""
 
     sequence: int = 32
     """Tokens of a caption, the end included; of a longer one the end is left out."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import Complaint, DataError
 
 SKIPPED = frozenset(
@@ -30,19 +30,28 @@ class Corpus(Data):
     sequence: int = 256
     """Tokens of a row."""
     vocabulary: int = 4096
-    """Tokens of the byte-level BPE that is trained on the text; at least 257."""
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     megabytes: float = 8.0
     """The most source text that is read, in MB (10^6 bytes)."""
+    tokenizer: str | None = None
+    """Path of a tokenizer.json; null trains a byte-level BPE on the text."""
+    end_of_text: str = END_OF_TEXT
+    """The token between documents, as the given tokenizer calls it."""
 
     @property
-    def vocabulary_needed(self) -> int:
-        """Returns the size of the tokenizer."""
-        return self.vocabulary
+    def vocabulary_needed(self) -> int | None:
+        """Returns the size of the tokenizer that is trained; None where one is given."""
+        return self.vocabulary if self.tokenizer is None else None
+
+    @property
+    def tokenization(self) -> Tokenization:
+        """Returns which tokenizer reads the text."""
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields numbers that cannot be."""
         yield from self.not_positive("sequence", "megabytes")
-        yield from Tokenization(self.vocabulary).complaints()
+        yield from self.tokenization.complaints()
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns the packed rows; about 5 % of the files are held out, by a hash of their path."""
@@ -63,7 +72,7 @@ class Corpus(Data):
             identity={"python": sys.version, "files": list(sizes.items())},
             splits={"train": train, "validation": partial(_texts, root, sorted(held))},
             training=train,
-            tokenization=Tokenization(self.vocabulary),
+            tokenization=self.tokenization,
         )
         return splits(tokenized(source, vocabulary), self.sequence, validation=True)
 

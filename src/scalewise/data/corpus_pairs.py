@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 from scalewise.config.registry import option
 from scalewise.data.base import Splits
 from scalewise.data.corpus import VALIDATION_FRACTION, Corpus, held_out
-from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class CorpusPairs(Corpus):
     sequence: int = 128
     """Tokens of an answer with its prompt; of a longer one the end is left out."""
     vocabulary: int = 1024
-    """Tokens of the byte-level BPE that is trained on the text; at least 257."""
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     megabytes: float = 2.0
     """The most source text that is read, in MB (10^6 bytes)."""
 
@@ -47,14 +46,14 @@ class CorpusPairs(Corpus):
         from scalewise.data import answers
         from scalewise.data.cache import cached
 
-        Tokenization(self.vocabulary).check(vocabulary)
+        self.tokenization.check(vocabulary)
         root = Path(sysconfig.get_path("stdlib"))
         sizes = self.sizes(root)
         identity = {
             "format": answers.FORMAT,
             "python": sys.version,
             "files": list(sizes.items()),
-            **Tokenization(self.vocabulary).identity(),
+            **self.tokenization.identity(),
         }
         folder = cached(self.kind, identity, partial(_write, root, list(sizes), self))
         return answers.splits(folder, self)
@@ -63,9 +62,8 @@ class CorpusPairs(Corpus):
         """Yields the records of some files."""
         from scalewise.data.pairs import written
         from scalewise.data.templates import plain
-        from scalewise.data.tokenizing import END_OF_TEXT
 
-        template = plain(END_OF_TEXT)
+        template = plain(self.end_of_text)
         for name in names:
             text = (root / name).read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if len(line.split()) > 1]
@@ -90,7 +88,7 @@ def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> Non
         if not found:
             reason, cure = f"the {split} split has no {spec.record}", "give more data.megabytes"
             raise DataError.one("data.megabytes", spec.megabytes, reason, cure)
-    answers.keep(parts, Tokenization(spec.vocabulary), spec.kind, folder)
+    answers.keep(parts, spec.tokenization, spec.kind, folder)
 
 
 def spaced(line: str, words: list[str]) -> str:

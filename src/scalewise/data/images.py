@@ -1,35 +1,34 @@
-"""Pictures in files, without a library for them: arrays of NumPy's, and portable pixmaps.
+"""Pictures in files: arrays of NumPy's, and what Pillow reads.
 
 Shapes: C colours, H rows and W columns of pixels.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-HEADER = re.compile(rb"(P[56])" + rb"(?:\s|#[^\n]*\n)+(\d+)" * 3 + rb"\s")
-"""Of a portable pixmap or graymap (netpbm): width, height and the brightest number."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
+"""As Pillow calls those that are read: none of them starts a program. Portable pixmaps are PPM."""
+CURE = "pip install 'scalewise[images]', or give arrays of NumPy's (.npy)"
 
 
 def read(path: Path) -> NDArray[np.uint8]:
     """Returns ``pixels_CHW``: red, green and blue, bytes; raises ``ValueError`` with what is wrong.
 
-    Arrays are ``pixels_HWC`` or ``pixels_HW`` of bytes.
+    Arrays are ``pixels_HWC`` or ``pixels_HW`` of bytes; other pictures stand as their camera did.
     """
-    kinds = {".npy": _array, ".ppm": _pixmap, ".pgm": _pixmap}
-    if path.suffix not in kinds:
-        known = " ".join(kinds)
-        raise ValueError(f"names a picture of another kind than {known}: {path.name}")
     try:
-        pixels = kinds[path.suffix](path)
+        pixels = _array(path) if path.suffix == ".npy" else _picture(path)
     except (OSError, EOFError) as error:
         raise ValueError(f"names a picture that cannot be read: {path.name} ({error})") from error
     except ValueError as error:
         raise ValueError(f"names what is no picture: {path.name} ({error})") from error
+    except ImportError as error:
+        reason = f"names a picture that needs Pillow, which is not installed: {path.name}"
+        raise ValueError(f"{reason} ({CURE})") from error
     if pixels.ndim == 2:
         pixels = pixels[..., None]
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
@@ -46,19 +45,19 @@ def _array(path: Path) -> NDArray[np.generic]:
     return found
 
 
-def _pixmap(path: Path) -> NDArray[np.generic]:
-    held = path.read_bytes()
-    if (header := HEADER.match(held)) is None:
-        raise ValueError("it has no header P5 or P6")
-    kind, width, height, most = header[1], *map(int, header.groups()[1:])
-    if not 0 < most < 256:
-        raise ValueError(f"its brightest number is {most}, not of one byte")
-    shape = (height, width, 3 if kind == b"P6" else 1)
-    pixels = np.frombuffer(held, np.uint8, offset=header.end())
-    if pixels.size < np.prod(shape):
-        raise ValueError(f"it ends after {pixels.size} of {np.prod(shape)} numbers")
-    pixels = pixels[: np.prod(shape)].reshape(shape)
-    return pixels if most == 255 else np.rint(pixels * (255.0 / most)).clip(0, 255).astype(np.uint8)
+def _picture(path: Path) -> NDArray[np.generic]:
+    from PIL import Image, ImageOps  # of an extra
+
+    try:
+        with Image.open(path, formats=FORMATS) as opened:
+            if opened.mode.startswith(("I", "F")):
+                raise ValueError("its numbers are not of one byte")
+            upright = ImageOps.exif_transpose(opened)
+            if upright.has_transparency_data:
+                upright = upright.convert("RGBA")
+            return np.asarray(upright.convert("RGB"))
+    except (Image.DecompressionBombError, SyntaxError) as error:  # of a header that is none
+        raise ValueError(str(error)) from error
 
 
 def resized(pixels_CHW: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:

@@ -99,6 +99,11 @@ def source_beside(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
     return source, config
 
 
+def end_beside(tokenizer: Path) -> str:
+    """Returns what ends a text, as is said beside a tokenizer.json; empty where nothing is."""
+    return _word(source_beside(tokenizer)[1].get("eos_token"))
+
+
 def _of_jinja(source: str, config: dict[str, Any], path: Path) -> Template:
     """Returns a template in Jinja, as Hugging Face keeps them; it runs in a sandbox.
 

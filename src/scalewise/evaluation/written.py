@@ -74,7 +74,7 @@ def _pixels(file: str, side: int) -> torch.Tensor:
     try:
         found_CHW = images.resized(images.read(Path(file).expanduser()), side)
     except ValueError as error:
-        cure = "give prompt=FILE of a picture, .npy, .ppm or .pgm"
+        cure = "give prompt=FILE of a picture, such as .png, .jpg or .npy"
         raise ConfigError.one("prompt", file, str(error), cure) from error
     return torch.from_numpy(found_CHW.copy())[None]
 

@@ -18,7 +18,7 @@ from scalewise.tracking.files import read_json
 
 TAIL_BYTES = 16384
 """What is read of the end of ``metrics.csv``: some tens of steps."""
-ENDED = ("ok", "failed", "out_of_memory", "timeout", "refused")
+ENDED = ("ok", "pruned", "failed", "out_of_memory", "timeout", "refused")
 """Statuses that a job keeps; an interrupted one may wait in a queue to go on."""
 GONE = {
     "lost": "it left no ending, and is gone",

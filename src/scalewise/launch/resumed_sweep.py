@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -32,6 +32,11 @@ class Resumption:
 
     sweep: str
     retry: tuple[str, ...] = ()
+
+    def refuse_run(self) -> NoReturn:
+        """Raises ``ConfigError``: it was asked for with the line of a single run."""
+        cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
+        raise ConfigError.one("resume_sweep", self.sweep, "this line is a single run", cure)
 
 
 @dataclass(frozen=True)

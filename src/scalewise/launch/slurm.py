@@ -66,7 +66,7 @@ class Slurm:
             raise Interrupted(
                 error.signal_number,
                 f"{error}; the jobs go on: scalewise status {self._folder.parent} shows them, "
-                f"scancel {arrays} ends them",
+                f"scancel {arrays} ends them; then: scalewise report {self._folder.parent}",
             ) from None
 
     def _complaints(self, tasks: Sequence[Task]) -> Iterator[Complaint]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from scalewise.errors import EXIT_CODES
 from scalewise.hardware import this_machine
+from scalewise.launch import spared
 from scalewise.run import Run
 from scalewise.tracking.files import FACTS, read_json, write_json
 
@@ -115,12 +116,7 @@ def cures(ending: Ending, run: Run, *, resumable: bool) -> list[dict[str, str]]:
     """
     found: list[tuple[str, str]] = []
     if ending.status == "out_of_memory":
-        if run.micro_batch > 1:
-            half = run.micro_batch // 2
-            keep = f"trainer.micro_batch={half} trainer.global_batch={run.global_batch}"
-            found.append((keep, "Half the activations; the global batch stays as it is."))
-        if run.choices.get("precision") == "fp32":
-            found.append(("precision=bf16_mixed", "Activations in half the bytes."))
+        found += spared.told(run)
         if run.launch.memory_limit_gib is not None:
             found.append(("launch.memory_limit_gib=null", "Lifts the limit set for this job."))
     elif ending.status == "timeout" and run.launch.timeout is not None:

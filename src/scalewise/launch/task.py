@@ -32,9 +32,11 @@ def main(arguments: Sequence[str]) -> int:
         except ScalewiseError as error:
             print(f"scalewise: {error}", file=sys.stderr)
             return error.exit_code
-        if started.leads() and result.exit_code in INTERRUPTED:
+        if started.leads():
             with signals.ignored():  # a requeue sends them to those whom it ends
-                _go_on(folder / f"{number}-timeouts.json", timeouts, result)
+                count = folder / f"{number}-timeouts.json"
+                if result.exit_code not in INTERRUPTED or not _goes_on(count, timeouts, result):
+                    _report(result.folder)
         return result.exit_code
 
 
@@ -62,19 +64,28 @@ def _result(task: Task) -> Result:
     return end(status, ending, task.order, status.attempts, folder)
 
 
-def _go_on(count: Path, timeouts: int, result: Result) -> None:
-    """Lets an interrupted job wait in the queue again where it may, and prints what became of it.
+def _report(folder: Path) -> None:
+    """Writes the job's report: who submitted it may have left."""
+    from scalewise.reports import files  # of the floor above
 
-    ``count`` is the file that knows how often its time was up so far.
+    print(f"report {files.write([folder])[-1]}", flush=True)
+
+
+def _goes_on(count: Path, timeouts: int, result: Result) -> bool:
+    """Lets an interrupted job wait in the queue again where it may; returns whether it does.
+
+    Prints what became of it. ``count`` is the file that knows how often its time was up so far.
     """
+    again = False
     warned = result.exit_code - 128 == signal.SIGUSR2
     if warned and not _may_take_longer(count, timeouts):
         told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
         status = read_json(result.folder / "status.json")
         write_json(result.folder / "status.json", {**status, "reason": f"{result.reason}; {told}"})
     else:
-        told = _again(warned)
+        again, told = _again(warned)
     print(f"{result.status}: {result.reason}; {told}", flush=True)
+    return again
 
 
 def _may_take_longer(count: Path, timeouts: int) -> bool:
@@ -84,8 +95,8 @@ def _may_take_longer(count: Path, timeouts: int) -> bool:
     return so_far < timeouts
 
 
-def _again(warned: bool) -> str:
-    """Lets an interrupted job wait in the queue again, and says what became of it.
+def _again(warned: bool) -> tuple[bool, str]:
+    """Returns whether an interrupted job waits in the queue again, and what became of it.
 
     If it was ``warned`` of its time or is preempted: where somebody cancelled it, or Slurm itself
     has requeued it, it is not running any more.
@@ -93,10 +104,11 @@ def _again(warned: bool) -> str:
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     facts = squeue.facts(job)
     if facts.get("JobState") != "RUNNING":
-        return f"Slurm says {facts.get('JobState', 'nothing')}"
+        return False, f"Slurm says {facts.get('JobState', 'nothing')}"
     if not warned and facts.get("PreemptTime", "None") == "None":
-        return "nobody asked for its place"
-    return "it waits in the queue again" if squeue.requeue(job) else "Slurm did not requeue it"
+        return False, "nobody asked for its place"
+    again = squeue.requeue(job)
+    return again, "it waits in the queue again" if again else "Slurm did not requeue it"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from scalewise.measure.memory import storages_of
+from scalewise.measure.storages import storages_of
 from scalewise.memory import OFFLOADED_FROM
 
 Restore = Callable[[], UntypedStorage]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from scalewise.measure.profiled import ProfiledBytes
+from scalewise.measure.storages import bytes_of, key_of, plain
 
 
 class Holdings:
@@ -44,11 +47,19 @@ class MemoryProbe:
         optimizer: Optimizer,
         device: torch.device,
         holdings: Holdings | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """``holdings`` knows of tensors that are not where torch keeps them."""
+        """``holdings`` knows of tensors that are not where torch keeps them.
+
+        ``compiled``: whether some of what runs is code of a compiler, and no operator tells of it.
+        """
         self._module, self._optimizer, self._device = module, optimizer, device
         self._holdings = holdings or Holdings()
-        self._live = None if device.type == "cuda" else LiveBytes(self._holdings.resized())
+        self._live: LiveBytes | ProfiledBytes | None = None
+        if device.type != "cuda":
+            counted = ProfiledBytes if compiled else LiveBytes
+            self._live = counted(self._holdings.resized())
         self._found: dict[str, int] = {}
         self._peak = 0
 
@@ -60,7 +71,7 @@ class MemoryProbe:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._live.follow([*self._gradients(), *self._holdings.buckets()])
-            self._live.__enter__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+            self._live.__enter__()
         self._before = self._without_gradients()
 
     def before_backward(self) -> None:
@@ -94,7 +105,7 @@ class MemoryProbe:
         else:
             self.most()
             self._peak += self.lasting
-            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
+            self._live.__exit__(None, None, None)
         found = {
             "parameters": bytes_of(self._parameters()),
             "optimizer": bytes_of(_states(self._optimizer)),
@@ -107,7 +118,7 @@ class MemoryProbe:
     def abandon(self) -> None:
         """Stops counting in a step that will not end."""
         if self._live is not None:
-            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch lacks the annotation
+            self._live.__exit__(None, None, None)
 
     def _without_gradients(self) -> int:
         gradients = self._gradients()
@@ -139,18 +150,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_leaves((args, kwargs))
-        known = {_key(tensor) for tensor in _plain(given)}
+        known = {key_of(tensor) for tensor in plain(given)}
         known |= {each._cdata for each in given if isinstance(each, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
-        for tensor in _plain(tree_leaves(result)):
-            if _key(tensor) not in known:
+        for tensor in plain(tree_leaves(result)):
+            if key_of(tensor) not in known:
                 self._add(tensor.untyped_storage())
         self._peak = max(self._peak, self.now)
         return result
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors from before as long as they live."""
-        for tensor in _plain(tensors):
+        for tensor in plain(tensors):
             self._add(tensor.untyped_storage())
         self._peak = max(self._peak, self.now)
 
@@ -171,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
-        keys = {_key(tensor) for tensor in _plain(tensors)}
+        keys = {key_of(tensor) for tensor in plain(tensors)}
         return sum(size for key, (_, size) in self._alive.items() if key in keys)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -188,35 +199,10 @@ class LiveBytes(TorchDispatchMode):
         self._counted += size
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that tensors hold on this rank, each storage once."""
-    storages = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in _plain(tensors)}
-    return sum(storages.values())
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Returns what tells the storages of tensors on this rank apart, while they live."""
-    return {_key(tensor) for tensor in _plain(tensors)}
-
-
 def host_peak_bytes() -> int:
     """Returns the largest resident set of this process so far, bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _plain(leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that hold the bytes: a DTensor's own storage has the whole's size."""
-    for leaf in leaves:
-        if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            yield from _plain(getattr(leaf, name) for name in names)
-        elif isinstance(leaf, torch.Tensor):
-            yield leaf
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -106,6 +106,19 @@ class Model(ABC):
         return self.classes or self.vocabulary
 
     @property
+    def pretrained(self) -> str | None:
+        """Returns where the weights lie that it begins with; None: fresh ones."""
+        return None
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json beside these weights; None where there is none."""
+        return None
+
+    def has_key(self, name: str) -> bool:
+        """Returns whether its group has a key of that name."""
+        return name in getattr(type(self), "__dataclass_fields__", ())
+
+    @property
     @abstractmethod
     def key_heads(self) -> int:
         """Returns the key (and value) heads per block."""

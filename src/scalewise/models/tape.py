@@ -52,7 +52,7 @@ class Pass:
     torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
     ``in_fp8``: layers that cast what they multiply to 8 bits. ``fake_quantized``: layers that round
     their matrices to integers and back, with a scale for each ``group``, and if ``rounds_inputs``
-    what these multiply.
+    what these multiply. ``compiled``: whether a compiler makes kernels of blocks.
     """
 
     rows: int
@@ -87,6 +87,7 @@ class Pass:
     fake_quantized: tuple[str, ...] = ()
     group: int = 0
     rounds_inputs: bool = False
+    compiled: bool = False
 
     @property
     def places(self) -> int:
@@ -110,6 +111,7 @@ class Operator:
     needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
     8 bits or fewer. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
+    ``in_place``: whether backward writes a gradient over the one that it reads.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
 
@@ -126,6 +128,7 @@ class Operator:
     casts: tuple[int, int] = (0, 0)
     packed: bool = False
     kept_by_selective: bool = False
+    in_place: bool = False
     flops: float = 0.0
     backward_flops: float = 0.0
 
@@ -138,11 +141,19 @@ class Operator:
 
 @dataclass
 class Tape:
-    """The operators of a part of a model, in order, and the bytes of every tensor."""
+    """The operators of a part of a model, in order, and the bytes of every tensor.
+
+    ``inside``: tensors that are in no memory, as the kernel that makes them reads them.
+    """
 
     sizes: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
+    inside: frozenset[int] = frozenset()
+
+    def moved(self, places: Iterable[int]) -> int:
+        """Returns the bytes of those that are read from memory, or written to it."""
+        return sum(self.sizes[place] for place in places if place not in self.inside)
 
     def tensor(self, size: int, *, trained: bool = True) -> int:
         """Returns the place of a new tensor of ``size`` bytes.

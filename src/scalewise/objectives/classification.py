@@ -37,6 +37,8 @@ class Classification(CausalLM):
             named = ", ".join(run.data.classes)
             reason = f"and data.classes are {number}: {named}"
             cure = f"set model.classes={number} model.tied=false"
+            if not run.model.has_key("classes"):
+                cure = f"set model=decoder_nano, or another of the suite's own, {cure[4:]}"
             yield Complaint("model.classes", run.model.classes, reason, cure)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
             reason = "leaves the head of classes as it was drawn"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scalewise.compilation import Scope
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Part, Weight
 from scalewise.models.tape import Pass
@@ -164,6 +165,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         fake_quantized=run.quantization.fake_quantized(run.model),
         group=run.quantization.group,
         rounds_inputs=run.quantization.rounds_inputs,
+        compiled=run.compile.scope is not Scope.none,
     )
 
 

@@ -15,7 +15,7 @@ from scalewise.parallelism.base import Parallelism
 from scalewise.parallelism.ddp import DDP
 from scalewise.parallelism.mesh import Mesh
 from scalewise.parallelism.single import Single
-from scalewise.plan.verdict import Fit, Verdict, judged
+from scalewise.plan.verdict import Fit, judged
 from scalewise.precision import Number, Precision
 
 if TYPE_CHECKING:
@@ -68,10 +68,15 @@ Judge = Callable[["Run"], Fit | None]
 
 def cure(run: Run, judge: Judge = judged) -> Cure | None:
     """Returns the cheapest changes under which ``run`` fits its hardware; None: none were found."""
+    return next(cures(run, judge), None)
+
+
+def cures(run: Run, judge: Judge = judged, together: int = TOGETHER) -> Iterator[Cure]:
+    """Yields the changes under which ``run`` fits, the cheapest first, so many at once at most."""
     tried = list(changes(run))
     bundles = [
         bundle
-        for count in range(1, TOGETHER + 1)
+        for count in range(1, together + 1)
         for bundle in combinations(tried, count)
         if len(frozenset().union(*(change.kinds for change in bundle)))
         == sum(len(change.kinds) for change in bundle)
@@ -82,26 +87,30 @@ def cure(run: Run, judge: Judge = judged) -> Cure | None:
             changed = change.make(changed)
         if any(changed.complaints()):
             continue
-        if (fit := judge(changed)) is not None and fit.verdict is Verdict.fits:
-            return Cure(bundle, changed, fit)
-    return None
+        if (fit := judge(changed)) is not None and fit.verdict.good:
+            yield Cure(bundle, changed, fit)
 
 
 def changes(run: Run) -> Iterator[Change]:
     """Yields the changes that may save memory, whatever they cost."""
-    yield from _of_passes(run)
+    yield from of_passes(run)
     yield from _of_memory(run)
     yield from _of_layout(run)
     yield from _of_optimizer(run)
+    yield from of_precision(run)
+
+
+def of_precision(run: Run) -> Iterator[Change]:
+    """Yields the mixed precision that the device has."""
     if run.precision.parameters is Number.fp32 and run.precision.compute is Number.fp32:
-        mixed = Precision(compute=Number.bf16)
-        if not (run.hardware.device == "cuda" and run.hardware.bf16_tflops == 0):
-            yield Change(
-                "precision=bf16_mixed", 6, frozenset({"precision"}), _with(precision=mixed)
-            )
+        lacks = run.hardware.device is DeviceKind.cuda and run.hardware.bf16_tflops == 0
+        number = Number.fp16 if lacks else Number.bf16
+        line, mixed = f"precision={number}_mixed", Precision(compute=number)
+        yield Change(line, 6, frozenset({"precision"}), _with(precision=mixed))
 
 
-def _of_passes(run: Run) -> Iterator[Change]:
+def of_passes(run: Run) -> Iterator[Change]:
+    """Yields smaller micro batches, which keep the rows of a step."""
     size, cost = run.micro_batch // 2, 1.0
     rows = run.global_batch
     while size >= 1:

@@ -96,7 +96,7 @@ def _refused(found: Found, best: Candidate) -> Iterator[Run]:
 
 
 def _why(best: Candidate, other: Candidate, rank: Rank) -> str:
-    """Returns the largest thing that makes ``other`` worse than ``best``."""
+    """Returns the largest thing that makes ``other`` worse than ``best``, or what it would gain."""
     host = other.fit.host
     if host is not None and other.fit.verdict is Verdict.host_out_of_memory:
         what = max(host.lines, key=lambda line: line.most).what
@@ -110,6 +110,8 @@ def _why(best: Candidate, other: Candidate, rank: Rank) -> str:
         there = bytes_text(other.fit.capacity or 0)
         return f"{verb} {bytes_text(size)} of {there}: {_grown(best, other)}"
     more = other.cost(rank)[0] / (best.cost(rank)[0] or 1) - 1
+    if more < 0:  # the best of those that are trained like this one
+        return f"{-more:.0%} less {rank}, but trained otherwise"
     if rank is Rank.memory:
         return f"{more:+.0%} memory: {_grown(best, other)}"
     share = _slowed(best, other)

@@ -172,9 +172,10 @@ class _Backward:
         computed, held = operator.weight
         if computed and operator.weight_first:
             self._grow(computed)
-        made = []
+        made: list[tuple[int, int]] = []
         for place in operator.gradients:
-            if operator.shares and sizes[place] == self._sizes[arrived]:
+            alone = operator.in_place and not made and self._owners[arrived] == 1
+            if (operator.shares or alone) and sizes[place] == self._sizes[arrived]:
                 self._owners[arrived] += 1
                 made.append((place, arrived))
             else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scalewise.memory import Recompute
 from scalewise.models.base import Model
+from scalewise.models.fused import fused
 from scalewise.models.tape import Pass, Tapes
 from scalewise.plan.replay import Replay, replay
 
@@ -20,7 +22,10 @@ NOTHING = Replay(0, 0, 0, 0)
 @lru_cache(maxsize=1024)
 def tapes_of(model: Model, shape: Pass) -> Tapes:
     """Returns the tapes of a model; the many layouts of a search share few shapes."""
-    return model.tapes(shape)
+    found = model.tapes(shape)
+    if not shape.compiled:
+        return found
+    return replace(found, start=fused(found.start), block=fused(found.block))
 
 
 @lru_cache(maxsize=1024)
@@ -33,7 +38,7 @@ def of_block(
     stepped: float = -1,
 ) -> Replay:
     """Returns any block but the first of all."""
-    block = tapes_of(model, shape).block
+    block = tapes_of(model, _shaped(shape, recompute)).block
     return replay(block, recompute, fresh=fresh, offload=offload, stepped=stepped)
 
 
@@ -47,8 +52,13 @@ def of_start(
     stepped: float = -1,
 ) -> Replay:
     """Returns the first block of all."""
-    start = tapes_of(model, shape).start
+    start = tapes_of(model, _shaped(shape, recompute)).start
     return replay(start, recompute, fresh=fresh, offload=offload, stepped=stepped)
+
+
+def _shaped(shape: Pass, recompute: Recompute) -> Pass:
+    """Returns what a block does: one that computes all again makes all of it, compiled or not."""
+    return replace(shape, compiled=False) if recompute is Recompute.full else shape
 
 
 def offloaded(run: Run, holds: Holds) -> int:

@@ -6,7 +6,7 @@ recomputation and, where asked, the formats that it admits. What a user typed is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -83,13 +83,22 @@ class Found:
 
     @cached_property
     def front(self) -> tuple[Candidate, ...]:
-        """Returns those that fit and that none beats in time, memory and price, fastest first."""
-        kept: list[Candidate] = []
-        good = (candidate for candidate in self.candidates if candidate.good)
-        for candidate in sorted(good, key=_costs):
-            if not any(_beats(other, candidate) for other in kept):
-                kept.append(candidate)
-        return tuple(kept)
+        """Returns what fits, trained as asked, and none such beats in time, memory and price."""
+        return _unbeaten(one for one in self.candidates if not one.training)
+
+    @cached_property
+    def otherwise(self) -> tuple[Candidate, ...]:
+        """Returns what fits, trained otherwise, and none at all beats."""
+        return tuple(one for one in _unbeaten(self.candidates) if one.training)
+
+
+def _unbeaten(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Returns those that fit and that none beats in time, memory and price, fastest first."""
+    kept: list[Candidate] = []
+    for candidate in sorted((one for one in candidates if one.good), key=_costs):
+        if not any(_beats(other, candidate) for other in kept):
+            kept.append(candidate)
+    return tuple(kept)
 
 
 def _costs(candidate: Candidate) -> tuple[float, float, float]:

@@ -194,7 +194,7 @@ def _loaded(run: Run) -> float:
 
 
 def _both_ways(tape: Tape, operator: Operator, reached: Rates) -> float:
-    written = sum(tape.sizes[place] for place in operator.gradients) + sum(operator.weight)
+    written = tape.moved(operator.gradients) + sum(operator.weight)
     back = _moved(tape, operator) + written if operator.gradients or operator.weight[0] else 0
     casts = reached.seconds(Work.pointwise, 0.0, operator.casts[1])
     backward = reached.seconds(operator.work, operator.backward_flops, back) + casts
@@ -207,7 +207,7 @@ def _there(tape: Tape, operator: Operator, reached: Rates) -> float:
 
 
 def _moved(tape: Tape, operator: Operator) -> int:
-    return sum(tape.sizes[place] for place in (*operator.reads, *operator.writes))
+    return tape.moved((*operator.reads, *operator.writes))
 
 
 def again(run: Run, reached: Rates) -> float:
@@ -241,7 +241,8 @@ def _messages(run: Run, rank: int, arithmetic: float) -> tuple[dict[str, float],
     for message in run.parallelism.collectives(run, rank):
         seconds = message.count * _one(run, message)
         every = set(message.axes) == set(AXES)
-        name = "the whole mesh" if every else " and ".join(message.axes)
+        cut = [axis for axis in message.axes if run.parallelism.group((axis,), None)[0] > 1]
+        name = "the whole mesh" if every else " and ".join(cut or message.axes)
         kind = hideable if message.hides else exposed
         kind[name] = kind.get(name, 0.0) + seconds
     room = HIDDEN_SHARE * arithmetic

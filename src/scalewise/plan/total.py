@@ -22,6 +22,8 @@ class Total:
     """Their price; None where no price is known."""
     untimed: int
     """Jobs that may fit and whose time is not known."""
+    unrated: int
+    """Of those, jobs whose hardware profile lacks a rate."""
 
 
 def total(plans: Sequence[Plan]) -> Total:
@@ -35,6 +37,7 @@ def total(plans: Sequence[Plan]) -> Total:
         sum(plan.seconds_for(tokens) or 0.0 for plan, tokens in timed),
         sum(prices) if prices else None,
         len(tried) - len(timed),
+        sum(plan.step is None and not plan.run.objective.by_trace for plan in tried),
     )
 
 

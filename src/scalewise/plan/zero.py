@@ -13,7 +13,7 @@ from scalewise.parallelism.holds import Holds, numbers
 from scalewise.plan.device import Device
 from scalewise.plan.ledger import EVERY, Line, Phase
 from scalewise.plan.moments import Moment
-from scalewise.plan.phases import BACKWARD, PASSES, line
+from scalewise.plan.phases import AFTER_HEAD, BACKWARD, PASSES, line
 from scalewise.precision import Number
 
 if TYPE_CHECKING:
@@ -64,25 +64,34 @@ class ZeroDevice(Device):
         again = run.accumulation > 1 and zero.stage == 2
         if again and zero.summed == zero.weights == zero.masters and not holds.states_on_host:
             reason = "before they are added to those of other passes"
-            yield line("gradients of this pass", share * zero.summed, BACKWARD, formula, reason)
+            yield line("gradients of this pass", share * zero.summed, self._sent, formula, reason)
         yield from self._buckets()
         if zero.live:
             yield self._gathered_weights()
+
+    @property
+    def _begun(self) -> tuple[Phase, ...]:
+        """Returns when there are buckets: those of stages 1 and 2 from the first gradient on."""
+        return AFTER_HEAD if self.zero.stage < 3 else BACKWARD
+
+    @property
+    def _sent(self) -> tuple[Phase, ...]:
+        """Returns when buckets are sent: one that takes all, when backward has ended."""
+        takes_all = self.zero.bucket >= self.holds.numbers(1, trained=True)
+        return (Phase.reduce_rest,) if takes_all else self._begun
 
     def _buckets(self) -> Iterator[Line]:
         """Gradients on their way to the ranks that step them."""
         zero, ranks, trained = self.zero, self.holds.states, self.holds.numbers(1, trained=True)
         bucket = min(zero.bucket, trained)
         formula, reason = f"{zero.buckets} x {bucket:,} x {zero.weights} B", "filled, then reduced"
-        yield line("buckets", zero.buckets * bucket * zero.weights, BACKWARD, formula, reason)
+        yield line("buckets", zero.buckets * bucket * zero.weights, self._begun, formula, reason)
         sent = bucket - bucket // ranks if zero.stage == 2 else 0
         if zero.masters > zero.weights and zero.stage < 3:
             sent += bucket
         reason = "what a reduction makes of a bucket"
         formula = f"{sent:,} x {zero.masters} B"
-        # A bucket that takes all is sent when backward has ended.
-        when = BACKWARD if bucket < trained else (Phase.reduce_rest,)
-        yield line("buckets on their way", sent * zero.masters, when, formula, reason)
+        yield line("buckets on their way", sent * zero.masters, self._sent, formula, reason)
 
     def _gathered_weights(self) -> Line:
         """Stage 3: what is whole stays so while no more than ``live`` numbers are."""

@@ -56,6 +56,7 @@ def ladder(comparison: Comparison) -> tuple[Rung, ...]:
     """Returns the finished jobs as a ladder, the first without anything added; else nothing.
 
     It is one where each job keeps all that the one before it was set to and adds something new.
+    With that a compiler may go, which does not reach into everything; all else is kept.
     """
     jobs = [job for job in comparison.finished if job.measured(STEP) is not None]
     if len(jobs) < 3:
@@ -65,12 +66,14 @@ def ladder(comparison: Comparison) -> tuple[Rung, ...]:
         old, new = _settings(before.run), _settings(job.run)
         keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
         parts = {key.split(".")[0] for key in keys}
-        if not keys or len(parts) > AT_ONCE or seen & set(keys):
+        left = [key for key in keys if key == "compile" and key not in new and seen - {key}]
+        if keys == left or len(parts) > AT_ONCE or seen & {*keys} - {*left}:
             return ()
         seen |= set(keys)
         # A field of an option that has just been chosen goes without saying.
         told = [key for key in keys if "." not in key or key.split(".")[0] not in keys]
-        rungs.append(Rung(job, tuple(f"{key}={new.get(key, 'default')}" for key in told)))
+        added = [f"{key}={new.get(key, 'default')}" for key in told if key not in left]
+        rungs.append(Rung(job, (*added, *(f"without {key}={old[key]}" for key in left))))
     return tuple(rungs)
 
 

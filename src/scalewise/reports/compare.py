@@ -210,12 +210,16 @@ def _short(values: Sequence[object]) -> dict[str, str]:
 
 
 def _rungs(runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]) -> list[str] | None:
-    """Returns what each job adds to the one before it; None where that is not one setting each."""
+    """Returns what each job adds to the one before it; None where that is not one setting each.
+
+    With one that is added, a compiler may go.
+    """
     names, seen = ["baseline"], set[str]()
     for before, run in pairwise(runs):
         values = ({key: numbers.value(r.varied.get(key)) for key in short} for r in (before, run))
         old, new = values
         keys = [key for key in short if old[key] != new[key]]
+        keys = [key for key in keys if key != "compile" or new[key] != "none"] or keys
         if len(keys) != 1 or seen & set(keys):
             return None
         seen |= set(keys)

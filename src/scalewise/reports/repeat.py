@@ -16,9 +16,18 @@ def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tu
     winners = comparison.ranked(*comparison.headline)
     if isinstance(record, SweepRecord) and winners:
         found.append((f"{winners[0].name} alone", winners[0].run.command))
+    if isinstance(record, SweepRecord) and "failed" in (job.status for job in record.jobs):
+        resumed = f"resume_sweep={shlex.quote(_folder(record))} retry=failed"
+        found.append(("The failed again", record.command and f"{record.command} {resumed}"))
     if place := _unsent(comparison, record):
         found.append(("Send it to W&B", f"scalewise publish {shlex.quote(place)}"))
     return [(why, command) for why, command in found if command]
+
+
+def _folder(record: SweepRecord) -> str:
+    """Returns where a sweep lies for whom began it; ``DIR`` where that was chosen otherwise."""
+    chosen = "hydra.sweep.dir=" in record.command
+    return "DIR" if chosen else f"runs/{record.name}/{record.folder}"
 
 
 def _unsent(comparison: Comparison, record: RunRecord | SweepRecord) -> str:

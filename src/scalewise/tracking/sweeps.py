@@ -70,18 +70,17 @@ def left_out(search: Search) -> list[str]:
     return said
 
 
-def search_of(sweeper: Mapping[str, Any]) -> Search:
-    """Returns the search that the options of a sweeper ask for, a grid where it is Hydra's own.
+def search_of(sweeper: Mapping[str, Any], option: str) -> Search:
+    """Returns the search that ``hydra.sweeper`` asks for, a grid where it is the suite's own.
 
-    Raises ``ConfigError`` for a way through the axes that W&B has not.
+    Raises ``ConfigError``, which names the ``option``, for a way through the axes that W&B has not.
     """
     if str(sweeper["_target_"]).endswith(".OptunaSweeper"):
         return Search.of(sweeper)
     strange = [key for key, value in sweeper.items() if value and key not in UNDERSTOOD]
     if strange:
-        kind = str(sweeper["_target_"]).rpartition(".")[2]
         reason = f"W&B Sweeps cannot walk the axes by {', '.join(strange)}"
-        raise ConfigError.one("hydra/sweeper", kind, reason, "use scalewise train")
+        raise ConfigError.one("hydra/sweeper", option, reason, "use scalewise train")
     return Search(sampler="grid")
 
 

@@ -20,6 +20,7 @@ EXTRAS = {
     "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
     "hf": ("datasets", "data=hf and .parquet files"),
+    "images": ("PIL", "pictures of data=captions but .npy"),
 }
 """Extra: the package that tells whether it is installed, and what it is for."""
 

@@ -11,6 +11,9 @@ from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.launch import resumed_sweep
+from scalewise.launch.config_hash import config_hash
+from scalewise.launch.resumed_sweep import Resumption
 from scalewise.plan import memory
 from scalewise.plan.ledger import EVERY, Ledger, Line
 from scalewise.plan.plan import Plan, planned
@@ -19,7 +22,7 @@ from scalewise.plan.spec import Method, Search
 from scalewise.plan.total import tokens_of, total
 from scalewise.plan.verdict import against
 from scalewise.run import Run
-from scalewise.verbs import show_plan, show_search
+from scalewise.verbs import show, show_plan, show_search
 
 
 class Planner(Verb):
@@ -27,17 +30,24 @@ class Planner(Verb):
 
     here = False
 
+    def __init__(self, resumption: Resumption | None = None) -> None:
+        self._resumption = resumption
+
     def one(self, run: Run, folder: Path) -> int:
         """Prints the ledger, the verdict and its cure, and the time; or what a search found."""
+        if self._resumption is not None:
+            self._resumption.refuse_run()
         if run.plan.search is not Search.none:
             with output.console().status("searching") as status:
                 found = searched(run, lambda count: status.update(f"{count:,} runs tried"))
             show_search.one(found)
             if found.best is None:
                 return 3
-            if run.plan.method is Method.trace:
-                _traced(found.best)
-            return 0
+            if run.plan.method is not Method.trace:
+                return 0
+            plan = _traced(found.best)
+            show_plan.verdict(plan)
+            return 3 if plan.fit.verdict.bad else 0
         if run.objective.by_trace and run.plan.method is Method.trace:
             plan = _by_trace(run)
             show_plan.verdict(plan)
@@ -51,17 +61,42 @@ class Planner(Verb):
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
     ) -> list[End]:
-        """Prints a row a job; of a job with a search the best that it finds."""
+        """Prints a row a job; of a job with a search the best that it finds.
+
+        Of a sweep that is to go on, jobs that ``train`` would not run again get no row.
+        """
         plans = [_of_job(job.run) for job in jobs]
-        show_plan.table([(job.varied, plan) for job, plan in zip(jobs, plans, strict=True)])
-        show_plan.summed(total(plans), _wall(plans, engine))
+        kept = self._kept(jobs, plans, folder)
+        left = [
+            (job.varied, plan) for job, plan in zip(jobs, plans, strict=True) if job not in kept
+        ]
+        if left:
+            show_plan.table(left)
+            planned = [plan for _, plan in left]
+            show_plan.summed(total(planned), _wall(planned, engine))
         return [
             End(
-                3 if plan.fit.verdict.bad else 0,
+                3 if plan.fit.verdict.bad and job not in kept else 0,
                 plan.step.seconds if plan.step else float(plan.fit.ledger.peak),
             )
-            for plan in plans
+            for job, plan in zip(jobs, plans, strict=True)
         ]
+
+    def _kept(self, jobs: Sequence[Job], plans: Sequence[Plan], folder: Path) -> list[Job]:
+        """Returns the jobs of which the sweep that is to go on has the end, and says how many."""
+        if self._resumption is None:
+            return []
+        found = resumed_sweep.folder_of(self._resumption.sweep, folder)
+        known = resumed_sweep.earlier(found, self._resumption.retry)
+        runs = [
+            plan.run if job.run.plan.search is Search.none else job.run
+            for job, plan in zip(jobs, plans, strict=True)
+        ]
+        wanted = [(config_hash(run), job.varied) for run, job in zip(runs, jobs, strict=True)]
+        before = zip(jobs, resumed_sweep.matched(wanted, known), strict=True)
+        kept = [job for job, earlier in before if earlier is not None and earlier.result]
+        show.resumed(len(jobs), len(kept), found)
+        return kept
 
 
 def _wall(plans: Sequence[Plan], engine: Mapping[str, object]) -> tuple[int, float] | None:
@@ -149,4 +184,5 @@ def main(arguments: Sequence[str]) -> int:
         from scalewise.verbs import explain
 
         return explain.main(arguments[1:])
-    return open_door(Planner(), arguments)
+    resumption, rest = resumed_sweep.asked(arguments)
+    return open_door(Planner(resumption), rest)

@@ -12,6 +12,7 @@ from scalewise.plan.sizing import Sizing
 from scalewise.plan.spec import Fitting
 from scalewise.precision import Number
 from scalewise.run import Run
+from scalewise.tracking import beside
 from scalewise.trainer import AUTO, SIZE
 from scalewise.units import bytes_text, count_text, seconds_text
 
@@ -73,6 +74,8 @@ def ended(result: Result) -> None:
     """Writes a job's report, and prints how it ended and where it is."""
     if result.status != "ok":
         print(f"{result.status}: {result.reason}")
+    if told := beside.told(result.summary.get("metrics") or {}):
+        print(told)
     _report([result.folder])
 
 

@@ -51,6 +51,8 @@ def one(plan: Plan) -> None:
         f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
         f"{run.tokens_per_step:,} tokens a step"
     )
+    if run.hardware.read_off:
+        console.print(f"[dim]hardware=auto: {run.hardware.read_off}[/]", soft_wrap=True)
     console.print()
     console.print(_ledger(plan))
     console.print()
@@ -157,6 +159,8 @@ def summed(total: Total, wall: tuple[int, float] | None) -> None:
     if total.untimed:
         told.append(f"of {total.untimed} the time is not known")
     output.console().print("\n" + "; ".join(told), soft_wrap=True)
+    if total.unrated:
+        output.console().print(f"[dim]{NO_TIME}[/]", soft_wrap=True)
 
 
 def train_line(run: Run, told: Sequence[str]) -> str:
@@ -221,8 +225,11 @@ def _beside(console: Console, plan: Plan) -> None:
     if run.hardware.device is DeviceKind.cuda:
         largest = sorted(host.lines, key=lambda line: -line.most)
         parts = ", ".join(f"{line.what} {bytes_text(line.most)}" for line in largest)
-        of = f" of {bytes_text(plan.fit.host_capacity)}" if plan.fit.host else ""
-        console.print(f"main memory of a node: {bytes_text(host.peak)}{of} ({parts})")
+        of, unjudged = f" of {bytes_text(plan.fit.host_capacity)}", ""
+        if plan.fit.host is None:
+            of, unjudged = "", "; not judged: set hardware.host_memory_gib"
+        told = f"main memory of a node: {bytes_text(host.peak)}{of} ({parts}){unjudged}"
+        console.print(told, soft_wrap=True)
     size, keep = checkpoint_bytes(run), run.checkpoint.keep + run.checkpoint.best
     told = f"a checkpoint takes {bytes_text(size)} of the disk"
     if run.checkpoint.every and run.checkpoint.keep:

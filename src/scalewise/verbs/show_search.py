@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -36,19 +36,30 @@ def one(found: Found) -> None:
     if best is None:
         _nothing(console, found)
         return
-    if found.front:
-        console.print("\n[bold]none is better in time, memory and price at once[/]")
-        console.print(_table(found.front[:SHOWN], best))
-    if len(found.front) > SHOWN:
-        console.print(f"[dim]and {len(found.front) - SHOWN} more[/]")
-    rank, style = found.rank, STYLES[best.fit.verdict]
-    console.print(f"\nleast {rank}: [bold]{_layout(best)}[/], [{style}]{best.fit.verdict}[/]")
+    mixed = any(candidate.training for candidate in found.candidates)
+    _front(console, "trained as asked, " * mixed, found.front, best)
+    _front(console, "trained otherwise, ", found.otherwise, best)
+    of = " of those trained as asked" if mixed else ""
+    of = " with the fewest changes to the training" if best.training else of
+    style = STYLES[best.fit.verdict]
+    console.print(
+        f"\nleast {found.rank}{of}: [bold]{_layout(best)}[/], [{style}]{best.fit.verdict}[/]"
+    )
     console.print(train_line(asked, best.told), soft_wrap=True, style="cyan")
     console.print("\n[bold]one choice away[/]")
     shown = Table(box=None, pad_edge=False, show_header=False)
     for lost in neighbours(found):
         shown.add_row(f"[dim]{lost.choice}[/]", lost.what, lost.why)
     console.print(shown)
+
+
+def _front(console: Console, how: str, front: Sequence[Candidate], best: Candidate) -> None:
+    if not front:
+        return
+    console.print(f"\n[bold]{how}none is better in time, memory and price at once[/]")
+    console.print(_table(front[:SHOWN], best))
+    if len(front) > SHOWN:
+        console.print(f"[dim]and {len(front) - SHOWN} more[/]")
 
 
 def _nothing(console: Console, found: Found) -> None:

@@ -23,7 +23,13 @@ PAUSE = 2.0
 """Seconds between two looks."""
 SILENCE = 60.0
 """Seconds without a sign of a running job that are worth a word."""
-STYLES = {"ok": "green", "running": "cyan", "queued": "dim", "interrupted": "yellow"}
+STYLES = {
+    "ok": "green",
+    "pruned": "green",
+    "running": "cyan",
+    "queued": "dim",
+    "interrupted": "yellow",
+}
 
 
 def main(arguments: Sequence[str]) -> int:

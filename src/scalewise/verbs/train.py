@@ -33,9 +33,7 @@ class Train(Verb):
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
         if self._resumption is not None:
-            cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
-            reason = "this line is a single run"
-            raise ConfigError.one("resume_sweep", self._resumption.sweep, reason, cure)
+            self._resumption.refuse_run()
         with signals.raised("outside of training"):
             fit, sizing = fitted(run)
             if started.leads():

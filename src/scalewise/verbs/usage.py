@@ -47,6 +47,7 @@ FORMS: dict[str, Rows] = {
     "plan": (
         ("scalewise plan [overrides]", "memory line by line, verdict, cure, time"),
         ("scalewise plan -m [a=1,2 ...]", "one table for the combinations"),
+        ("... resume_sweep=last|DIR", "the jobs that train would still run"),
         ("scalewise plan plan.search=WHAT", "look for better: layout, memory, all"),
         ("                plan.rank_by=WHAT", "what the best has least of: time, price, memory"),
         ("scalewise plan plan.method=trace", "ask the code itself; imports torch"),

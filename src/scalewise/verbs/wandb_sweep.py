@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     with signals.raised("before there was a sweep"):
         asked = searched(arguments)
-        search = sweeps.search_of(asked.sweeper)
+        search = sweeps.search_of(asked.sweeper, asked.option)
         question = asked.run.question
         config = sweeps.configured(search, asked.space, asked.fixed, asked.name, question)
         for reason in sweeps.left_out(search):

@@ -12,7 +12,7 @@ class Products:
 
     def __init__(self, run: Pass) -> None:
         self.run, self.tape = run, Tape()
-        self._products = 0
+        self._products, self._masked = 0, set[int]()
 
     def product(
         self,
@@ -130,8 +130,9 @@ class Products:
     def rounded_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
         """Writes a product of what is rounded to integers and back, and again for backward.
 
-        It keeps what a plain product keeps. Scales are three numbers for each group; torch's own
-        operators pass fourteen times over what is rounded, and over a gradient that is masked.
+        It keeps what a plain product keeps; compiled, what is rounded and what is out of range as
+        well. Scales are three numbers for each group; torch's own operators pass fourteen times
+        over what is rounded, and over a gradient that is masked.
         """
         run, tape = self.run, self.tape
         read, made, weights = run.places * into, run.places * out, into * out
@@ -156,6 +157,7 @@ class Products:
             gradients=(x,),
             weight=(held, held),
             weight_first=False,
+            extra=self._kept_compiled(x, read, weights) if run.compiled else (),
             forward_scratch=max(given + matrix, max(giving, given + rounding) - made * run.compute),
             scratch=max(
                 rounding,
@@ -172,6 +174,16 @@ class Products:
             flops=flops,
             backward_flops=2 * flops,
         )
+
+    def _kept_compiled(self, x: int, read: int, weights: int) -> tuple[int, ...]:
+        """Returns what a compiled product with rounded numbers keeps besides, a byte a mask."""
+        run = self.run
+        kept = [weights * run.compute, weights]
+        if run.rounds_inputs and x not in self._masked:
+            made = [op for op in self.tape.operators if x in op.writes]
+            kept += [read, read * run.compute * (made[0].work is not Work.pointwise)]
+            self._masked.add(x)
+        return (*kept,)
 
     def _rounded(self, count: int, size: int, scales: int) -> int:
         """Returns the bytes that rounding takes of numbers of ``size`` bytes in all."""

@@ -105,6 +105,17 @@ class Decoder(Model):
     """Folder or .safetensors file of Hugging Face weights to start from; None: fresh weights."""
 
     @property
+    def pretrained(self) -> str | None:
+        """Returns the folder or file of the weights that it begins with; None: fresh ones."""
+        return self.weights
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json beside these weights; None where there is none."""
+        path = Path(self.weights or "")
+        beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+        return beside if self.weights is not None and beside.is_file() else None
+
+    @property
     def head_size(self) -> int:
         """Returns the features per head."""
         return self.head_width or self.width // self.heads

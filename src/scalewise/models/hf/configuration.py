@@ -43,7 +43,7 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
     unnamed = [name for name in NAMED if getattr(text, name, None) is None]
     if config.is_encoder_decoder:
         begins = ("decoder_start_token_id", "pad_token_id")
-        unnamed += [name for name in begins if getattr(config, name, None) is None]
+        unnamed += [name for name in begins if getattr(text, name, None) is None]
     if config.model_type in IMAGE_TEXT and getattr(text, "bos_token_id", None) is None:
         unnamed.append("bos_token_id")
     for reason, found in (
@@ -61,8 +61,8 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
     if depth is not None:
         text.num_hidden_layers = depth
         for name in DECODERS:
-            if config.is_encoder_decoder and hasattr(config, name):
-                setattr(config, name, depth)
+            if config.is_encoder_decoder and hasattr(text, name):
+                setattr(text, name, depth)
         if config.model_type in IMAGE_TEXT:
             config.vision_config.num_hidden_layers = depth
             config.qformer_config.num_hidden_layers = depth
@@ -78,8 +78,6 @@ def _of_pictures(config: PretrainedConfig) -> Iterator[str]:
     if config.model_type not in IMAGE_TEXT:
         yield f"reads more than text ({config.model_type})"
         return
-    if config.is_encoder_decoder:
-        yield f"writes by an encoder with a decoder ({config.text_config.model_type})"
     if config.qformer_config.use_qformer_text_input:
         yield "asks a picture about a text (use_qformer_text_input)"
     sides = (config.vision_config.image_size, config.vision_config.patch_size)

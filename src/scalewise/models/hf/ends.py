@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from scalewise.measure.memory import LiveBytes, bytes_of, storages_of
+from scalewise.measure.memory import LiveBytes
+from scalewise.measure.storages import bytes_of, storages_of
 
 Sizes = tuple[int, int, int, int]
 """What a ``Played`` gives."""

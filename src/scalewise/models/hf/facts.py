@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scalewise.models.base import Weight
+from scalewise.models.base import Split, Weight
+
+COLUMN = "colwise"
+SPLITS = {COLUMN: Split.column, "rowwise": Split.row}
+"""Those of transformers' words for a cut that are known here."""
 
 
 @dataclass(frozen=True)
 class Picture:
     """What a model does with a picture of ``side`` x ``side`` pixels.
 
-    ``tokens``: that its language model reads of it, before a text. ``reads``: what layers multiply
-    of it, places, by their whole names; other layers read text. ``pairs``: what attends to what of
-    it in all layers, times the features of these.
+    ``tokens``: that its decoder reads of it, before a text; ``encoded``: that the encoder of its
+    language model reads, where it has one. ``reads``: what layers multiply of it, places, by their
+    whole names; other layers read text. ``pairs``: what attends to what of it in all layers before
+    the language model, times the features of these.
     """
 
     side: int
     tokens: int
+    encoded: int
     reads: Mapping[str, float]
     pairs: int
 
@@ -33,8 +39,8 @@ class Facts:
     name within it. ``tied_head`` is the module of a head without a matrix of its own; ``plan``
     says, in transformers' words, how tensor parallelism cuts modules of a block. ``starts`` are the
     first blocks of each stack of them: of one, of an encoder and its decoder, or of what reads a
-    ``picture``, asks about it and writes. ``encoded`` are the layers that multiply what an encoder
-    reads, by their whole names.
+    ``picture``, asks about it and writes, which may be two again. ``encoded`` are the layers that
+    multiply what an encoder reads, by their whole names.
     """
 
     vocabulary: int

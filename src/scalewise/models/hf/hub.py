@@ -13,10 +13,12 @@ KEY = "model.path"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIGURATION = ("config.json",)
 WEIGHTS = ("*.safetensors", INDEX)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""With what decides how conversations are written."""
 
 
 def folder(path: str, files: tuple[str, ...]) -> Path:
-    """Returns the folder of a model with the ``files`` that it has.
+    """Returns the folder of a model with the ``files`` that it has, the first being needed.
 
     Raises ``ConfigError``, in one line, where there is none: no folder here, and a name that
     neither the cache nor the Hub gives.
@@ -34,10 +36,19 @@ def folder(path: str, files: tuple[str, ...]) -> Path:
         raise ConfigError.one(KEY, path, reason, cure) from error
 
 
+def tokenizer(path: str) -> Path | None:
+    """Returns the tokenizer.json of a model; None where it has none."""
+    try:
+        found = folder(path, TOKENIZER) / TOKENIZER[0]
+    except ConfigError:
+        return None
+    return found if found.is_file() else None
+
+
 def _of_hub(name: str, files: tuple[str, ...]) -> Path:
     try:
         cached = Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
-        if any([*cached.glob(pattern)] for pattern in files):
+        if any(cached.glob(files[0])):
             return cached
     except LocalEntryNotFoundError:
         pass

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from scalewise.models.hf import encoder_decoder
 from scalewise.models.hf.facts import Picture
 from scalewise.models.hf.stacks import StackedModule
 
@@ -23,9 +24,10 @@ WRITER = "language_model"
 class ImageTextModule(StackedModule):
     """``pixels_BCHW, labels_BT -> logits_BTV``, by transformers' own code.
 
-    Pixels are bytes, of which the model reads what CLIP does. Its language model begins after the
-    picture's tokens with the one that begins a text. ``reads`` are the places of a picture that
-    layers multiply which read no text.
+    Pixels are bytes, of which the model reads what CLIP does. A token that begins a text follows
+    those of the picture: a language model without an encoder writes on, one with an encoder reads
+    so much, and its decoder writes. ``reads`` are the places of a picture that layers multiply
+    which read no text.
     """
 
     mean: Tensor
@@ -48,6 +50,11 @@ class ImageTextModule(StackedModule):
         """Returns whether a layer is of the language model."""
         return self.theirs(f"{name}.").startswith(WRITER)
 
+    @property
+    def encodes(self) -> bool:
+        """Returns whether its language model is an encoder with a decoder."""
+        return bool(cast(Any, self.head).language_model.config.is_encoder_decoder)
+
     def forward(
         self, x: Tensor, labels_BT: Tensor | None = None, places_BS: Tensor | None = None
     ) -> Tensor:
@@ -68,18 +75,21 @@ class ImageTextModule(StackedModule):
         """Returns ``logits_BTV`` of a text behind what was seen."""
         model = cast(Any, self.head).language_model
         first_B1 = torch.full_like(labels_BT[:, :1], model.config.bos_token_id)
-        text_BT = torch.cat([first_B1, labels_BT[:, :-1].clamp(min=0)], dim=1)
+        if self.encodes:
+            text_BT = first_B1
+            how = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels_BT)}
+        else:
+            text_BT = torch.cat([first_B1, labels_BT[:, :-1].clamp(min=0)], dim=1)
+            how = {"logits_to_keep": labels_BT.shape[1]}
         text_BTD = self.embedding()(text_BT)
+        read_BTD = torch.cat([tokens_BQD.to(text_BTD.dtype), text_BTD], dim=1)
         with patch.multiple(masking_utils, **MASKS):
-            logits: Tensor = model(
-                inputs_embeds=torch.cat([tokens_BQD.to(text_BTD.dtype), text_BTD], dim=1),
-                logits_to_keep=labels_BT.shape[1],
-                use_cache=False,
-            ).logits
+            logits: Tensor = model(inputs_embeds=read_BTD, use_cache=False, **how).logits
         return logits
 
 
 MASKS: dict[str, Any] = {
+    **encoder_decoder.MASKS,
     "_ignore_bidirectional_mask_sdpa": lambda *_, **__: True,
     "find_packed_sequence_indices": lambda *_, **__: None,
 }
@@ -93,7 +103,9 @@ def stacks(model: PreTrainedModel) -> dict[str, int]:
     Raises ``ValueError`` where a part has not one outermost list of blocks of one kind.
     """
     found: dict[str, int] = {}
-    for part in ("vision_model", "qformer", WRITER):
+    writer = cast(Any, model).language_model
+    encodes = writer.config.is_encoder_decoder
+    for part in ("vision_model", "qformer", *(() if encodes else (WRITER,))):
         lists = {
             name: held
             for name, held in model.named_modules()
@@ -103,7 +115,14 @@ def stacks(model: PreTrainedModel) -> dict[str, int]:
         if len(outer) != 1 or len({type(block) for block in lists[outer[0]]}) != 1:
             raise ValueError(f"its {part} has not one list of blocks of one kind")
         found[outer[0]] = len(lists[outer[0]])
-    return found
+    both = encoder_decoder.stacks(writer) if encodes else {}
+    return found | {f"{WRITER}.{name}": blocks for name, blocks in both.items()}
+
+
+def tried(config: PretrainedConfig) -> tuple[int, int]:
+    """Returns the tokens that an encoder reads of a picture, and those of a text told from them."""
+    read: int = config.num_query_tokens + 1
+    return read, read + 1
 
 
 def processor(side: int) -> dict[str, object]:
@@ -130,4 +149,5 @@ def picture(config: PretrainedConfig, reads: dict[str, float]) -> Picture:
     crossing = len(range(0, asks.num_hidden_layers, asks.cross_attention_frequency))
     asked = asks.num_hidden_layers * tokens**2 + crossing * tokens * patches
     pairs = sees.num_hidden_layers * patches**2 * sees.hidden_size + asked * asks.hidden_size
-    return Picture(sees.image_size, tokens, reads, pairs)
+    read = (0, tried(config)[0]) if config.text_config.is_encoder_decoder else (tokens, 0)
+    return Picture(sees.image_size, *read, reads, pairs)

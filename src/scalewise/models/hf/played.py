@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scalewise.adapters.low_rank import Dora, Lora
 from scalewise.adapters.scales import IA3
 from scalewise.adapters.spec import Adapter, NoAdapter
-from scalewise.measure.memory import LiveBytes, bytes_of
+from scalewise.measure.memory import LiveBytes
+from scalewise.measure.storages import bytes_of
 from scalewise.memory import Checkpointing, Recompute
 from scalewise.models import cross_entropy
 from scalewise.models.base import Part

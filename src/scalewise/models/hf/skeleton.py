@@ -167,8 +167,12 @@ def _of_both(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
 def _of_images(model: PreTrainedModel, path: str) -> ImageTextModule:
     """Returns the module of a model that reads pictures."""
     model.tie_weights()
-    _tie(cast(Any, model).language_model, path)
+    writer = cast(Any, model).language_model
     try:
+        if writer.config.is_encoder_decoder:
+            encoder_decoder.tie(writer, head=not _own_head(path))
+        else:
+            _tie(writer, path)
         return ImageTextModule(model)
     except ValueError as error:
         raise ConfigError.one(KEY, path, str(error), "choose one as BLIP-2") from error
@@ -180,7 +184,7 @@ def _own_head(path: str) -> bool:
     folder = hub.folder(path, hub.CONFIGURATION)
     held = any(folder.glob("*.safetensors"))
     stored = Stored(folder, path).names if held else frozenset[str]()
-    return HEAD in stored and any(name.endswith("shared.weight") for name in stored)
+    return all(any(name.endswith(end) for name in stored) for end in (HEAD, "shared.weight"))
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -257,6 +261,7 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     tokens, answered = (torch.zeros((2, n), dtype=torch.long, device="meta") for n in TRIED)
     if isinstance(made, ImageTextModule):
         side = made.head.config.vision_config.image_size
+        answered = answered.new_zeros((2, image_text.tried(made.head.config)[1]))
         tokens = torch.zeros((2, 3, side, side), dtype=torch.uint8, device="meta")
     for block in trial.layers():
         block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
@@ -282,7 +287,9 @@ def _noted(
     places = out.numel() // (2 * len(layer.weight))
     if isinstance(made, EncoderDecoderModule) and places == TRIED[0]:
         made.encoded.add(name)
-    if isinstance(made, ImageTextModule) and not made.writes(name):
+    if isinstance(made, ImageTextModule) and (
+        not made.writes(name) or places == image_text.tried(made.head.config)[0]
+    ):
         # pixels have no gradient, which is a third of what a layer computes
         made.reads[name] = places * 2 / 3 if isinstance(layer, nn.Conv2d) else places
 

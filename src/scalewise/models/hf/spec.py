@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalewise.compilation import Scope
 from scalewise.config.registry import option
 from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Model, Part, Split, Weight
-from scalewise.models.hf.facts import Facts
+from scalewise.models.hf.facts import COLUMN, SPLITS, Facts
+from scalewise.models.hf.fits import complaints_of_transformers
 from scalewise.models.tape import Pass, Tapes
-from scalewise.precision import Number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +32,6 @@ class Init(StrEnum):
     """Fresh ones: its configuration is enough to study time and memory."""
 
 
-COLUMN = "colwise"
-SPLITS = {COLUMN: Split.column, "rowwise": Split.row}
-"""Those of transformers' words for a cut that are known here."""
-ENCODES = "an encoder with a decoder"
 ENDS = {"embedding": Split.vocabulary, "position": Split.places, "head": Split.head}
 
 
@@ -69,6 +63,17 @@ class HuggingFace(Model):
             cure = f"pip install {error.name}"
             raise ConfigError.one("model", "hf", reason, cure) from None
         return skeleton.facts(self.path, self.depth)
+
+    @property
+    def pretrained(self) -> str | None:
+        """Returns the folder or name of the weights that it begins with; None: fresh ones."""
+        return self.path if self.init is Init.weights else None
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json at its path; None where there is none."""
+        from scalewise.models.hf import hub
+
+        return hub.tokenizer(self.path)
 
     @property
     def vocabulary(self) -> int:  # type: ignore[override]  # not a field here
@@ -177,9 +182,10 @@ class HuggingFace(Model):
         pairs = decoder * (sequence - target) ** 2
         read, written = sequence, target or sequence
         seen = 0
-        if self.facts.picture:
-            read = written = sequence + self.facts.picture.tokens
-            pairs, seen = 0, self.facts.picture.pairs
+        if picture := self.facts.picture:
+            written = sequence + picture.tokens
+            read = written + picture.encoded
+            pairs, seen = (decoder - self.facts.starts[2]) * picture.encoded**2, picture.pairs
         pairs += (self.layers - decoder) * written * read
         attention = 14.0 * (pairs * self.query_width + seen) / sequence
         return 6.0 * (matrices + tied * self.share("", sequence, target)) + attention
@@ -196,14 +202,17 @@ class HuggingFace(Model):
 
     def unreached(self, trained: Collection[str], sequence: int) -> float:
         """Returns them of what reads pictures, where nothing of it is trained."""
-        picture, start = self.facts.picture, self.facts.starts[-1]
+        picture = self.facts.picture
+        if picture is None:
+            return 0.0
+        start = self.facts.starts[2]
         writers = ("head.language_model.", *(f"blocks.{n}." for n in range(start, self.layers)))
-        if picture is None or not all(name.startswith(writers) for name in trained):
+        if not all(name.startswith(writers) for name in trained):
             return 0.0
         found = 10.0 * picture.pairs  # 14 both ways, and 4 forward
         for weight in self.census():
             places = picture.reads.get(weight.name.removesuffix(".weight"), 0)
-            if len(weight.shape) > 1:
+            if len(weight.shape) > 1 and not weight.name.startswith(writers):
                 # 6 both ways, and 2 forward; of pixels, which have no gradient, 4 and 2.
                 further = 3.0 if len(weight.shape) > 2 else 4.0
                 found += (2.0 if weight.layer is not None else further) * weight.count * places
@@ -275,89 +284,7 @@ class HuggingFace(Model):
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields what is written for the suite's own decoder alone."""
-        chosen = run.choices
-        sizes = getattr(run.parallelism, "sizes", {})
-        if len(self.facts.starts) > 1:
-            yield from self._of_stacks(run)
-        reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
-        reasons["tensor"] = self._uncut()
-        for axis, reason in reasons.items():
-            if sizes.get(axis, 1) > 1 and reason:
-                cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
-                yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
-        if sizes.get("tensor", 1) > 1:
-            yield from self._under_tensor(run)
-        if run.quantization.packed(self):
-            option = chosen.get("quantization", "nf4")
-            reason = "does not pack the matrices of transformers' models"
-            yield Complaint("quantization", option, reason, "set quantization=none")
-        if run.quantization.fake_quantized(self):
-            option = chosen.get("quantization", "qat_int4")
-            reason = "does not round the matrices of transformers' models"
-            yield Complaint("quantization", option, reason, "set quantization=none")
-        if run.precision.in_fp8(self):
-            option = chosen.get("precision", "fp8")
-            reason = "does not convert the layers of transformers' models"
-            yield Complaint("precision", option, reason, "set precision=bf16_mixed")
-        if run.memory.offload:
-            reason = "is not counted for models of transformers"
-            yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")
-        if run.optimizer.in_backward:
-            reason = "is not counted for models of transformers"
-            yield Complaint("optimizer.in_backward", True, reason, "set it to false")
-        if run.adapter.ahead or run.adapter.before:
-            option = chosen.get("adapter", "prompt")
-            reason = "puts nothing before what transformers' models embed or attend to"
-            yield Complaint("adapter", option, reason, "set adapter=lora")
-        if run.data.packing:
-            reason = "is not read by models of transformers"
-            yield Complaint("data.packing", True, reason, "set data.packing=false")
-
-    def _of_stacks(self, run: Run) -> Iterator[Complaint]:
-        """Yields an objective about one stack alone, and what is not proven for several."""
-        what, known, data = f"is {ENCODES}", run.objective.encodes, "seq2seq"
-        if self.image_size:
-            what, known, data = "reads pictures", run.objective.pictures, "captions"
-            if run.precision.parameters is Number.bf16:
-                option = run.choices.get("precision", "bf16_true")
-                reason = f"holds all weights in bf16, and {self.facts.kind} a Q-Former in fp32"
-                yield Complaint("precision", option, reason, "set precision=bf16_mixed")
-        if not known:
-            objective = "captioning" if self.image_size else data
-            reason, cure = f"{what} ({self.facts.kind})", f"set objective={objective} data={data}"
-            yield Complaint("model.path", self.path, reason, cure)
-        what = f"a model that {what}" if self.image_size else ENCODES
-        reason = f"is not proven for {what}"
-        if run.parallelism.flattens_weights:
-            option = run.choices.get("parallelism", "deepspeed")
-            yield Complaint("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
-        if run.compile.scope is not Scope.none:
-            option = run.choices.get("compile", "block")
-            yield Complaint("compile", option, reason, "set compile=none")
-
-    def _uncut(self) -> str:
-        """Returns why tensor parallelism cannot cut the model; empty: it can."""
-        kind, plan = self.facts.kind, dict(self.facts.plan)
-        if not plan:
-            return f"has no plan for {kind} in transformers (tp_plan)"
-        for name in plan | dict(self.facts.linears):
-            if (how := plan.get(name, "nothing")) not in SPLITS:
-                return f"has a plan for {kind} in transformers that cuts {name} by {how}"
-        cuts = [plan.get(name) for name in self.facts.order]
-        if ("rowwise", COLUMN) in pairwise(cuts):
-            return f"does not cut blocks whose two halves read the same ({kind})"
-        return ""
-
-    def _under_tensor(self, run: Run) -> Iterator[Complaint]:
-        """Yields what does not go with tensor parallelism."""
-        if getattr(run.parallelism, "sequence_parallel", False):
-            reason = "leaves a rank some of the tokens, which transformers' models count themselves"
-            cure = "set parallelism.sequence_parallel=false"
-            yield Complaint("parallelism.sequence_parallel", True, reason, cure)
-        if run.is_frozen:
-            option = run.choices.get("adapter", "lora")
-            reason = "is not put on models of transformers that tensor parallelism cuts"
-            yield Complaint("adapter", option, reason, "set adapter=none, or parallelism=fsdp")
+        yield from complaints_of_transformers(self, run)
 
     def shape(self, part: Part) -> HuggingFaceModule:
         """Returns the module, or the weights of a part of it, on the meta device."""

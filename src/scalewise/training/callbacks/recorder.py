@@ -10,12 +10,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
+from scalewise.compilation import Scope
+from scalewise.hardware import DeviceKind
 from scalewise.layouts.base import Layout
 from scalewise.measure.memory import MemoryProbe
 from scalewise.measure.steptime import OTHER, StepClock
 from scalewise.objectives import UserModule
 from scalewise.run import Run
 from scalewise.tracking.names import TIMES
+from scalewise.training.callbacks.spec import Profiling
 from scalewise.training.module import TrainingModule
 
 PROBED_STEP = 3
@@ -59,12 +62,30 @@ class Recorder(Callback):
     ) -> None:
         """Ends the wait for data."""
         last = (batch_idx + 1) % self.run.accumulation == 0
-        if trainer.global_step == self.start + PROBED_STEP - 1 and last:
+        probed = trainer.global_step == self.start + PROBED_STEP - 1
+        if probed and last and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
             holdings = layout_of(trainer).holdings()
-            self._probe = MemoryProbe(pl_module, optimizer, pl_module.device, holdings)
+            self._probe = MemoryProbe(
+                pl_module, optimizer, pl_module.device, holdings, compiled=self._compiled
+            )
             self._probe.start()
         self.clock.mark(self._passes)
+
+    @property
+    def _compiled(self) -> bool:
+        return self.run.compile.scope is not Scope.none
+
+    def _can_measure(self, trainer: Trainer) -> bool:
+        """Returns whether memory is counted: compiled on the CPU, torch's profiler does it.
+
+        There is one in a process, which may crash beside gloo's threads.
+        """
+        if not self._compiled or self.run.hardware.device is not DeviceKind.cpu:
+            return True
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set late
+        profiled = any(isinstance(each, Profiling) for each in callbacks)
+        return trainer.world_size == 1 and not profiled
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -157,7 +178,7 @@ class Recorder(Callback):
         self._measured, self._norms, self._rates = [], [], []
         rows[-1] |= of_last or {}
         for row in rows:
-            if row["step"] == self.start + PROBED_STEP:
+            if self._memory and row["step"] == self.start + PROBED_STEP:
                 row |= of_fullest(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:

@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scalewise.plan.plan import foreseen
 from scalewise.run import Run
+from scalewise.tracking import beside
 from scalewise.tracking.names import TIMES
 
 Row = dict[str, Any]
@@ -26,6 +28,7 @@ class Terminal:
 
     def __init__(self, run: Run, steps: int, start: int) -> None:
         self._run, self._steps = run, steps
+        self._peak = ""
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._progress: Progress | None = None
         if self._console.is_terminal:
@@ -42,7 +45,11 @@ class Terminal:
 
     def __call__(self, rows: list[Row]) -> None:
         """Prints the last step of a window, and the loss averaged over it."""
-        self._console.print(status_line(rows, self._run, self._steps), markup=False)
+        for row in rows:
+            if peak := row.get("memory/peak_bytes"):
+                self._peak = beside.told({**foreseen(self._run), "memory/peak_bytes": peak})
+        line = status_line(rows, self._run, self._steps, self._peak)
+        self._console.print(line, markup=False)
         if self._progress is not None:
             done = rows[-1]["step"]
             self._progress.update(self._task, completed=done)
@@ -55,8 +62,8 @@ class Terminal:
             self._progress.stop()
 
 
-def status_line(rows: list[Row], run: Run, steps: int) -> str:
-    """Returns one window in one line: progress, losses, speed, gradient, rate, time."""
+def status_line(rows: list[Row], run: Run, steps: int, peak: str = "") -> str:
+    """Returns one window in one line: progress, losses, speed, gradient, rate, peak, time."""
     last = rows[-1]
     seconds = sum(row["time/step_s"] for row in rows)
     shares = [
@@ -83,6 +90,8 @@ def status_line(rows: list[Row], run: Run, steps: int) -> str:
     if "val/loss" in last:
         told = [text.format(last[key]) for key, text in BESIDE.items() if key in last]
         parts.insert(2, ", ".join([f"val {last['val/loss']:.4f}", *told]))
+    if peak:
+        parts.insert(-1, peak)
     return "  ".join(parts)
 
 

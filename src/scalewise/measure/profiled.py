@@ -1,0 +1,116 @@
+"""What compiled code allocates on the CPU, of which no operator tells: torch's profiler counts."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
+
+from scalewise.measure.storages import key_of, plain
+
+
+class ProfiledBytes:
+    """Counts the bytes that torch's allocator gives while it is active, as ``LiveBytes`` does.
+
+    A dispatch mode, as that one is, would have torch leave compiled code aside. What is asked in
+    between ends the profiler's record, and begins another.
+    """
+
+    def __init__(self, resized: Iterable[torch.Tensor] = ()) -> None:
+        """``resized`` are tensors from before that change their size in between."""
+        self._resized = [tensor.untyped_storage() for tensor in resized]
+        self._before: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._alive: dict[int, int] = {}
+        self._held = self._peak = 0
+        self._record: profile | None = None
+
+    def __enter__(self) -> ProfiledBytes:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells stderr when it begins
+        self._begin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors from before as long as they live."""
+        for tensor in plain(tensors):
+            storage = tensor.untyped_storage()
+            self._before[key_of(tensor)] = (weakref.ref(storage), storage.nbytes())
+
+    @property
+    def watched(self) -> int:
+        """Returns the bytes that tensors from before have now."""
+        return sum(storage.nbytes() for storage in self._resized)
+
+    @property
+    def now(self) -> int:
+        """Returns the bytes that are alive."""
+        self._settle()
+        return sum(self._alive.values()) + self._from_before()
+
+    def take_peak(self) -> int:
+        """Returns the largest count since the last call."""
+        now = self.now
+        peak, self._peak = max(self._peak, now), now
+        return peak
+
+    def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of those tensors that are counted here already."""
+        self._settle()
+        storages = {key_of(tensor): tensor.untyped_storage() for tensor in plain(tensors)}
+        return sum(
+            storage.nbytes()
+            for key, storage in storages.items()
+            if key in self._before or storage.data_ptr() in self._alive
+        )
+
+    def _settle(self) -> None:
+        if self._record is not None:
+            self._end()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._held = self._from_before()
+        self._record = profile(profile_memory=True)
+        self._record.__enter__()
+
+    def _end(self) -> None:
+        record, self._record = self._record, None
+        assert record is not None
+        record.__exit__(None, None, None)
+        count = sum(self._alive.values())
+        self._peak = max(self._peak, count + self._held)
+        for place, size in _allocations(record):
+            if size > 0:
+                self._alive[place] = size
+                count += size
+            else:
+                count -= self._alive.pop(place, 0)
+            self._peak = max(self._peak, count + self._held)
+
+    def _from_before(self) -> int:
+        """Returns the bytes that are alive of what was there before."""
+        followed = sum(size for storage, size in self._before.values() if storage() is not None)
+        resized = (each for each in self._resized if each.data_ptr() not in self._alive)
+        return followed + sum(storage.nbytes() for storage in resized)
+
+
+def _allocations(record: profile) -> Iterator[tuple[int, int]]:
+    """Yields where bytes were given, and how many; those given back are below zero."""
+    assert record.kineto_results is not None
+    found = sorted(_of_tree(record.kineto_results.experimental_event_tree()))
+    yield from ((place, size) for _, _, place, size in found)
+
+
+def _of_tree(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+    for number, event in enumerate(events):
+        if event.tag == _EventType.Allocation:
+            _, told = event.typed
+            yield event.start_time_ns, number, told.ptr, told.alloc_size
+        yield from _of_tree(event.children)

@@ -1,0 +1,135 @@
+"""Weights that are there already know the ids of one tokenizer: none is trained anew for them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixtures.checkpoints import DESCRIBED
+from fixtures.refusals import assert_refused
+from tokenizers import Tokenizer
+
+from scalewise.config.compose import compose
+from scalewise.data.corpus import Corpus
+from scalewise.data.corpus_pairs import CorpusPairs
+from scalewise.data.tokenizing import Tokenization
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+END = "</s>"
+LINES = {
+    "corpus": ["data=corpus"],
+    "corpus_classes": ["data=corpus_classes", "objective=classification", "model.classes=2"],
+    "corpus_pairs": ["data=corpus_pairs", "objective=dpo"],
+    "hf": ["data=hf", "data.path=a/b"],
+    "text": ["data=text", f"data.paths=[{__file__}]"],
+    "chat": ["data=chat", "data.paths=[RECORDS]"],
+    "labelled": ["data=labelled", "data.paths=[RECORDS]", "data.classes=[no,yes]",
+                 "objective=classification", "model.classes=2"],
+    "preference": ["data=preference", "data.paths=[RECORDS]", "objective=dpo"],
+}  # fmt: skip
+READY = {
+    "synthetic": ["data=synthetic"],
+    "tokens": ["data=tokens", "data.paths=[IDS]"],
+    "reversal": ["data=reversal", "objective=grpo"],
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Weights, with a tokenizer beside them, and data; relative paths begin there."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    shutil.copy(DESCRIBED / "config.json", folder)
+    (folder / "model.safetensors").touch()
+    Tokenization(300, end_of_text=END).train(lambda: iter(["some text"])).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    (tmp_path / "RECORDS.jsonl").touch()
+    np.zeros(99, dtype="<u2").tofile(tmp_path / "IDS.bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def named(parts: list[str]) -> list[str]:
+    found = [part.replace("RECORDS", "RECORDS.jsonl").replace("IDS", "IDS.bin") for part in parts]
+    return [*found, *(["model.tied=false"] if "model.classes=2" in parts else [])]
+
+
+DECODER = ["model=decoder_nano", "model.vocabulary=4096"]
+BEGUN = [*DECODER, "model.weights=weights"]
+OF_TRANSFORMERS = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
+GIVEN = ["data.tokenizer=weights/tokenizer.json", f"data.end_of_text='{END}'"]
+REASON = "trains one anew, whose ids mean nothing to the weights of weights"
+
+
+@pytest.mark.parametrize("data", LINES)
+def test_no_tokenizer_is_trained_for_weights_that_are_there(data: str, files: Path) -> None:
+    line = named(LINES[data])
+    assert_refused([*BEGUN, *line], "data.tokenizer", REASON, "set " + " ".join(GIVEN))
+    compose([*BEGUN, *line, *GIVEN])
+    compose([*DECODER, *line])
+
+
+@pytest.mark.parametrize("data", READY)
+def test_ids_that_are_ready_go_with_weights(data: str, files: Path) -> None:
+    compose([*BEGUN, *named(READY[data])])
+
+
+@pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
+def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> None:
+    line = [*OF_TRANSFORMERS, *named(LINES[data])]
+    assert_refused(line, "data.tokenizer", REASON, "set " + " ".join(GIVEN))
+    compose([*line, "model.init=random"])
+
+
+@pytest.mark.parametrize(
+    ("gone", "cure"),
+    [
+        (["tokenizer_config.json"], "set data.tokenizer=weights/tokenizer.json"),
+        (["tokenizer.json"], "give data.tokenizer=PATH of the tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize(
+    "begun", [BEGUN, [*DECODER, "model.weights=weights/model.safetensors"], OF_TRANSFORMERS]
+)
+def test_the_cure_says_what_lies_beside_the_weights(
+    begun: list[str], gone: list[str], cure: str, files: Path
+) -> None:
+    for name in gone:
+        (files / "weights" / name).unlink()
+    assert_refused([*begun, "data=corpus"], "data.tokenizer", "trains one anew", cure)
+
+
+def test_a_name_of_the_hub_is_cured_by_its_cache(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = files / "models--somebody--taught"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    snapshot = kept / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir()
+    snapshot.symlink_to(files / "weights")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(files))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
+    found = f"set data.tokenizer={snapshot}/tokenizer.json data.end_of_text="
+    assert_refused(line, "data.tokenizer", "trains one anew", found)
+    (files / "weights" / "tokenizer.json").unlink()
+    assert_refused(line, "data.tokenizer", "trains one anew", "give data.tokenizer=PATH")
+
+
+@pytest.mark.parametrize("kind", [Corpus, CorpusPairs])
+def test_the_embedded_text_is_read_by_a_tokenizer_that_is_given(
+    kind: type[Corpus], files: Path
+) -> None:
+    path = files / "weights" / "tokenizer.json"
+    spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)
+    assert spec.vocabulary_needed is None
+    splits = spec.prepare(300, 0)
+    assert splits.tokenizer is not None
+    kept = Tokenizer.from_file(str(splits.tokenizer))
+    assert kept.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
+    assert len(splits.train) > 0

@@ -1,0 +1,99 @@
+"""What ``hardware=auto`` knows on a CUDA machine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scalewise.config.compose import compose
+from scalewise.hardware import Hardware, Machine
+from scalewise.launch.job import Order, begin
+from scalewise.plan.plan import planned
+from scalewise.plan.verdict import Verdict
+from scalewise.units import GIB
+from scalewise.verbs import show_plan
+
+Here = Callable[..., Hardware]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    """Returns the hardware of ``auto`` where these devices are."""
+
+    def on(*gpus: str, line: tuple[str, ...] = ()) -> Hardware:
+        for module in ("hardware", "run", "rules"):
+            machine = Machine(gpus, "", 8, 512 * GIB)
+            monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
+        return compose(["hardware=auto", *line]).hardware
+
+    return on
+
+
+@pytest.mark.parametrize(
+    ("device", "profile", "memory"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", 80),
+        ("NVIDIA H200", "h200", 139),
+        ("NVIDIA A100-SXM4-80GB", "a100_80g", 80),
+        ("NVIDIA A100-SXM4-40GB", "a100_80g", 40),
+        ("Tesla V100-SXM2-16GB", "v100", 16),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 24),
+        ("NVIDIA GH200 480GB", "", None),
+        ("NVIDIA T4", "", None),
+    ],
+)
+def test_a_profile_is_known_by_the_device_s_name(
+    device: str, profile: str, memory: float | None, here: Here
+) -> None:
+    found = here(device, device)
+    assert (found.device, found.memory_gib, found.host_memory_gib) == ("cuda", memory, 512)
+    assert (found.devices, found.nodes) == (None, 1)
+    assert found.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
+    if profile:
+        named = compose([f"hardware={profile}"], here=False).hardware
+        assert found.bf16_tflops == named.bf16_tflops
+        assert (found.match, found.step_scale) == (named.match, named.step_scale)
+        assert (named.read_off, named.host_memory_gib) == ("", None)
+
+
+def test_the_longest_match_is_taken(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"short": {"match": "H100"}, "long": {"match": "H100 NVL"}, "other": {"match": "NVL"}}
+    known = {name: {**told, "memory_gib": 94.0} for name, told in known.items()}
+    monkeypatch.setattr("scalewise.config.profiles._of_one_device", lambda: known)
+    assert here("NVIDIA H100 NVL").match == "H100 NVL"
+
+
+def test_what_was_typed_stays(here: Here) -> None:
+    line = ("hardware.memory_gib=10", "hardware.host_memory_gib=64", "hardware.nodes=2")
+    found = here("NVIDIA H100 PCIe", line=line)
+    assert (found.memory_gib, found.host_memory_gib, found.nodes) == (10, 64, 2)
+    assert found.bf16_tflops == 989.5
+
+
+def test_a_processor_has_no_profile(here: Here) -> None:
+    found = here()
+    assert (found.device, found.match, found.read_off) == ("cpu", "", "")
+
+
+def test_a_plan_of_auto_has_a_verdict_and_says_why(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here("NVIDIA H100 80GB HBM3")
+    run = compose(["hardware=auto", "tracking=none"])
+    plan = planned(run)
+    assert plan.fit.verdict is Verdict.fits
+    assert plan.step is not None
+    show_plan.one(plan)
+    begin(Order(run), tmp_path, None)
+    told = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"
+    said = capsys.readouterr().out
+    assert f"hardware=auto: {told}" in said
+    assert "of 512.00 GiB (" in said
+    resolved = yaml.safe_load((tmp_path / "resolved.yaml").read_text("utf-8"))
+    assert resolved["hardware"]["read_off"] == told
+
+
+def test_a_node_of_another_machine_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan.one(planned(compose(["hardware=h100"], here=False)))
+    assert "not judged: set hardware.host_memory_gib" in capsys.readouterr().out

@@ -1,0 +1,61 @@
+"""One task of a job under Slurm, when the job has ended: its page, or its place in the queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalewise.launch import orders, squeue, task
+from scalewise.launch.job import Result
+from scalewise.tracking.files import read_json, write_json
+
+WARNED, CANCELLED = 128 + 12, 128 + 15
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a job that runs under Slurm, which takes it back where it is asked to."""
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(orders, "read", lambda file: None)
+    monkeypatch.setattr(squeue, "facts", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(squeue, "requeue", lambda job: True)
+    folder = tmp_path / "0"
+    folder.mkdir()
+    write_json(folder / "status.json", {"status": "running", "name": "a job", "world_size": 2})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "rank", "timeouts", "page"),
+    [
+        ("ok", 0, 0, 1, True),
+        ("failed", 1, 0, 1, True),
+        ("refused", 2, 0, 1, True),
+        ("ok", 0, 1, 1, False),  # rank 0 speaks for the job
+        ("interrupted", CANCELLED, 0, 1, True),
+        ("interrupted", WARNED, 0, 1, False),  # it waits again
+        ("interrupted", WARNED, 0, 0, True),
+    ],
+)
+def test_a_page_is_written_at_a_final_end(
+    status: str,
+    code: int,
+    rank: int,
+    timeouts: int,
+    page: bool,
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(task, "_result", lambda given: Result(status, "why", code, job, {}))
+    assert task.main((str(job.parent), "0", str(timeouts))) == code
+    assert (job / "report.html").exists() == page
+    said = capfd.readouterr().out
+    assert (f"report {job / 'report.html'}" in said) == page
+    assert ("waits in the queue again" in said) == (code == WARNED and timeouts > 0)
+    used_up = "max_num_timeout=0 is used up" in str(read_json(job / "status.json").get("reason"))
+    assert used_up == (code == WARNED and timeouts == 0)
