@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scalewise.launch import processes, seat, signals, words
+from scalewise.launch import one_node, processes, seat, signals, words
 from scalewise.launch.rank import seated, work
 from scalewise.launch.spec import Launch
 from scalewise.launch.status import Ending
@@ -55,9 +55,9 @@ def run_in(
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=one_node.NAME,
+        rdzv_endpoint=one_node.ADDRESS,
+        local_addr=one_node.ADDRESS,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
