@@ -33,6 +33,7 @@ FLOORS = {
         "study.space",
         "models.tape",
         "models.cross_entropy",
+        "models.decoder.beside",
         "models.decoder.products",
         "models.decoder.tape",
         "models.hf.facts",

@@ -58,7 +58,8 @@ def named(parts: list[str]) -> list[str]:
     return [*found, *(["model.tied=false"] if "model.classes=2" in parts else [])]
 
 
-DECODER = ["model=decoder_nano", "model.vocabulary=4096"]
+OF_WEIGHTS = ["model.width=32", "model.kv_heads=2", "model.norm_epsilon=1e-6"]
+DECODER = ["model=decoder_nano", "model.vocabulary=4096", *OF_WEIGHTS]
 BEGUN = [*DECODER, "model.weights=weights"]
 OF_TRANSFORMERS = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
 GIVEN = ["data.tokenizer=weights/tokenizer.json", f"data.end_of_text='{END}'"]

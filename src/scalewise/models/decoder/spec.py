@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Part, Split, Weight
+from scalewise.models.decoder.beside import complaints_of_config
 from scalewise.models.tape import Pass, Tapes
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ class Decoder(Model):
         if self.weights is not None and not Path(self.weights).exists():
             cure = "model.weights=PATH of a folder of safetensors, or model.weights=null"
             yield self._complaint("weights", "no such file or folder", cure)
+        elif self.weights is not None and not wrong:
+            yield from complaints_of_config(self, self.weights)
 
     def _shape_complaints(self) -> Iterator[Complaint]:
         if self.classes is not None and self.tied:
