@@ -1,18 +1,22 @@
 """What a window of steps says: whose time, whose memory, and what could not be told apart."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from scalewise.hardware import DeviceKind
 from scalewise.measure.steptime import StepClock
 from scalewise.plan.plan import foreseen
 from scalewise.run import Run
 from scalewise.tracking import beside
 from scalewise.tracking.names import TIMES
 from scalewise.training.callbacks import recorder
-from scalewise.training.callbacks.recorder import of_fullest, slowest
+from scalewise.training.callbacks.profiler import Profiler
+from scalewise.training.callbacks.recorder import Recorder, of_fullest, slowest
 from scalewise.training.callbacks.terminal import Terminal, status_line
 from scalewise.training.fit import summarize
 from scalewise.units import bytes_text
@@ -120,3 +124,27 @@ def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> No
     assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
     assert metrics["time/forward_s"] == pytest.approx(0.03)
     assert summarize(compose(), rows[1:], {})["metrics"]["time/forward_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("compiled", "device", "ranks", "callbacks", "counted"),
+    [
+        ("block", DeviceKind.cpu, 1, [], True),
+        ("block", DeviceKind.cpu, 2, [], False),
+        ("block", DeviceKind.cpu, 1, [Profiler()], False),
+        ("none", DeviceKind.cpu, 2, [Profiler()], True),
+        ("block", DeviceKind.cuda, 2, [Profiler()], True),
+    ],
+)
+def test_memory_of_compiled_steps_is_counted_where_the_profiler_is_free(
+    compiled: str,
+    device: DeviceKind,
+    ranks: int,
+    callbacks: list[Profiler],
+    counted: bool,
+    compose: Composed,
+) -> None:
+    run = compose(f"compile={compiled}")
+    run = replace(run, hardware=replace(run.hardware, device=device))
+    trainer: Any = SimpleNamespace(world_size=ranks, callbacks=callbacks)
+    assert Recorder(run, 0, [])._can_measure(trainer) == counted

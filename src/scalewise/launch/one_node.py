@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # said nowhere
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no list of its exports
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,

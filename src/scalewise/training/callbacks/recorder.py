@@ -83,7 +83,7 @@ class Recorder(Callback):
         """
         if not self._compiled or self.run.hardware.device is not DeviceKind.cpu:
             return True
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set late
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         profiled = any(isinstance(each, Profiling) for each in callbacks)
         return trainer.world_size == 1 and not profiled
 
