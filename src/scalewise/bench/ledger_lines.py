@@ -95,6 +95,8 @@ _IN_BACKWARD = (
     *WEIGHTS,
 )
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
+_CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
+"""Logits that decide, and a matrix that makes few of them at a time."""
 _ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
 
 TRAINED: tuple[Line, ...] = (
@@ -116,8 +118,18 @@ TRAINED: tuple[Line, ...] = (
     (*_ZERO2, MIXED, *WEIGHTS),
     _piped("one_f_one_b"),
     mesh(pipeline=2, shards=2),
+    (*_TENSOR, *_CHUNKED),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
+    (*_CHUNKED, MIXED),
+    (*_CHUNKED, "model.tied=false"),
+    (*_CHUNKED, LORA),
+    (*_CHUNKED, LORA, *HEAD, MIXED),
+    (*_CHUNKED, *_TENSOR, MIXED),
+    (*_CHUNKED, *_TENSOR, "parallelism.loss_parallel=false"),
+    (*_CHUNKED, *_DDP),
+    fsdp(2, *_CHUNKED, MIXED),
+    (*_CHUNKED, *_piped("one_f_one_b")),
     (COMPILED,),
     (COMPILED, MIXED),
     (COMPILED, *_GPT2),

@@ -49,7 +49,7 @@ def measured(
     count, device = min(count, len(rows)), next(module.parameters()).device
     question = replace(objective.reference, loss_chunk=PIECE)
     for asked in (module, reference):
-        question.apply(asked)
+        question.apply(asked, in_forward=False)
     sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
     for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
         inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)

@@ -79,7 +79,7 @@ class Layout(Strategy):
         module.to_empty(device=torch.get_default_device())
         run.model.fill(module, run.seed)
         run.adapter.start(module, run.model, run.seed)
-        run.objective.apply(module)
+        run.objective.apply(module, in_forward=run.objective.in_forward(run))
         run.memory.apply(module, whole)
         run.compile.apply(module)
         return module

@@ -43,7 +43,7 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     tensor_mesh = layout.axis("tensor")
     if tensor_mesh is not None:
         tensor.split(module, run.adapter.tensor_split(run.model), tensor_mesh, spec)
-    run.objective.apply(module)
+    run.objective.apply(module, in_forward=run.objective.in_forward(run))
     run.memory.apply(module, part)
     run.compile.apply(module)
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:

@@ -52,6 +52,6 @@ def sharded(run: Run, config: dict[str, Any], device: torch.device) -> nn.Module
         if hasattr(layer, "base_layer"):  # an adapter's, which reads weights of layers in it
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
-    run.objective.apply(whole)
+    run.objective.apply(whole, in_forward=run.objective.in_forward(run))
     run.memory.apply(whole, part)
     return whole

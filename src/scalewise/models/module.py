@@ -42,6 +42,10 @@ class ModelModule(nn.Module):
         """Returns the blocks, in order: what is sharded, compiled and checkpointed one by one."""
 
     @abstractmethod
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields what is read to make logits of what ``loss`` is given."""
+
+    @abstractmethod
     def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
         """Puts another attention into every block; ``make`` is told its dropout."""
 

@@ -36,7 +36,8 @@ class Pass:
     ``stream``: bytes of a number between layers; ``compute``: in matrix products; ``held``: of a
     weight's gradient. ``casts``: whether products cast what they read (autocast). ``on_cpu``:
     whether norms are taken apart into their arithmetic, as torch does without a kernel of its own.
-    ``loss_chunk``: tokens whose logits exist at a time; 0: all. ``table``: bytes of a number of
+    ``loss_chunk``: tokens whose logits exist at a time; 0: all; ``loss_in_forward``: whether
+    gradients are taken with the loss of these. ``table``: bytes of a number of
     the rotations. ``tensor``: ranks that share every matrix out; ``cut_tokens``: whether they share
     the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
     share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
@@ -63,6 +64,7 @@ class Pass:
     casts: bool
     on_cpu: bool
     loss_chunk: int = 0
+    loss_in_forward: bool = False
     table: int = 4
     tensor: int = 1
     cut_tokens: bool = False
@@ -111,7 +113,8 @@ class Operator:
     needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
     8 bits or fewer. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
-    ``in_place``: whether backward writes a gradient over the one that it reads.
+    ``in_place``: whether backward writes a gradient over the one that it reads. ``hands_over``:
+    whether what it saved are the gradients.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
 
@@ -129,6 +132,7 @@ class Operator:
     packed: bool = False
     kept_by_selective: bool = False
     in_place: bool = False
+    hands_over: bool = False
     flops: float = 0.0
     backward_flops: float = 0.0
 
@@ -182,6 +186,7 @@ class Tape:
         casts: tuple[int, int] = (0, 0),
         packed: bool = False,
         kept_by_selective: bool = False,
+        hands_over: bool = False,
         flops: float = 0.0,
         backward_flops: float = 0.0,
     ) -> int:
@@ -210,6 +215,7 @@ class Tape:
                 casts=casts,
                 packed=packed,
                 kept_by_selective=kept_by_selective,
+                hands_over=hands_over,
                 flops=flops,
                 backward_flops=backward_flops,
             )

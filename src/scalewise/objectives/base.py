@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from scalewise.compilation import Scope
 from scalewise.errors import Complaint
+from scalewise.precision import Number
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
     from scalewise.models.module import ModelModule
     from scalewise.run import Run
@@ -27,17 +31,19 @@ class Objective(ABC):
     ``measures``: what a loss holds besides itself, by the end of a metric's key. ``of_user``:
     whether it is a module of the user's, which decides about model, data and optimizer as well.
     ``encodes``: whether an encoder reads what a decoder answers. ``pictures``: whether what is read
-    are pictures. ``by_trace``: whether plans know it by a trace alone; ``known``: as what.
+    are pictures. ``is_sum``: whether one number is all that adds up over tokens. ``by_trace``:
+    whether plans know it by a trace alone; ``known``: as what.
     """
 
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time, made once more for backward; None: of all tokens."""
+    """Tokens whose logits exist at a time; None: of all tokens."""
 
     pairs: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ()
     of_user: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     pictures: ClassVar[bool] = False
+    is_sum: ClassVar[bool] = False
     by_trace: ClassVar[bool] = False
     known: ClassVar[str] = ""
 
@@ -108,25 +114,44 @@ class Objective(ABC):
         """Returns how many the loss of a batch is summed over, and divided by: labels, or pairs."""
         return (labels_BT != IGNORED).sum()
 
-    def apply(self, module: ModelModule) -> None:
+    def in_forward(self, run: Run) -> bool:
+        """Returns whether the gradients of a loss in pieces are taken with it, in forward.
+
+        Then no logits are made twice. fp16 scales a loss before gradients, a compiler cannot see
+        through, and a layout must not have several passes wait, nor give weights away in between.
+        """
+        return (
+            self.loss_chunk is not None
+            and self.is_sum
+            and run.parallelism.backward_is_next
+            and run.precision.compute is not Number.fp16
+            and run.compile.scope is not Scope.whole
+        )
+
+    def apply(self, module: ModelModule, *, in_forward: bool) -> None:
         """Has a module take the sums itself where they are taken in pieces."""
         if self.loss_chunk is not None:
-            module.loss = self.in_pieces
+            weights = module.head_parameters if in_forward else None
+            module.loss = partial(self.in_pieces, weights=weights)
 
     def in_pieces(
-        self, head: Callable[[Tensor], Tensor], x_BTW: Tensor, labels_BT: Tensor
+        self,
+        head: Callable[[Tensor], Tensor],
+        x_BTW: Tensor,
+        labels_BT: Tensor,
+        weights: Callable[[], Iterable[Parameter]] | None = None,
     ) -> Tensor:
-        """Returns ``summed(head(x), labels)``, with the logits of ``loss_chunk`` tokens at once."""
-        from torch.utils.checkpoint import checkpoint
+        """Returns ``summed(head(x), labels)``, with the logits of ``loss_chunk`` tokens at once.
+
+        ``weights``: gives those of the head if gradients are taken at once; None: pieces are made
+        once more for backward.
+        """
+        from scalewise.layouts.pieces import made_again, with_gradients
 
         def piece(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
             return self.summed(head(x_BCW), labels_BC)
 
         assert self.loss_chunk is not None
-        each = max(1, self.loss_chunk // x_BTW.shape[0])
-        parts = [slice(at, at + each) for at in range(0, labels_BT.shape[1], each)]
-        sums: list[Tensor] = [
-            checkpoint(piece, x_BTW[:, part], labels_BT[:, part], use_reentrant=False)
-            for part in parts
-        ]
-        return sum(sums[1:], sums[0])
+        if weights is None:
+            return made_again(piece, x_BTW, labels_BT, self.loss_chunk)
+        return with_gradients(piece, x_BTW, labels_BT, self.loss_chunk, weights())

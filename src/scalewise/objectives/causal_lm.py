@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CausalLM(Objective):
     """Predict the next token: cross-entropy in nats."""
+
+    is_sum: ClassVar[bool] = True
 
     label_smoothing: float = 0.0
     """Share of the target probability spread over the whole vocabulary."""

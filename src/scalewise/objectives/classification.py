@@ -26,6 +26,7 @@ class Classification(CausalLM):
     """
 
     measures = ("accuracy",)
+    is_sum = False
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields data without classes, a head that has not one for each, or one that is frozen."""

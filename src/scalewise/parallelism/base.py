@@ -35,6 +35,11 @@ class Parallelism(ABC):
         return True
 
     @property
+    def backward_is_next(self) -> bool:
+        """Returns whether a pass goes backward before the next goes forward, with its weights."""
+        return True
+
+    @property
     @abstractmethod
     def world_size(self) -> int:
         """Returns the number of processes, one device each."""

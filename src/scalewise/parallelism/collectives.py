@@ -204,7 +204,8 @@ def _of_added(share: Share, layers: int) -> Iterator[Collective]:
 def _of_loss(share: Share) -> Iterator[Collective]:
     """The loss from logits of which each tensor rank has a part, all at once or in pieces."""
     mesh, model, axes = share.mesh, share.run.model, ("tensor",)
-    chunk = share.run.objective.loss_chunk
+    objective = share.run.objective
+    chunk, again = objective.loss_chunk, not objective.in_forward(share.run)
     pieces = {share.tokens: 1}
     if chunk is not None:
         each = max(1, chunk // share.rows)
@@ -212,7 +213,7 @@ def _of_loss(share: Share) -> Iterator[Collective]:
     for tokens, number in pieces.items():
         count = number * share.passes * bool(tokens)
         labels = share.rows * tokens
-        runs = (1 if chunk is None else 2) + share.run.asks_each_pass
+        runs = (2 if chunk is not None and again else 1) + share.run.asks_each_pass
         if mesh.loss_parallel:
             size, sums = labels * SCALAR, 3 * runs * count
             yield Collective(Kind.all_reduce, axes, size, sums, "the loss from cut logits")

@@ -78,6 +78,11 @@ class DeepSpeed(Parallelism):
         return self.replicas or DEFAULT_CPU_RANKS
 
     @property
+    def backward_is_next(self) -> bool:
+        """Returns whether weights stay between forward and backward, as stage 3's do not."""
+        return self.stage < 3
+
+    @property
     def extensions(self) -> tuple[str, ...]:
         """Returns the native code of DeepSpeed that has to be compiled for this layout."""
         optimizer, parameters = self.offload_optimizer, self.offload_parameters

@@ -148,6 +148,7 @@ def shape(run: Run, rows: int, tokens: int, *, cast: bool = False) -> Pass:
         casts=precision.compute.bytes < held,
         on_cpu=run.hardware.device == "cpu",
         loss_chunk=run.objective.loss_chunk or 0,
+        loss_in_forward=run.objective.in_forward(run),
         table=precision.parameters.bytes,
         frozen=run.is_frozen,
         whole=run.adapter.whole(run.model),

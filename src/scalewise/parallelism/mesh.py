@@ -194,6 +194,11 @@ class Mesh(Parallelism):
         return self.sizes["pipeline"] > 1 or self.cpu_offload
 
     @property
+    def backward_is_next(self) -> bool:
+        """Returns whether no stage has passes that wait."""
+        return self.sizes["pipeline"] == 1
+
+    @property
     def cuts_weights(self) -> bool:
         """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
         return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1

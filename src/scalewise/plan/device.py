@@ -211,12 +211,14 @@ class Device:
                 f"{rest // gathering.whole:,} x {gathering.whole} B",
                 "gathered for the whole pass",
             )
-            # The buffer of a gather is as large as what it fills; torch keeps it for one block.
+            # The buffer of a gather is as large as what it fills; torch keeps it for one block,
+            # and the last until the module's forward ends: with the loss in pieces, after that.
             each, whole = block, layers * keeps
+            last = each * (holds.shape.loss_chunk > 0)
             ahead = min(gathering.ahead, layers - 1)
             held = {
                 Phase.forward: max(whole, 1) * each + each,
-                Phase.loss: whole * each,
+                Phase.loss: whole * each + last,
                 Phase.backward_loss: whole * each,
                 Phase.backward_head: (whole or ahead) * each,
                 Phase.backward_last: (whole or 1 + ahead) * each,

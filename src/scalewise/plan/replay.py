@@ -169,6 +169,8 @@ class _Backward:
         for place in self._away.intersection(operator.saved):
             self._grow(sizes[place])
         self._away.difference_update(operator.saved)
+        if operator.hands_over:
+            self._let_go(operator)
         computed, held = operator.weight
         if computed and operator.weight_first:
             self._grow(computed)
@@ -184,10 +186,8 @@ class _Backward:
             self._grow(computed)
         self.peak = max(self.peak, self.now + operator.scratch)
         self._drop(arrived)
-        for place in operator.saved:
-            self._saves[place] -= 1
-            if not self._saves[place]:
-                self.now -= sizes[place]
+        if not operator.hands_over:
+            self._let_go(operator)
         for place, buffer in made:
             if (before := self._gradient.get(place)) is not None:
                 total = self._make(sizes[place])
@@ -202,6 +202,12 @@ class _Backward:
             self.peak = max(self.peak, self.now + round(held * max(0.0, self._stepped)))
             self.held += held * self._fresh
             self.now -= held * (not self._fresh)
+
+    def _let_go(self, operator: Operator) -> None:
+        for place in operator.saved:
+            self._saves[place] -= 1
+            if not self._saves[place]:
+                self.now -= self._tape.sizes[place]
 
     def _make(self, size: int) -> int:
         self._sizes.append(size)

@@ -6,7 +6,7 @@ V vocabulary, H query heads, K key (and value) heads, D features per head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import pi, sqrt
 from typing import cast
 
@@ -53,6 +53,14 @@ class DecoderModule(ModelModule):
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
         return list(self.blocks.values())
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the head's own, and the embedding's if it reads that."""
+        assert self.head is not None
+        yield from self.head.parameters()
+        if self.spec.tied:
+            assert self.embedding is not None
+            yield cast(nn.Parameter, self.embedding.weight)
 
     def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
         """Puts another attention into every block."""

@@ -113,19 +113,37 @@ class Writer(Products):
         )
 
     def _pieces(self, normed: int) -> None:
-        """Writes head and loss of a piece of the tokens at a time, made once more for backward.
+        """Writes head and loss of a piece of the tokens at a time.
 
-        Gradients of the head's weight are summed out of place: the sum so far, one more, and both.
+        Made once more for backward, gradients of the head's weight are summed out of place: the
+        sum so far, one more, and both. Taken in forward they are summed in place, and held.
         """
         spec, run, tape = self.spec, self.run, self.tape
         piece = max(1, run.loss_chunk // run.rows) * run.rows
         count = spec.width * spec.outputs // run.tensor
         logits, read = piece * count // spec.width * FP32, piece * spec.width * run.compute
+        if run.tensor > 1 and not run.cut_loss:
+            logits *= run.tensor
         made = piece * count // spec.width * run.compute * (run.compute < FP32)
         flops = 2.0 * count * run.places
         copy = count * run.compute * run.casts
         trains = self.trains("head")
         gradient = count * run.held * trains
+        if run.loss_in_forward:
+            of_x = tape.sizes[normed] * tape.trained[normed]
+            computed = count * run.compute * run.casts * trains
+            last = max(read + gradient + (computed or logits), made + max(logits, read + computed))
+            tape.add(
+                Work.product,
+                (normed,),
+                0,
+                weight=(gradient, gradient),
+                extra=(of_x, gradient),
+                hands_over=True,
+                forward_scratch=read + copy + max(made + 2 * logits, 3 * logits, last, of_x),
+                flops=(2 + trains) * flops,
+            )
+            return
         tape.add(
             Work.product,
             (normed,),

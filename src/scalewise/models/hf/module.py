@@ -5,7 +5,7 @@ Shape suffixes: B rows, T tokens of a row, S on all, W width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 from unittest.mock import patch
 
@@ -47,6 +47,10 @@ class HuggingFaceModule(ModelModule):
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
         return list(self.blocks.values())
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields those of the model without its body."""
+        yield from self.head.parameters()
 
     def embedding(self) -> nn.Module:
         """Returns what embeds tokens."""

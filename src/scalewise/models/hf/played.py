@@ -63,13 +63,15 @@ class Player:
         self.objective = CausalLM(loss_chunk=run.loss_chunk if self.in_pieces else None)
         self.ends = cache(self._ends)
 
-    def _module(self, recompute: Recompute, *, fresh: bool) -> HuggingFaceModule:
+    def _module(
+        self, recompute: Recompute, *, fresh: bool, in_forward: bool = False
+    ) -> HuggingFaceModule:
         """Returns the ends of the model and one block, alive in the mode."""
         module = self.spec.shape(ONE)
         self._adapter().apply(module, self.spec)
         if self.run.tensor > 1:
             cut(module, self.spec.tensor_split(), self.run)
-        self.objective.apply(module)
+        self.objective.apply(module, in_forward=in_forward)
         Checkpointing(recompute).apply(module, ONE)
         with self.mode, torch.no_grad():
             for owner in module.modules():
@@ -149,7 +151,8 @@ class Player:
 
     def _ends(self, fresh: bool) -> Ends:
         """Runs what stands before the blocks and after them, around a block that does nothing."""
-        module = self._module(Recompute.nothing, fresh=fresh)
+        in_forward = self.run.loss_in_forward
+        module = self._module(Recompute.nothing, fresh=fresh, in_forward=in_forward)
         before, after = LiveBytes(), LiveBytes()
         between = Between(before, after)
         module.put_layers([between])
