@@ -80,9 +80,9 @@ def test_a_killed_run_resumes_to_the_same_weights(
     kind: str, job: Job, undisturbed: Reference
 ) -> None:
     parts = (*KINDS[kind], EVERY)
-    job(*parts, "+inject=kill", "callbacks.inject.step=5", status="failed")
+    job(*parts, "+inject=kill", "callbacks.inject.step=7", status="failed")
     resumed = job(*parts, "resume=last")
-    assert resumed.status["resumed_from"].endswith("step-00000004")
+    assert resumed.status["resumed_from"].endswith("step-00000006")  # validations are after 4 and 8
     assert_same(resumed, undisturbed(kind))
 
 
@@ -250,7 +250,7 @@ def test_a_kill_at_any_moment(
         door = scalewise.start(*parts)
         door.until_file("runs/*/*/checkpoints")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            door.process.wait(chance.random() * 5)
+            door.process.wait(chance.random() * 0.4)
         door.kill()
         done = door.wait()
         if done.code == 0:  # it was quicker than the moment

@@ -151,7 +151,11 @@ class TrainingModule(LightningModule):
         read = loop["state_dict"]["combined_loader"]
         for counts in (*loop[LOOP].values(), *read):
             if isinstance(counts, dict):
+                # A save at the end of a batch comes before Lightning calls that batch completed.
+                late = counts.get("processed", 0) - counts.get("completed", 0)
                 counts |= {key: count // then * now for key, count in counts.items()}
+                if late:
+                    counts["completed"] = counts["processed"] - late
         for schedule in checkpoint["lr_schedulers"]:
             for key in ("base_lrs", "_last_lr"):
                 del schedule[key]
