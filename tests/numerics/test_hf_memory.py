@@ -33,6 +33,11 @@ LINES: tuple[tuple[str, ...], ...] = (
     (*FSDP, "precision=bf16_mixed", FULL),
     (*FSDP, *LORA, FULL),
     ("parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
+    (*LORA, "quantization=nf4"),
+    (*LORA, "quantization=fp4", "quantization.double=false", "precision=bf16_mixed"),
+    (*LORA, "quantization=int8", FULL),
+    (*FSDP, *LORA, "quantization=nf4"),
+    (*FSDP, *LORA, "quantization=nf4", "precision=bf16_true", FULL),
 )
 TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
 SPLIT: tuple[tuple[str, ...], ...] = (
@@ -96,7 +101,14 @@ def test_the_peak_is_the_one_foreseen(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "line", [(), *(pytest.param(each, marks=LONG) for each in (LORA, FSDP, (*FSDP, FULL)))]
+    "line",
+    [
+        (),
+        *(
+            pytest.param(each, marks=LONG)
+            for each in (LORA, (*LORA, "quantization=nf4"), FSDP, (*FSDP, FULL))
+        ),
+    ],
 )
 def test_ledger_and_trace_agree(
     family: str, line: tuple[str, ...], checkpoints: Checkpoints

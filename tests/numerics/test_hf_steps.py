@@ -14,13 +14,15 @@ from fixtures.steps import BATCHES, SGD, assert_close, assert_equal
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from scalewise import compose
 from scalewise.data.loader import Loader, Share
 from scalewise.evaluation import live
 from scalewise.exports import Form
 from scalewise.exports import folder as exports
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
 from scalewise.verbs.trained import recorded
 
 BATCH = "all_at_once"
@@ -115,12 +117,61 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
 
 
-LINES = ((), ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]"), ("adapter=ia3",))
+SMALL = ("adapter=lora", "adapter.rank=4", "adapter.targets=[.*]")
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(e, marks=LONG) for e in ("ddp", "hsdp"))]
+)
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [
+        ("llama", "nf4"),
+        *(
+            pytest.param(family, packed, marks=LONG)
+            for family in FAMILIES
+            for packed in ("nf4", "fp4", "int8")
+            if (family, packed) != ("llama", "nf4")
+        ),
+    ],
+)
+def test_packed_weights_take_the_steps_of_one_device(
+    family: str, packed: str, layout: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder, more = checkpoints(family), (*SMALL, f"quantization={packed}")
+    found = job.of(*line(folder, *LAYOUTS[layout], *more, "trainer.micro_batch=2"))
+    assert_equal(found, alone(job, folder, *more))
+
+
+def packed_by_transformers(folder: Path) -> PreTrainedModel:
+    """Returns the model with its linear layers in nf4, as ``quantization=nf4`` packs them."""
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    kind = BitsAndBytesConfig(load_in_4bit=True, **four)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind)
+    return model.train()  # else bitsandbytes packs otherwise, and fails at narrow matrices
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_are_those_that_transformers_packs(
+    family: str, checkpoints: Checkpoints
+) -> None:
+    folder = checkpoints(family)
+    theirs = packed_by_transformers(folder)
+    run = compose([*line(folder, *SMALL, "quantization=nf4")])
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        ours = SingleLayout(DeviceKind.cpu).build(run)(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
+        whole = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    assert not torch.allclose(ours, whole, rtol=1e-3, atol=1e-3)
+
+
+LINES = ((), SMALL, ("adapter=ia3",), (*SMALL, "quantization=nf4"))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use
 @pytest.mark.parametrize(
-    "more", [LINES[1], *(pytest.param(more, marks=LONG) for more in (LINES[0], LINES[2]))]
+    "more", [LINES[1], *(pytest.param(more, marks=LONG) for more in (LINES[0], *LINES[2:]))]
 )
 @pytest.mark.parametrize(
     "family", ["gpt2", *(pytest.param(f, marks=LONG) for f in ("llama", "opt"))]
@@ -138,11 +189,12 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
     with torch.no_grad():
         logits = live.model(told, torch.device("cpu"))(tokens)
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-5, atol=1e-5)
-        base = AutoModelForCausalLM.from_pretrained(folder)
+        packed = "quantization=nf4" in more
+        base = (packed_by_transformers if packed else AutoModelForCausalLM.from_pretrained)(folder)
         begun = base(tokens).logits
         if more:
             exports.write(told, found.path / "adapter", Form.alone)
-            adapted = PeftModel.from_pretrained(base, found.path / "adapter")
+            adapted = PeftModel.from_pretrained(base, found.path / "adapter").train()
             torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits, begun)
     again = job.of(*line(folder, *more, "trainer.micro_batch=12"), resume=found.checkpoint(2))

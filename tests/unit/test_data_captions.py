@@ -279,6 +279,12 @@ WITH: list[Row] = [
         "asks the ledger",
         "trainer.micro_batch=1",
     ),
+    (
+        [*BLIP2, *SHAPES, "adapter=lora", "quantization=nf4"],
+        "quantization",
+        "is not proven",
+        "quantization=none",
+    ),
     *(
         ([*BLIP2, *SHAPES, given], key, reason, cure)
         for given, key, reason, cure in (

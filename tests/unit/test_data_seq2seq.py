@@ -127,6 +127,12 @@ WITH: list[Row] = [
         "asks the ledger",
         "trainer.micro_batch=1",
     ),
+    (
+        [*T5, *SYNTHETIC, "adapter=lora", "quantization=nf4"],
+        "quantization",
+        "is not proven",
+        "quantization=none",
+    ),
     *(
         ([*T5, *SYNTHETIC, given], key, reason, cure)
         for given, key, reason, cure in (

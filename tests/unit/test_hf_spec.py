@@ -77,7 +77,7 @@ WITH: list[Row] = [
     (["adapter=prefix"], "adapter", "puts nothing before", "adapter=lora"),
     (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
     (["precision=fp8"], "precision", "does not convert", "precision=bf16_mixed"),
-    (["quantization=nf4", "adapter=lora"], "quantization", "does not pack", "quantization=none"),
+    (["quantization=nf4"], "quantization", "cannot be trained", "adapter=lora"),
     (["quantization=qat_int4"], "quantization", "does not round", "quantization=none"),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
     (

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from bitsandbytes import functional as packing
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from scalewise.models import initial
@@ -168,5 +169,6 @@ def _bytes(numbers: Tensor) -> Tensor:
 @cache
 def _dynamic(device: torch.device) -> Tensor:
     """Returns the 256 values that packed scales may have."""
-    table: Tensor = packing.create_dynamic_map()
-    return table.to(device)
+    with unset_fake_temporarily():  # a plan's would have no numbers, and be kept for runs
+        table: Tensor = packing.create_dynamic_map()
+        return table.to(device)

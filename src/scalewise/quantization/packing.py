@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from scalewise.adapters import layers
 from scalewise.compilation import Scope
 from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.errors import Complaint, ConfigError
 from scalewise.models.base import Model, Weight
 from scalewise.parallelism.deepspeed import DeepSpeed
 from scalewise.parallelism.mesh import Mesh
@@ -73,7 +73,12 @@ class Packing(Quantization):
             yield Complaint("quantization", type(self).__name__, reason, cure)
 
     def apply(self, module: ModelModule, model: Model) -> None:
-        """Puts layers that pack what is put into them in the place of the linear ones."""
+        """Puts layers that pack what is put into them in the place of the linear ones.
+
+        Raises ``ConfigError`` without bitsandbytes.
+        """
+        if complaints := [*self.machine_complaints()]:
+            raise ConfigError(complaints)
 
         def packing(held: nn.Linear) -> nn.Module:
             out, into = held.weight.shape

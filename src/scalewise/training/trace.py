@@ -99,8 +99,6 @@ def refusal(run: Run) -> str | None:
         return "what is offloaded is copied from real memory"
     if run.precision.compute is Number.fp16:
         return "fp16 is not computed on the CPU, whose operators a trace runs"
-    if run.quantization.packed(run.model):
-        return "bitsandbytes packs and unpacks real memory"
     if run.compile.scope is not Scope.none:
         return "what a compiler fuses is not seen"
     return None

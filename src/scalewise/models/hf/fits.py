@@ -32,10 +32,6 @@ def complaints_of_transformers(model: HuggingFace, run: Run) -> Iterator[Complai
             yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
     if sizes.get("tensor", 1) > 1:
         yield from _under_tensor(run)
-    if run.quantization.packed(model):
-        option = chosen.get("quantization", "nf4")
-        reason = "does not pack the matrices of transformers' models"
-        yield Complaint("quantization", option, reason, "set quantization=none")
     if run.quantization.fake_quantized(model):
         option = chosen.get("quantization", "qat_int4")
         reason = "does not round the matrices of transformers' models"
@@ -80,6 +76,9 @@ def _of_stacks(model: HuggingFace, run: Run) -> Iterator[Complaint]:
     if run.compile.scope is not Scope.none:
         option = run.choices.get("compile", "block")
         yield Complaint("compile", option, reason, "set compile=none")
+    if run.quantization.packed(model):
+        option = run.choices.get("quantization", "nf4")
+        yield Complaint("quantization", option, reason, "set quantization=none")
 
 
 def _uncut(model: HuggingFace) -> str:

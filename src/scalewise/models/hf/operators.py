@@ -62,7 +62,7 @@ class Operators(TorchDispatchMode):
         made: list[Tensor],
     ) -> None:
         reads = [self._place(tensor) for tensor in given]
-        trained = sum(tensor.requires_grad for tensor in given[-2:])
+        trained = sum(self.tape.trained[place] for place in reads[-2:])
         work, flops, back = Work.pointwise, 0.0, 0.0
         if func in PRODUCTS:
             work = Work.product

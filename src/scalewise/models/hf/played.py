@@ -26,6 +26,7 @@ from scalewise.models.hf.module import HuggingFaceModule
 from scalewise.models.hf.operators import Operators
 from scalewise.models.tape import Pass, Played, Tape, Tapes
 from scalewise.objectives import CausalLM
+from scalewise.quantization.packing import NF4
 
 if TYPE_CHECKING:
     from scalewise.models.hf.spec import HuggingFace
@@ -68,6 +69,8 @@ class Player:
     ) -> HuggingFaceModule:
         """Returns the ends of the model and one block, alive in the mode."""
         module = self.spec.shape(ONE)
+        if self.run.packed:  # whatever packs: what is unpacked is as large
+            NF4(double=self.run.scale_bytes > 0).apply(module, self.spec)
         self._adapter().apply(module, self.spec)
         if self.run.tensor > 1:
             cut(module, self.spec.tensor_split(), self.run)
@@ -83,7 +86,8 @@ class Player:
         return module
 
     def _alive(self, parameter: nn.Parameter, *, fresh: bool) -> nn.Parameter:
-        empty = torch.empty(parameter.shape, dtype=NUMBERS[self.run.held])
+        held = NUMBERS[self.run.held] if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=held)
         made = nn.Parameter(empty, parameter.requires_grad)
         if made.requires_grad and not fresh:
             made.grad = torch.empty_like(made)
