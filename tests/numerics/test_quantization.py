@@ -202,5 +202,5 @@ def test_an_evaluation_tells_what_packing_costs(
     never_packed = alone("accumulated", *LORA, *TEXT)
     assert cli.main(["evaluate", str(never_packed.path), "step=0"]) == 0
     began = json.loads((never_packed.path / "evaluation.json").read_text("utf-8"))["0"]
-    assert found["0"]["loss_of_whole"] == pytest.approx(began["loss"], rel=1e-6)
+    assert found["0"]["loss_in_fp32"] == pytest.approx(began["loss"], rel=1e-6)
     assert found["0"]["loss"] != began["loss"]

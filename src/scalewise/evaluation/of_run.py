@@ -52,24 +52,22 @@ def costs(
     told: Trained, device: torch.device, found: Found, measure: Measure
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields what each format saves and costs: in words, and as figures for the record."""
+    fp8 = told.precision.in_fp8(told.model)
+    if not (told.packed or told.fake_quantized or fp8):
+        return
+    with torch.autocast(device.type, enabled=False):
+        exact = measure(live.model(told, device, exact=True).float()).loss
+    by = f"the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
     if told.packed:
-        exact = measure(live.model(told, device, exact=True)).loss
         held = told.precision.parameters.bytes
         whole = sum(weight.size(held) for weight in told.packed)
         packed = sum(
             p.size(held) for weight in told.packed for p in told.quantization.parts(weight)
         )
         yield (
-            f"packed matrices: {bytes_text(packed)} instead of {bytes_text(whole)}; the loss is "
-            f"{exact:.4f} with the matrices whole, {found.loss - exact:+.4f} by packing",
-            {"packed_bytes": packed, "whole_bytes": whole, "loss_of_whole": exact},
+            f"packed matrices: {bytes_text(packed)} instead of {bytes_text(whole)}; {by} packing",
+            {"packed_bytes": packed, "whole_bytes": whole, "loss_in_fp32": exact},
         )
-    fp8 = told.precision.in_fp8(told.model)
-    if not (told.fake_quantized or fp8):
-        return
-    with torch.autocast(device.type, enabled=False):
-        exact = measure(live.model(told, device, exact=True).float()).loss
-    by = f"the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
     if told.fake_quantized:
         integers, whole = told.bytes_of_integers
         yield (
