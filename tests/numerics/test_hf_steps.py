@@ -166,7 +166,8 @@ def test_packed_weights_are_those_that_transformers_packs(
     assert not torch.allclose(ours, whole, rtol=1e-3, atol=1e-3)
 
 
-LINES = ((), SMALL, ("adapter=ia3",), (*SMALL, "quantization=nf4"))
+PISSA = ("adapter=pissa", *SMALL[1:])
+LINES = ((), SMALL, ("adapter=ia3",), PISSA, (*SMALL, "quantization=nf4"))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own use

@@ -81,12 +81,41 @@ def move_principal(module: ModelModule) -> None:
         base = cast(Tensor, layer.get_base_layer().weight)
         scale, rank = layer.scaling[DEFAULT], layer.r[DEFAULT]
         whole = initial.whole(base).float()
-        left, values, right = torch.linalg.svd(whole, full_matrices=False)
-        roots = (values[:rank] / scale).sqrt()
-        down, up = roots[:, None] * right[:rank], left[:, :rank] * roots
+        down, up = _principal(whole, rank, scale)
         initial.put(cast(Tensor, layer.lora_A[DEFAULT].weight), down)
         initial.put(cast(Tensor, layer.lora_B[DEFAULT].weight), up)
         initial.put(base, whole - scale * up @ down)
+
+
+def _principal(whole: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns A and B whose product, times ``scale``, is nearest to a matrix."""
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    roots = (values[:rank] / scale).sqrt()
+    return roots[:, None] * right[:rank], left[:, :rank] * roots
+
+
+def beside(
+    state: Mapping[str, Tensor], begun: Mapping[str, Tensor], spec: Lora
+) -> dict[str, Tensor]:
+    """Returns what ``move_principal`` has taken out of matrices as products beside whole ones.
+
+    ``begun``: the model's own weights. To each A and B comes what takes out again what these began
+    with: rows and columns of twice the rank, of the same scale.
+    """
+    found = dict(state)
+    for name in (name for name in begun if _of(name, "A") in state):
+        whole, rest = begun[name], state[name]
+        down, up = _principal(whole.float() - rest.float(), spec.rank, spec.scale)
+        for part, held, dim in (("A", down, 0), ("B", -up, 1)):
+            kept = state[_of(name, part)]
+            found[_of(name, part)] = torch.cat([kept, held.to(kept.dtype)], dim)
+        found[name] = whole.to(rest.dtype)
+    return found
+
+
+def _of(name: str, part: str) -> str:
+    """Returns the name of a matrix' A or B."""
+    return f"{name.removesuffix('.weight')}.lora_{part}.{DEFAULT}.weight"
 
 
 def merged(state: Mapping[str, Tensor], spec: Lora, model: Model) -> dict[str, Tensor]:
@@ -97,12 +126,12 @@ def merged(state: Mapping[str, Tensor], spec: Lora, model: Model) -> dict[str, T
     """
     whole = {weight.name: state[weight.name] for weight in model.census()}
     for name, held in whole.items():
-        module = name.removesuffix(".weight")
-        if f"{module}.lora_A.{DEFAULT}.weight" not in state:
+        if _of(name, "A") not in state:
             continue
-        down, up = (state[f"{module}.lora_{part}.{DEFAULT}.weight"].float() for part in "AB")
+        down, up = (state[_of(name, part)].float() for part in "AB")
         sum_OI = held.float() + spec.scale * up @ down
         if spec.magnitudes:
+            module = name.removesuffix(".weight")
             magnitudes_O = state[f"{module}.lora_magnitude_vector.{DEFAULT}.weight"].float()
             sum_OI *= (magnitudes_O / torch.linalg.vector_norm(sum_OI, dim=1))[:, None]
         whole[name] = sum_OI.to(held.dtype)

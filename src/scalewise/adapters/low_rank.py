@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -136,6 +136,16 @@ class Pissa(Lora):
         from scalewise.adapters.lora import move_principal
 
         move_principal(module)
+
+    def beside(
+        self, state: Mapping[str, Tensor], begun: Mapping[str, Tensor]
+    ) -> tuple[Lora, dict[str, Tensor]]:
+        """Returns it as LoRA of twice the rank beside the model's own weights, ``begun``."""
+        from scalewise.adapters.lora import beside
+
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        twice = kept | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
+        return Lora(**twice), beside(state, begun, self)
 
 
 @option("adapter", "dora")

@@ -80,13 +80,13 @@ def _write_integers(told: Trained, to: Path) -> list[str]:
 
 def _write_alone(told: Trained, state: dict[str, Tensor], to: Path) -> None:
     model, adapter = told.model, told.adapter
-    if isinstance(adapter, NoAdapter | Pissa):
+    if isinstance(adapter, NoAdapter):
         reason = "the run has trained no adapter"
-        if isinstance(adapter, Pissa):
-            reason = "PiSSA has changed the matrices that its products belong to"
         raise ConfigError.one("adapter", Form.alone, reason, "set adapter=merged")
     from scalewise.adapters import exported
 
+    if isinstance(adapter, Pissa):
+        adapter, state = adapter.beside(state, model.build(told.seed).state_dict())
     if isinstance(model, HuggingFace):
         _of_transformers(state, adapter, model, to)
         return
