@@ -27,12 +27,15 @@ def test_ema_is_what_is_saved_and_validated(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])
-def test_the_profiler_leaves_a_trace_a_rank(layout: str, ranks: int, job: Job) -> None:
+def test_the_profiler_leaves_a_trace_a_rank(
+    layout: str, ranks: int, job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = job("callbacks=[profiler]", f"parallelism={layout}", "callbacks.profiler.wait=2")
     traces = sorted(run.path.glob("trace-rank*.json"))
     assert [trace.name for trace in traces] == [f"trace-rank{rank}.json" for rank in range(ranks)]
     events = json.loads(traces[0].read_text())["traceEvents"]
     assert any("aten::" in event.get("name", "") for event in events)
+    assert "profiler_start" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp"])

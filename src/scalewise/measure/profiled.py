@@ -14,6 +14,11 @@ from torch.autograd.profiler import profile
 from scalewise.measure.storages import key_of, plain
 
 
+def hush() -> None:
+    """Has torch's profiler not tell stderr when it begins and ends."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
 class ProfiledBytes:
     """Counts the bytes that torch's allocator gives while it is active, as ``LiveBytes`` does.
 
@@ -30,7 +35,7 @@ class ProfiledBytes:
         self._record: profile | None = None
 
     def __enter__(self) -> ProfiledBytes:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it tells stderr when it begins
+        hush()
         self._begin()
         return self
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
+from scalewise.measure.profiled import hush
 from scalewise.training.callbacks.spec import Profiling
 
 
@@ -31,6 +32,7 @@ class Profiler(Profiling, Callback):
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
+            hush()
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
 
