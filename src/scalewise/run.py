@@ -174,6 +174,11 @@ class Run:
         return census_by_kind(self.quantization, self.adapter, self.model)
 
     @property
+    def trained(self) -> int:
+        """Returns the numbers that are trained of the model and of what an adapter adds."""
+        return sum(weight.count for weight in self.census() if weight.trainable)
+
+    @property
     def is_frozen(self) -> bool:
         """Returns whether an adapter is trained in place of most of the model's own weights."""
         block, rest = self.census_by_kind()

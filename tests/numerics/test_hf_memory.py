@@ -53,6 +53,10 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
 )
 USUAL = (("llama", FSDP), ("gpt2", LORA))
+FEW = [
+    line for line in ZERO if "precision=bf16_mixed" not in line and any("bucket" in s for s in line)
+]
+"""What one bucket of all gradients holds depends on when gloo lets go of its copy."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,7 @@ def test_ledger_and_trace_agree(
 
 @needs_deepspeed
 @LONG
-@pytest.mark.parametrize("line", [line for line in ZERO if "precision=bf16_mixed" not in line])
+@pytest.mark.parametrize("line", FEW)
 def test_the_peak_of_zero_is_near(
     line: tuple[str, ...], checkpoints: Checkpoints, job: Job
 ) -> None:
@@ -129,4 +133,4 @@ def test_the_peak_of_zero_is_near(
     foreseen = memory.worst(compose(overrides)).peak
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{' '.join(line)}: {foreseen / found - 1:+.2%}")
-    assert abs(foreseen / found - 1) < 0.08
+    assert abs(foreseen / found - 1) < 0.05

@@ -91,7 +91,9 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
         "trainer.clip_norm=0.5",
         here=False,
     )
-    told = run.parallelism.config(run, "/disk", run.model.parameters)  # it is DeepSpeed
+    told = run.parallelism.config(
+        run, "/disk", run.model.parameters, run.trained
+    )  # it is DeepSpeed
     assert told["gradient_accumulation_steps"] == 3
     assert told["gradient_clipping"] == 0.5
     assert told["bf16"]["enabled"]

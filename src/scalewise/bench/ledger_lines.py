@@ -312,6 +312,13 @@ ZERO: tuple[Line, ...] = tuple(
         (3, _FEW, _ALL),
         (3, _FEW, _ALL, MIXED),
         (3, _FEW, _ALL, "parallelism.replicas=4"),
+        (1, "trainer.global_batch=2", LORA),
+        (2, _FEW, LORA),
+        (2, _FEW, LORA, MIXED),
+        (3, _FEW, _ALL, LORA),
+        (1, "trainer.global_batch=2", _FEW, *_CHUNKED),
+        (2, _FEW, *_CHUNKED, MIXED),
+        (3, _FEW, _ALL, *_CHUNKED),
     )
 )
 """DeepSpeed's, in buckets that are small beside the model, as those of large models are."""

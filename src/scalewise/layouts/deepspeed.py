@@ -75,7 +75,7 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
         """
         self.run = run
         folder = str(self._swap.open()) if self._swap else ""
-        self.config = self.spec.config(run, folder, run.model.parameters)
+        self.config = self.spec.config(run, folder, run.model.parameters, run.trained)
         if self.spec.stage < 3:
             with self.root_device:
                 return super().build(run)
@@ -84,8 +84,9 @@ class DeepSpeedLayout(Layout, DeepSpeedStrategy):
     def adopt(self, run: Run, module: LightningModule) -> None:
         """Notes the run: DeepSpeed shares a user's module out itself, when it is set up."""
         super().adopt(run, module)
-        held = sum(parameter.numel() for parameter in module.parameters())
-        self.run, self.config = run, self.spec.config(run, "", held)
+        held = [*module.parameters()]
+        counts = sum(p.numel() for p in held), sum(p.numel() for p in held if p.requires_grad)
+        self.run, self.config = run, self.spec.config(run, "", *counts)
 
     def optimizer(self, run: Run, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer; where its state is on the host, DeepSpeed's for the CPU."""

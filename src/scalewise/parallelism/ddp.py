@@ -158,8 +158,7 @@ class DDP(Parallelism):
 
         states = self.world_size if run.optimizer.shard else 1
         copied = self.world_size > 1 and not self.gradient_as_bucket_view
-        trained = sum(weight.count for weight in run.census() if weight.trainable)
-        copies = copied * trained * run.precision.parameters.bytes
+        copies = copied * run.trained * run.precision.parameters.bytes
         buckets = self.gradient_as_bucket_view
         return replace(of_replicas(run), buckets=buckets, states=states, copies=copies)
 

@@ -203,9 +203,10 @@ class DeepSpeed(Parallelism):
 
         if self.world_size == 1:
             return ()
-        census, passes, precision = run.census(), run.accumulation, run.precision
-        trained = sum(weight.count for weight in census if weight.trainable)
-        whole = sum(weight.count for weight in census) if self.stage == 3 else trained
+        passes, precision = run.accumulation, run.precision
+        trained = whole = run.trained
+        if self.stage == 3:
+            whole = sum(weight.count for weight in run.census())
         sent = trained * precision.parameters.bytes
         if self.quantized_gradients:
             sent = trained // 2  # int4
@@ -237,7 +238,7 @@ class DeepSpeed(Parallelism):
                 weights=precision.compute.bytes,
                 masters=precision.parameters.bytes,
                 summed=summed.bytes,
-                bucket=self._bucket(run.model.parameters),
+                bucket=self._bucket(run.trained),
                 buckets=buckets,
                 live=LIVE if stage == 3 else 0,
                 threshold=self.keep_whole_below if stage == 3 else 0,
@@ -251,14 +252,14 @@ class DeepSpeed(Parallelism):
             parameters_on_disk=self.offload_parameters is Offload.nvme,
         )
 
-    def config(self, run: Run, nvme: str, parameters: int) -> dict[str, Any]:
+    def config(self, run: Run, nvme: str, parameters: int, trained: int) -> dict[str, Any]:
         """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.
 
-        ``parameters`` are the numbers of the model.
+        ``parameters`` are the numbers of the model, ``trained`` those that have gradients.
 
         The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
         """
-        elements = self._bucket(parameters)
+        elements = self._bucket(trained)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": self.overlap_comm,
@@ -268,7 +269,7 @@ class DeepSpeed(Parallelism):
         }
         if self.stage == 3:
             zero |= {
-                "stage3_prefetch_bucket_size": elements,
+                "stage3_prefetch_bucket_size": self._bucket(parameters),
                 "stage3_param_persistence_threshold": self.keep_whole_below,
                 "memory_efficient_linear": False,  # would replace torch's linear for good
                 "zero_hpz_partition_size": self.hierarchical,

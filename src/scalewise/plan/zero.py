@@ -57,7 +57,7 @@ class ZeroDevice(Device):
         share = holds.numbers(holds.states, trained=True)
         formula = f"{share:,} x {zero.summed} B"
         if zero.stage == 1:
-            yield from super()._gradients()
+            yield from self._of_first_stage()
         elif not holds.states_on_host:
             reason = "those of this rank's share"
             yield line("gradients", share * zero.summed, EVERY, formula, reason)
@@ -68,6 +68,24 @@ class ZeroDevice(Device):
         yield from self._buckets()
         if zero.live:
             yield self._gathered_weights()
+
+    def _of_first_stage(self) -> Iterator[Line]:
+        """Gradients stay where they are, or leave for buckets as they are made."""
+        holds, zero = self.holds, self.zero
+        trained, each = holds.numbers(1, trained=True), zero.summed
+        ends = [w for w in holds.rest if w.role in ("embedding", "position")]
+        if self.stays or zero.buckets == 1 or zero.bucket >= trained:
+            yield from super()._gradients()
+        else:
+            weights = [w for w in (*holds.block * holds.layers, *holds.rest) if w not in ends]
+            large = numbers((w for w in weights if w.count > zero.bucket), trained=True)
+            kept = holds.numbers(holds.states, trained=True) + large
+            reason = "of this rank's share, and those that no bucket holds"
+            phases = dict.fromkeys(AFTER_HEAD, kept * each) | {Phase.optimizer: trained * each}
+            yield Line("gradients", phases, f"{kept:,} x {each} B", reason)
+        last = numbers(ends, trained=True)
+        reason = "made last, and there while buckets leave"
+        yield line("embedding", last * each, (Phase.reduce_rest,), f"{last:,} x {each} B", reason)
 
     @property
     def _begun(self) -> tuple[Phase, ...]:
@@ -86,9 +104,12 @@ class ZeroDevice(Device):
         bucket = min(zero.bucket, trained)
         formula, reason = f"{zero.buckets} x {bucket:,} x {zero.weights} B", "filled, then reduced"
         yield line("buckets", zero.buckets * bucket * zero.weights, self._begun, formula, reason)
-        sent = bucket - bucket // ranks if zero.stage == 2 else 0
+        weights = (*self.holds.block, *self.holds.rest)
+        # What no bucket can hold is sent by itself.
+        whole = max(bucket, max((w.count for w in weights if w.trainable), default=0))
+        sent = whole - whole // ranks if zero.stage == 2 else 0
         if zero.masters > zero.weights and zero.stage < 3:
-            sent += bucket
+            sent += whole
         reason = "what a reduction makes of a bucket"
         formula = f"{sent:,} x {zero.masters} B"
         yield line("buckets on their way", sent * zero.masters, self._sent, formula, reason)
