@@ -74,6 +74,16 @@ def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:
     assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * weights, rel=0.02)
 
 
+def test_activations_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> None:
+    found = {}
+    for memory in ("none", "offload_activations"):
+        parts = [*SMOKE, "precision=fp32", f"memory={memory}"]
+        found[memory] = scalewise.train(scalewise.compose(parts), tmp_path / memory).summary
+    kept, sent = (found[memory]["metrics"] for memory in ("none", "offload_activations"))
+    assert sent["train/loss"] == pytest.approx(kept["train/loss"], rel=1e-4)
+    assert sent["memory/peak_bytes"] < kept["memory/peak_bytes"]
+
+
 def test_moments_in_host_memory_change_nothing_but_the_peak(tmp_path: Path) -> None:
     found = {}
     for offload in ("false", "true"):
@@ -130,6 +140,14 @@ def test_the_clock_reads_the_device_and_not_the_host() -> None:
         ("precision=bf16_true", "memory=checkpoint_selective"),
         ("precision=bf16_mixed", "adapter=lora"),
         ("precision=bf16_mixed", "objective.loss_chunk=1024"),
+        ("precision=bf16_mixed", "memory=offload_activations"),
+        ("precision=bf16_mixed", "adapter=lora", "quantization=nf4"),
+        ("precision=bf16_true", "adapter=lora", "quantization=nf4", "memory=checkpoint_full"),
+        ("precision=bf16_mixed", "adapter=lora", "quantization=int8"),
+        ("precision=bf16_mixed", "quantization=qat_8da4w", "quantization.group=16"),
+        ("precision=bf16_mixed", "adapter=prefix", "model.context=2048"),
+        ("precision=bf16_true", "optimizer=adamw_8bit"),
+        ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=null"),
         pytest.param(("precision=fp8",), marks=needs_fp8),
         pytest.param(("precision=fp8", "precision.recipe=rowwise"), marks=needs_fp8),
     ],

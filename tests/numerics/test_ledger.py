@@ -14,6 +14,9 @@ from scalewise.plan import memory
 from scalewise.units import GIB
 
 LONG = pytest.mark.exhaustive
+ZERO_2, ZERO_3 = (
+    (f"parallelism=deepspeed_zero{stage}", "parallelism.bucket_mib=1") for stage in (2, 3)
+)
 PIPED = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
@@ -39,7 +42,16 @@ def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
 
 
-@pytest.mark.parametrize("layout", [(), pytest.param(PIPED, marks=LONG)], ids=["single", "1f1b"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="single"),
+        pytest.param(PIPED, id="1f1b", marks=LONG),
+        pytest.param(("parallelism=fsdp",), id="fsdp", marks=LONG),
+        pytest.param(ZERO_2, id="zero2", marks=(LONG, needs_deepspeed)),
+        pytest.param(ZERO_3, id="zero3", marks=(LONG, needs_deepspeed)),
+    ],
+)
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
 def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) -> None:
     most, least = (
