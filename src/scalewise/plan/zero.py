@@ -77,7 +77,7 @@ class ZeroDevice(Device):
         if self.stays or zero.buckets == 1 or zero.bucket >= trained:
             yield from super()._gradients()
         else:
-            weights = [w for w in (*holds.block * holds.layers, *holds.rest) if w not in ends]
+            weights = (*holds.block * holds.layers, *(w for w in holds.rest if w not in ends))
             large = numbers((w for w in weights if w.count > zero.bucket), trained=True)
             kept = holds.numbers(holds.states, trained=True) + large
             reason = "of this rank's share, and those that no bucket holds"
