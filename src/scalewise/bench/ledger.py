@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median_low
 
 from scalewise.bench import ledger_lines as lines
 from scalewise.bench import options
@@ -32,7 +31,7 @@ WORLDS: Mapping[str, tuple[str, ...]] = _named(
 
 
 REPEATS = 3
-"""Times a run of several ranks is measured, whose median counts: gloo may let a tensor go late."""
+"""Times a run of several ranks is measured. The least counts: what gloo lets go late adds to it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _trained(runs: Mapping[str, Run], folder: Path) -> Iterator[Row]:
     for name, run in runs.items():
         foreseen = memory.worst(run)
         repeats = REPEATS if run.world_size > 1 else 1
-        found = median_low(_found(name, run, folder) for _ in range(repeats))
+        found = min(_found(name, run, folder) for _ in range(repeats))
         yield Row(name, foreseen.peak, found, foreseen.fullest)
 
 
