@@ -9,14 +9,12 @@ from fixtures.jobs import Job
 from fixtures.layouts import needs_deepspeed
 
 from scalewise import compose
+from scalewise.bench.ledger import REPEATS
 from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
 from scalewise.plan import memory
 from scalewise.units import GIB
 
 LONG = pytest.mark.exhaustive
-ZERO_2, ZERO_3 = (
-    (f"parallelism=deepspeed_zero{stage}", "parallelism.bucket_mib=1") for stage in (2, 3)
-)
 PIPED = ("parallelism=pipeline", "parallelism.pipeline_schedule=one_f_one_b")
 
 
@@ -48,8 +46,10 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
         pytest.param((), id="single"),
         pytest.param(PIPED, id="1f1b", marks=LONG),
         pytest.param(("parallelism=fsdp",), id="fsdp", marks=LONG),
-        pytest.param(ZERO_2, id="zero2", marks=(LONG, needs_deepspeed)),
-        pytest.param(ZERO_3, id="zero3", marks=(LONG, needs_deepspeed)),
+        *(
+            pytest.param((f"parallelism=deepspeed_{zero}",), id=zero, marks=(LONG, needs_deepspeed))
+            for zero in ("zero2", "zero3")
+        ),
     ],
 )
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
@@ -76,7 +76,11 @@ def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) ->
 )
 def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
     foreseen = memory.worst(compose((*SMALL, *line)))
-    found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
+    # One bucket of all gradients is copied, and gloo may let go of the copy late.
+    repeats = 1 if "parallelism.bucket_mib=1" in line else REPEATS
+    found = min(
+        job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"] for _ in range(repeats)
+    )
     error = foreseen.peak / found - 1
     print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.08

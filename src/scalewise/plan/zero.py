@@ -60,7 +60,7 @@ class ZeroDevice(Device):
             yield from self._of_first_stage()
         elif not holds.states_on_host:
             reason = "those of this rank's share"
-            yield line("gradients", share * zero.summed, EVERY, formula, reason)
+            yield line("gradients", share * zero.summed, self._shared, formula, reason)
         again = run.accumulation > 1 and zero.stage == 2
         if again and zero.summed == zero.weights == zero.masters and not holds.states_on_host:
             reason = "before they are added to those of other passes"
@@ -86,6 +86,19 @@ class ZeroDevice(Device):
         last = numbers(ends, trained=True)
         reason = "made last, and there while buckets leave"
         yield line("embedding", last * each, (Phase.reduce_rest,), f"{last:,} x {each} B", reason)
+
+    @property
+    def _shared(self) -> tuple[Phase, ...]:
+        """Returns when a rank has room for its share: in stage 2 from the first full bucket on."""
+        if self.zero.stage == 3 or self.run.accumulation > 1:
+            return EVERY
+        block = numbers(self.holds.block, trained=True)
+        made = {  # with those of the block at work
+            phase: self.head_weights + (done + 1) * block
+            for phase, (_, done) in self.blocks.items()
+        }
+        full = (phase for phase in AFTER_HEAD[:-1] if made[phase] >= self.zero.bucket)
+        return (*full, Phase.reduce_rest, Phase.optimizer)
 
     @property
     def _begun(self) -> tuple[Phase, ...]:
