@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.adapters.layers import module_of
-from scalewise.adapters.lora import DEFAULT
+from scalewise.adapters.lora import DEFAULT, product_of
 from scalewise.adapters.low_rank import Lora
 from scalewise.adapters.prompts import NAME, PREFIX, Prefix, VirtualTokens
 from scalewise.adapters.spec import Adapter
@@ -108,7 +108,7 @@ def _low_rank(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for piece in pieces(model):
-        adapted = [_module(name) for name in piece.ours if _of(name, "A") in state]
+        adapted = [_module(name) for name in piece.ours if product_of(name, "A") in state]
         if not adapted or not piece.theirs.endswith(".weight"):
             continue
         theirs = _module(piece.theirs)
@@ -171,14 +171,14 @@ def _whole(state: Mapping[str, Tensor], spec: Adapter, model: Decoder) -> dict[s
 
 def _joined(piece: Piece, state: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """Returns A and B of a tensor of theirs: A's below each other, B's along the diagonal."""
-    adapted = [name for name in piece.ours if _of(name, "A") in state]
+    adapted = [name for name in piece.ours if product_of(name, "A") in state]
     rows = [state[name].shape[0] for name in piece.ours]
-    down = torch.cat([state[_of(name, "A")] for name in adapted])
+    down = torch.cat([state[product_of(name, "A")] for name in adapted])
     up = torch.zeros(sum(rows), rank * len(adapted), dtype=down.dtype)
     for place, name in enumerate(adapted):
         index = piece.ours.index(name)
         top, left = sum(rows[:index]), rank * place
-        up[top : top + rows[index], left : left + rank] = state[_of(name, "B")]
+        up[top : top + rows[index], left : left + rank] = state[product_of(name, "B")]
     return {"A": down, "B": up}
 
 
@@ -201,7 +201,3 @@ def _short(theirs: str) -> str:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _of(name: str, part: str) -> str:
-    return f"{_module(name)}.lora_{part}.{DEFAULT}.weight"

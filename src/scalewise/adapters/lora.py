@@ -103,18 +103,18 @@ def beside(
     with: rows and columns of twice the rank, of the same scale.
     """
     found = dict(state)
-    for name in (name for name in begun if _of(name, "A") in state):
+    for name in (name for name in begun if product_of(name, "A") in state):
         whole, rest = begun[name], state[name]
         down, up = _principal(whole.float() - rest.float(), spec.rank, spec.scale)
         for part, held, dim in (("A", down, 0), ("B", -up, 1)):
-            kept = state[_of(name, part)]
-            found[_of(name, part)] = torch.cat([kept, held.to(kept.dtype)], dim)
+            kept = state[product_of(name, part)]
+            found[product_of(name, part)] = torch.cat([kept, held.to(kept.dtype)], dim)
         found[name] = whole.to(rest.dtype)
     return found
 
 
-def _of(name: str, part: str) -> str:
-    """Returns the name of a matrix' A or B."""
+def product_of(name: str, part: str) -> str:
+    """Returns the name of the A or B beside a layer, of which ``name`` is the matrix."""
     return f"{name.removesuffix('.weight')}.lora_{part}.{DEFAULT}.weight"
 
 
@@ -126,9 +126,9 @@ def merged(state: Mapping[str, Tensor], spec: Lora, model: Model) -> dict[str, T
     """
     whole = {weight.name: state[weight.name] for weight in model.census()}
     for name, held in whole.items():
-        if _of(name, "A") not in state:
+        if product_of(name, "A") not in state:
             continue
-        down, up = (state[_of(name, part)].float() for part in "AB")
+        down, up = (state[product_of(name, part)].float() for part in "AB")
         sum_OI = held.float() + spec.scale * up @ down
         if spec.magnitudes:
             module = name.removesuffix(".weight")

@@ -84,8 +84,8 @@ class ZeroDevice(Device):
             phases = dict.fromkeys(AFTER_HEAD, kept * each) | {Phase.optimizer: trained * each}
             yield Line("gradients", phases, f"{kept:,} x {each} B", reason)
         last = numbers(ends, trained=True)
-        reason = "made last, and there while buckets leave"
-        yield line("embedding", last * each, (Phase.reduce_rest,), f"{last:,} x {each} B", reason)
+        what, reason = "gradient of the embedding", "made last, and there while buckets leave"
+        yield line(what, last * each, (Phase.reduce_rest,), f"{last:,} x {each} B", reason)
 
     @property
     def _shared(self) -> tuple[Phase, ...]:
