@@ -30,10 +30,6 @@ WORLDS: Mapping[str, tuple[str, ...]] = _named(
 )
 
 
-REPEATS = 3
-"""Times a run of several ranks is measured. The least counts: what gloo lets go late adds to it."""
-
-
 @dataclass(frozen=True)
 class Options(options.Options):
     """What can be chosen."""
@@ -73,9 +69,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
 def _trained(runs: Mapping[str, Run], folder: Path) -> Iterator[Row]:
     for name, run in runs.items():
         foreseen = memory.worst(run)
-        repeats = REPEATS if run.world_size > 1 else 1
-        found = min(_found(name, run, folder) for _ in range(repeats))
-        yield Row(name, foreseen.peak, found, foreseen.fullest)
+        yield Row(name, foreseen.peak, _found(name, run, folder), foreseen.fullest)
 
 
 def _found(name: str, run: Run, folder: Path) -> int:

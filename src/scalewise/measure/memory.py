@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from scalewise.measure.profiled import ProfiledBytes
 from scalewise.measure.storages import bytes_of, key_of, plain
+
+LETTING_GO = 0.005
+"""Seconds that a thread of gloo is given to let go of what it has sent, once it has said so."""
 
 
 class Holdings:
@@ -147,6 +151,7 @@ class LiveBytes(TorchDispatchMode):
         self._resized = [tensor.untyped_storage() for tensor in resized]
         self._counted = self._peak = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._sent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_leaves((args, kwargs))
@@ -156,6 +161,10 @@ class LiveBytes(TorchDispatchMode):
         for tensor in plain(tree_leaves(result)):
             if key_of(tensor) not in known:
                 self._add(tensor.untyped_storage())
+        self._sent |= func.namespace == "c10d"
+        if self._sent and self.now > self._peak:
+            time.sleep(LETTING_GO)
+            self._sent = False
         self._peak = max(self._peak, self.now)
         return result
 

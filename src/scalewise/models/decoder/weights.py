@@ -254,8 +254,8 @@ def _labels(spec: Decoder) -> dict[str, Any]:
 def load(path: str | Path, spec: Decoder) -> dict[str, Tensor]:
     """Returns a state dict on the host from a .safetensors file, or a folder of one or of shards.
 
-    Tensors keep the file's dtype. Raises ``CheckpointError`` for files that are missing, truncated
-    or of another model.
+    Tensors keep the file's dtype, and are mapped from it: none takes memory before it is copied.
+    Raises ``CheckpointError`` for files that are missing, truncated or of another model.
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(Path(path)):
