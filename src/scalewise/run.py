@@ -184,6 +184,16 @@ class Run:
         block, rest = self.census_by_kind()
         return not all(weight.trainable for weight in (*block, *rest))
 
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Returns the modules that a fork server may import before the ranks are born.
+
+        None on CUDA: libraries that ask for its devices as they are imported spoil it for forks.
+        """
+        if self.hardware.device is not DeviceKind.cpu:
+            return ()
+        return (*self.adapter.imports, *self.model.imports)
+
     def steps(self, rows: int) -> int:
         """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
         return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)

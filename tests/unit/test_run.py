@@ -2,13 +2,14 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 import yaml
 
 from scalewise.config.registry import targets
+from scalewise.hardware import DeviceKind
 from scalewise.run import Run
 
 Compose = Callable[..., Run]
@@ -116,3 +117,20 @@ def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
         spec: Any = getattr(run, group)
         changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
         assert f"{group}.{key}" in [complaint.key for complaint in changed.complaints()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "imports"),
+    [
+        ([], ()),
+        (["adapter=lora"], ("peft",)),
+        (["adapter=ia3"], ("peft",)),
+        (["adapter=prefix", "data.sequence=64"], ()),
+    ],
+)
+def test_a_fork_server_imports_what_ranks_need_where_no_device_is_asked(
+    compose: Compose, overrides: list[str], imports: tuple[str, ...]
+) -> None:
+    run = compose(*overrides)
+    assert run.imports == imports
+    assert replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda)).imports == ()

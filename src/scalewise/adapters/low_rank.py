@@ -42,6 +42,7 @@ class Lora(Adapter):
     rank_stabilized = False
     """Whether alpha is divided by the root of the rank, and not by the rank."""
     turns_off = True
+    imports = ("peft",)
 
     @property
     def scale(self) -> float:

@@ -35,6 +35,8 @@ class IA3(Adapter):
     resume: str | None = None
     """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
 
+    imports = ("peft",)
+
     def scaled(self, model: Model) -> tuple[str, ...]:
         """Returns the linear layers whose whole name a target describes."""
         return layers.described(self.targets, model, model.scaled_targets)

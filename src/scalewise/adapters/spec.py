@@ -44,6 +44,8 @@ class Adapter(ABC):
     targets: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     resume: str | None = None
+    imports: tuple[str, ...] = ()
+    """Modules that its ranks import and that take long: a fork server may have them already."""
 
     def settled(self) -> Self:
         """Returns it with ``resume`` as a whole path; of a run's folder, the newest checkpoint."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import signals
-from scalewise.launch.job import Order, Result, execute
+from scalewise.launch import processes, signals
+from scalewise.launch.job import Order, Result, execute, isolated
 
 INTERRUPTED = range(129, 160)
 """Exit codes of jobs that a signal to the whole sweep has ended."""
@@ -43,6 +43,8 @@ class InTurn:
 
     def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
         """Yields each task with how it ended."""
+        if born := [task.order.run for task in tasks if isolated(task.order)]:
+            processes.start_nursery(sorted({name for run in born for name in run.imports}))
         for task in tasks:
             result = executed(task, began)
             yield task, result

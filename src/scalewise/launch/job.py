@@ -74,7 +74,8 @@ def execute(order: Order, folder: Path) -> Result:
 
             return run_rank(order, folder)
         if isolated(order):
-            processes.start_nursery()  # it imports while this process looks at the data
+            # It imports while this process looks at the data.
+            processes.start_nursery(order.run.imports)
         resume = checked(order, folder)
         folder = claim(folder)
         status = begin(order, folder, resume)

@@ -21,14 +21,15 @@ PRELOADED = "scalewise.launch.preload"
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start_nursery() -> None:
+def start_nursery(imports: Iterable[str] = ()) -> None:
     """Starts the fork server from which jobs are born with torch and Lightning imported.
 
-    Returns while it still imports. One per process; later calls cost nothing.
+    ``imports`` are further modules. Returns while it still imports. One per process; later calls
+    cost nothing, and change nothing.
     """
     # Before torch is imported there: threads that spin for each other cost 10x on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    multiprocessing.set_forkserver_preload([PRELOADED])
+    multiprocessing.set_forkserver_preload([PRELOADED, *imports])
     with signals.ignored():  # as the server shall: a terminal's Ctrl-C reaches it too
         multiprocessing.forkserver.ensure_running()
 

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from scalewise.layouts import norms, parallelize, tensor
 from scalewise.layouts.base import Batch, Layout, Loss
 from scalewise.layouts.context import Split
-from scalewise.layouts.pipeline import Pipeline
 from scalewise.measure.memory import Holdings
 from scalewise.parallelism.mesh import AXES, Mesh
 
 if TYPE_CHECKING:
+    from scalewise.layouts.pipeline import Pipeline
     from scalewise.run import Run
 
 
@@ -93,6 +93,9 @@ class MeshLayout(Layout, ModelParallelStrategy):
         stages = [parallelize.build(run, parts[index], self, self._split) for index in mine]
         if self.axis("pipeline") is None:
             return stages[0]
+        # torch's pipelining takes longer to import than a small model to build.
+        from scalewise.layouts.pipeline import Pipeline
+
         self._pipeline = Pipeline(self.spec, self.device_mesh["pipeline"], mine, stages, run)
         self.joint_passes = True
         return nn.ModuleDict({f"stage{index}": s for index, s in zip(mine, stages, strict=True)})

@@ -94,6 +94,8 @@ class Model(ABC):
     """The side of the pictures that it reads, pixels; 0: none."""
     normed_after: bool = False
     """Whether a block norms what its last linear layer gives."""
+    imports: tuple[str, ...] = ()
+    """Modules that its ranks import and that take long, as those of an adapter."""
 
     @property
     def encodes(self) -> bool:

@@ -53,6 +53,8 @@ class HuggingFace(Model):
     """Layers, where fresh ones are to be fewer or more than the configuration says; None: its.
     Of several stacks, those of each."""
 
+    imports = ("scalewise.models.hf.module",)
+
     @property
     def facts(self) -> Facts:
         """Returns what the configuration says; raises ``ConfigError`` where it cannot be read."""
