@@ -6,6 +6,7 @@ MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
 FP8 = ("precision=fp8", "precision.compute=fp32")
 FP8_MIXED = "precision=fp8"
 COMPILED = "compile=block"
+DROPOUT = "model.dropout=0.1"
 FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
 EVERY_N = "memory=checkpoint_every_n"
 OFFLOAD = ("memory=offload_activations", "objective.loss_chunk=64")
@@ -101,6 +102,7 @@ _ZERO2 = fsdp(2, "parallelism.reshard_after_forward=false")
 
 TRAINED: tuple[Line, ...] = (
     (),
+    (DROPOUT, LORA),
     OFFLOAD_ALL,
     ("objective.loss_chunk=64",),
     _GPT2,
@@ -121,6 +123,18 @@ TRAINED: tuple[Line, ...] = (
     (*_TENSOR, *_CHUNKED),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
+    (DROPOUT,),
+    (DROPOUT, BF16, "model.kv_heads=2"),
+    (DROPOUT, MIXED, SELECTIVE),
+    (DROPOUT, FULL),
+    (DROPOUT, COMPILED),
+    (DROPOUT, *PACKING),
+    (DROPOUT, *PREFIX),
+    (DROPOUT, *OFFLOAD),
+    (DROPOUT, *_DDP),
+    (DROPOUT, *_TENSOR),
+    fsdp(2, DROPOUT),
+    (*mesh(context=2), DROPOUT),
     (*_CHUNKED, MIXED),
     (*_CHUNKED, "model.tied=false"),
     (*_CHUNKED, LORA),

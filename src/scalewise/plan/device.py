@@ -312,6 +312,8 @@ class Device:
             gone = sum(each.away for each in self.replays)
             reason, formula = "the rest waits elsewhere", f"{formula}, and {gone:,} B offloaded"
         yield Line("activations of blocks", kept, formula, reason)
+        until = PASSES[: PASSES.index(Phase.backward_embedding)]
+        yield line("activations of the embedding", self.start.kept, until, "", "what dropout drew")
         what, formula = "rotations", "2 x tokens x head width"
         if self.run.data.packing:
             what, formula = "rotations and mask", f"rows x ({formula} + tokens x tokens)"
@@ -351,7 +353,7 @@ class Device:
         given = tapes.loss.sizes[0] if holds.last and tapes.loss else stream
         replays = self._replays(tuple(waiting(holds, moment)))
         others = sum(each.kept for each in replays)
-        others += moment.others * tapes.shared
+        others += moment.others * (tapes.shared + self.start.kept)
         offload = self.run.memory.offload  # then nothing that was kept is in a buffer
         others -= stream * sum(not part.first for part in waiting(holds, moment)) * (not offload)
         if parts == 1:  # of several the last goes backward at once

@@ -335,24 +335,65 @@ class Writer(Products):
             read = (query, key, value)
         masked = run.packing or run.before > 0
         skips = not masked or (run.context > 1 and run.gathers)  # half, as what comes later
-        products = 2.0 if skips else 4.0  # a mask hides what was computed
+        fused = not (spec.dropout and run.on_cpu)
+        products = 2.0 if skips and fused else 4.0  # a mask hides what was computed
         flops = products * run.places * whole * spec.query_width / run.tensor
-        mixed = tape.add(
-            Work.attention,
-            read,
-            tape.sizes[query],
-            saved=read,
-            saves_output=True,
-            extra=(run.places * spec.heads // run.tensor * FP32, mask),
-            kept_by_selective=True,
-            flops=flops,
-            backward_flops=2.5 * flops,
-        )
+        if fused:
+            mixed = tape.add(
+                Work.attention,
+                read,
+                tape.sizes[query],
+                saved=read,
+                saves_output=True,
+                extra=(run.places * spec.heads // run.tensor * FP32, mask),
+                kept_by_selective=True,
+                flops=flops,
+                backward_flops=2.5 * flops,
+            )
+        else:
+            mixed = self._step_by_step(read, whole, masked, flops)
         if run.context == 1:
             return mixed
         if run.gathers:  # the halves of the tokens are put together
             return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
         return self._exchanged(mixed, tape.sizes[mixed])
+
+    def _step_by_step(self, read: tuple[int, ...], whole: int, masked: bool, flops: float) -> int:
+        """Writes attention with dropout as torch has it on the CPU: no kernel of its own, in fp32.
+
+        After ``at::_scaled_dot_product_attention_math``; each product reads copies.
+        """
+        spec, run, tape = self.spec, self.run, self.tape
+        size = tape.sizes[read[0]]
+        queries = size // run.compute * FP32
+        spread = run.context > 1 and not run.gathers  # some heads of all tokens
+        keys = queries if spread else queries * whole // run.tokens
+        scores = run.places * whole * spec.heads // run.tensor * FP32
+        query = tape.add(Work.pointwise, read[:1], queries)
+        key = tape.add(Work.pointwise, read[1:2], keys)
+        products = self._multiplied(query, key, scores, flops / 2)
+        mask = 0 if masked else run.tokens * whole * FP32
+        shares = tape.add(
+            Work.pointwise, (products,), scores, saves_output=True, forward_scratch=scores + mask
+        )
+        dropped = self._dropout(shares, spec.dropout)
+        value = tape.add(Work.pointwise, read[-1:], keys)
+        mixed = self._multiplied(dropped, value, queries, flops / 2)
+        return mixed if size == queries else tape.add(Work.pointwise, (mixed,), size)
+
+    def _multiplied(self, one: int, other: int, size: int, flops: float) -> int:
+        """Writes a product of two tensors, of which backward reads each for the other's sake."""
+        tape = self.tape
+        pairs = ((one, other), (other, one))
+        return tape.add(
+            Work.attention,
+            (one, other),
+            size,
+            saved=tuple(each for each, partner in pairs if tape.trained[partner]),
+            kept_by_selective=True,
+            flops=flops,
+            backward_flops=2.0 * flops,
+        )
 
     def _lengthened(self, x: int) -> int:
         """Writes how what is learnt comes before the keys, or the values, of each row."""
