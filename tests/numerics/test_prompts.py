@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
-from scalewise.adapters.prompts import NAME, PREFIX
+from scalewise.adapters.layers import is_added
 from scalewise.exports import Form, folder
 from scalewise.hardware import DeviceKind
 from scalewise.layouts.single import SingleLayout
@@ -28,7 +28,7 @@ from scalewise.verbs.trained import recorded
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 """PEFT asks for it."""
 
-VIRTUAL = ("adapter.tokens=5", "model.context=37")
+VIRTUAL = ("adapter.tokens=6", "model.context=38")
 KINDS = {kind: (f"adapter={kind}", *VIRTUAL) for kind in ("prompt", "prefix")}
 THEIRS = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}
 TOKENS_BT = torch.arange(64).reshape(2, 32)
@@ -41,6 +41,10 @@ EACH = (
     "replicate_shard",
     "deepspeed_zero2",
     "deepspeed_zero3",
+    "tensor",
+    "tensor_alone",
+    "shard_tensor",
+    "replicate_tensor",
 )
 PIPED = ("pipeline_one_f_one_b", "pipeline_shard")
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -49,11 +53,7 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 
 def learnt(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is trained, by name."""
-    return {name: each for name, each in module.named_parameters() if is_learnt(name)}
-
-
-def is_learnt(name: str) -> bool:
-    return name.endswith((NAME, PREFIX))
+    return {name: each for name, each in module.named_parameters() if is_added(name)}
 
 
 def beside(tensors: Iterable[Tensor]) -> Tensor:
@@ -85,8 +85,8 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
     assert {*gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
     assert held.keys() == {f"model.{name}" for name in first}
     for name, tensor in first.items():
-        assert torch.equal(held[f"model.{name}"], tensor) != is_learnt(name), name
-        assert torch.equal(wanted[f"model.{name}"], tensor) != is_learnt(name), name
+        assert torch.equal(held[f"model.{name}"], tensor) != is_added(name), name
+        assert torch.equal(wanted[f"model.{name}"], tensor) != is_added(name), name
 
 
 @pytest.mark.exhaustive
@@ -116,7 +116,7 @@ def test_what_is_learnt_computes_what_peft_does(
     spec = compose([*SHAPE, *shape, *KINDS[kind]])
     ours = SingleLayout(DeviceKind.cpu).build(spec)
     weights.export(spec.model.build(spec.seed).state_dict(), spec.model, tmp_path)
-    config = THEIRS[kind](num_virtual_tokens=5, task_type="CAUSAL_LM")
+    config = THEIRS[kind](num_virtual_tokens=6, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
     vectors = theirs.prompt_encoder["default"].embedding.weight
     with torch.no_grad():
@@ -189,8 +189,8 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
     module = SingleLayout(DeviceKind.cpu).build(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(TOKENS_BT).float().logsumexp(-1).sum().backward()
-    queries = 37 / 32 if kind == "prompt" else 1
-    attention = 14.0 * 37 * run.model.query_width * run.model.layers * queries
+    queries = 38 / 32 if kind == "prompt" else 1
+    attention = 14.0 * 38 * run.model.query_width * run.model.layers * queries
     found = counter.get_total_flops() / TOKENS_BT.numel()
     assert run.flops_per_token - attention == pytest.approx(found, rel=0.01)
 

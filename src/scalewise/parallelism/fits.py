@@ -52,9 +52,8 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
 
 def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     """Yields axes that share out tokens, heads or layers, which an adapter puts vectors before."""
-    shared = {"pipeline": run.adapter.ahead}
-    shared |= dict.fromkeys(("context", "tensor"), run.adapter.ahead or run.adapter.before)
-    for axis, tokens in shared.items():
+    ahead, before = run.adapter.ahead, run.adapter.before
+    for axis, tokens in {"pipeline": ahead, "context": ahead or before}.items():
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
             reason = f"parallelism.{axis} shares rows out without the vectors before them"
@@ -73,12 +72,13 @@ def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:
                 f"does not divide model.{name}={size}",
                 f"set parallelism.tensor={_largest_divisor(size, ranks)}",
             )
-    tokens = run.data.sequence // mesh.sizes["context"]
+    tokens = run.adapter.ahead + run.data.sequence // mesh.sizes["context"]
     if mesh.sequence_parallel and tokens % ranks:
+        counted = "tokens, with adapter.tokens," if run.adapter.ahead else "tokens"
         yield Complaint(
             "parallelism.tensor",
             ranks,
-            f"does not divide the {tokens} tokens of a row on a rank",
+            f"does not divide the {tokens} {counted} of a row on a rank",
             "set parallelism.sequence_parallel=false",
         )
     smooths = isinstance(run.objective, CausalLM) and run.objective.label_smoothing
