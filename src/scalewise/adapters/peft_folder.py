@@ -100,8 +100,9 @@ class PeftFolder:
         if name == NAME:
             return found
         if layers.module_of(name) in PREFIX:
-            place = 2 * int(name.split(".")[1]) + PREFIX.index(layers.module_of(name))
-            return found[:, place * self.model.kv_width :][:, : self.model.kv_width]
+            width, layer = self.model.kv_width, int(name.split(".")[1])
+            first = width * (2 * layer + PREFIX.index(layers.module_of(name)))
+            return found[:, first : first + width]
         piece = self.pieces[ours]
         if not suffix and piece.transposed and found.ndim == 2:
             found = found.T

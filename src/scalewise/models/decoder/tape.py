@@ -13,8 +13,8 @@ from scalewise.models.tape import Pass, Tapes, Work
 def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
     longer = replace(run, tokens=run.tokens + run.ahead)
-    first, last = (Writer(spec, run) for _ in range(2))
-    start, block = (Writer(spec, longer) for _ in range(2))
+    first = Writer(spec, run)
+    start, block, last = (Writer(spec, longer) for _ in range(3))
     first.embedding()
     start.block(trained=start.trains("embedding") or start.trains("position") or run.ahead > 0)
     block.block()
@@ -45,11 +45,8 @@ class Writer(Products):
         count = spec.vocabulary * spec.width * run.held
         # Its gradient is made whole, and cut as the weight is.
         weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
-        x = self._summed(tape.add(Work.pointwise, (), size, weight=weight))
-        if run.ahead:
-            more = tape.sizes[x] * run.ahead // run.tokens
-            vectors = run.ahead * spec.width * run.held
-            x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
+        x = tape.add(Work.pointwise, (), size, weight=weight)
+        x = self._put_ahead(x) if run.ahead else self._summed(x, cut=run.cut_tokens)
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
             table = (place, place) if self.trains("position") else (0, 0)
@@ -67,11 +64,10 @@ class Writer(Products):
     def head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
         spec, run = self.spec, self.run
-        size = self._stream
-        normed = self._norm("norm", self.tape.tensor(size + size * run.ahead // run.tokens))
-        if run.ahead:
-            normed = self.tape.add(Work.pointwise, (normed,), size)
-        read = self._joined(normed)
+        read = self._joined(self._norm("norm", self.tape.tensor(self._stream)))
+        if run.ahead:  # which have no logits
+            self.run = run = replace(run, tokens=run.tokens - run.ahead)
+            read = self.tape.add(Work.pointwise, (read,), run.places * spec.width * run.stream)
         if 0 < run.loss_chunk < run.places:
             self._pieces(read)
         else:
@@ -95,18 +91,38 @@ class Writer(Products):
         whole = tape.sizes[x] * run.tensor
         return tape.add(Work.message, (x,), whole, forward_scratch=whole, scratch=whole)
 
-    def _summed(self, x: int) -> int:
-        """Writes how parts of a sum on all tensor ranks are added up, and cut by tokens."""
+    def _put_ahead(self, x: int) -> int:
+        """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
+        run, tape = self.run, self.tape
+        x = self._summed(x, cut=False)
+        more = tape.sizes[x] * run.ahead // run.tokens
+        vectors = run.ahead * self.spec.width * run.held
+        x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
+        return tape.add(Work.message, (x,), tape.sizes[x] // run.tensor) if run.cut_tokens else x
+
+    def _summed(self, x: int, *, cut: bool, holds: tuple[int, ...] = ()) -> int:
+        """Writes how parts of a sum on all tensor ranks are added up, and perhaps cut by tokens.
+
+        ``holds``: what lives on meanwhile.
+        """
         run, tape = self.run, self.tape
         if run.tensor == 1:
             return x
         size = tape.sizes[x]
-        if not run.cut_tokens:
-            return tape.add(Work.message, (x,), size, shares=True, kept_by_selective=True)
+        if not cut:
+            return tape.add(
+                Work.message,
+                (x, *holds),
+                size,
+                gradients=(x,),
+                shares=True,
+                kept_by_selective=True,
+            )
         return tape.add(
             Work.message,
-            (x,),
+            (x, *holds),
             size // run.tensor,
+            gradients=(x,),
             forward_scratch=size,
             scratch=size,
             kept_by_selective=True,
@@ -223,7 +239,7 @@ class Writer(Products):
         else:
             trains = self.trains(name)
             written = self.product(x, into, out, bias=bias, trains=trains, holds=holds)
-        written = self._summed(written) if row else written
+        written = self._summed(written, cut=run.cut_tokens, holds=(x, *holds)) if row else written
         if scaled and not row:
             return self._rescaled(written, out)
         if name not in run.adapted:
@@ -232,7 +248,7 @@ class Writer(Products):
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
         narrow = self.product(self._dropout(x, run.dropout), into, run.rank)
-        narrow = self._summed(narrow) if row else narrow
+        narrow = self._summed(narrow, cut=run.cut_tokens) if row else narrow
         wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
             self._row_norms(into, out)
@@ -357,7 +373,7 @@ class Writer(Products):
     def _lengthened(self, x: int) -> int:
         """Writes how what is learnt comes before the keys, or the values, of each row."""
         run, size = self.run, self.tape.sizes[x]
-        count = run.before * self.spec.kv_width
+        count = run.before * self.spec.kv_width // run.tensor
         return self.tape.add(
             Work.pointwise,
             (x,),
