@@ -32,7 +32,7 @@ VIRTUAL = ("adapter.tokens=6", "model.context=38")
 KINDS = {kind: (f"adapter={kind}", *VIRTUAL) for kind in ("prompt", "prefix")}
 THEIRS = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}
 TOKENS_BT = torch.arange(64).reshape(2, 32)
-USUAL = (("prompt", "deepspeed_zero3"), ("prefix", "fsdp"))
+USUAL = (("prompt", "deepspeed_zero3"), ("prompt", "tensor"), ("prefix", "fsdp"))
 EACH = (
     "ddp",
     "fsdp",
@@ -46,7 +46,7 @@ EACH = (
     "shard_tensor",
     "replicate_tensor",
 )
-PIPED = ("pipeline_one_f_one_b", "pipeline_shard")
+PIPED = ("pipeline_one_f_one_b", "pipeline_shard", "pipeline_tensor")
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
@@ -90,7 +90,7 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", ["single", "fsdp", "tensor"])
 def test_keys_stand_before_each_of_the_texts_of_a_row(
     layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:

@@ -51,13 +51,15 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
 
 
 def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
-    """Yields axes that share out tokens, heads or layers, which an adapter puts vectors before."""
+    """Yields axes that share out rows or layers, which an adapter puts vectors before."""
     ahead, before = run.adapter.ahead, run.adapter.before
-    for axis, tokens in {"pipeline": ahead, "context": ahead or before}.items():
+    alone = "trains vectors of the first stage alone, and each pipeline rank takes steps"
+    apart = "parallelism.context shares rows out without the vectors before them"
+    for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
-            reason = f"parallelism.{axis} shares rows out without the vectors before them"
-            yield Complaint("adapter", chosen, reason, "set parallelism=fsdp, or adapter=lora")
+            cure = "set parallelism=fsdp or tensor, or adapter=lora"
+            yield Complaint("adapter", chosen, reason, cure)
 
 
 def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:

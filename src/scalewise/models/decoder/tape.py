@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalewise.models import cross_entropy
-from scalewise.models.decoder.products import FP32, Products
+from scalewise.models.decoder.messages import Messages
+from scalewise.models.decoder.products import FP32
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass, Tapes, Work
 
@@ -31,7 +32,7 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     return Tapes(first.tape, start.tape, block.tape, last.tape, loss, rotations)
 
 
-class Writer(Products):
+class Writer(Messages):
     """Writes the tape of one part."""
 
     def __init__(self, spec: Decoder, run: Pass) -> None:
@@ -46,7 +47,7 @@ class Writer(Products):
         # Its gradient is made whole, and cut as the weight is.
         weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
         x = tape.add(Work.pointwise, (), size, weight=weight)
-        x = self._put_ahead(x) if run.ahead else self._summed(x, cut=run.cut_tokens)
+        x = self._put_ahead(x) if run.ahead else self.summed(x, cut=run.cut_tokens)
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
             table = (place, place) if self.trains("position") else (0, 0)
@@ -64,7 +65,7 @@ class Writer(Products):
     def head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
         spec, run = self.spec, self.run
-        read = self._joined(self._norm("norm", self.tape.tensor(self._stream)))
+        read = self.joined(self._norm("norm", self.tape.tensor(self._stream)))
         if run.ahead:  # which have no logits
             self.run = run = replace(run, tokens=run.tokens - run.ahead)
             read = self.tape.add(Work.pointwise, (read,), run.places * spec.width * run.stream)
@@ -83,50 +84,14 @@ class Writer(Products):
         """Returns the bytes of what goes from layer to layer."""
         return self.run.between * self.spec.width * self.run.stream
 
-    def _joined(self, x: int) -> int:
-        """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
-        run, tape = self.run, self.tape
-        if run.tensor == 1 or not run.cut_tokens:
-            return x
-        whole = tape.sizes[x] * run.tensor
-        return tape.add(Work.message, (x,), whole, forward_scratch=whole, scratch=whole)
-
     def _put_ahead(self, x: int) -> int:
         """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
         run, tape = self.run, self.tape
-        x = self._summed(x, cut=False)
+        x = self.summed(x, cut=False)
         more = tape.sizes[x] * run.ahead // run.tokens
         vectors = run.ahead * self.spec.width * run.held
         x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
         return tape.add(Work.message, (x,), tape.sizes[x] // run.tensor) if run.cut_tokens else x
-
-    def _summed(self, x: int, *, cut: bool, holds: tuple[int, ...] = ()) -> int:
-        """Writes how parts of a sum on all tensor ranks are added up, and perhaps cut by tokens.
-
-        ``holds``: what lives on meanwhile.
-        """
-        run, tape = self.run, self.tape
-        if run.tensor == 1:
-            return x
-        size = tape.sizes[x]
-        if not cut:
-            return tape.add(
-                Work.message,
-                (x, *holds),
-                size,
-                gradients=(x,),
-                shares=True,
-                kept_by_selective=True,
-            )
-        return tape.add(
-            Work.message,
-            (x, *holds),
-            size // run.tensor,
-            gradients=(x,),
-            forward_scratch=size,
-            scratch=size,
-            kept_by_selective=True,
-        )
 
     def _pieces(self, normed: int) -> None:
         """Writes head and loss of a piece of the tokens at a time.
@@ -239,7 +204,7 @@ class Writer(Products):
         else:
             trains = self.trains(name)
             written = self.product(x, into, out, bias=bias, trains=trains, holds=holds)
-        written = self._summed(written, cut=run.cut_tokens, holds=(x, *holds)) if row else written
+        written = self.summed(written, cut=run.cut_tokens, holds=(x, *holds)) if row else written
         if scaled and not row:
             return self._rescaled(written, out)
         if name not in run.adapted:
@@ -248,7 +213,7 @@ class Writer(Products):
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
         narrow = self.product(self._dropout(x, run.dropout), into, run.rank)
-        narrow = self._summed(narrow, cut=run.cut_tokens) if row else narrow
+        narrow = self.summed(narrow, cut=run.cut_tokens) if row else narrow
         wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
             self._row_norms(into, out)
@@ -304,7 +269,7 @@ class Writer(Products):
 
     def _attention(self, normed: int) -> int:
         spec, run = self.spec, self.run
-        read, cut = self._joined(normed), run.tensor
+        read, cut = self.joined(normed), run.tensor
         query = self._linear(
             "attention.query", read, spec.width, spec.query_width // cut, bias=spec.bias
         )
@@ -343,9 +308,9 @@ class Writer(Products):
             heads = spec.key_heads // run.tensor
             wide = tape.sizes[key] if heads % run.context == 0 else tape.sizes[query]
             read = (
-                self._exchanged(query, tape.sizes[query]),
-                self._exchanged(key, wide),
-                self._exchanged(value, wide),
+                self.exchanged(query, tape.sizes[query]),
+                self.exchanged(key, wide),
+                self.exchanged(value, wide),
             )
         else:
             read = (query, key, value)
@@ -368,7 +333,7 @@ class Writer(Products):
             return mixed
         if run.gathers:  # the halves of the tokens are put together
             return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
-        return self._exchanged(mixed, tape.sizes[mixed])
+        return self.exchanged(mixed, tape.sizes[mixed])
 
     def _lengthened(self, x: int) -> int:
         """Writes how what is learnt comes before the keys, or the values, of each row."""
@@ -382,20 +347,9 @@ class Writer(Products):
             weight_first=False,
         )
 
-    def _exchanged(self, x: int, size: int) -> int:
-        """Writes an all-to-all: packed, sent, unpacked and put in order."""
-        return self.tape.add(
-            Work.message,
-            (x,),
-            size,
-            forward_scratch=2 * size,
-            scratch=2 * size,
-            kept_by_selective=True,
-        )
-
     def _feedforward(self, normed: int) -> int:
         spec, tape, bias = self.spec, self.tape, self.spec.bias
-        read, hidden_width = self._joined(normed), self.spec.feedforward // self.run.tensor
+        read, hidden_width = self.joined(normed), self.spec.feedforward // self.run.tensor
         if spec.activation is Activation.swiglu:
             gate = self._linear("feedforward.gate", read, spec.width, hidden_width, bias=bias)
             size = tape.sizes[gate]
