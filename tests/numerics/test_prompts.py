@@ -9,14 +9,24 @@ import pytest
 import torch
 from fixtures.jobs import Job
 from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from fixtures.steps import (
+    BATCHES,
+    SGD,
+    Reference,
+    assert_close,
+    assert_equal,
+    gradients,
+    steps_of,
+)
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
+from scalewise.adapters import peft_folder
 from scalewise.adapters.layers import is_added
 from scalewise.exports import Form, folder
 from scalewise.hardware import DeviceKind
@@ -181,6 +191,28 @@ def test_a_run_goes_on_from_another_and_is_evaluated(
     assert cli.main(["evaluate", str(run.path)]) == 0
     told = capsys.readouterr().out
     assert f"{run.column('val/loss')[-1]:.4f}" in told
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "layout", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
+)
+def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
+    kind: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    job = Job(tmp_path, shared_cache)
+    run = steps_of(LAYOUTS[layout], "accumulated", job, *KINDS[kind], "checkpoint.every=2")
+    reference = alone("accumulated", *KINDS[kind])
+    exported = []
+    for told, to in ((run, tmp_path / "tensor"), (reference, tmp_path / "alone")):
+        folder.write(recorded(told.path), to, Form.alone)
+        exported.append(load_file(to / peft_folder.WEIGHTS))
+    assert_close(*exported, "exports")
+    half = run.checkpoint(2)
+    for other in ((), LAYOUTS["fsdp"], LAYOUTS[layout]):
+        parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *KINDS[kind], *other)
+        again = job.of(*parts, "trainer.micro_batch=2", resume=half)
+        assert_close(again.weights(), reference.weights(), "weights after step 2")
 
 
 @BOTH
