@@ -85,7 +85,7 @@ SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_re
 SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
 SELDOM += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
-CUT = {"prompt": ("tensor", "context", "pipeline"), "prefix": ("tensor", "context")}
+CUT = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
 """Axes along which rows, heads or layers are cut, which an adapter refuses."""
 
 Messages = Counter[tuple[str, tuple[int, ...], int]]

@@ -9,15 +9,25 @@ import pytest
 import torch
 from fixtures.jobs import Job
 from fixtures.layouts import GPT2, LAYOUTS, LLAMA, SHAPE, marks
-from fixtures.steps import Reference, assert_equal, gradients, steps_of
+from fixtures.steps import (
+    BATCHES,
+    SGD,
+    Reference,
+    assert_close,
+    assert_equal,
+    gradients,
+    steps_of,
+)
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
-from scalewise.adapters.prompts import NAME, PREFIX
+from scalewise.adapters import peft_folder
+from scalewise.adapters.layers import is_added
 from scalewise.exports import Form, folder
 from scalewise.hardware import DeviceKind
 from scalewise.layouts.single import SingleLayout
@@ -28,11 +38,11 @@ from scalewise.verbs.trained import recorded
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 """PEFT asks for it."""
 
-VIRTUAL = ("adapter.tokens=5", "model.context=37")
+VIRTUAL = ("adapter.tokens=6", "model.context=38")
 KINDS = {kind: (f"adapter={kind}", *VIRTUAL) for kind in ("prompt", "prefix")}
 THEIRS = {"prompt": PromptTuningConfig, "prefix": PrefixTuningConfig}
 TOKENS_BT = torch.arange(64).reshape(2, 32)
-USUAL = (("prompt", "deepspeed_zero3"), ("prefix", "fsdp"))
+USUAL = (("prompt", "deepspeed_zero3"), ("prompt", "tensor"), ("prefix", "fsdp"))
 EACH = (
     "ddp",
     "fsdp",
@@ -41,19 +51,19 @@ EACH = (
     "replicate_shard",
     "deepspeed_zero2",
     "deepspeed_zero3",
+    "tensor",
+    "tensor_alone",
+    "shard_tensor",
+    "replicate_tensor",
 )
-PIPED = ("pipeline_one_f_one_b", "pipeline_shard")
+PIPED = ("pipeline_one_f_one_b", "pipeline_shard", "pipeline_tensor")
 SHAPES = pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
 def learnt(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is trained, by name."""
-    return {name: each for name, each in module.named_parameters() if is_learnt(name)}
-
-
-def is_learnt(name: str) -> bool:
-    return name.endswith((NAME, PREFIX))
+    return {name: each for name, each in module.named_parameters() if is_added(name)}
 
 
 def beside(tensors: Iterable[Tensor]) -> Tensor:
@@ -85,12 +95,12 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
     assert {*gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
     assert held.keys() == {f"model.{name}" for name in first}
     for name, tensor in first.items():
-        assert torch.equal(held[f"model.{name}"], tensor) != is_learnt(name), name
-        assert torch.equal(wanted[f"model.{name}"], tensor) != is_learnt(name), name
+        assert torch.equal(held[f"model.{name}"], tensor) != is_added(name), name
+        assert torch.equal(wanted[f"model.{name}"], tensor) != is_added(name), name
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", ["single", "fsdp", "tensor"])
 def test_keys_stand_before_each_of_the_texts_of_a_row(
     layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:
@@ -116,7 +126,7 @@ def test_what_is_learnt_computes_what_peft_does(
     spec = compose([*SHAPE, *shape, *KINDS[kind]])
     ours = SingleLayout(DeviceKind.cpu).build(spec)
     weights.export(spec.model.build(spec.seed).state_dict(), spec.model, tmp_path)
-    config = THEIRS[kind](num_virtual_tokens=5, task_type="CAUSAL_LM")
+    config = THEIRS[kind](num_virtual_tokens=6, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
     vectors = theirs.prompt_encoder["default"].embedding.weight
     with torch.no_grad():
@@ -184,13 +194,35 @@ def test_a_run_goes_on_from_another_and_is_evaluated(
 
 
 @BOTH
+@pytest.mark.parametrize(
+    "layout", ["tensor", pytest.param("shard_tensor", marks=pytest.mark.exhaustive)]
+)
+def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
+    kind: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    job = Job(tmp_path, shared_cache)
+    run = steps_of(LAYOUTS[layout], "accumulated", job, *KINDS[kind], "checkpoint.every=2")
+    reference = alone("accumulated", *KINDS[kind])
+    exported = []
+    for told, to in ((run, tmp_path / "tensor"), (reference, tmp_path / "alone")):
+        folder.write(recorded(told.path), to, Form.alone)
+        exported.append(load_file(to / peft_folder.WEIGHTS))
+    assert_close(*exported, "exports")
+    half = run.checkpoint(2)
+    for other in ((), LAYOUTS["fsdp"], LAYOUTS[layout]):
+        parts = (*SHAPE, *SGD, *BATCHES["accumulated"], *KINDS[kind], *other)
+        again = job.of(*parts, "trainer.micro_batch=2", resume=half)
+        assert_close(again.weights(), reference.weights(), "weights after step 2")
+
+
+@BOTH
 def test_flops_are_those_torch_counts(kind: str) -> None:
     run = compose([*SHAPE, *LLAMA, *KINDS[kind]])
     module = SingleLayout(DeviceKind.cpu).build(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(TOKENS_BT).float().logsumexp(-1).sum().backward()
-    queries = 37 / 32 if kind == "prompt" else 1
-    attention = 14.0 * 37 * run.model.query_width * run.model.layers * queries
+    queries = 38 / 32 if kind == "prompt" else 1
+    attention = 14.0 * 38 * run.model.query_width * run.model.layers * queries
     found = counter.get_total_flops() / TOKENS_BT.numel()
     assert run.flops_per_token - attention == pytest.approx(found, rel=0.01)
 

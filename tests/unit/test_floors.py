@@ -34,6 +34,7 @@ FLOORS = {
         "models.tape",
         "models.cross_entropy",
         "models.decoder.beside",
+        "models.decoder.messages",
         "models.decoder.products",
         "models.decoder.tape",
         "models.hf.facts",

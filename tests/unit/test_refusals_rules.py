@@ -143,21 +143,24 @@ RULES: list[Row] = [
     ),
     *(
         (
-            ["adapter=prompt", f"parallelism={layout}", "model.context=1024"],
+            [f"adapter={kind}", "parallelism=context", "model.context=1024"],
             "adapter",
-            f"parallelism.{layout} shares rows out without",
-            "set parallelism=fsdp",
+            "parallelism.context shares rows out without",
+            "set parallelism=fsdp or tensor",
         )
-        for layout in ("tensor", "context", "pipeline")
+        for kind in ("prompt", "prefix")
     ),
-    *(
-        (
-            ["adapter=prefix", f"parallelism={layout}", "model.context=1024"],
-            "adapter",
-            f"parallelism.{layout} shares rows out without",
-            "set parallelism=fsdp",
-        )
-        for layout in ("tensor", "context")
+    (
+        ["adapter=prompt", "parallelism=pipeline", "model.context=1024"],
+        "adapter",
+        "trains vectors of the first stage alone",
+        "set parallelism=fsdp or tensor",
+    ),
+    (
+        ["adapter=prompt", "adapter.tokens=5", "parallelism=tensor", "model.context=1024"],
+        "parallelism.tensor",
+        "tokens, with adapter.tokens, of a row on a rank",
+        "set parallelism.sequence_parallel=false",
     ),
     (
         ["adapter=prefix", "objective=dpo", "data=corpus_pairs", "model.context=1024"],

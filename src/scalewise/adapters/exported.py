@@ -81,12 +81,13 @@ def low_rank_config(spec: Lora, targets: Iterable[str], **more: Any) -> LoraConf
 def _virtual_tokens(
     state: Mapping[str, Tensor], spec: VirtualTokens, model: Decoder
 ) -> tuple[PromptTuningConfig | PrefixTuningConfig, dict[str, Tensor]]:
-    """Returns PEFT's configuration and its one tensor: of prefixes, layer beside layer."""
+    """Returns PEFT's configuration and its one tensor: of prefixes, keys and values by layer."""
     kind: type[PromptTuningConfig | PrefixTuningConfig] = PromptTuningConfig
     names, width, heads = [NAME], model.width, model.heads
     if isinstance(spec, Prefix):
         kind, width, heads = PrefixTuningConfig, model.kv_width, model.key_heads
-        names = [f"blocks.{layer}.{PREFIX}" for layer in range(model.layers)]
+        within = [f"{name}.weight" for name in PREFIX]
+        names = [f"blocks.{layer}.{name}" for layer in range(model.layers) for name in within]
     config = kind(
         num_virtual_tokens=spec.tokens,
         token_dim=width,

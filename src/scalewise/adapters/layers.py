@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 KEY = "adapter.targets"
 TRAINED = "adapter.trained"
-ADDED = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix")
+ADDED = (".lora_", ".ia3_l.", "prompt.weight", ".mix.prefix_")
 """What names of added weights have in them: PEFT's, and of what stands before a text."""
 
 

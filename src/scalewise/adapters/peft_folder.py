@@ -81,7 +81,7 @@ class PeftFolder:
 
     def part_of(self, name: str) -> tuple[str, str, str]:
         """Returns the weight of ours that a trained one belongs to, the part, and its home."""
-        if name == NAME or name.endswith(PREFIX):
+        if name == NAME or layers.module_of(name) in PREFIX:
             return name, "", PROMPT
         if name in self.pieces:
             return name, "", bare(self.pieces[name].theirs)
@@ -99,9 +99,10 @@ class PeftFolder:
         found = self.read(home)
         if name == NAME:
             return found
-        if name.endswith(PREFIX):
-            width, layer = 2 * self.model.kv_width, int(name.split(".")[1])
-            return found[:, layer * width : (layer + 1) * width]
+        if layers.module_of(name) in PREFIX:
+            width, layer = self.model.kv_width, int(name.split(".")[1])
+            first = width * (2 * layer + PREFIX.index(layers.module_of(name)))
+            return found[:, first : first + width]
         piece = self.pieces[ours]
         if not suffix and piece.transposed and found.ndim == 2:
             found = found.T

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from scalewise.adapters.layers import is_added
 from scalewise.adapters.spec import Adapter
 from scalewise.config.registry import option
 from scalewise.errors import Complaint
-from scalewise.models.base import Model, Weight
+from scalewise.models.base import Model, Split, Weight
 
 if TYPE_CHECKING:
     from scalewise.models.module import ModelModule
     from scalewise.run import Run
 
 NAME = "prompt.weight"
-PREFIX = "attention.mix.prefix"
-"""Within a block."""
+PREFIX = ("attention.mix.prefix_keys", "attention.mix.prefix_values")
+"""Modules within a block."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class VirtualTokens(Adapter):
         from scalewise.models import initial
 
         for name, parameter in module.named_parameters():
-            if name == NAME or name.endswith(PREFIX):
+            if is_added(name):
                 initial.draw(name, parameter, seed, 1.0)
 
 
@@ -81,6 +82,10 @@ class Prompt(VirtualTokens):
         """Returns the model's own, frozen, and the vectors after them."""
         own = (replace(weight, trainable=False) for weight in model.census())
         return (*own, Weight(NAME, (self.tokens, model.width), "embedding"))
+
+    def tensor_split(self, model: Model) -> dict[str, Split]:
+        """Returns the model's table, and the vectors whole."""
+        return model.tensor_split() | {"prompt": Split.ahead}
 
     def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.
@@ -123,12 +128,17 @@ class Prefix(VirtualTokens):
         return tuple(self._of_blocks(model))
 
     def _of_blocks(self, model: Model) -> Iterator[Weight]:
-        shape, within = (self.tokens, 2 * model.kv_width), "attention.output"
+        shape, within = (self.tokens, model.kv_width), "attention.output"
         own = (replace(weight, trainable=False) for weight in model.census())
         for (layer, last), weights in groupby(own, lambda w: (w.layer, within in w.name)):
             yield from weights
             if last:
-                yield Weight(f"blocks.{layer}.{PREFIX}", shape, "embedding", layer)
+                for name in PREFIX:
+                    yield Weight(f"blocks.{layer}.{name}.weight", shape, "embedding", layer)
+
+    def tensor_split(self, model: Model) -> dict[str, Split]:
+        """Returns the model's table, and keys and values cut by heads, as those of rows are."""
+        return model.tensor_split() | {f"blocks.*.{name}": Split.row for name in PREFIX}
 
     def flops(self, model: Model, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.

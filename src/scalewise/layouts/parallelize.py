@@ -54,7 +54,8 @@ def build(run: Run, part: Part, layout: MeshLayout, split: Split | None) -> Mode
     for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, buffer.to(layout.root_device))
-    places_T = torch.arange(run.data.sequence) if split is None else split.places_T
+    row = run.adapter.ahead + run.data.sequence
+    places_T = torch.arange(row) if split is None else split.places_T
     module.hold_places(places_T.to(layout.root_device))
     return module
 

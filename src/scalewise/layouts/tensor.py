@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from scalewise.adapters.prompts import PREFIX
 from scalewise.models.base import Split
 from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
@@ -30,14 +31,16 @@ TOKENS = Shard(1)
 def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spec: Mesh) -> None:
     """Cuts a model, or the stage of one, by its table, in place; parameters become DTensors."""
     between: Placement = TOKENS if spec.sequence_parallel else Replicate()
+    embedded = Replicate() if Split.ahead in table.values() else between
     places: Placement = Shard(-2) if spec.sequence_parallel else Replicate()  # rows may differ
     kinds: dict[Split, ParallelStyle] = {
         Split.column: ColwiseParallel(),
         Split.row: RowwiseParallel(output_layouts=between),
-        Split.vocabulary: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        Split.vocabulary: RowwiseParallel(input_layouts=Replicate(), output_layouts=embedded),
         Split.head: Head(between, loss_parallel=spec.loss_parallel),
         Split.tokens: SequenceParallel() if spec.sequence_parallel else Whole(Replicate()),
         Split.places: Whole(places),
+        Split.ahead: Whole(between),
         Split.whole: Whole(Replicate()),
     }
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
@@ -50,7 +53,7 @@ def split(module: ModelModule, table: Mapping[str, Split], mesh: DeviceMesh, spe
             style = kinds[table[pattern]]
             if ".lora_B" in name and table[pattern] is Split.tokens and spec.sequence_parallel:
                 style = SequenceParallel(use_local_output=True)
-            elif ".lora_magnitude" in name or name.endswith(".ia3_l"):
+            elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX)):
                 style = Scale(table[pattern], between)
             parallelize_module(part, mesh, style)
         elif pattern in columns:
@@ -119,7 +122,7 @@ class Whole(ParallelStyle):
 
 
 class Scale(ParallelStyle):
-    """A vector that scales features: cut as its layer's are, or whole where those are."""
+    """What scales features, or stands before them: cut as those are, or whole where they are."""
 
     def __init__(self, how: Split, between: Placement) -> None:
         super().__init__()

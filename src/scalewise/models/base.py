@@ -58,7 +58,10 @@ class Split(StrEnum):
     column = "column"
     """A linear layer by its outputs: dim 0 of weight and bias; outputs stay cut."""
     row = "row"
-    """A linear layer by its inputs, which arrive cut: dim 1 of the weight; outputs are summed."""
+    """A linear layer by its inputs, which arrive cut: dim 1 of the weight; outputs are summed.
+
+    What scales features that arrive cut, or stands before them, is cut alike.
+    """
     vocabulary = "vocabulary"
     """An embedding by its rows."""
     head = "head"
@@ -67,6 +70,8 @@ class Split(StrEnum):
     """A norm, whole on every rank: sequence parallelism gives it some of the tokens."""
     places = "places"
     """A table of positions, whole on every rank."""
+    ahead = "ahead"
+    """Vectors before the tokens of rows, whole on every rank: each goes on with some of both."""
     whole = "whole"
     """A linear layer that every rank has and computes with all of the tokens."""
 

@@ -142,7 +142,10 @@ def _of_tensor(share: Share) -> Iterator[Collective]:
     without = _without_backward(share)
     asked = share.run.asks_each_pass  # a pass forward, without the adapter
     sums = joins + again - (last and chunked) - without.scatters + asked * (2 * layers + first)
-    sums *= passes
+    # Vectors are put before tokens, and left out, where each rank has all.
+    alone = (first + (last and not chunked)) * (share.run.adapter.ahead > 0)
+    sums = passes * (sums - alone)
+    yield Collective(Kind.all_reduce, axes, share.embedded, passes * alone, "sums of a text alone")
     if mesh.sequence_parallel:
         gathers = joins + 2 * sum(share.recomputed.values()) - without.gathers
         gathers = passes * (gathers + asked * (2 * layers + last))
@@ -169,18 +172,22 @@ def _without_backward(share: Share) -> Without:
     if not (share.first and share.run.is_frozen):
         return Without()
     asked = _asks_embedding(share)
-    gathers, scatters = int("embedding" not in share.run.adapter.whole(share.run.model)), 0
+    adapter = share.run.adapter
+    embeds = adapter.ahead or "embedding" in adapter.whole(share.run.model)
+    gathers, scatters = int(not embeds), 0
     for half in share.halves.values():
         asked = asked or half.norm
-        gathers += not (asked or half.columns or half.scaled or half.whole)
+        gathers += not (asked or half.inside)
         scatters += not asked
-        asked = asked or bool(half.columns or half.rows or half.scaled or half.whole)
+        asked = asked or half.inside or half.rows > 0
     return Without(gathers, scatters)
 
 
 def _asks_embedding(share: Share) -> bool:
     """Returns whether what stands before the blocks is trained beside an adapter."""
-    return bool({"embedding", "position"} & {*share.run.adapter.whole(share.run.model)})
+    adapter = share.run.adapter
+    trained = {"embedding", "position"} & {*adapter.whole(share.run.model)}
+    return adapter.ahead > 0 or bool(trained)
 
 
 def _of_added(share: Share, layers: int) -> Iterator[Collective]:

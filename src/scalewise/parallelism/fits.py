@@ -51,14 +51,15 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
 
 
 def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
-    """Yields axes that share out tokens, heads or layers, which an adapter puts vectors before."""
-    shared = {"pipeline": run.adapter.ahead}
-    shared |= dict.fromkeys(("context", "tensor"), run.adapter.ahead or run.adapter.before)
-    for axis, tokens in shared.items():
+    """Yields axes that share out rows or layers, which an adapter puts vectors before."""
+    ahead, before = run.adapter.ahead, run.adapter.before
+    alone = "trains vectors of the first stage alone, and each pipeline rank takes steps"
+    apart = "parallelism.context shares rows out without the vectors before them"
+    for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
-            reason = f"parallelism.{axis} shares rows out without the vectors before them"
-            yield Complaint("adapter", chosen, reason, "set parallelism=fsdp, or adapter=lora")
+            cure = "set parallelism=fsdp or tensor, or adapter=lora"
+            yield Complaint("adapter", chosen, reason, cure)
 
 
 def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:
@@ -73,12 +74,13 @@ def _of_tensor(mesh: Mesh, run: Run) -> Iterator[Complaint]:
                 f"does not divide model.{name}={size}",
                 f"set parallelism.tensor={_largest_divisor(size, ranks)}",
             )
-    tokens = run.data.sequence // mesh.sizes["context"]
+    tokens = run.adapter.ahead + run.data.sequence // mesh.sizes["context"]
     if mesh.sequence_parallel and tokens % ranks:
+        counted = "tokens, with adapter.tokens," if run.adapter.ahead else "tokens"
         yield Complaint(
             "parallelism.tensor",
             ranks,
-            f"does not divide the {tokens} tokens of a row on a rank",
+            f"does not divide the {tokens} {counted} of a row on a rank",
             "set parallelism.sequence_parallel=false",
         )
     smooths = isinstance(run.objective, CausalLM) and run.objective.label_smoothing

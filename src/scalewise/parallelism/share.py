@@ -71,6 +71,11 @@ class Share(Parts):
     @property
     def residual(self) -> int:
         """Returns the bytes of ``x_BTW`` between two layers."""
+        return self.embedded // self.tokens * (self.tokens + self.run.adapter.ahead)
+
+    @property
+    def embedded(self) -> int:
+        """Returns the bytes of the embedded tokens, without what an adapter puts before them."""
         return self.rows * self.tokens * self.run.model.width * self.activation
 
     @property
@@ -106,7 +111,8 @@ class Share(Parts):
 class Half:
     """The adapted layers of a block's attention, or of its feedforward, and those scaled.
 
-    ``whole``: layers trained themselves; ``norm``: whether the norm before them is.
+    ``whole``: layers trained themselves; ``norm``: whether the norm before them is; ``before``:
+    whether keys and values are learnt that stand before others.
     """
 
     columns: int = 0
@@ -114,6 +120,12 @@ class Half:
     scaled: int = 0
     whole: int = 0
     norm: bool = False
+    before: bool = False
+
+    @property
+    def inside(self) -> bool:
+        """Returns whether something is trained before the last product, or beside it."""
+        return bool(self.columns or self.scaled or self.whole or self.before)
 
 
 def share_of(mesh: Mesh, run: Run, rank: int) -> Share:
@@ -154,6 +166,7 @@ def _halves(adapter: Adapter, model: Model) -> dict[str, Half]:
             continue
         first = layer.split(".")[0]
         half = halves.setdefault(first, Half(norm=f"{first}_norm" in adapter.whole(model)))
+        half.before |= adapter.before > 0 and first == "attention"
         adapted = layer in adapter.adapted(model)
         half.scaled += layer in adapter.scaled(model)
         half.whole += layer in adapter.whole(model)

@@ -58,7 +58,7 @@ def replay(
         first = _Forward(tape, given, kept=cached)
         first.run(tape.operators)
         # It stops at the last whose inputs backward reads; a product kept of that stays unused.
-        last = max(at for at, operator in enumerate(tape.operators) if operator.saved)
+        last = max(at for at, operator in enumerate(tape.operators) if operator.reads_back)
         last += tape.operators[last].casts[0] > 0  # a function that runs before it says so
         second = _Forward(tape, given, cached=cached)
         second.run(tape.operators[:last])

@@ -48,7 +48,7 @@ class DecoderModule(ModelModule):
             self.register_buffer("rope", table, persistent=False)
         self.places_T: Tensor | None = None
         self.prompt: Prompt | None = None
-        self.before = 0
+        self.ahead = self.before = 0
 
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
@@ -70,6 +70,7 @@ class DecoderModule(ModelModule):
 
     def put_ahead(self, tokens: int) -> None:
         """Puts vectors before the embedded tokens, if they are embedded here."""
+        self.ahead = tokens
         if self.part.first:
             with torch.device("meta"):
                 self.prompt = Prompt(tokens, self.spec.width)
@@ -89,7 +90,7 @@ class DecoderModule(ModelModule):
     ) -> Tensor:
         """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
         places_T = self.places_T
-        if places_T is None or self.prompt is not None:
+        if places_T is None:
             places_T = torch.arange(self.ahead + x.shape[1], device=x.device)
         if places_BS is not None:
             places_T = places_BS[:, places_T]
@@ -97,6 +98,8 @@ class DecoderModule(ModelModule):
             places_T = places_T + self.before
         if self.part.first:
             x = self.embed(x, places_T)
+        if self.before and places_BS is None:
+            places_BS = torch.arange(len(places_T), device=x.device)[None]
         rope_2TD, mask_B1SS = self.rotation(places_T), self.mask(x, places_BS)
         for block in self.blocks.values():
             x = block(x, rope_2TD, mask_B1SS)
@@ -104,17 +107,10 @@ class DecoderModule(ModelModule):
 
     def mask(self, x_BTW: Tensor, places_BS: Tensor | None) -> Tensor | None:
         """Returns ``mask_B1SS``, with a column more for each key before the rows; None: causal."""
-        if places_BS is None and not self.before:
-            return None
         if places_BS is None:
-            places_BS = torch.arange(x_BTW.shape[1], device=x_BTW.device)[None]
+            return None
         mask_B1SS = block_mask(places_BS, _computed_in(x_BTW))
         return F.pad(mask_B1SS, (self.before, 0)) if self.before else mask_B1SS
-
-    @property
-    def ahead(self) -> int:
-        """Returns the places before the tokens of a row."""
-        return 0 if self.prompt is None else self.prompt.tokens
 
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
         """Returns ``x_BTW``, what the first block reads; rows may have places of their own."""
@@ -135,7 +131,7 @@ class DecoderModule(ModelModule):
         assert self.norm is not None
         x_BTW = self.norm(x_BTW)
         if self.ahead:
-            x_BTW = x_BTW[:, self.ahead :]
+            x_BTW = self.joined(x_BTW)[:, self.ahead :]
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
         return self.loss(self.logits, self.joined(x_BTW), labels_BT)
@@ -179,7 +175,6 @@ class Prompt(nn.Module):
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
-        self.tokens = tokens
         self.weight = nn.Parameter(torch.empty(tokens, width))
 
     def forward(self, x_BTW: Tensor) -> Tensor:
@@ -268,20 +263,28 @@ class PrefixMix(CausalMix):
 
     def __init__(self, spec: Decoder, tokens: int) -> None:
         super().__init__(spec.dropout)
-        self.prefix = nn.Parameter(torch.empty(tokens, 2 * spec.kv_width))
+        self.prefix_keys = Before(tokens, spec.kv_width)
+        self.prefix_values = Before(tokens, spec.kv_width)
 
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
         """Returns ``mixed_BTHD``; the mask has a column for each of the learnt keys as well."""
-        learnt_P2KD = self.prefix.to(key_BTKD.dtype).view(-1, 2, *key_BTKD.shape[2:])
-        key_BSKD, value_BSKD = (
-            torch.cat((learnt_PKD.expand(len(own_BTKD), -1, -1, -1), own_BTKD), dim=1)
-            for learnt_PKD, own_BTKD in zip(
-                learnt_P2KD.unbind(1), (key_BTKD, value_BTKD), strict=True
-            )
-        )
+        key_BSKD, value_BSKD = self.prefix_keys(key_BTKD), self.prefix_values(value_BTKD)
         return super().forward(query_BTHD, key_BSKD, value_BSKD, mask_B1SS)
+
+
+class Before(nn.Module):
+    """What is learnt before the keys, or values, of every row: ``x_BTKD``, T then more by it."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(tokens, width))
+
+    def forward(self, own_BTKD: Tensor) -> Tensor:
+        """Returns ``x_BTKD``."""
+        learnt_PKD = self.weight.to(own_BTKD.dtype).view(-1, *own_BTKD.shape[2:])
+        return torch.cat((learnt_PKD.expand(len(own_BTKD), -1, -1, -1), own_BTKD), dim=1)
 
 
 class SwiGLU(nn.Module):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalewise.models import cross_entropy
-from scalewise.models.decoder.products import FP32, Products
+from scalewise.models.decoder.messages import Messages
+from scalewise.models.decoder.products import FP32
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass, Tapes, Work
 
@@ -13,8 +14,8 @@ from scalewise.models.tape import Pass, Tapes, Work
 def tapes(spec: Decoder, run: Pass) -> Tapes:
     """Returns the operators of a decoder, part by part."""
     longer = replace(run, tokens=run.tokens + run.ahead)
-    first, last = (Writer(spec, run) for _ in range(2))
-    start, block = (Writer(spec, longer) for _ in range(2))
+    first = Writer(spec, run)
+    start, block, last = (Writer(spec, longer) for _ in range(3))
     first.embedding()
     start.block(trained=start.trains("embedding") or start.trains("position") or run.ahead > 0)
     block.block()
@@ -31,7 +32,7 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     return Tapes(first.tape, start.tape, block.tape, last.tape, loss, rotations)
 
 
-class Writer(Products):
+class Writer(Messages):
     """Writes the tape of one part."""
 
     def __init__(self, spec: Decoder, run: Pass) -> None:
@@ -45,11 +46,8 @@ class Writer(Products):
         count = spec.vocabulary * spec.width * run.held
         # Its gradient is made whole, and cut as the weight is.
         weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
-        x = self._summed(tape.add(Work.pointwise, (), size, weight=weight))
-        if run.ahead:
-            more = tape.sizes[x] * run.ahead // run.tokens
-            vectors = run.ahead * spec.width * run.held
-            x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
+        x = tape.add(Work.pointwise, (), size, weight=weight)
+        x = self._put_ahead(x) if run.ahead else self.summed(x, cut=run.cut_tokens)
         if spec.position is Position.learned:
             place = spec.context * spec.width * run.held
             table = (place, place) if self.trains("position") else (0, 0)
@@ -67,11 +65,10 @@ class Writer(Products):
     def head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
         spec, run = self.spec, self.run
-        size = self._stream
-        normed = self._norm("norm", self.tape.tensor(size + size * run.ahead // run.tokens))
-        if run.ahead:
-            normed = self.tape.add(Work.pointwise, (normed,), size)
-        read = self._joined(normed)
+        read = self.joined(self._norm("norm", self.tape.tensor(self._stream)))
+        if run.ahead:  # which have no logits
+            self.run = run = replace(run, tokens=run.tokens - run.ahead)
+            read = self.tape.add(Work.pointwise, (read,), run.places * spec.width * run.stream)
         if 0 < run.loss_chunk < run.places:
             self._pieces(read)
         else:
@@ -87,30 +84,14 @@ class Writer(Products):
         """Returns the bytes of what goes from layer to layer."""
         return self.run.between * self.spec.width * self.run.stream
 
-    def _joined(self, x: int) -> int:
-        """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
+    def _put_ahead(self, x: int) -> int:
+        """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
         run, tape = self.run, self.tape
-        if run.tensor == 1 or not run.cut_tokens:
-            return x
-        whole = tape.sizes[x] * run.tensor
-        return tape.add(Work.message, (x,), whole, forward_scratch=whole, scratch=whole)
-
-    def _summed(self, x: int) -> int:
-        """Writes how parts of a sum on all tensor ranks are added up, and cut by tokens."""
-        run, tape = self.run, self.tape
-        if run.tensor == 1:
-            return x
-        size = tape.sizes[x]
-        if not run.cut_tokens:
-            return tape.add(Work.message, (x,), size, shares=True, kept_by_selective=True)
-        return tape.add(
-            Work.message,
-            (x,),
-            size // run.tensor,
-            forward_scratch=size,
-            scratch=size,
-            kept_by_selective=True,
-        )
+        x = self.summed(x, cut=False)
+        more = tape.sizes[x] * run.ahead // run.tokens
+        vectors = run.ahead * self.spec.width * run.held
+        x = tape.add(Work.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
+        return tape.add(Work.message, (x,), tape.sizes[x] // run.tensor) if run.cut_tokens else x
 
     def _pieces(self, normed: int) -> None:
         """Writes head and loss of a piece of the tokens at a time.
@@ -223,7 +204,7 @@ class Writer(Products):
         else:
             trains = self.trains(name)
             written = self.product(x, into, out, bias=bias, trains=trains, holds=holds)
-        written = self._summed(written) if row else written
+        written = self.summed(written, cut=run.cut_tokens, holds=(x, *holds)) if row else written
         if scaled and not row:
             return self._rescaled(written, out)
         if name not in run.adapted:
@@ -232,7 +213,7 @@ class Writer(Products):
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
         narrow = self.product(self._dropout(x, run.dropout), into, run.rank)
-        narrow = self._summed(narrow) if row else narrow
+        narrow = self.summed(narrow, cut=run.cut_tokens) if row else narrow
         wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
             self._row_norms(into, out)
@@ -288,7 +269,7 @@ class Writer(Products):
 
     def _attention(self, normed: int) -> int:
         spec, run = self.spec, self.run
-        read, cut = self._joined(normed), run.tensor
+        read, cut = self.joined(normed), run.tensor
         query = self._linear(
             "attention.query", read, spec.width, spec.query_width // cut, bias=spec.bias
         )
@@ -327,9 +308,9 @@ class Writer(Products):
             heads = spec.key_heads // run.tensor
             wide = tape.sizes[key] if heads % run.context == 0 else tape.sizes[query]
             read = (
-                self._exchanged(query, tape.sizes[query]),
-                self._exchanged(key, wide),
-                self._exchanged(value, wide),
+                self.exchanged(query, tape.sizes[query]),
+                self.exchanged(key, wide),
+                self.exchanged(value, wide),
             )
         else:
             read = (query, key, value)
@@ -356,7 +337,7 @@ class Writer(Products):
             return mixed
         if run.gathers:  # the halves of the tokens are put together
             return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
-        return self._exchanged(mixed, tape.sizes[mixed])
+        return self.exchanged(mixed, tape.sizes[mixed])
 
     def _step_by_step(self, read: tuple[int, ...], whole: int, masked: bool, flops: float) -> int:
         """Writes attention with dropout as torch has it on the CPU: no kernel of its own, in fp32.
@@ -398,7 +379,7 @@ class Writer(Products):
     def _lengthened(self, x: int) -> int:
         """Writes how what is learnt comes before the keys, or the values, of each row."""
         run, size = self.run, self.tape.sizes[x]
-        count = run.before * self.spec.kv_width
+        count = run.before * self.spec.kv_width // run.tensor
         return self.tape.add(
             Work.pointwise,
             (x,),
@@ -407,20 +388,9 @@ class Writer(Products):
             weight_first=False,
         )
 
-    def _exchanged(self, x: int, size: int) -> int:
-        """Writes an all-to-all: packed, sent, unpacked and put in order."""
-        return self.tape.add(
-            Work.message,
-            (x,),
-            size,
-            forward_scratch=2 * size,
-            scratch=2 * size,
-            kept_by_selective=True,
-        )
-
     def _feedforward(self, normed: int) -> int:
         spec, tape, bias = self.spec, self.tape, self.spec.bias
-        read, hidden_width = self._joined(normed), self.spec.feedforward // self.run.tensor
+        read, hidden_width = self.joined(normed), self.spec.feedforward // self.run.tensor
         if spec.activation is Activation.swiglu:
             gate = self._linear("feedforward.gate", read, spec.width, hidden_width, bias=bias)
             size = tape.sizes[gate]
