@@ -16,6 +16,10 @@ from scalewise.training.trace import refusal, traced
 
 LONG = pytest.mark.exhaustive
 FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
+OFFLOAD = "memory=offload_activations"
+OFFLOAD_ALL = (OFFLOAD, "memory.recompute=nothing")
+IN_BACKWARD = ("optimizer.in_backward=true", "trainer.clip_norm=null")
+FP8 = ("precision=fp8", "precision.compute=fp32", FULL)
 FSDP = ("parallelism=fsdp", "trainer.micro_batch=4")
 LINES: tuple[tuple[str, ...], ...] = (
     (),
@@ -39,6 +43,31 @@ LINES: tuple[tuple[str, ...], ...] = (
     (*FSDP, *LORA, "quantization=nf4"),
     (*FSDP, *LORA, "quantization=nf4", "precision=bf16_true", FULL),
 )
+WIDER: tuple[tuple[str, ...], ...] = (
+    (OFFLOAD,),
+    (OFFLOAD, "memory.recompute=selective", "precision=bf16_mixed"),
+    OFFLOAD_ALL,
+    (*OFFLOAD_ALL, *LORA),
+    (*OFFLOAD_ALL, *LORA, "quantization=nf4"),
+    (*OFFLOAD_ALL, "precision=bf16_mixed", "objective.loss_chunk=128"),
+    ("parallelism=ddp", "trainer.micro_batch=4", *OFFLOAD_ALL),
+    (*FSDP, *OFFLOAD_ALL),
+    (*FSDP, OFFLOAD, "precision=bf16_mixed"),
+    IN_BACKWARD,
+    (*IN_BACKWARD, FULL),
+    (*IN_BACKWARD, OFFLOAD, "optimizer=adamw_8bit"),
+    (*IN_BACKWARD, "optimizer=adafactor", "precision=bf16_mixed", "objective.loss_chunk=128"),
+    (*IN_BACKWARD, *LORA),
+    (*IN_BACKWARD, *FSDP),
+    (*IN_BACKWARD, "parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
+    FP8,
+    ("precision=fp8", FULL),
+    ("precision=fp8", "precision.recipe=rowwise", "memory=checkpoint_selective"),
+    ("precision=fp8", *OFFLOAD_ALL),
+    ("precision=fp8", *IN_BACKWARD),
+    (*FSDP, "precision=fp8", FULL),
+    ("parallelism=ddp", "trainer.micro_batch=4", *FP8),
+)
 TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
 SPLIT: tuple[tuple[str, ...], ...] = (
     TENSOR,
@@ -51,8 +80,24 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*TENSOR, "trainer.global_batch=16"),
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4"),
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
+    (*TENSOR, OFFLOAD),
+    (*TENSOR, *OFFLOAD_ALL),
+    (*TENSOR, *IN_BACKWARD),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *OFFLOAD_ALL),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *IN_BACKWARD),
 )
-USUAL = (("llama", FSDP), ("gpt2", LORA))
+TABLES = (
+    (FAMILIES, LINES),
+    ((*FAMILIES, "wide"), WIDER),
+    (("llama", "wide", "qwen2"), SPLIT),
+)
+USUAL = (
+    ("llama", FSDP),
+    ("gpt2", LORA),
+    ("llama", OFFLOAD_ALL),
+    ("wide", (*IN_BACKWARD, FULL)),
+    ("wide", FP8),
+)
 FEW = [
     line for line in ZERO if "precision=bf16_mixed" not in line and any("bucket" in s for s in line)
 ]
@@ -86,7 +131,7 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
     ("family", "line"),
     [
         pytest.param(family, line, marks=() if (family, line) in USUAL else LONG)
-        for families, lines in ((FAMILIES, LINES), (("llama", "wide", "qwen2"), SPLIT))
+        for families, lines in TABLES
         for family in families
         for line in lines
     ],

@@ -72,11 +72,11 @@ WITH: list[Row] = [
     ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not put on", "adapter=none"),
     (["parallelism=context"], "parallelism.context", "does not cut", "parallelism=fsdp"),
     (["parallelism=pipeline"], "parallelism.pipeline", "does not cut", "parallelism=fsdp"),
-    (["memory.offload=true"], "memory.offload", "is not counted", "memory=checkpoint_full"),
     (["adapter=prompt"], "adapter", "puts nothing before", "adapter=lora"),
     (["adapter=prefix"], "adapter", "puts nothing before", "adapter=lora"),
     (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
-    (["precision=fp8"], "precision", "does not convert", "precision=bf16_mixed"),
+    (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
+    ([*TENSOR, WHOLE_TOKENS, "precision=fp8"], "parallelism.tensor", "a scale of its own", "fsdp"),
     (["quantization=nf4"], "quantization", "cannot be trained", "adapter=lora"),
     (["quantization=qat_int4"], "quantization", "does not round", "quantization=none"),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
@@ -111,11 +111,6 @@ def test_models_without_a_plan_that_is_followed_are_not_cut(
 ) -> None:
     own = ["model=hf", f"model.path={checkpoints(family)}", *REST, *TENSOR, WHOLE_TOKENS]
     assert_refused(own, "parallelism.tensor", reason, "parallelism=fsdp")
-
-
-def test_steps_in_backward_are_refused() -> None:
-    own = ["optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=null"]
-    assert_refused([*RANDOM_LLAMA, *REST, *own], "optimizer.in_backward", "is not counted", "false")
 
 
 PICTURED = {**BLIP2, "model_type": "blip-2"}
