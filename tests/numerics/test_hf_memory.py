@@ -20,6 +20,7 @@ OFFLOAD = "memory=offload_activations"
 OFFLOAD_ALL = (OFFLOAD, "memory.recompute=nothing")
 IN_BACKWARD = ("optimizer.in_backward=true", "trainer.clip_norm=null")
 FP8 = ("precision=fp8", "precision.compute=fp32", FULL)
+QAT = "quantization=qat_8da4w"
 FSDP = ("parallelism=fsdp", "trainer.micro_batch=4")
 LINES: tuple[tuple[str, ...], ...] = (
     (),
@@ -68,6 +69,16 @@ WIDER: tuple[tuple[str, ...], ...] = (
     (*FSDP, "precision=fp8", FULL),
     ("parallelism=ddp", "trainer.micro_batch=4", *FP8),
 )
+ROUNDED: tuple[tuple[str, ...], ...] = (
+    (QAT,),
+    (QAT, FULL),
+    (QAT, "memory=checkpoint_selective", "precision=bf16_mixed"),
+    ("quantization=qat_int4", "quantization.group=16", "trainer.micro_batch=1"),
+    (QAT, *OFFLOAD_ALL),
+    (QAT, FULL, *IN_BACKWARD),
+    (*FSDP, QAT, "precision=bf16_mixed"),
+    ("parallelism=ddp", "trainer.micro_batch=4", QAT, FULL),
+)
 TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
 SPLIT: tuple[tuple[str, ...], ...] = (
     TENSOR,
@@ -89,6 +100,7 @@ SPLIT: tuple[tuple[str, ...], ...] = (
 TABLES = (
     (FAMILIES, LINES),
     ((*FAMILIES, "wide"), WIDER),
+    (("llama", "wide"), ROUNDED),
     (("llama", "wide", "qwen2"), SPLIT),
 )
 USUAL = (
@@ -97,6 +109,7 @@ USUAL = (
     ("llama", OFFLOAD_ALL),
     ("wide", (*IN_BACKWARD, FULL)),
     ("wide", FP8),
+    ("wide", (QAT, FULL)),
 )
 FEW = [
     line for line in ZERO if "precision=bf16_mixed" not in line and any("bucket" in s for s in line)

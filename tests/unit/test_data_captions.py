@@ -287,6 +287,12 @@ WITH: list[Row] = [
         "quantization=none",
     ),
     (
+        [*BLIP2, *SHAPES, "quantization=qat_int4", "quantization.group=16"],
+        "quantization",
+        "is not proven",
+        "quantization=none",
+    ),
+    (
         [*BLIP2, *SHAPES, "precision=fp8", "data.sequence=16"],
         "precision",
         "is not proven",
@@ -312,7 +318,6 @@ WITH: list[Row] = [
             ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
             ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
             ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
-            ("quantization=qat_int4", "quantization", "does not round", "quantization=none"),
         )
     ),
 ]

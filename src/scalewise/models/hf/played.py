@@ -40,6 +40,7 @@ from scalewise.models.hf.operators import Operators
 from scalewise.models.tape import Pass, Played, Tape, Tapes, Way
 from scalewise.objectives import CausalLM
 from scalewise.precision.fp8 import Float8
+from scalewise.quantization.aware import QAT8da4w, QATInt4
 from scalewise.quantization.packing import NF4
 
 if TYPE_CHECKING:
@@ -69,13 +70,6 @@ def _played(tape: Tape, play: Callable[[Way], Sizes]) -> Played:
     return Played(sizes=tape.sizes, trained=tape.trained, operators=tape.operators, play=play)
 
 
-def _in_fp8(layer: nn.Linear) -> Callable[[Products, int], int]:
-    """Returns what writes the layer's product in 8 bits, from the place of what it reads."""
-    out, into = layer.weight.shape
-    bias = layer.bias is not None
-    return lambda products, x: products.product_fp8(x, into, out, (), bias=bias)
-
-
 class Player:
     """Runs parts of a model on the CPU, under ``FakeTensorMode``, in the formats of a pass."""
 
@@ -93,6 +87,9 @@ class Player:
             NF4(double=self.run.scale_bytes > 0).apply(module, self.spec)
         if self.run.in_fp8:
             self._convert(module)
+        if self.run.fake_quantized:
+            rounding = QAT8da4w if self.run.rounds_inputs else QATInt4
+            rounding(group=self.run.group).apply(module, self.spec)
         self._adapter().apply(module, self.spec)
         if self.run.tensor > 1:
             cut(module, self.spec.tensor_split(), self.run)
@@ -212,14 +209,22 @@ class Player:
                 module.zero_grad()
             return between.told(before, last, logits, module, fresh=way.fresh)
 
+    def _product(self, layer: nn.Linear) -> Callable[[Products, int], int]:
+        """Returns what writes the product of a layer that casts or rounds what it multiplies."""
+        (out, into), bias = layer.weight.shape, layer.bias is not None
+        if self.run.in_fp8:
+            return lambda products, x: products.product_fp8(x, into, out, (), bias=bias)
+        return lambda products, x: products.rounded_product(x, into, out, ())
+
     def operators(self) -> tuple[Tape, Tape, Tape]:
         """Returns the operators of a block, of what comes after all blocks, and of the loss."""
         module = self._module(FRESH)
         (block,) = module.layers()
         module.put_layers([block])
         counted = Operators(self.run)
-        for name in self.run.in_fp8:
-            counted.write(layer := cast(nn.Linear, block.get_submodule(name)), _in_fp8(layer))
+        for name in self.run.in_fp8 + self.run.fake_quantized:
+            layer = cast(nn.Linear, block.get_submodule(name))
+            counted.write(layer, self._product(layer))
         with self.mode:
             tokens, labels = self._rows()
             with self._forward(), counted:
