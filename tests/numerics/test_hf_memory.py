@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.checkpoints import FAMILIES, WHOLE_TOKENS, Checkpoints
 from fixtures.jobs import Job
 from fixtures.layouts import mesh, needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.ledger_lines import ZERO
-from scalewise.plan import memory
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.offload import Away, Restore
+from scalewise.layouts.single import SingleLayout
+from scalewise.memory import Recompute
+from scalewise.plan import memory, traffic
+from scalewise.plan.replays import offloaded
 from scalewise.training.trace import refusal, traced
 
 LONG = pytest.mark.exhaustive
@@ -159,6 +165,28 @@ def test_the_peak_is_the_one_foreseen(
     error = foreseen.peak / found - 1
     print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_much_is_handed_over_as_foreseen(
+    family: str, recompute: Recompute, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And brought back: traffic counts it twice."""
+    run = compose(small(checkpoints(family), OFFLOAD, f"memory.recompute={recompute}"))
+    gone: list[int] = []
+    put = Away._handed_over
+
+    def counted(away: Away, storage: torch.UntypedStorage) -> Restore:
+        gone.append(storage.nbytes())
+        return put(away, storage)
+
+    monkeypatch.setattr(Away, "_handed_over", counted)
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    module(torch.randint(256, (8, 64))).sum().backward()
+    found, holds = sum(gone), run.parallelism.holds(run)
+    assert found == offloaded(run, holds) > 0
+    assert traffic.of_rank(run, holds).activations == 2 * found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
