@@ -5,17 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.checkpoints import FAMILIES, WHOLE_TOKENS, Checkpoints
 from fixtures.jobs import Job
 from fixtures.layouts import mesh, needs_deepspeed
 
 from scalewise import compose
 from scalewise.bench.ledger_lines import ZERO
-from scalewise.plan import memory
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.offload import Away, Restore
+from scalewise.layouts.single import SingleLayout
+from scalewise.memory import Recompute
+from scalewise.plan import memory, traffic
+from scalewise.plan.replays import offloaded
 from scalewise.training.trace import refusal, traced
 
 LONG = pytest.mark.exhaustive
 FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
+OFFLOAD = "memory=offload_activations"
+OFFLOAD_ALL = (OFFLOAD, "memory.recompute=nothing")
+IN_BACKWARD = ("optimizer.in_backward=true", "trainer.clip_norm=null")
+FP8 = ("precision=fp8", "precision.compute=fp32", FULL)
+QAT = "quantization=qat_8da4w"
 FSDP = ("parallelism=fsdp", "trainer.micro_batch=4")
 LINES: tuple[tuple[str, ...], ...] = (
     (),
@@ -39,6 +50,41 @@ LINES: tuple[tuple[str, ...], ...] = (
     (*FSDP, *LORA, "quantization=nf4"),
     (*FSDP, *LORA, "quantization=nf4", "precision=bf16_true", FULL),
 )
+WIDER: tuple[tuple[str, ...], ...] = (
+    (OFFLOAD,),
+    (OFFLOAD, "memory.recompute=selective", "precision=bf16_mixed"),
+    OFFLOAD_ALL,
+    (*OFFLOAD_ALL, *LORA),
+    (*OFFLOAD_ALL, *LORA, "quantization=nf4"),
+    (*OFFLOAD_ALL, "precision=bf16_mixed", "objective.loss_chunk=128"),
+    ("parallelism=ddp", "trainer.micro_batch=4", *OFFLOAD_ALL),
+    (*FSDP, *OFFLOAD_ALL),
+    (*FSDP, OFFLOAD, "precision=bf16_mixed"),
+    IN_BACKWARD,
+    (*IN_BACKWARD, FULL),
+    (*IN_BACKWARD, OFFLOAD, "optimizer=adamw_8bit"),
+    (*IN_BACKWARD, "optimizer=adafactor", "precision=bf16_mixed", "objective.loss_chunk=128"),
+    (*IN_BACKWARD, *LORA),
+    (*IN_BACKWARD, *FSDP),
+    (*IN_BACKWARD, "parallelism=hsdp", "parallelism.shards=2", "trainer.micro_batch=2"),
+    FP8,
+    ("precision=fp8", FULL),
+    ("precision=fp8", "precision.recipe=rowwise", "memory=checkpoint_selective"),
+    ("precision=fp8", *OFFLOAD_ALL),
+    ("precision=fp8", *IN_BACKWARD),
+    (*FSDP, "precision=fp8", FULL),
+    ("parallelism=ddp", "trainer.micro_batch=4", *FP8),
+)
+ROUNDED: tuple[tuple[str, ...], ...] = (
+    (QAT,),
+    (QAT, FULL),
+    (QAT, "memory=checkpoint_selective", "precision=bf16_mixed"),
+    ("quantization=qat_int4", "quantization.group=16", "trainer.micro_batch=1"),
+    (QAT, *OFFLOAD_ALL),
+    (QAT, FULL, *IN_BACKWARD),
+    (*FSDP, QAT, "precision=bf16_mixed"),
+    ("parallelism=ddp", "trainer.micro_batch=4", QAT, FULL),
+)
 TENSOR = ("parallelism=tensor", WHOLE_TOKENS)
 SPLIT: tuple[tuple[str, ...], ...] = (
     TENSOR,
@@ -51,8 +97,26 @@ SPLIT: tuple[tuple[str, ...], ...] = (
     (*TENSOR, "trainer.global_batch=16"),
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4"),
     (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", FULL),
+    (*TENSOR, OFFLOAD),
+    (*TENSOR, *OFFLOAD_ALL),
+    (*TENSOR, *IN_BACKWARD),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *OFFLOAD_ALL),
+    (*mesh(shards=2, tensor=2), WHOLE_TOKENS, "trainer.micro_batch=4", *IN_BACKWARD),
 )
-USUAL = (("llama", FSDP), ("gpt2", LORA))
+TABLES = (
+    (FAMILIES, LINES),
+    ((*FAMILIES, "wide"), WIDER),
+    (("llama", "wide"), ROUNDED),
+    (("llama", "wide", "qwen2"), SPLIT),
+)
+USUAL = (
+    ("llama", FSDP),
+    ("gpt2", LORA),
+    ("llama", OFFLOAD_ALL),
+    ("wide", (*IN_BACKWARD, FULL)),
+    ("wide", FP8),
+    ("wide", (QAT, FULL)),
+)
 FEW = [
     line for line in ZERO if "precision=bf16_mixed" not in line and any("bucket" in s for s in line)
 ]
@@ -86,7 +150,7 @@ def small(folder: Path, *line: str) -> tuple[str, ...]:
     ("family", "line"),
     [
         pytest.param(family, line, marks=() if (family, line) in USUAL else LONG)
-        for families, lines in ((FAMILIES, LINES), (("llama", "wide", "qwen2"), SPLIT))
+        for families, lines in TABLES
         for family in families
         for line in lines
     ],
@@ -101,6 +165,28 @@ def test_the_peak_is_the_one_foreseen(
     error = foreseen.peak / found - 1
     print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_much_is_handed_over_as_foreseen(
+    family: str, recompute: Recompute, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And brought back: traffic counts it twice."""
+    run = compose(small(checkpoints(family), OFFLOAD, f"memory.recompute={recompute}"))
+    gone: list[int] = []
+    put = Away._handed_over
+
+    def counted(away: Away, storage: torch.UntypedStorage) -> Restore:
+        gone.append(storage.nbytes())
+        return put(away, storage)
+
+    monkeypatch.setattr(Away, "_handed_over", counted)
+    module = SingleLayout(DeviceKind.cpu).build(run)
+    module(torch.randint(256, (8, 64))).sum().backward()
+    found, holds = sum(gone), run.parallelism.holds(run)
+    assert found == offloaded(run, holds) > 0
+    assert traffic.of_rank(run, holds).activations == 2 * found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from fixtures.checkpoints import CUT, FAMILIES, WHOLE_TOKENS, Checkpoints
 from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, SHAPE, marks
-from fixtures.steps import BATCHES, SGD, assert_close, assert_equal
+from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -70,10 +70,65 @@ def test_a_layout_takes_the_steps_of_one_device(
     assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
 
 
+AWAY = {
+    "offload": ("memory=offload_activations",),
+    "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "way"),
+    [
+        pytest.param(family, layout, way, marks=(*marks(layout), *(() if usual else (LONG,))))
+        for layouts, families in (((*TAKEN, *ZERO), FAMILIES), (SPLIT, CUT))
+        for family in families
+        for layout in layouts
+        for way in AWAY
+        for usual in [(family, layout, way) == ("llama", "fsdp", "offload_all")]
+    ],
+)
+def test_a_layout_hands_over_what_blocks_keep(
+    family: str, layout: str, way: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []), *AWAY[way])
+    ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
+    micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
+    assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
+
+
+AT_ONCE = ("trainer.global_batch=12", "trainer.clip_norm=null")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if (family, layout) == ("gpt2", "hsdp") else LONG)
+        for layouts, families in ((("single", "fsdp", "hsdp"), FAMILIES), (SPLIT, CUT))
+        for family in families
+        for layout in layouts
+    ],
+)
+def test_a_layout_steps_in_backward(
+    family: str, layout: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    folder = checkpoints(family)
+    parts = (*LAYOUTS.get(layout, ()), *([WHOLE_TOKENS] if "tensor" in layout else []), *AT_ONCE)
+    ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
+    micro_batch = f"trainer.micro_batch={12 // ranks}"
+    found = job.of(*line(folder, *parts, micro_batch, "optimizer.in_backward=true"))
+    wanted = alone(job, folder, *AT_ONCE)
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert found.column(key) == pytest.approx(wanted.column(key), rel=TOLERANCE), key
+    assert_close(found.weights(), wanted.weights(), "weights")
+    assert found.summary["metrics"]["memory/gradients_bytes"] == 0
+
+
 WAYS = {
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
     "checkpoint_every_n": ("memory=checkpoint_every_n", "memory.every=2"),
+    **AWAY,
     "loss_chunk": ("objective.loss_chunk=40",),
     "compile_block": ("compile=block", "compile.backend=aot_eager"),
     "compile_whole": ("compile=whole", "compile.backend=aot_eager"),

@@ -251,6 +251,7 @@ def test_what_captions_cannot_be(pictures: Path) -> None:
 SHAPES = ("data=shapes", "data.rows=100", "data.sequence=8")
 TOKENS_ALONE = ("data=synthetic", "data.sequence=32")
 BLIP2 = (*RANDOM_BLIP2, "objective=captioning")
+IN_BACKWARD = ("trainer.clip_norm=null", "trainer.global_batch=null")
 WITH: list[Row] = [
     ([*BLIP2, *TOKENS_ALONE], "data", "has no pictures", "data=captions"),
     ([*RANDOM_BLIP2, *TOKENS_ALONE], "model.path", "reads pictures (blip-2)", "captioning"),
@@ -285,6 +286,24 @@ WITH: list[Row] = [
         "is not proven",
         "quantization=none",
     ),
+    (
+        [*BLIP2, *SHAPES, "quantization=qat_int4", "quantization.group=16"],
+        "quantization",
+        "is not proven",
+        "quantization=none",
+    ),
+    (
+        [*BLIP2, *SHAPES, "precision=fp8", "data.sequence=16"],
+        "precision",
+        "is not proven",
+        "precision=bf16_mixed",
+    ),
+    (
+        [*BLIP2, *SHAPES, "optimizer.in_backward=true", *IN_BACKWARD],
+        "optimizer.in_backward",
+        "is not proven",
+        "set it to false",
+    ),
     *(
         ([*BLIP2, *SHAPES, given], key, reason, cure)
         for given, key, reason, cure in (
@@ -294,12 +313,11 @@ WITH: list[Row] = [
             ("precision=bf16_true", "precision", "a Q-Former in fp32", "bf16_mixed"),
             ("compile=block", "compile", "is not proven", "compile=none"),
             ("memory=auto", "memory", "asks the ledger", "memory=checkpoint_full"),
-            ("memory=offload_activations", "memory.offload", "not counted", "checkpoint_full"),
+            ("memory=offload_activations", "memory.offload", "is not proven", "checkpoint_full"),
             ("objective.loss_chunk=8", "objective.loss_chunk", "reads pictures", "null"),
             ("plan.search=memory", "plan.search", "asks the ledger", "plan.search=none"),
             ("launch.refuse_unfit=true", "launch.refuse_unfit", "asks the ledger", "false"),
             ("adapter=prompt", "adapter", "puts nothing before", "adapter=lora"),
-            ("quantization=qat_int4", "quantization", "does not round", "quantization=none"),
         )
     ),
 ]

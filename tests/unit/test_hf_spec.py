@@ -72,13 +72,15 @@ WITH: list[Row] = [
     ([*TENSOR, WHOLE_TOKENS, "adapter=lora"], "adapter", "is not put on", "adapter=none"),
     (["parallelism=context"], "parallelism.context", "does not cut", "parallelism=fsdp"),
     (["parallelism=pipeline"], "parallelism.pipeline", "does not cut", "parallelism=fsdp"),
-    (["memory.offload=true"], "memory.offload", "is not counted", "memory=checkpoint_full"),
     (["adapter=prompt"], "adapter", "puts nothing before", "adapter=lora"),
     (["adapter=prefix"], "adapter", "puts nothing before", "adapter=lora"),
     (["data.packing=true"], "data.packing", "is not read", "data.packing=false"),
-    (["precision=fp8"], "precision", "does not convert", "precision=bf16_mixed"),
+    (["precision=fp8", "adapter=lora"], "adapter", "freezes matrices", "precision=bf16_mixed"),
+    ([*TENSOR, WHOLE_TOKENS, "precision=fp8"], "parallelism.tensor", "a scale of its own", "fsdp"),
     (["quantization=nf4"], "quantization", "cannot be trained", "adapter=lora"),
-    (["quantization=qat_int4"], "quantization", "does not round", "quantization=none"),
+    (["quantization=qat_int4", "adapter=lora"], "adapter", "freezes the matrices", "nf4"),
+    (["quantization=qat_int4", "quantization.group=24"], "quantization.group", "divide", "=16"),
+    ([*TENSOR, WHOLE_TOKENS, "quantization=qat_8da4w"], "parallelism.tensor", "scale", "fsdp"),
     (["model.depth=0"], "model.depth", "must be positive", "model.depth=null"),
     (
         ["adapter=lora", "adapter.targets=[q_proj]"],
@@ -113,9 +115,11 @@ def test_models_without_a_plan_that_is_followed_are_not_cut(
     assert_refused(own, "parallelism.tensor", reason, "parallelism=fsdp")
 
 
-def test_steps_in_backward_are_refused() -> None:
-    own = ["optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=null"]
-    assert_refused([*RANDOM_LLAMA, *REST, *own], "optimizer.in_backward", "is not counted", "false")
+@pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
+def test_layers_with_biases_are_not_rounded(family: str, checkpoints: Checkpoints) -> None:
+    own = ["model=hf", f"model.path={checkpoints(family)}", *REST, "quantization=qat_int4"]
+    reason = f"rounds layers without biases, as Llama's, and {family} has some with"
+    assert_refused(own, "quantization", reason, "quantization=none")
 
 
 PICTURED = {**BLIP2, "model_type": "blip-2"}

@@ -7,6 +7,7 @@ first in its lowest bits, each 8 more than it stands for; ``NAME_scale`` a numbe
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from scalewise.data.base import Rows
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import held_out, live
 from scalewise.hardware import this_machine
-from scalewise.models.base import Part
+from scalewise.models.base import Model, Part
 from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.module import ModelModule
@@ -36,17 +37,28 @@ INPUTS = "int8_asym_per_token"
 
 def write(told: Trained, to: Path) -> None:
     """Writes weights and configuration, with the matrices that were rounded as integers."""
-    assert isinstance(told.model, Decoder)  # the spec refuses others
-    tensors, config = weights.to_hugging_face(told.merged(), told.model)
-    rounded = {weight.name for weight in told.fake_quantized}
-    for piece in weights.pieces(told.model):
-        if piece.ours[0] in rounded:
-            whole = tensors.pop(piece.theirs)
-            found = converted(whole, told.quantization.group)
-            tensors[f"{piece.theirs}_packed"] = packed(found.qdata)
-            tensors[f"{piece.theirs}_scale"] = found.scale
-            tensors[f"{piece.theirs}_shape"] = torch.tensor(whole.shape)
+    told.model.export(told.merged(), to)
+    tensors, names = load_file(to / weights.SINGLE), _theirs(told.model)
+    (to / weights.SINGLE).unlink()  # tensors are mapped from it, and another takes its name
+    for name in (names[weight.name] for weight in told.fake_quantized):
+        whole = tensors.pop(name)
+        found = converted(whole, told.quantization.group)
+        tensors[f"{name}_packed"] = packed(found.qdata)
+        tensors[f"{name}_scale"] = found.scale
+        tensors[f"{name}_shape"] = torch.tensor(whole.shape)
+    config = json.loads((to / "config.json").read_text("utf-8"))
     weights.save(tensors, config | {"quantization_config": _form(told)}, to)
+
+
+def _theirs(model: Model) -> dict[str, str]:
+    """Returns transformers' name of each weight that is one there too, by its own."""
+    if isinstance(model, Decoder):
+        return {piece.ours[0]: piece.theirs for piece in weights.pieces(model)}
+    from scalewise.models.hf.module import HuggingFaceModule
+
+    module = model.shape(Part(range(model.layers)))
+    assert isinstance(module, HuggingFaceModule)
+    return {name: module.theirs(name) for name, _ in module.own_parameters()}
 
 
 def converted(whole: Tensor, group: int) -> Any:
@@ -75,15 +87,14 @@ def read(folder: Path, told: Trained, device: torch.device) -> ModelModule:
 
     Raises ``CheckpointError`` where a matrix that was trained to be integers is none.
     """
-    model = told.model
-    assert isinstance(model, Decoder)
+    model, names = told.model, _theirs(told.model)
     held, integers = load_file(folder / weights.SINGLE, device=str(device)), {}
-    for piece in weights.pieces(model):
-        if f"{piece.theirs}_packed" in held:
+    for ours, theirs in names.items():
+        if f"{theirs}_packed" in held:
             words, scale, _ = (
-                held.pop(f"{piece.theirs}_{kind}") for kind in ("packed", "scale", "shape")
+                held.pop(f"{theirs}_{kind}") for kind in ("packed", "scale", "shape")
             )
-            integers[piece.ours[0]] = tensor = IntxUnpackedToInt8Tensor(
+            integers[ours] = tensor = IntxUnpackedToInt8Tensor(
                 unpacked(words),
                 scale,
                 torch.zeros_like(scale, dtype=torch.int8),
@@ -92,13 +103,17 @@ def read(folder: Path, told: Trained, device: torch.device) -> ModelModule:
                 torch.float32,
                 INPUTS if told.quantization.rounds_inputs else None,
             )
-            held[piece.theirs] = tensor.dequantize()
+            held[theirs] = tensor.dequantize()
     if lacking := [weight.name for weight in told.fake_quantized if weight.name not in integers]:
         reason = f"holds no integers of {lacking[0]}"
         raise CheckpointError.one("", folder, reason, "export it anew")
     module = model.shape(Part(range(model.layers))).to_empty(device=device)
     module.init_buffers()
-    module.load_state_dict(weights.from_hugging_face(held, model, folder))
+    if isinstance(model, Decoder):
+        state = weights.from_hugging_face(held, model, folder)
+    else:
+        state = {ours: held[theirs] for ours, theirs in names.items()}
+    module.load_state_dict(state)
     for name, tensor in integers.items():
         layer = module.get_submodule(name.removesuffix(".weight"))
         layer.weight = nn.Parameter(tensor, requires_grad=False)
@@ -111,12 +126,10 @@ def measured(told: Trained, folder: Path, held: Rows | None) -> dict[str, float]
     The file is read back. Logits are told apart from those as trained, and from those of fp32.
     """
     device = torch.device(this_machine().device.value)
-    assert isinstance(told.model, Decoder)
-    whole, _ = weights.to_hugging_face(told.merged(), told.model)
     found: dict[str, float] = {
         "layers": len(told.fake_quantized),
         "disk_bytes": (folder / weights.SINGLE).stat().st_size,
-        "disk_bytes_in_fp32": sum(FP32 * tensor.numel() for tensor in whole.values()),
+        "disk_bytes_in_fp32": FP32 * told.model.parameters,
     }
     if held is None:
         return found

@@ -14,11 +14,12 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from scalewise.measure.storages import storages_of
 from scalewise.memory import OFFLOADED_FROM
 
-Restore = Callable[[], UntypedStorage]
+Restore = Callable[[], Tensor]
 
 
 def offload(block: nn.Module) -> None:
@@ -29,12 +30,13 @@ def offload(block: nn.Module) -> None:
     """
     forward: Callable[..., Any] = block.forward
 
-    def handing_over(x_BTW: Tensor, *shared: Tensor | None) -> Any:
+    def handing_over(x_BTW: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(x_BTW, *shared)
-        away = Away(block, [tensor for tensor in shared if tensor is not None])
+            return forward(x_BTW, *arguments, **keywords)
+        shared = [it for it in tree_leaves((arguments, keywords)) if isinstance(it, Tensor)]
+        away = Away(block, shared)
         with saved_tensors_hooks(away.put, away.take):
-            return forward(x_BTW, *shared)
+            return forward(x_BTW, *arguments, **keywords)
 
     block.forward = handing_over
 
@@ -65,7 +67,7 @@ class Away:
             weakref.finalize(storage, self._known.pop, key, None)
         kept = self._known[key]
         kept.uses += 1
-        view = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return _View(kept, tensor.dtype, view)
 
     def take(self, put: Any) -> Tensor:
@@ -79,8 +81,10 @@ class Away:
             }
             made = put.kind.__tensor_unflatten__(inner, put.context, put.size, put.stride)
             return cast(Tensor, made)
-        storage = put.kept.storage()
-        return torch.empty(0, dtype=put.dtype, device=storage.device).set_(storage, *put.view)
+        whole = put.kept.bytes()
+        rest = len(whole) % put.dtype.itemsize
+        found: Tensor = whole[: len(whole) - rest].view(put.dtype).as_strided(*put.view)
+        return found
 
     def _staying(self) -> set[int]:
         """Returns the storages of weights, wherever they have been gathered, and of the shared."""
@@ -88,34 +92,36 @@ class Away:
 
     @torch.no_grad()
     def _handed_over(self, storage: UntypedStorage) -> Restore:
-        device = storage.device
+        device, size = storage.device, storage.nbytes()
+        if device.type == "meta":  # no memory is behind it, and a plan runs it
+            return lambda: torch.empty(size, dtype=torch.uint8)
         whole = _bytes_in(storage)
         if device.type == "cuda":
             host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(whole, non_blocking=True)
-            return lambda: host.to(device, non_blocking=True).untyped_storage()
+            return lambda: host.to(device, non_blocking=True)
         if self._file is None:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this)
             weakref.finalize(self, self._file.close)
-        begin, size = self._file.seek(0, SEEK_END), storage.nbytes()
+        begin = self._file.seek(0, SEEK_END)
         self._file.write(whole.numpy().data)
         return lambda: self._read(begin, size)
 
-    def _read(self, begin: int, size: int) -> UntypedStorage:
+    def _read(self, begin: int, size: int) -> Tensor:
         back = torch.empty(size, dtype=torch.uint8)
         assert self._file is not None
         self._file.seek(begin)
         self._file.readinto(back.numpy().data)  # type: ignore[attr-defined]  # IO lacks it
-        return back.untyped_storage()
+        return back
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor of a storage that is away: its format, and offset, size and stride."""
+    """A tensor of a storage that is away: its format, and size, stride and offset."""
 
     kept: _Kept
     dtype: torch.dtype
-    view: tuple[int, torch.Size, tuple[int, ...]]
+    view: tuple[torch.Size, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -138,11 +144,11 @@ class _Kept:
 
     def __init__(self, restore: Restore) -> None:
         self.uses, self._restore = 0, restore
-        self._storage: UntypedStorage | None = None
+        self._bytes: Tensor | None = None
 
-    def storage(self) -> UntypedStorage:
-        """Returns the storage, brought back by the first who asks."""
-        storage = self._storage or self._restore()
+    def bytes(self) -> Tensor:
+        """Returns what the storage holds, brought back by the first who asks."""
+        whole = self._restore() if self._bytes is None else self._bytes
         self.uses -= 1
-        self._storage = storage if self.uses else None
-        return storage
+        self._bytes = whole if self.uses else None
+        return whole

@@ -223,16 +223,31 @@ class Tape:
         return written
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a part goes through a pass.
+
+    ``recompute``: what backward makes a second time. ``fresh``: whether weights have no gradient
+    yet, so that the one made here stays. ``offload``: whether what is kept is brought back when
+    backward first reads it. ``stepped``: bytes that the optimizer takes for each byte of a weight's
+    gradient, before it drops that; below 0: later.
+    """
+
+    recompute: Recompute
+    fresh: bool
+    offload: bool = False
+    stepped: float = -1
+
+
 @dataclass(kw_only=True)
 class Played(Tape):
     """A part whose memory is found by running it; its operators tell of its time alone.
 
-    ``play`` is told what backward makes a second time, and whether weights have no gradient yet;
-    it gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak`` and
+    ``play`` gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak`` and
     ``gradients``.
     """
 
-    play: Callable[[Recompute, bool], tuple[int, int, int, int]]
+    play: Callable[[Way], tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)

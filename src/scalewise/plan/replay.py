@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scalewise.memory import OFFLOADED_FROM, Recompute
-from scalewise.models.tape import Operator, Played, Tape
+from scalewise.models.tape import Operator, Played, Tape, Way
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def replay(
     optimizer takes for each byte of a weight's gradient, before it drops that; below 0: later.
     """
     if isinstance(tape, Played):
-        return Replay(*tape.play(recompute, fresh))
+        return _played(tape, Way(recompute, fresh or stepped >= 0, offload, stepped))
     forward = _Forward(tape, given)
     forward.run(tape.operators)
     kept, first, again, leftover = forward.kept, forward, 0, 0
@@ -80,6 +80,12 @@ def replay(
     peak = max(backward.peak, again)
     gone = sum(tape.sizes[place] for place in away)
     return Replay(kept, first.peak, peak, backward.held, gone)
+
+
+def _played(tape: Played, way: Way) -> Replay:
+    found = tape.play(way)
+    kept, *_ = tape.play(replace(way, offload=False)) if way.offload else found
+    return Replay(*found, away=kept - found[0])
 
 
 def products(tape: Tape) -> frozenset[int]:

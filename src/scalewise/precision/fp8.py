@@ -92,8 +92,8 @@ class Float8(Precision):
     def in_fp8(self, model: Model) -> tuple[str, ...]:
         """Returns the linear layers of a block whose features can be multiplied in 8 bits."""
         linear = layers.linear(model)
-        block = (weight for weight in model.census() if weight.layer == 0)
-        sizes = {layers.name_of(weight): weight.shape for weight in block}
+        blocks = (weight for weight in model.census() if weight.layer is not None)
+        sizes = {layers.name_of(weight): weight.shape for weight in blocks}
         return tuple(name for name in linear if not any(size % DIVISOR for size in sizes[name]))
 
     def apply(self, module: ModelModule, model: Model, device: DeviceKind) -> None:

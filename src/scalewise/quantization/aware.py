@@ -59,6 +59,7 @@ class QATInt4(Quantization):
         layout, model = run.parallelism, run.model
         if isinstance(model, Decoder):
             yield from self._complaints_of(model, name)
+        yield from self._of_groups(model)
         if run.is_frozen:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
             reason = f"freezes the matrices that quantization={name} is to train"
@@ -83,6 +84,8 @@ class QATInt4(Quantization):
                 reason = f"is not Llama's, whose form quantization={name} is exported in"
                 cure = f"set model.{field}={str(wanted).lower()}"
                 yield Complaint(f"model.{field}", held, reason, cure)
+
+    def _of_groups(self, model: Model) -> Iterator[Complaint]:
         rounded = (weight for weight in model.census() if self.is_fake_quantized(weight, model))
         read = {weight.shape[1] for weight in rounded}
         if undivided := sorted(size for size in read if size % self.group):

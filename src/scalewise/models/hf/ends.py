@@ -122,3 +122,10 @@ def backward(end: list[Tensor], live: LiveBytes) -> int:
 def gradients(module: nn.Module) -> int:
     """Returns the bytes of a module's gradients."""
     return bytes_of(each.grad for each in module.parameters() if each.grad is not None)
+
+
+def stepped(each: float, parameter: Tensor) -> None:
+    """Drops a gradient, once a step has taken ``each`` bytes for one of it."""
+    assert parameter.grad is not None
+    torch.empty(round(parameter.grad.nbytes * each), dtype=torch.uint8)
+    parameter.grad = None

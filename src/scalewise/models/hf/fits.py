@@ -32,20 +32,12 @@ def complaints_of_transformers(model: HuggingFace, run: Run) -> Iterator[Complai
             yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
     if sizes.get("tensor", 1) > 1:
         yield from _under_tensor(run)
-    if run.quantization.fake_quantized(model):
+    biases = {f"blocks.0.{name}.bias" for name, _ in model.facts.linears}
+    biases &= {weight.name for weight in model.census()}
+    if run.quantization.fake_quantized(model) and biases and len(model.facts.starts) == 1:
         option = chosen.get("quantization", "qat_int4")
-        reason = "does not round the matrices of transformers' models"
+        reason = f"rounds layers without biases, as Llama's, and {model.facts.kind} has some with"
         yield Complaint("quantization", option, reason, "set quantization=none")
-    if run.precision.in_fp8(model):
-        option = chosen.get("precision", "fp8")
-        reason = "does not convert the layers of transformers' models"
-        yield Complaint("precision", option, reason, "set precision=bf16_mixed")
-    if run.memory.offload:
-        reason = "is not counted for models of transformers"
-        yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")
-    if run.optimizer.in_backward:
-        reason = "is not counted for models of transformers"
-        yield Complaint("optimizer.in_backward", True, reason, "set it to false")
     if run.adapter.ahead or run.adapter.before:
         option = chosen.get("adapter", "prompt")
         reason = "puts nothing before what transformers' models embed or attend to"
@@ -73,10 +65,17 @@ def _of_stacks(model: HuggingFace, run: Run) -> Iterator[Complaint]:
     if run.parallelism.flattens_weights:
         option = run.choices.get("parallelism", "deepspeed")
         yield Complaint("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
+    if run.precision.in_fp8(model):
+        option = run.choices.get("precision", "fp8")
+        yield Complaint("precision", option, reason, "set precision=bf16_mixed")
+    if run.memory.offload:
+        yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")
+    if run.optimizer.in_backward:
+        yield Complaint("optimizer.in_backward", True, reason, "set it to false")
     if run.compile.scope is not Scope.none:
         option = run.choices.get("compile", "block")
         yield Complaint("compile", option, reason, "set compile=none")
-    if run.quantization.packed(model):
+    if run.quantization.packed(model) or run.quantization.fake_quantized(model):
         option = run.choices.get("quantization", "nf4")
         yield Complaint("quantization", option, reason, "set quantization=none")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from scalewise.models.decoder.products import Products
 from scalewise.models.tape import Pass, Tape, Work
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, run: Pass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self.run = run
+        self.run, self._products, self._silent = run, Products(run), False
         self.tapes: dict[str, Tape] = {}
         self.begin("first", ())
 
@@ -41,6 +42,19 @@ class Operators(TorchDispatchMode):
         for tensor in given:
             self._place(tensor)
 
+    def write(self, layer: nn.Module, product: Callable[[Products, int], int]) -> None:
+        """Has a layer's product written as told, from the place of what it reads, when it runs."""
+
+        def before(*_: Any) -> None:
+            self._silent = True
+
+        def after(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            self._silent, self._products.tape = False, self.tape
+            self._places[_key(out)] = product(self._products, self._place(given[0]))
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -48,7 +62,7 @@ class Operators(TorchDispatchMode):
         known = {_key(tensor) for tensor in given}
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         made = [each for each in made if _key(each) not in known and each.nbytes]
-        if made:
+        if made and not self._silent:
             self._add(func, args, kwargs, given, result, made)
         return result
 

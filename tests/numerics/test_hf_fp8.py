@@ -1,0 +1,154 @@
+"""Models of transformers multiply in 8 bits as torchao converts them, and the clock tells it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import FAMILIES, Checkpoints
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, SHAPE
+from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from scalewise import cli, compose
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.models.tape import Work
+from scalewise.plan.replays import tapes_of
+from scalewise.precision.fp8 import Recipe
+
+LONG = pytest.mark.exhaustive
+FP8 = ("precision=fp8", "precision.compute=fp32")
+ROWWISE = (*FP8, "precision.recipe=rowwise")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("hf_fp8"), shared_cache)
+
+
+def line(folder: Path, *further: str) -> tuple[str, ...]:
+    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
+    own = (*SHAPE, *SGD, *BATCHES["accumulated"], *further)
+    kept = (each for each in own if not each.startswith("model"))
+    return ("model=hf", f"model.path={folder}", *kept)
+
+
+def of_transformers(folder: Path) -> PreTrainedModel:
+    """Returns the model with linear layers in the place of ``Conv1D``, which torchao passes by."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, Conv1D):
+            linear = nn.Linear(*layer.weight.shape)
+            linear.weight = nn.Parameter(layer.weight.detach().T.contiguous())
+            linear.bias = layer.bias
+            model.set_submodule(name, linear)
+    return model
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_torchaos_conversion(
+    family: str, recipe: Recipe, checkpoints: Checkpoints
+) -> None:
+    run = compose([*line(checkpoints(family), *FP8, f"precision.recipe={recipe}")])
+    ours, theirs = SingleLayout(DeviceKind.cpu).build(run), of_transformers(checkpoints(family))
+    assert isinstance(ours, HuggingFaceModule)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
+    head = theirs.get_output_embeddings()
+    convert_to_float8_training(
+        theirs, config=config, module_filter_fn=lambda layer, _: layer is not head
+    )
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
+    logits, wanted = ours(tokens), theirs(tokens).logits
+    assert torch.equal(logits, wanted)
+    for each in (logits, wanted):
+        each.logsumexp(-1).sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, theirs.get_parameter(ours.theirs(name)).grad), name
+    converted = [each for each in ours.modules() if isinstance(each, Float8Linear)]
+    assert len(converted) == len(run.precision.in_fp8(run.model)) * run.model.layers
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "recipe"),
+    [
+        pytest.param(*case, marks=() if case == ("qwen2", "fsdp", ROWWISE) else LONG)
+        for family in FAMILIES
+        for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
+        for recipe in (FP8, ROWWISE)
+        for case in [(family, layout, recipe)]
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    family: str, layout: str, recipe: tuple[str, ...], checkpoints: Checkpoints, job: Job
+) -> None:
+    """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
+    parts = line(checkpoints(family), *recipe)
+    ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
+    rows = f"trainer.micro_batch={12 // ranks // 3}"
+    run, alone = job.of(*parts, *LAYOUTS[layout], rows), job.of(*parts, rows)
+    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
+    losses = run.column("train/loss"), alone.column("train/loss")
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@LONG
+@pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_changes_no_step_changes_none(
+    family: str, more: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    parts = line(checkpoints(family), *ROWWISE, "trainer.micro_batch=12")
+    backend = ["compile.backend=aot_eager"] * ("compile" in more)
+    assert_equal(job.of(*parts, more, *backend), job.of(*parts))
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints: Checkpoints, job: Job) -> Folder:
+    return job.of(*line(checkpoints("llama"), *ROWWISE, "trainer.micro_batch=4"))
+
+
+def test_an_evaluation_tells_what_fp8_costs(
+    trained: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", str(trained.path)]) == 0
+    found = json.loads((trained.path / "evaluation.json").read_text("utf-8"))["3"]
+    assert "products in fp8: the loss is " in capsys.readouterr().out
+    assert found["loss"] == pytest.approx(trained.column("val/loss")[-1], rel=1e-5)
+    assert found["loss_in_fp32"] != found["loss"]
+    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_clock_tells_products_in_8_bits_apart(
+    family: str, hardware: str, checkpoints: Checkpoints
+) -> None:
+    """The others are the same, and so are the flops; a cast reads and writes besides."""
+    plain, fp8 = (
+        compose([*line(checkpoints(family)), precision, f"hardware={hardware}"], here=False)
+        for precision in ("precision=bf16_mixed", "precision=fp8")
+    )
+    was, now = (
+        tapes_of(run.model, run.parallelism.holds(run).shape).block.operators
+        for run in (plain, fp8)
+    )
+    products = [each for each in now if each.work is Work.product_fp8]
+    before = [each for each in was if each.work is Work.product]
+    assert not [each for each in now if each.work is Work.product]
+    assert [each.flops for each in products] == [each.flops for each in before]
+    assert [each.backward_flops for each in products] == [2 * each.flops for each in products]
+    assert all(min(each.casts) > 0 for each in products)

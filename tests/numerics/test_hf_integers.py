@@ -1,0 +1,199 @@
+"""Models of transformers are trained to be integers as torchao prepares them, and become so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import Checkpoints
+from fixtures.doors import Folder
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, SHAPE
+from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients
+from safetensors.torch import load_file
+from test_quantization_aware import needs_compressed_tensors, of_torchao
+from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
+from torchao.quantization.qat import QATConfig
+from transformers import AutoModelForCausalLM
+
+from scalewise import cli, compose
+from scalewise.errors import CheckpointError
+from scalewise.evaluation import live
+from scalewise.exports import integers
+from scalewise.hardware import DeviceKind
+from scalewise.layouts.single import SingleLayout
+from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.models.tape import Work
+from scalewise.plan.replays import tapes_of
+from scalewise.quantization.fake import FakeQuantizedLinear
+from scalewise.verbs.trained import recorded
+
+LONG = pytest.mark.exhaustive
+CPU = torch.device("cpu")
+QATS = {
+    "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
+    "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
+}
+EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
+FAMILIES = ("llama", "granite", "mistral")
+"""Those whose linear layers have no biases."""
+TOKENS_BT = torch.arange(64).reshape(2, 32)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("hf_integers"), shared_cache)
+
+
+def line(folder: Path, *further: str) -> tuple[str, ...]:
+    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
+    own = (*SHAPE, *SGD, *BATCHES["accumulated"], *further)
+    kept = (each for each in own if not each.startswith("model"))
+    return ("model=hf", f"model.path={folder}", *kept)
+
+
+@pytest.mark.parametrize("name", QATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_are_those_of_torchaos_preparation(
+    family: str, name: str, checkpoints: Checkpoints
+) -> None:
+    run = compose([*line(checkpoints(family), *QATS[name])])
+    ours = SingleLayout(DeviceKind.cpu).build(run)
+    assert isinstance(ours, HuggingFaceModule)
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoints(family))
+    prepared = QATConfig(of_torchao(run), step="prepare")
+    linear = {
+        ours.theirs(f"{key}.weight").removesuffix(".weight")
+        for key, each in ours.named_modules()
+        if isinstance(each, FakeQuantizedLinear)
+    }
+    assert len(linear) == 7 * run.model.layers
+    quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear)
+    logits, wanted = ours(TOKENS_BT), theirs(TOKENS_BT).logits
+    assert torch.equal(logits, wanted)
+    for each in (logits, wanted):
+        each.logsumexp(-1).sum().backward()
+    for key, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, theirs.get_parameter(ours.theirs(key)).grad), key
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) == ("qat_8da4w", "fsdp") else LONG)
+        for name in QATS
+        for layout in ("ddp", "fsdp", "fsdp_offload", "hsdp")
+    ],
+)
+def test_a_layout_takes_the_steps_of_one_device(
+    name: str, layout: str, checkpoints: Checkpoints, job: Job
+) -> None:
+    """A last bit of a number may turn its rounding: of all, the first step is alike."""
+    parts = line(checkpoints("llama"), *QATS[name])
+    ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
+    run = job.of(*parts, *LAYOUTS[layout], f"trainer.micro_batch={12 // ranks // 3}")
+    alone = job.of(*parts, "trainer.micro_batch=12")
+    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
+    losses = run.column("train/loss"), alone.column("train/loss")
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@LONG
+@pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
+def test_what_changes_no_step_changes_none(more: str, checkpoints: Checkpoints, job: Job) -> None:
+    parts = line(checkpoints("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12")
+    backend = ["compile.backend=aot_eager"] * ("compile" in more)
+    assert_equal(job.of(*parts, more, *backend), job.of(*parts))
+
+
+@pytest.mark.parametrize("name", QATS)
+def test_the_clock_tells_products_of_what_is_rounded_apart(
+    name: str, checkpoints: Checkpoints
+) -> None:
+    plain, rounded = (
+        compose([*line(checkpoints("llama"), *further)]) for further in ((), QATS[name])
+    )
+    was, now = (
+        [
+            operator
+            for operator in tapes_of(run.model, run.parallelism.holds(run).shape).block.operators
+            if operator.work is Work.product
+        ]
+        for run in (plain, rounded)
+    )
+    assert [each.flops for each in now] == [each.flops for each in was]
+    assert all(min(each.casts) > 0 for each in now)
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints: Checkpoints, job: Job) -> dict[str, Folder]:
+    """Returns runs of a few steps, by name."""
+    parts = line(checkpoints("llama"), "trainer.micro_batch=4")
+    return {name: job.of(*parts, *further) for name, further in QATS.items()}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_evaluation_tells_what_integers_save_and_cost(
+    name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained[name]
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
+    assert "matrices in 4 bits, once exported: " in capsys.readouterr().out
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["loss_in_fp32"] != found["loss"]
+    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
+    # Half a byte of each number, and four for the scale of sixteen.
+    assert found["packed_bytes"] / found["whole_bytes"] == (0.5 + 4 / 16) / 4
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_export_holds_integers_that_say_what_training_said(
+    name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = trained[name], tmp_path / "export"
+    assert cli.main(["export", str(run.path), f"to={to}"]) == 0
+    told = recorded(run.path)
+    held = load_file(to / "model.safetensors")
+    words = {key: tensor for key, tensor in held.items() if key.endswith("_packed")}
+    assert len(words) == len(told.fake_quantized) == 28
+    assert {tensor.dtype for tensor in words.values()} == {torch.int32}
+    assert "model.layers.0.self_attn.q_proj.weight_scale" in held
+
+    module = integers.read(to, told, CPU)
+    matrices = [parameter for _, parameter in module.named_parameters()]
+    assert sum(isinstance(each, IntxUnpackedToInt8Tensor) for each in matrices) == 28
+    assert torch.equal(module(TOKENS_BT), live.model(told, CPU)(TOKENS_BT))
+    config = json.loads((to / "config.json").read_text("utf-8"))
+    assert config["quantization_config"]["format"] == "pack-quantized"
+
+    found = json.loads((to / "conversion.json").read_text("utf-8"))
+    assert found["disk_bytes"] == (to / "model.safetensors").stat().st_size
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
+    assert found["logits_apart_as_trained"] < 1e-6 < found["logits_apart_in_fp32"] < 0.5
+    assert "28 matrices in 4 bits: " in capsys.readouterr().out
+
+
+@LONG
+@needs_compressed_tensors
+@pytest.mark.parametrize("name", QATS)
+def test_transformers_multiplies_by_the_integers(
+    name: str, trained: dict[str, Folder], tmp_path: Path
+) -> None:
+    told = recorded(trained[name].path)
+    integers.write(told, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS_BT).logits
+    # A last bit of an input's scale may turn its rounding.
+    near = {"qat_int4": 1e-6, "qat_8da4w": 2e-3}[name]
+    assert (theirs - integers.read(tmp_path, told, CPU)(TOKENS_BT)).abs().mean() < near
+
+
+def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
+    told = recorded(trained["qat_8da4w"].path)
+    told.model.export(told.merged(), tmp_path)
+    with pytest.raises(CheckpointError, match="holds no integers of blocks"):
+        integers.read(tmp_path, told, CPU)
