@@ -35,6 +35,7 @@ FLOORS = {
         "models.cross_entropy",
         "models.decoder.beside",
         "models.decoder.messages",
+        "models.decoder.mixing",
         "models.decoder.products",
         "models.decoder.tape",
         "models.hf.facts",

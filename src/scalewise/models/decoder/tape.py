@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalewise.models import cross_entropy
-from scalewise.models.decoder.messages import Messages
+from scalewise.models.decoder.mixing import Mixing
 from scalewise.models.decoder.products import FP32
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.tape import Pass, Tapes, Work
@@ -32,12 +32,8 @@ def tapes(spec: Decoder, run: Pass) -> Tapes:
     return Tapes(first.tape, start.tape, block.tape, last.tape, loss, rotations)
 
 
-class Writer(Messages):
+class Writer(Mixing):
     """Writes the tape of one part."""
-
-    def __init__(self, spec: Decoder, run: Pass) -> None:
-        super().__init__(run)
-        self.spec = spec
 
     def embedding(self) -> None:
         """Writes the look-up of tokens, and of their places."""
@@ -54,7 +50,7 @@ class Writer(Messages):
             rows = 1 if run.packing else run.rows
             row = tape.add(Work.pointwise, (), tape.sizes[x] // rows, weight=table)
             x = tape.add(Work.pointwise, (x, row), tape.sizes[x], shares=True)
-        self._dropout(x, spec.dropout)
+        self.dropped(x, spec.dropout)
 
     def block(self, *, trained: bool = True) -> None:
         """Writes one layer; ``trained``: whether something before it is."""
@@ -138,15 +134,8 @@ class Writer(Messages):
         )
 
     def _residual(self, x: int, branch: int) -> int:
-        branch = self._dropout(branch, self.spec.dropout)
+        branch = self.dropped(branch, self.spec.dropout)
         return self.tape.add(Work.pointwise, (x, branch), self.tape.sizes[x], shares=True)
-
-    def _dropout(self, x: int, share: float) -> int:
-        if not share:
-            return x
-        size = self.tape.sizes[x]
-        mask = size if self.run.on_cpu else size // self.run.stream
-        return self.tape.add(Work.pointwise, (x,), size, extra=(mask,))
 
     def _norm(self, name: str, x: int) -> int:
         spec, run, tape = self.spec, self.run, self.tape
@@ -212,7 +201,7 @@ class Writer(Messages):
         size = tape.sizes[written]
         if run.magnitudes and bias:
             written = tape.add(Work.pointwise, (written,), size)
-        narrow = self.product(self._dropout(x, run.dropout), into, run.rank)
+        narrow = self.product(self.dropped(x, run.dropout), into, run.rank)
         narrow = self.summed(narrow, cut=run.cut_tokens) if row else narrow
         wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
         if run.magnitudes:
@@ -279,7 +268,7 @@ class Writer(Messages):
         )
         if spec.position is Position.rope:
             query, key = self._rotate(query), self._rotate(key)
-        mixed = self._mixed(query, key, value)
+        mixed = self.mixed(query, key, value)
         return self._linear(
             "attention.output",
             mixed,
@@ -288,104 +277,6 @@ class Writer(Messages):
             bias=spec.bias,
             row=True,
             holds=(read, normed),
-        )
-
-    def _mixed(self, query: int, key: int, value: int) -> int:
-        """Writes attention, and what brings it the tokens of other context ranks."""
-        spec, run, tape = self.spec, self.run, self.tape
-        whole, mask = run.tokens * run.context + run.before, 0
-        if run.before:
-            key, value = self._lengthened(key), self._lengthened(value)
-        if run.context > 1 and run.gathers:
-            both = tape.sizes[key] * run.context * 2
-            gathered = tape.add(
-                Work.message, (key, value), both, forward_scratch=2 * both, scratch=both
-            )
-            read: tuple[int, ...] = (query, gathered)
-            piece = run.tokens // 2  # of either end; the mask says which of the keys each sees
-            mask = piece * piece * (2 * run.context + 1) * run.compute * (not run.packing)
-        elif run.context > 1:
-            heads = spec.key_heads // run.tensor
-            wide = tape.sizes[key] if heads % run.context == 0 else tape.sizes[query]
-            read = (
-                self.exchanged(query, tape.sizes[query]),
-                self.exchanged(key, wide),
-                self.exchanged(value, wide),
-            )
-        else:
-            read = (query, key, value)
-        masked = run.packing or run.before > 0
-        skips = not masked or (run.context > 1 and run.gathers)  # half, as what comes later
-        fused = not (spec.dropout and run.on_cpu)
-        products = 2.0 if skips and fused else 4.0  # a mask hides what was computed
-        flops = products * run.places * whole * spec.query_width / run.tensor
-        if fused:
-            mixed = tape.add(
-                Work.attention,
-                read,
-                tape.sizes[query],
-                saved=read,
-                saves_output=True,
-                extra=(run.places * spec.heads // run.tensor * FP32, mask),
-                kept_by_selective=True,
-                flops=flops,
-                backward_flops=2.5 * flops,
-            )
-        else:
-            mixed = self._step_by_step(read, whole, masked, flops)
-        if run.context == 1:
-            return mixed
-        if run.gathers:  # the halves of the tokens are put together
-            return tape.add(Work.pointwise, (mixed,), tape.sizes[mixed])
-        return self.exchanged(mixed, tape.sizes[mixed])
-
-    def _step_by_step(self, read: tuple[int, ...], whole: int, masked: bool, flops: float) -> int:
-        """Writes attention with dropout as torch has it on the CPU: no kernel of its own, in fp32.
-
-        After ``at::_scaled_dot_product_attention_math``; each product reads copies.
-        """
-        spec, run, tape = self.spec, self.run, self.tape
-        size = tape.sizes[read[0]]
-        queries = size // run.compute * FP32
-        spread = run.context > 1 and not run.gathers  # some heads of all tokens
-        keys = queries if spread else queries * whole // run.tokens
-        scores = run.places * whole * spec.heads // run.tensor * FP32
-        query = tape.add(Work.pointwise, read[:1], queries)
-        key = tape.add(Work.pointwise, read[1:2], keys)
-        products = self._multiplied(query, key, scores, flops / 2)
-        mask = 0 if masked else run.tokens * whole * FP32
-        shares = tape.add(
-            Work.pointwise, (products,), scores, saves_output=True, forward_scratch=scores + mask
-        )
-        dropped = self._dropout(shares, spec.dropout)
-        value = tape.add(Work.pointwise, read[-1:], keys)
-        mixed = self._multiplied(dropped, value, queries, flops / 2)
-        return mixed if size == queries else tape.add(Work.pointwise, (mixed,), size)
-
-    def _multiplied(self, one: int, other: int, size: int, flops: float) -> int:
-        """Writes a product of two tensors, of which backward reads each for the other's sake."""
-        tape = self.tape
-        pairs = ((one, other), (other, one))
-        return tape.add(
-            Work.attention,
-            (one, other),
-            size,
-            saved=tuple(each for each, partner in pairs if tape.trained[partner]),
-            kept_by_selective=True,
-            flops=flops,
-            backward_flops=2.0 * flops,
-        )
-
-    def _lengthened(self, x: int) -> int:
-        """Writes how what is learnt comes before the keys, or the values, of each row."""
-        run, size = self.run, self.tape.sizes[x]
-        count = run.before * self.spec.kv_width // run.tensor
-        return self.tape.add(
-            Work.pointwise,
-            (x,),
-            size + size * run.before // run.tokens,
-            weight=(count * run.compute, count * run.held),
-            weight_first=False,
         )
 
     def _feedforward(self, normed: int) -> int:
