@@ -7,17 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from scalewise.bench.ledger_lines import (
-    FULL,
-    LARGE,
-    MIXED,
-    SUMS,
-    TRACED,
-    TRACED_SELDOM,
-    fsdp,
-    mesh,
-    stages,
-)
+from scalewise.bench.ledger_lines import FULL, MIXED, fsdp, mesh
+from scalewise.bench.ledger_worlds import LARGE, SUMS, TRACED, TRACED_SELDOM, stages
 from scalewise.plan import memory
 from scalewise.run import Run
 from scalewise.training.trace import on_cpu, refusal, traced

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scalewise.bench import ledger_lines as lines
+from scalewise.bench import ledger_worlds as worlds
 from scalewise.bench import options
 from scalewise.bench.planner import summary
 from scalewise.errors import Interrupted, ScalewiseError
@@ -26,7 +27,7 @@ _TRAINED = _named("small", lines.SMALL, (*lines.TRAINED, *lines.TRAINED_SELDOM))
 _ZERO = _named("small", lines.SMALL, lines.ZERO if find_spec("deepspeed") else ())
 RUNS: Mapping[str, tuple[str, ...]] = _TRAINED | _ZERO
 WORLDS: Mapping[str, tuple[str, ...]] = _named(
-    "large", lines.LARGE, (*lines.TRACED, *lines.TRACED_SELDOM)
+    "large", worlds.LARGE, (*worlds.TRACED, *worlds.TRACED_SELDOM)
 )
 
 

@@ -121,6 +121,8 @@ class ZeroDevice(Device):
         # What no bucket can hold is sent by itself.
         whole = max(bucket, max((w.count for w in weights if w.trainable), default=0))
         sent = whole - whole // ranks if zero.stage == 2 else 0
+        if zero.stage == 3 and bucket == trained:
+            sent = whole  # gradients are joined; those of a part when it is not at its most
         if zero.masters > zero.weights and zero.stage < 3:
             sent += whole
         reason = "what a reduction makes of a bucket"
