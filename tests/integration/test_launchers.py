@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from fixtures.doors import UNTRACKED, Doors
 
 WITHOUT_THE_EXTRA = """
@@ -32,3 +33,13 @@ def test_ray(scalewise: Doors) -> None:
     ended = scalewise("-m", *UNTRACKED, "hydra/launcher=ray", "seed=1,2")
     ended.refused("hydra/launcher=ray", "choose one of hydra/launcher=scalewise")
     assert list(scalewise.cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["scalewise", "packed"])
+def test_ranks_with_an_adapter_are_born_with_what_it_imports(
+    scalewise: Doors, launcher: str
+) -> None:
+    tells = "+callbacks.born._target_=fixtures.accidents.TellImports"
+    line = ("-m", *UNTRACKED, f"hydra/launcher={launcher}", "trusted_packages=[fixtures]", tells)
+    ended = scalewise(*line, "adapter=none,lora").ok()
+    assert [(job.path / "born-0").read_text("utf-8") for job in ended.folder.jobs] == ["True"] * 2

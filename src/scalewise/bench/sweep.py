@@ -66,7 +66,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         chosen = run.choices.get("parallelism")
         raise ConfigError.one("parallelism", chosen, "a job of one process is compared")
     began = time.perf_counter()
-    processes.start_nursery()
+    processes.start_nursery(run.imports)
     processes.await_nursery()
     nursery = time.perf_counter() - began
     _warm(run, folder / "warm" / "first")  # prepares data, imports what this process needs

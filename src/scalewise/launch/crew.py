@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from scalewise.launch.seat import Seat
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
 
-SUPERVISOR = "scalewise.launch.supervisor"
+_START = (sys.executable, "-m", "scalewise.launch.supervisor")
 MARK = "SCALEWISE_SUPERVISOR"
 """Environment variable by which all that a supervisor has started is found when it is gone."""
 ORPHAN_GRACE = 10.0
@@ -49,7 +49,9 @@ class _Supervisor:
 class Crew:
     """Starts jobs, tells how they ended, and passes signals on; leaves no process behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        """``imports``: what the fork servers of its supervisors import besides."""
+        self._imports = imports
         self.stopped = 0
         """The first signal that came."""
         self._all: list[_Supervisor] = []
@@ -119,7 +121,7 @@ class Crew:
         ours, theirs = Pipe()
         mark = uuid.uuid4().hex
         process = subprocess.Popen(  # noqa: S603 (a list of our own words)
-            [sys.executable, "-m", SUPERVISOR, str(theirs.fileno()), str(os.getpid())],
+            [*_START, str(theirs.fileno()), str(os.getpid()), *self._imports],
             pass_fds=[theirs.fileno()],
             env={**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,

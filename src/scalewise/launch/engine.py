@@ -38,13 +38,18 @@ class Engine(Protocol):
         """
 
 
+def imports(tasks: Sequence[Task]) -> list[str]:
+    """Returns the modules that the ranks of some job import: its fork server may, once."""
+    return sorted({name for task in tasks for name in task.order.run.imports})
+
+
 class InTurn:
     """One job after the other, each in processes of its own."""
 
     def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
         """Yields each task with how it ended."""
-        if born := [task.order.run for task in tasks if isolated(task.order)]:
-            processes.start_nursery(sorted({name for run in born for name in run.imports}))
+        if any(isolated(task.order) for task in tasks):
+            processes.start_nursery(imports(tasks))
         for task in tasks:
             result = executed(task, began)
             yield task, result

@@ -111,6 +111,6 @@ def _run(task: Task) -> tuple[int, Result]:
         # Ranks are told how this process would start others, and know nothing of loky.
         usual, *_ = multiprocessing.get_all_start_methods()
         multiprocessing.set_start_method(usual, force=True)
-    processes.start_nursery()
+    processes.start_nursery(task.order.run.imports)
     with output.shielded():
         return task.number, executed(task, lambda _: None)

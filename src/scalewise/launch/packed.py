@@ -10,7 +10,7 @@ from scalewise.errors import EXIT_CODES, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import packing, signals
 from scalewise.launch.crew import Crew
-from scalewise.launch.engine import INTERRUPTED, Began, Task
+from scalewise.launch.engine import INTERRUPTED, Began, Task, imports
 from scalewise.launch.job import Result
 from scalewise.launch.packing import Demand, Room
 from scalewise.launch.seat import VISIBLE, Seat
@@ -44,7 +44,7 @@ class Packed:
                 yield task, Result("refused", reason, code, task.folder, {})
             else:
                 waiting.append((task, demand))
-        with Crew() as crew, signals.handled_by(crew.stop):
+        with Crew(imports(tasks)) as crew, signals.handled_by(crew.stop):
             yield from _run(waiting, room, on_cuda, crew, began)
 
 

@@ -10,6 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -34,8 +35,9 @@ def start_nursery(imports: Iterable[str] = ()) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
+@cache
 def await_nursery() -> None:
-    """Waits until the fork server has imported all, so that no job's time goes into it."""
+    """Waits until the fork server has imported all, so that no job's time goes into it: once."""
     newborn = multiprocessing.get_context("forkserver").Process(target=int)
     newborn.start()
     newborn.join()

@@ -22,13 +22,13 @@ from scalewise.launch.engine import executed
 PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, *imports: str) -> None:
     """Runs the jobs that come, until the pipe is closed."""
     with suppress(OSError, AttributeError):  # Linux: jobs are saved when the sweep is killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it was, before this process could ask to be told
         return
-    processes.start_nursery()
+    processes.start_nursery(imports)
     orders = Connection(descriptor)
     with output.shielded(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         orders.send(None)  # ready
@@ -40,4 +40,4 @@ def main(descriptor: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
