@@ -149,8 +149,11 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["export", str(result.folder)]) == 0
     written = result.folder / "export"
     assert capsys.readouterr().out.splitlines()[-1] == f"result {written}"
-    tokens = AutoTokenizer.from_pretrained(written)("Alice was beginning to get very tired")
+    tokenizer = AutoTokenizer.from_pretrained(written)
+    tokens = tokenizer("Alice was beginning to get very tired")
     assert max(tokens["input_ids"]) < 4096
+    config = AutoModelForCausalLM.from_pretrained(written).generation_config
+    assert config.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     card = (written / "README.md").read_text("utf-8")
     assert "after 4 of 4 steps" in card
     assert "scalewise train experiment=smoke" in card

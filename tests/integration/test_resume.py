@@ -258,3 +258,16 @@ def test_a_kill_at_any_moment(
     else:
         done = scalewise(*parts).ok()
     assert_same(done.newest, undisturbed(kind))
+
+
+def test_what_another_layout_has_cost_is_not_its_own(job: Job) -> None:
+    """Two steps are left: too few to measure memory anew."""
+    first = job(EVERY)
+    known = first.summary["metrics"]["memory/peak_bytes"]
+    again, other = (
+        job(*parts, resume=first.checkpoint(6)).summary["metrics"]
+        for parts in ((), ("parallelism=ddp",))
+    )
+    assert again["memory/peak_bytes"] == known
+    assert other.get("memory/peak_bytes") is None
+    assert other["time/step_s"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -271,3 +272,16 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, checkpoints: C
     ours = [weight.name for weight in run.census() if weight.trainable]
     assert {".".join(name.split(".")[-6:]) for name in ours} == wanted
     assert len(ours) == len(wanted)
+
+
+@pytest.mark.parametrize("launched", ["none", "process"])
+def test_weights_that_cannot_be_read_are_told(
+    launched: str, checkpoints: Checkpoints, job: Job, tmp_path: Path
+) -> None:
+    """Within a rank, whose callbacks hear of it before anything has begun."""
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "torn")
+    torn = (folder / "model.safetensors").read_bytes()[:100_000]
+    (folder / "model.safetensors").write_bytes(torn)
+    isolation = f"launch.isolation={launched}"
+    reason = job.of(*line(folder, isolation), status="refused").status["reason"]
+    assert "model.safetensors cannot be read as safetensors" in reason

@@ -18,7 +18,7 @@ from scalewise.training.callbacks import recorder
 from scalewise.training.callbacks.profiler import Profiler
 from scalewise.training.callbacks.recorder import Recorder, of_fullest, slowest
 from scalewise.training.callbacks.terminal import Terminal, status_line
-from scalewise.training.fit import summarize
+from scalewise.training.fit import summarize, without_costs
 from scalewise.units import bytes_text
 
 Composed = Callable[..., Run]
@@ -148,3 +148,16 @@ def test_memory_of_compiled_steps_is_counted_where_the_profiler_is_free(
     run = replace(run, hardware=replace(run.hardware, device=device))
     trainer: Any = SimpleNamespace(world_size=ranks, callbacks=callbacks)
     assert Recorder(run, 0, [])._can_measure(trainer) == counted
+
+
+def test_what_fails_before_the_first_step_is_left_to_be_told(compose: Composed) -> None:
+    """Lightning calls callbacks while an error is on its way: one of theirs would hide it."""
+    recorder = Recorder(compose(), 0, [])
+    trainer = SimpleNamespace(world_size=1)
+    recorder.on_exception(trainer, SimpleNamespace(), ValueError())  # type: ignore[arg-type]
+
+
+def test_another_layout_has_costs_of_its_own() -> None:
+    known = {**row(3, OTHERS), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
+    left = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
+    assert without_costs(known) == left

@@ -67,6 +67,7 @@ def _write_integers(told: Trained, to: Path) -> list[str]:
         f"{found['layers']} matrices in 4 bits: {bytes_text(found['disk_bytes'])} on disk instead "
         f"of {bytes_text(found['disk_bytes_in_fp32'])} in fp32"
     ]
+    said.append("transformers loads them with: pip install 'compressed-tensors>=0.15'")
     if "loss" not in found:
         return [*said, f"no loss of the integers: {why}"]
     return [
@@ -123,10 +124,17 @@ def _write_tokenizer(told: Trained, to: Path) -> list[str]:
     if file is None:
         return ["no tokenizer: the data were token ids"]
     shutil.copyfile(file, to / "tokenizer.json")
-    special = [it["content"] for it in json.loads(file.read_text("utf-8"))["added_tokens"]]
-    ends = {"eos_token": special[0]} if len(special) == 1 else {}
+    special = {
+        it["content"]: it["id"] for it in json.loads(file.read_text("utf-8"))["added_tokens"]
+    }
+    end = getattr(told.data, "end_of_text", None)
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": told.model.context}
-    write_json(to / "tokenizer_config.json", {**facts, **ends, **_template(told)})
+    facts |= {"eos_token": end} if end in special else {}
+    facts |= _template(told)
+    write_json(to / "tokenizer_config.json", facts)
+    config = to / "config.json"
+    if config.is_file() and facts.get("eos_token") in special:  # where ``generate`` stops
+        write_json(config, read_json(config) | {"eos_token_id": special[facts["eos_token"]]})
     return []
 
 

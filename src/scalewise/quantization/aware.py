@@ -51,6 +51,8 @@ class QATInt4(Quantization):
         """Yields groups that do not fill the integers in which they are exported."""
         if self.group < PER_WORD or self.group % PER_WORD:
             reason = f"is no multiple of {PER_WORD}, the integers that one of 32 bits holds"
+            if not self.group % PER_WORD:
+                reason = f"must be {PER_WORD} or more"
             yield Complaint("quantization.group", self.group, reason, "set quantization.group=32")
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:

@@ -26,7 +26,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.plan.plan import foreseen, price, record
 from scalewise.run import Run
 from scalewise.study.storage import link_in
-from scalewise.tracking.files import MetricsFile, write_json
+from scalewise.tracking.files import MetricsFile, read_json, write_json
 from scalewise.tracking.session import Session
 from scalewise.training.callbacks.open import instantiated
 from scalewise.training.callbacks.pruning import Pruning
@@ -40,6 +40,8 @@ from scalewise.units import GIB
 
 WARM_UP_SHARE = 0.1
 """Share of the steps left out of the medians: caches fill and allocators settle there."""
+COSTS = ("memory/", "throughput/", "time/")
+"""Metrics that tell of a layout and a machine, and not of what is learnt."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
         plan = {"steps": steps, **record(run)}
+        before = read_json(resume.parents[1] / "plan.json") if resume else {}
         write_json(folder / "plan.json", plan)
+        as_before = {**before, "steps": steps} == read_json(folder / "plan.json")
         session.foresee(plan)
         file = MetricsFile(
             folder / "metrics.csv",
@@ -103,7 +107,8 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
             STOP.release()
             if terminal:
                 terminal.close()
-                rows = [*file.earlier, *recorder.rows]
+                earlier = file.earlier if as_before else [*map(without_costs, file.earlier)]
+                rows = [*earlier, *recorder.rows]
                 sum_up(run, folder, rows, recorder.untrained, session)
 
 
@@ -168,6 +173,11 @@ def sum_up(
         summary = summarize(run, rows, untrained, parameters)
         write_json(folder / "summary.json", summary)
         session.summarize(summary)
+
+
+def without_costs(row: Row) -> Row:
+    """Returns a step without what it cost: another layout's are not those of this run."""
+    return {key: row[key] for key in row if not key.startswith(COSTS)}
 
 
 def summarize(

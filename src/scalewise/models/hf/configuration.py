@@ -57,7 +57,11 @@ def configuration(path: str, depth: int | None) -> PretrainedConfig:
         ("holds packed weights", getattr(config, "quantization_config", None)),
     ):
         if found:
-            raise ConfigError.one(KEY, path, reason, f"choose a causal language model{LIKE}")
+            tokens = found is unnamed and all(name.endswith("_token_id") for name in unnamed)
+            cure = (
+                "write it into config.json" if tokens else f"choose a causal language model{LIKE}"
+            )
+            raise ConfigError.one(KEY, path, reason, cure)
     if depth is not None:
         text.num_hidden_layers = depth
         for name in DECODERS:

@@ -162,7 +162,7 @@ class Recorder(Callback):
         """Hands on what is known, where no other rank has to help."""
         if self._probe:
             self._probe.abandon()
-        if trainer.world_size == 1:
+        if trainer.world_size == 1 and self._norms:  # else no step, or no clock, was begun
             self.flush(trainer)
 
     def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
