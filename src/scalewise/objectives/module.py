@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from scalewise.adapters.spec import NoAdapter
 from scalewise.compilation import Scope
@@ -69,6 +69,9 @@ class OfModule:
 
     Whatever the planner asks of it, the answer is a ``ConfigError``: only a trace knows.
     """
+
+    imports: ClassVar[tuple[str, ...]] = ()
+    """None that is known: its own packages are imported in its ranks."""
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields nothing: there is nothing to set."""
