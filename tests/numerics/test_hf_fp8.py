@@ -11,8 +11,14 @@ import torch
 from fixtures.checkpoints import FAMILIES, Checkpoints
 from fixtures.doors import Folder
 from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, SHAPE
-from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients
+from fixtures.layouts import LAYOUTS
+from fixtures.steps import (
+    TOLERANCE,
+    assert_close,
+    assert_equal,
+    gradients,
+    of_transformers,
+)
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
@@ -37,14 +43,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
     return Job(tmp_path_factory.mktemp("hf_fp8"), shared_cache)
 
 
-def line(folder: Path, *further: str) -> tuple[str, ...]:
-    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
-    own = (*SHAPE, *SGD, *BATCHES["accumulated"], *further)
-    kept = (each for each in own if not each.startswith("model"))
-    return ("model=hf", f"model.path={folder}", *kept)
-
-
-def of_transformers(folder: Path) -> PreTrainedModel:
+def model_of_transformers(folder: Path) -> PreTrainedModel:
     """Returns the model with linear layers in the place of ``Conv1D``, which torchao passes by."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
     for name, layer in [*model.named_modules()]:
@@ -61,8 +60,11 @@ def of_transformers(folder: Path) -> PreTrainedModel:
 def test_gradients_are_those_of_torchaos_conversion(
     family: str, recipe: Recipe, checkpoints: Checkpoints
 ) -> None:
-    run = compose([*line(checkpoints(family), *FP8, f"precision.recipe={recipe}")])
-    ours, theirs = SingleLayout(DeviceKind.cpu).build(run), of_transformers(checkpoints(family))
+    run = compose([*of_transformers(checkpoints(family), *FP8, f"precision.recipe={recipe}")])
+    ours, theirs = (
+        SingleLayout(DeviceKind.cpu).build(run),
+        model_of_transformers(checkpoints(family)),
+    )
     assert isinstance(ours, HuggingFaceModule)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     head = theirs.get_output_embeddings()
@@ -95,7 +97,7 @@ def test_a_layout_takes_the_steps_of_one_device(
     family: str, layout: str, recipe: tuple[str, ...], checkpoints: Checkpoints, job: Job
 ) -> None:
     """A last bit of a weight may turn the rounding of another: of all, the first step is alike."""
-    parts = line(checkpoints(family), *recipe)
+    parts = of_transformers(checkpoints(family), *recipe)
     ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
     rows = f"trainer.micro_batch={12 // ranks // 3}"
     run, alone = job.of(*parts, *LAYOUTS[layout], rows), job.of(*parts, rows)
@@ -111,14 +113,14 @@ def test_a_layout_takes_the_steps_of_one_device(
 def test_what_changes_no_step_changes_none(
     family: str, more: str, checkpoints: Checkpoints, job: Job
 ) -> None:
-    parts = line(checkpoints(family), *ROWWISE, "trainer.micro_batch=12")
+    parts = of_transformers(checkpoints(family), *ROWWISE, "trainer.micro_batch=12")
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
     assert_equal(job.of(*parts, more, *backend), job.of(*parts))
 
 
 @pytest.fixture(scope="module")
 def trained(checkpoints: Checkpoints, job: Job) -> Folder:
-    return job.of(*line(checkpoints("llama"), *ROWWISE, "trainer.micro_batch=4"))
+    return job.of(*of_transformers(checkpoints("llama"), *ROWWISE, "trainer.micro_batch=4"))
 
 
 def test_an_evaluation_tells_what_fp8_costs(
@@ -139,7 +141,9 @@ def test_the_clock_tells_products_in_8_bits_apart(
 ) -> None:
     """The others are the same, and so are the flops; a cast reads and writes besides."""
     plain, fp8 = (
-        compose([*line(checkpoints(family)), precision, f"hardware={hardware}"], here=False)
+        compose(
+            [*of_transformers(checkpoints(family)), precision, f"hardware={hardware}"], here=False
+        )
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )
     was, now = (

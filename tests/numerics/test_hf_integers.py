@@ -9,16 +9,28 @@ import pytest
 import torch
 from fixtures.checkpoints import Checkpoints
 from fixtures.doors import Folder
+from fixtures.integers import (
+    CPU,
+    TOKENS_BT,
+    assert_evaluated,
+    assert_measured,
+    assert_multiplied,
+    assert_near,
+    exported,
+    needs_compressed_tensors,
+    of_torchao,
+)
 from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, SHAPE
-from fixtures.steps import BATCHES, SGD, TOLERANCE, assert_close, assert_equal, gradients
-from safetensors.torch import load_file
-from test_quantization_aware import needs_compressed_tensors, of_torchao
+from fixtures.layouts import LAYOUTS
+from fixtures.steps import (
+    assert_equal,
+    of_transformers,
+)
 from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM
 
-from scalewise import cli, compose
+from scalewise import compose
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import live
 from scalewise.exports import integers
@@ -31,7 +43,6 @@ from scalewise.quantization.fake import FakeQuantizedLinear
 from scalewise.verbs.trained import recorded
 
 LONG = pytest.mark.exhaustive
-CPU = torch.device("cpu")
 QATS = {
     "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
     "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
@@ -39,7 +50,6 @@ QATS = {
 EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
 FAMILIES = ("llama", "granite", "mistral")
 """Those whose linear layers have no biases."""
-TOKENS_BT = torch.arange(64).reshape(2, 32)
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +57,12 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
     return Job(tmp_path_factory.mktemp("hf_integers"), shared_cache)
 
 
-def line(folder: Path, *further: str) -> tuple[str, ...]:
-    """Returns the overrides of a run, of which those of the suite's own decoder are left out."""
-    own = (*SHAPE, *SGD, *BATCHES["accumulated"], *further)
-    kept = (each for each in own if not each.startswith("model"))
-    return ("model=hf", f"model.path={folder}", *kept)
-
-
 @pytest.mark.parametrize("name", QATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients_are_those_of_torchaos_preparation(
     family: str, name: str, checkpoints: Checkpoints
 ) -> None:
-    run = compose([*line(checkpoints(family), *QATS[name])])
+    run = compose([*of_transformers(checkpoints(family), *QATS[name])])
     ours = SingleLayout(DeviceKind.cpu).build(run)
     assert isinstance(ours, HuggingFaceModule)
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints(family))
@@ -92,20 +95,17 @@ def test_a_layout_takes_the_steps_of_one_device(
     name: str, layout: str, checkpoints: Checkpoints, job: Job
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
-    parts = line(checkpoints("llama"), *QATS[name])
+    parts = of_transformers(checkpoints("llama"), *QATS[name])
     ranks = compose([*parts, *LAYOUTS[layout]]).parallelism.data_parallel_size
     run = job.of(*parts, *LAYOUTS[layout], f"trainer.micro_batch={12 // ranks // 3}")
     alone = job.of(*parts, "trainer.micro_batch=12")
-    assert_close(gradients(run, 0), gradients(alone, 0), "gradients of step 0")
-    losses = run.column("train/loss"), alone.column("train/loss")
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert_near(run, alone)
 
 
 @LONG
 @pytest.mark.parametrize("more", ["compile=block", "memory=checkpoint_full"])
 def test_what_changes_no_step_changes_none(more: str, checkpoints: Checkpoints, job: Job) -> None:
-    parts = line(checkpoints("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12")
+    parts = of_transformers(checkpoints("llama"), *QATS["qat_8da4w"], "trainer.micro_batch=12")
     backend = ["compile.backend=aot_eager"] * ("compile" in more)
     assert_equal(job.of(*parts, more, *backend), job.of(*parts))
 
@@ -115,7 +115,7 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
     name: str, checkpoints: Checkpoints
 ) -> None:
     plain, rounded = (
-        compose([*line(checkpoints("llama"), *further)]) for further in ((), QATS[name])
+        compose([*of_transformers(checkpoints("llama"), *further)]) for further in ((), QATS[name])
     )
     was, now = (
         [
@@ -132,7 +132,7 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
 @pytest.fixture(scope="module")
 def trained(checkpoints: Checkpoints, job: Job) -> dict[str, Folder]:
     """Returns runs of a few steps, by name."""
-    parts = line(checkpoints("llama"), "trainer.micro_batch=4")
+    parts = of_transformers(checkpoints("llama"), "trainer.micro_batch=4")
     return {name: job.of(*parts, *further) for name, further in QATS.items()}
 
 
@@ -140,15 +140,7 @@ def trained(checkpoints: Checkpoints, job: Job) -> dict[str, Folder]:
 def test_an_evaluation_tells_what_integers_save_and_cost(
     name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained[name]
-    assert cli.main(["evaluate", str(run.path)]) == 0
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
-    assert "matrices in 4 bits, once exported: " in capsys.readouterr().out
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["loss_in_fp32"] != found["loss"]
-    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
-    # Half a byte of each number, and four for the scale of sixteen.
-    assert found["packed_bytes"] / found["whole_bytes"] == (0.5 + 4 / 16) / 4
+    assert_evaluated(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -156,12 +148,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
     name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
-    assert cli.main(["export", str(run.path), f"to={to}"]) == 0
-    told = recorded(run.path)
-    held = load_file(to / "model.safetensors")
-    words = {key: tensor for key, tensor in held.items() if key.endswith("_packed")}
-    assert len(words) == len(told.fake_quantized) == 28
-    assert {tensor.dtype for tensor in words.values()} == {torch.int32}
+    told, held = exported(run, to)
     assert "model.layers.0.self_attn.q_proj.weight_scale" in held
 
     module = integers.read(to, told, CPU)
@@ -171,10 +158,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
     config = json.loads((to / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["format"] == "pack-quantized"
 
-    found = json.loads((to / "conversion.json").read_text("utf-8"))
-    assert found["disk_bytes"] == (to / "model.safetensors").stat().st_size
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["logits_apart_as_trained"] < 1e-6 < found["logits_apart_in_fp32"] < 0.5
+    assert_measured(run, to)
     assert "28 matrices in 4 bits: " in capsys.readouterr().out
 
 
@@ -184,12 +168,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
 def test_transformers_multiplies_by_the_integers(
     name: str, trained: dict[str, Folder], tmp_path: Path
 ) -> None:
-    told = recorded(trained[name].path)
-    integers.write(told, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS_BT).logits
-    # A last bit of an input's scale may turn its rounding.
-    near = {"qat_int4": 1e-6, "qat_8da4w": 2e-3}[name]
-    assert (theirs - integers.read(tmp_path, told, CPU)(TOKENS_BT)).abs().mean() < near
+    assert_multiplied(trained[name], name, tmp_path)
 
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:

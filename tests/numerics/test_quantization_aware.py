@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from fixtures.doors import Folder
+from fixtures.integers import (
+    CPU,
+    TOKENS_BT,
+    assert_evaluated,
+    assert_measured,
+    assert_multiplied,
+    assert_near,
+    exported,
+    needs_compressed_tensors,
+    of_torchao,
+)
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
 from fixtures.steps import (
     BATCHES,
     SGD,
-    TOLERANCE,
     Reference,
-    assert_close,
     assert_equal,
-    gradients,
     steps_of,
 )
-from safetensors.torch import load_file
 from torch import nn
 from torchao.quantization import (
-    Int8DynamicActivationIntxWeightConfig,
     IntxUnpackedToInt8Tensor,
-    IntxWeightOnlyConfig,
-    PerGroup,
     quantize_,
 )
 from torchao.quantization.qat import QATConfig
-from transformers import AutoModelForCausalLM
 
-from scalewise import cli, compose
+from scalewise import compose
 from scalewise.errors import CheckpointError
 from scalewise.evaluation import live
 from scalewise.exports import integers
@@ -45,7 +46,6 @@ from scalewise.run import Run
 from scalewise.verbs.trained import recorded
 
 LONG = pytest.mark.exhaustive
-CPU = torch.device("cpu")
 QATS = {
     "qat_int4": ("quantization=qat_int4", "quantization.group=16"),
     "qat_8da4w": ("quantization=qat_8da4w", "quantization.group=16"),
@@ -54,20 +54,6 @@ EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
 NEVER = ("tensor", "deepspeed")
 """What refuses matrices that are rounded."""
-needs_compressed_tensors = pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None,
-    reason="compressed-tensors is not installed: pip install compressed-tensors",
-)
-TOKENS_BT = torch.arange(64).reshape(2, 32)
-
-
-def of_torchao(run: Run) -> Int8DynamicActivationIntxWeightConfig | IntxWeightOnlyConfig:
-    """Returns torchao's name for the integers of a run."""
-    each = PerGroup(run.quantization.group)
-    if run.quantization.rounds_inputs:
-        kind = {"weight_dtype": torch.int4, "weight_granularity": each}
-        return Int8DynamicActivationIntxWeightConfig(**kind)
-    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=each)
 
 
 def linear(module: nn.Module) -> dict[str, nn.Linear]:
@@ -137,14 +123,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 ) -> None:
     """A last bit of a number may turn its rounding: of all, the first step is alike."""
     run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *QATS[name])
-    near(run, alone("accumulated", *QATS[name]))
-
-
-def near(run: Folder, reference: Folder) -> None:
-    assert_close(gradients(run, 0), gradients(reference, 0), "gradients of step 0")
-    losses = run.column("train/loss"), reference.column("train/loss")
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=TOLERANCE)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert_near(run, alone("accumulated", *QATS[name]))
 
 
 @LONG
@@ -155,7 +134,7 @@ def test_what_is_forgotten_is_rounded_again(
 ) -> None:
     line = (*QATS["qat_8da4w"], f"memory={memory}")
     run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
-    near(run, alone("accumulated", *QATS["qat_8da4w"]))
+    assert_near(run, alone("accumulated", *QATS["qat_8da4w"]))
 
 
 @LONG
@@ -190,15 +169,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> dic
 def test_an_evaluation_tells_what_integers_save_and_cost(
     name: str, trained: dict[str, Folder], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained[name]
-    assert cli.main(["evaluate", str(run.path)]) == 0
-    found = json.loads((run.path / "evaluation.json").read_text("utf-8"))["3"]
-    assert "matrices in 4 bits, once exported: " in capsys.readouterr().out
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["loss_in_fp32"] != found["loss"]
-    assert found["loss_in_fp32"] == pytest.approx(found["loss"], rel=0.01)
-    # Half a byte of each number, and four for the scale of sixteen.
-    assert found["packed_bytes"] / found["whole_bytes"] == (0.5 + 4 / 16) / 4
+    assert_evaluated(trained[name], capsys)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -206,12 +177,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
     name: str, trained: dict[str, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = trained[name], tmp_path / "export"
-    assert cli.main(["export", str(run.path), f"to={to}"]) == 0
-    told = recorded(run.path)
-    held = load_file(to / "model.safetensors")
-    words = {key: tensor for key, tensor in held.items() if key.endswith("_packed")}
-    assert len(words) == len(told.fake_quantized) == 28
-    assert {tensor.dtype for tensor in words.values()} == {torch.int32}
+    told, held = exported(run, to)
     nbytes, _ = told.bytes_of_integers
     matrices = [tensor for key, tensor in held.items() if key.endswith(("_packed", "_scale"))]
     assert sum(tensor.nbytes for tensor in matrices) == nbytes
@@ -225,10 +191,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
     assert torch.equal(module(TOKENS_BT), live.model(told, CPU)(TOKENS_BT))
     assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
 
-    found = json.loads((to / "conversion.json").read_text("utf-8"))
-    assert found["disk_bytes"] == (to / "model.safetensors").stat().st_size
-    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
-    assert found["logits_apart_as_trained"] < 1e-6 < found["logits_apart_in_fp32"] < 0.5
+    assert_measured(run, to)
     said = capsys.readouterr().out
     assert "28 matrices in 4 bits: " in said
     for line in said.splitlines()[1:3]:
@@ -255,12 +218,7 @@ def by_torchao(run: Run, module: ModelModule) -> ModelModule:
 def test_transformers_multiplies_by_the_integers(
     name: str, trained: dict[str, Folder], tmp_path: Path
 ) -> None:
-    told = recorded(trained[name].path)
-    integers.write(told, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(TOKENS_BT).logits
-    # A last bit of an input's scale may turn its rounding.
-    near = {"qat_int4": 1e-6, "qat_8da4w": 2e-3}[name]
-    assert (theirs - integers.read(tmp_path, told, CPU)(TOKENS_BT)).abs().mean() < near
+    assert_multiplied(trained[name], name, tmp_path)
 
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_what_fails_before_the_first_step_is_left_to_be_told(compose: Composed) 
     """Lightning calls callbacks while an error is on its way: one of theirs would hide it."""
     recorder = Recorder(compose(), 0, [])
     trainer = SimpleNamespace(world_size=1)
-    recorder.on_exception(trainer, SimpleNamespace(), ValueError())  # type: ignore[arg-type]
+    recorder.on_exception(trainer, SimpleNamespace(), ValueError())
 
 
 def test_another_layout_has_costs_of_its_own() -> None:
