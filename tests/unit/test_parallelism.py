@@ -60,6 +60,20 @@ def test_who_reads_which_rows(spec: Mesh, shares: list[int], averaged: int) -> N
     assert spec.averaged_over == averaged
 
 
+@pytest.mark.parametrize(
+    ("spec", "drawn"),
+    [
+        (Mesh(context=2), [0, 1]),
+        (Mesh(tensor=2), [0, 0]),
+        (Mesh(pipeline=2, shards=2, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (DDP(replicas=2), [0, 1]),
+    ],
+    ids=repr,
+)
+def test_who_draws_alike(spec: Parallelism, drawn: list[int]) -> None:
+    assert [spec.drawing_rank(rank) for rank in range(spec.world_size)] == drawn
+
+
 def test_every_replica_reads_rows_of_its_own() -> None:
     assert [DDP(replicas=3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
     assert DDP(replicas=3).averaged_over == DDP(replicas=3).data_parallel_size == 3

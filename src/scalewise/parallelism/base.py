@@ -63,6 +63,10 @@ class Parallelism(ABC):
         """Returns which of the ``data_parallel_size`` shares of the rows a rank reads."""
         return rank
 
+    def drawing_rank(self, rank: int) -> int:
+        """Returns a number that ranks share whose dropout draws the same masks."""
+        return rank
+
     @property
     def averaged_over(self) -> int:
         """Returns over how many ranks the layout averages gradients when it reduces them."""

@@ -123,6 +123,10 @@ class Mesh(Parallelism):
         inner = self.sizes.get("context", 1) * self.sizes.get("tensor", 1)
         return rank // inner % self.data_parallel_size
 
+    def drawing_rank(self, rank: int) -> int:
+        """Returns the place on every axis but ``tensor``, whose ranks hold the same activations."""
+        return rank // self.sizes.get("tensor", 1)
+
     @property
     def averaged_over(self) -> int:
         """Returns ``replicate`` x ``shards`` x ``context``."""

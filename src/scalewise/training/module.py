@@ -134,10 +134,10 @@ class TrainingModule(LightningModule):
         self.last_grad_norm = self.layout.clip(self.model, self.run.trainer.clip_norm).detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout by (seed, micro step, share of the rows): a resumed run draws alike."""
+        """Seeds dropout by (seed, micro step, rows, tokens, layers): a resumed run draws alike."""
         if self.draws_at_random:
-            share = self.run.parallelism.data_rank(self.global_rank)
-            mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + share
+            place = self.run.parallelism.drawing_rank(self.global_rank)
+            mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + place
             torch.manual_seed(mixed % 2**63)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -56,4 +57,4 @@ def _of_hub(name: str, files: tuple[str, ...]) -> Path:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
+    return shorten(f"{type(error).__name__}: {error}", 120, placeholder="...")
