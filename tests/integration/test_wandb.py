@@ -156,10 +156,16 @@ def test_a_key_without_a_server_means_offline(url: str, scalewise: Doors) -> Non
     assert_key_is_nowhere(ended)
 
 
-@LONG
-def test_the_environment_wins(scalewise: Doors) -> None:
-    env = {"WANDB_MODE": "disabled"}
-    assert scalewise(*TINY, env=env).ok().folder.status["wandb"]["mode"] == "disabled"
+@pytest.mark.parametrize(
+    ("asked", "variable"),
+    [((), "disabled"), pytest.param(("tracking=none",), "offline", marks=LONG)],
+)
+def test_either_says_that_nothing_is_tracked(
+    asked: tuple[str, ...], variable: str, scalewise: Doors
+) -> None:
+    folder = scalewise(*TINY, *asked, env={"WANDB_MODE": variable}).ok().folder
+    assert folder.status["wandb"]["mode"] == "disabled"
+    assert not (folder.path / "wandb").exists()
 
 
 def test_no_key_means_no_prompt_even_on_a_terminal(scalewise: Doors) -> None:

@@ -32,7 +32,7 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "asked", "mode"),
     [
-        ("online", Mode.disabled, Mode.online),
+        ("online", Mode.disabled, Mode.disabled),  # as wandb.init(mode="disabled") has it
         ("offline", Mode.online, Mode.offline),
         ("disabled", Mode.auto, Mode.disabled),
         ("dryrun", Mode.auto, Mode.offline),

@@ -161,8 +161,9 @@ def begin(
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
-    for name in ("checkpoints", "wandb"):
-        (folder / name).mkdir(exist_ok=True)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    if run.tracking.tracks:
+        (folder / "wandb").mkdir(exist_ok=True)
     words.clear(folder)
     before = earlier or {}
     status = Status(

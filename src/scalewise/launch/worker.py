@@ -51,7 +51,7 @@ def _attempt(
     session = Session()
     STOP.begin(alone="RANK" not in os.environ)
     try:
-        if place.rank == 0 and facts is not None:
+        if place.rank == 0 and facts is not None and run.tracking.tracks:
             session = open_session(run, folder, facts)
             write_json(folder / FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have

@@ -256,6 +256,7 @@ def _artifacts(told: Told, run_id: str) -> Iterator[tuple[Any, list[str], int]]:
         yield artifact, [*names, path.name], _bytes_of(path) if whole else 0
     if (told.status.get("choices") or {}).get("adapter", "none") != "none":
         file = told.folder / "wandb" / "adapter.safetensors"
+        file.parent.mkdir(exist_ok=True)  # a run without a tracker has none
         _write_adapter(steps[-1], told.trained_whole, file)
         artifact = wandb.Artifact(f"adapter-{run_id}", "adapter")
         artifact.add_file(str(file), policy="mutable")

@@ -199,7 +199,8 @@ def _short(error: Exception) -> str:
 def decide_mode(tracking: Wandb) -> Mode:
     """Returns the mode to use, before W&B could prompt or wait.
 
-    ``WANDB_MODE`` wins; ``auto`` is online where a key is found and the server answers.
+    ``WANDB_MODE`` wins over all but ``disabled``; ``auto`` is online where a key is found and the
+    server answers.
     """
     if tracking.wanted is not Mode.auto:
         return tracking.wanted

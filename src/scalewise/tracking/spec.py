@@ -46,7 +46,7 @@ VARIABLE = {
 @option("tracking", "wandb")
 @dataclass(frozen=True)
 class Wandb:
-    """One Weights & Biases run per job. ``WANDB_*`` variables of the environment win."""
+    """One Weights & Biases run per job. ``WANDB_*`` variables win, but over ``disabled``."""
 
     mode: Mode = Mode.auto
     """Online, offline or not at all."""
@@ -70,12 +70,19 @@ class Wandb:
 
     @property
     def wanted(self) -> Mode:
-        """Returns the mode that ``WANDB_MODE`` asks for, else this spec's."""
+        """Returns the mode that ``WANDB_MODE`` asks for, else this spec's; none stays none."""
+        if self.mode is Mode.disabled:
+            return self.mode
         return VARIABLE.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
+
+    @property
+    def tracks(self) -> bool:
+        """Returns whether there is a tracker at all."""
+        return self.wanted is not Mode.disabled
 
     def machine_complaints(self) -> Iterator[Complaint]:
         """Yields variables of the environment on which W&B would stumble."""
-        if self.wanted is Mode.disabled:
+        if not self.tracks:
             return
         mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
         if mode.strip() and mode.strip().lower() not in VARIABLE:
