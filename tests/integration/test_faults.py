@@ -115,6 +115,13 @@ def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
+def test_a_crash_in_foreign_code_says_where(job: Job) -> None:
+    told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.accidents.Crash}")
+    said = job(*LAYOUTS["ddp"], *told, status="failed").status
+    assert said["reason"] == "rank 1 was killed by SIGSEGV"
+    assert any("rank 1: " in line and "in string_at" in line for line in said["log_tail"])
+
+
 def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:
     limit = time_enough(job(*LAYOUTS["fsdp"]))
     frozen = "{_target_:fixtures.accidents.Frozen,rank:1,step:3}"
