@@ -49,8 +49,11 @@ class HuggingFaceModule(ModelModule):
         return list(self.blocks.values())
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields those of the model without its body."""
+        """Yields those of the model without its body, and the embedding's matrix where it is tied."""
         yield from self.head.parameters()
+        for part in self.head.modules():
+            if isinstance(part, TiedHead):
+                yield cast(nn.Parameter, part.embedding[0].weight)
 
     def embedding(self) -> nn.Module:
         """Returns what embeds tokens."""
