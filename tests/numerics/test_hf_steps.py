@@ -71,9 +71,10 @@ def test_a_layout_takes_the_steps_of_one_device(
     assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
 
 
-AWAY = {
+SAVING = {
     "offload": ("memory=offload_activations",),
     "offload_all": ("memory=offload_activations", "memory.recompute=nothing"),
+    "loss_chunk": ("objective.loss_chunk=40",),
 }
 
 
@@ -84,15 +85,15 @@ AWAY = {
         for layouts, families in (((*TAKEN, *ZERO), FAMILIES), (SPLIT, CUT))
         for family in families
         for layout in layouts
-        for way in AWAY
+        for way in SAVING
         for usual in [(family, layout, way) == ("llama", "fsdp", "offload_all")]
     ],
 )
-def test_a_layout_hands_over_what_blocks_keep(
+def test_a_layout_saves_memory_in_the_same_steps(
     family: str, layout: str, way: str, checkpoints: Checkpoints, job: Job
 ) -> None:
     folder = checkpoints(family)
-    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []), *AWAY[way])
+    parts = (*LAYOUTS[layout], *([WHOLE_TOKENS] if "tensor" in layout else []), *SAVING[way])
     ranks = compose([*line(folder, *parts)]).parallelism.data_parallel_size
     micro_batch = f"trainer.micro_batch={12 // ranks // 3}"
     assert_equal(job.of(*line(folder, *parts, micro_batch)), alone(job, folder))
@@ -129,8 +130,7 @@ WAYS = {
     "checkpoint_full": ("memory=checkpoint_full",),
     "checkpoint_selective": ("memory=checkpoint_selective",),
     "checkpoint_every_n": ("memory=checkpoint_every_n", "memory.every=2"),
-    **AWAY,
-    "loss_chunk": ("objective.loss_chunk=40",),
+    **SAVING,
     "compile_block": ("compile=block", "compile.backend=aot_eager"),
     "compile_whole": ("compile=whole", "compile.backend=aot_eager"),
 }
