@@ -49,7 +49,7 @@ class HuggingFaceModule(ModelModule):
         return list(self.blocks.values())
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields those of the model without its body, and the embedding's matrix where it is tied."""
+        """Yields the head's own, and the embedding's if it reads that."""
         yield from self.head.parameters()
         for part in self.head.modules():
             if isinstance(part, TiedHead):
