@@ -85,7 +85,7 @@ SELDOM += ("replicate_tensor", "shard_context", "pipeline_context", "pipeline_re
 SELDOM += ("fsdp_zero2", "fsdp_offload", "context_gather", "tensor_alone")
 SELDOM += ("pipeline_interleaved_zero_bubble",)
 """Layouts that send what one of the others does, otherwise arranged."""
-TWICE = ("selective", "mixture", "dora, selective")
+SELECTIVE = {"memory=checkpoint_selective", "memory.otherwise=selective"}
 """What keeps results for one backward, of which zero-bubble schedules make two."""
 CUT = {"prompt": ("context", "pipeline"), "prefix": ("context",)}
 """Axes along which rows, heads or layers are cut, which an adapter refuses."""
@@ -101,7 +101,7 @@ Messages = Counter[tuple[str, tuple[int, ...], int]]
         if layout not in INEXACT and not layout.startswith("deepspeed")  # which declares none
         for shape in SHAPES
         for again in AGAIN
-        if not ("zero_bubble" in layout and again in TWICE)  # which is refused
+        if not ("zero_bubble" in layout and SELECTIVE & {*AGAIN[again]})  # which is refused
         if not any(axis in layout for axis in CUT.get(again, ()))
         if not ("dpo" in again and ("pipeline" in layout or "context" in layout))  # as is this
         for plain in [(shape, again) == ("llama", "nothing") and layout not in SELDOM]

@@ -52,6 +52,8 @@ QATS = {
 }
 EACH = [pytest.param("qat_int4", marks=LONG), "qat_8da4w"]
 TEXT = ("data=corpus", "data.vocabulary=300", "model.vocabulary=300", "data.megabytes=0.5")
+SEEDS = {("qat_8da4w", "context_gather"): 2}
+"""With seed 1 one of 393,216 activations lies at 53.49999 levels, and falls on either side."""
 NEVER = ("tensor", "deepspeed")
 """What refuses matrices that are rounded."""
 
@@ -121,18 +123,10 @@ def test_what_is_cut_off_learns_nothing() -> None:
 def test_a_layout_takes_the_steps_of_one_device(
     name: str, layout: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:
-    """Of what is read, a last bit that another kernel made turns a rounding: not with each seed."""
-    job, seeds = Job(tmp_path, shared_cache), 3 if name == "qat_8da4w" else 1
-    for seed in range(1, seeds + 1):
-        line = (*QATS[name], f"seed={seed}")
-        run = steps_of(LAYOUTS[layout], "accumulated", job, *line)
-        try:
-            assert_near(run, alone("accumulated", *line))
-        except AssertionError:
-            if seed == seeds:
-                raise
-        else:
-            return
+    """A last bit of a number may turn its rounding: of all, the first step is alike."""
+    line = (*QATS[name], f"seed={SEEDS.get((name, layout), 1)}")
+    run = steps_of(LAYOUTS[layout], "accumulated", Job(tmp_path, shared_cache), *line)
+    assert_near(run, alone("accumulated", *line))
 
 
 @LONG
