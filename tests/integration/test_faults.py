@@ -115,11 +115,12 @@ def test_an_accident_of_one_rank_ends_the_others(layout: str, accident: str, job
         assert any("rank 1: " in line and "in happen" in line for line in said["log_tail"])
 
 
-def test_a_crash_in_foreign_code_says_where(job: Job) -> None:
+def test_a_crash_in_foreign_code_says_where(scalewise: Doors) -> None:
     told = ("trusted_packages=[fixtures]", "+callbacks.crash={_target_:fixtures.accidents.Crash}")
-    said = job(*LAYOUTS["ddp"], *told, status="failed").status
-    assert said["reason"] == "rank 1 was killed by SIGSEGV"
-    assert any("rank 1: " in line and "in string_at" in line for line in said["log_tail"])
+    ended = scalewise(*UNTRACKED, *LAYOUTS["ddp"], *told)
+    assert ended.folder.status["reason"] == "rank 1 was killed by SIGSEGV"
+    assert "Fatal Python error: Segmentation fault" in ended.err
+    assert "in string_at" in ended.err
 
 
 def test_a_rank_that_answers_nothing_is_the_one_that_is_named(job: Job) -> None:

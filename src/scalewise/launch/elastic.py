@@ -153,8 +153,7 @@ def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> En
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Ending("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
-            reason = f"rank {rank} was killed by {name}"
-            return Ending("failed", reason, rank, words.stacks(folder, rank))
+            return Ending("failed", f"rank {rank} was killed by {name}", rank)
     causes = [ending for ending in said if ending.status not in ("ok", "pruned", "interrupted")]
     if causes:
         return min(causes, key=lambda cause: cause.bereft)

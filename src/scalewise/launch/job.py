@@ -162,8 +162,6 @@ def begin(
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
     (folder / "checkpoints").mkdir(exist_ok=True)
-    if run.tracking.tracks:
-        (folder / "wandb").mkdir(exist_ok=True)
     words.clear(folder)
     before = earlier or {}
     status = Status(

@@ -80,23 +80,14 @@ def cause(folder: Path, ranks: int) -> Ending | None:
 
 
 def tell_where(folder: Path, rank: int) -> None:
-    """Makes SIGUSR1 write down where this process is, even if it answers to nothing else.
-
-    So does what ends it on the spot: a segmentation fault and its like.
-    """
+    """Makes SIGUSR1 write down where this process is, even if it answers to nothing else."""
     file = (folder / _FOLDER / f"{rank}.stack").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-    faulthandler.enable(file=file, all_threads=False)
 
 
-def stacks(folder: Path, of: int | None = None) -> tuple[str, ...]:
-    """Returns the innermost frames of each rank, or of one, that wrote down where it was."""
-    return tuple(
-        f"rank {rank}: {frame}"
-        for rank, frames in _asked(folder)
-        for frame in frames
-        if of in (None, rank)
-    )
+def stacks(folder: Path) -> tuple[str, ...]:
+    """Returns the innermost frames of each rank that was asked where it is."""
+    return tuple(f"rank {rank}: {frame}" for rank, frames in _asked(folder) for frame in frames)
 
 
 def suspects(folder: Path) -> tuple[list[int], str]:

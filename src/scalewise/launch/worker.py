@@ -53,6 +53,7 @@ def _attempt(
     try:
         if place.rank == 0 and facts is not None and run.tracking.tracks:
             session = open_session(run, folder, facts)
+            (folder / FACTS).parent.mkdir(exist_ok=True)
             write_json(folder / FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
             limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
