@@ -1,8 +1,6 @@
 """``python -m scalewise`` is ``scalewise``."""
 
-import sys
-
-from scalewise.cli import main
+from scalewise.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

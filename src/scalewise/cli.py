@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from scalewise import output
 from scalewise.errors import ScalewiseError
@@ -17,6 +19,18 @@ from scalewise.verbs.usage import VERBS
 
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 """What a folder that is somebody else's, read-only, or no folder at all answers with."""
+
+
+def command() -> NoReturn:
+    """Ends this process with the exit code of its command line."""
+    code = main()
+    if started.by_others():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: a thread of gloo that still gives up a tensor then would abort the process.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import pytest
 from fixtures.doors import TINY, Doors, Opened, same_weights
 
 PARTS = ("parallelism=fsdp", "checkpoint.every=2", "tracking=none")
+TRUSTED = "trusted_packages=[fixtures]"
 
 
 def free_port() -> int:
@@ -57,17 +58,17 @@ def test_two_agents_train_one_run(scalewise: Doors) -> None:
 
 def test_a_lost_rank_is_started_again_and_both_resume(scalewise: Doors) -> None:
     whole = scalewise(*TINY, *PARTS).ok().folder
-    slow = ("trusted_packages=[fixtures]", "+callbacks.slow._target_=fixtures.accidents.Slow")
+    slow = (TRUSTED, "+callbacks.slow._target_=fixtures.accidents.Slow")
     nodes = agents(scalewise, "resume=auto", "name=nodes", *slow, restarts=1)
     nodes[0].until(lambda: any(scalewise.cwd.glob("runs/nodes/*/checkpoints/step-00000004")), "4")
     lost = [p for node in nodes for p in node.family() if p.environ().get("RANK") == "1"]
     assert lost
     rank_of_python = max(lost, key=lambda process: process.create_time())
     rank_of_python.send_signal(signal.SIGKILL)
-    for node in nodes:
-        node.wait().ok()
+    ended = [node.wait() for node in nodes]
+    assert [node.code for node in ended] == [0, 0], "\n".join(node.said for node in ended)
     runs = sorted(p for p in scalewise.cwd.glob("runs/nodes/*") if (p / "status.json").is_file())
-    folders = [f for f in nodes[0].wait().folders if f.path in runs]
+    folders = [f for f in ended[0].folders if f.path in runs]
     last = folders[-1]
     assert last.status["status"] == "ok"
     assert last.status["resumed_from"] is not None
@@ -98,8 +99,9 @@ def tasks(doors: Doors, *parts: str) -> list[Opened]:
     ]
 
 
-def test_tasks_of_srun_are_ranks(scalewise: Doors) -> None:
-    for ended in [task.wait() for task in tasks(scalewise)]:
+def test_tasks_of_srun_are_ranks_and_no_thread_keeps_them(scalewise: Doors) -> None:
+    lingering = "+callbacks.lingering._target_=fixtures.accidents.Lingering"
+    for ended in [task.wait() for task in tasks(scalewise, TRUSTED, lingering)]:
         ended.ok()
     assert ended.folder.status["status"] == "ok"
     assert ended.folder.status["world_size"] == 2

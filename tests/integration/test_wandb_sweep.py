@@ -109,12 +109,22 @@ def test_offline_it_is_a_file_for_wandb_sweep(scalewise: Doors) -> None:
     assert not (scalewise.cwd / "runs").exists()
 
 
-def test_a_server_that_refuses_is_told_in_a_line(scalewise: Doors) -> None:
+@pytest.mark.parametrize(
+    ("faults", "code", "told"),
+    [
+        ({"*": 500}, 1, "the server has failed (HTTP 500)"),
+        ({"*": 401}, 2, "refuses the key"),
+        ({"UpsertSweep": 403}, 1, "W&B made no sweep: the server does not permit it (HTTP 403)"),
+    ],
+    ids=["server", "key", "rights"],
+)
+def test_a_server_that_refuses_is_told_in_a_line(
+    scalewise: Doors, faults: dict[str, int], code: int, told: str
+) -> None:
     with SweepServer() as server:
-        server.faults["*"] = 500
-        env = {**reaching(server), "WANDB_HTTP_TIMEOUT": "5"}
-        ended = scalewise(*LINE, verb="wandb-sweep", env=env)
-    assert ended.code == 1
-    assert "W&B made no sweep" in ended.err
+        server.faults.update(faults)
+        ended = scalewise(*LINE, verb="wandb-sweep", env=reaching(server))
+    assert ended.code == code, ended.said
+    assert told in ended.err
     assert "Traceback" not in ended.said
     assert KEY not in ended.said

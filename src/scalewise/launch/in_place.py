@@ -84,4 +84,4 @@ def _leave_together() -> None:
     """Waits for rank 0, which has more to write: a launcher ends the others when one has ended."""
     with suppress(RuntimeError):  # whom a signal stopped while starting may be alone
         dist.all_reduce(torch.zeros(1))
-        dist.destroy_process_group()
+    dist.destroy_process_group()

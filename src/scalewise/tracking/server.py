@@ -1,12 +1,13 @@
-"""Weights & Biases as ``publish`` speaks to it: what it has of a run, and the run opened again."""
+"""Weights & Biases outside of a run: what it has of one, one opened again, a sweep made."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -94,6 +95,24 @@ class Server:
                 told = "the server dropped some of it; try again later"
             raise ScalewiseError(said(told))
 
+    def sweep(self, config: Mapping[str, Any], entity: str | None, project: str) -> str:
+        """Makes a sweep; returns its ``ENTITY/PROJECT/ID``.
+
+        Within ``own_environment``, or tries outlast the client's patience with its service, whose
+        end it then waits for without one.
+        """
+        import wandb
+
+        entity = os.environ.get("WANDB_ENTITY", entity)
+        project = os.environ.get("WANDB_PROJECT", project)
+        try:
+            with redirect_stdout(StringIO()):
+                known = wandb.sweep(dict(config), entity=entity, project=project)
+        except Exception as error:  # the client raises many kinds
+            raise ScalewiseError(f"W&B made no sweep: {said(error)}") from None
+        # The client notes there where the server has put the sweep.
+        return f"{os.environ['WANDB_ENTITY']}/{os.environ['WANDB_PROJECT']}/{known}"
+
     @contextmanager
     def reopened(
         self, entity: str, project: str, run_id: str, *, exit_code: int, wait: float
@@ -146,7 +165,7 @@ def own_environment() -> Iterator[None]:
         os.environ.setdefault(f"WANDB__{name}_RETRY_MAX", tries)
     os.environ["WANDB_SILENT"] = "true"
     try:
-        with TemporaryDirectory(prefix="scalewise-publish-") as folder:
+        with TemporaryDirectory(prefix="scalewise-wandb-") as folder:
             os.environ["WANDB_DIR"] = folder
             yield
     finally:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from typing import Any
 
-from scalewise.errors import Complaint, ConfigError, ScalewiseError
+from scalewise.errors import Complaint, ConfigError
 from scalewise.study.space import Axis, Choice, grid
 from scalewise.study.spec import TRIALS, Search
 
@@ -82,23 +80,6 @@ def search_of(sweeper: Mapping[str, Any], option: str) -> Search:
         reason = f"W&B Sweeps cannot walk the axes by {', '.join(strange)}"
         raise ConfigError.one("hydra/sweeper", option, reason, "use scalewise train")
     return Search(sampler="grid")
-
-
-def created(config: Mapping[str, Any], project: str, entity: str | None) -> str:
-    """Returns ``ENTITY/PROJECT/ID`` of a new sweep; raises ``ScalewiseError`` if W&B refuses it."""
-    import wandb
-
-    try:
-        with redirect_stdout(StringIO()):
-            known = wandb.sweep(
-                dict(config),
-                entity=os.environ.get("WANDB_ENTITY", entity),
-                project=os.environ.get("WANDB_PROJECT", project),
-            )
-    except Exception as error:  # the client raises many kinds
-        raise ScalewiseError(f"W&B made no sweep: {' '.join(str(error).split())[:200]}") from error
-    # The client notes there where the server has put the sweep.
-    return f"{os.environ['WANDB_ENTITY']}/{os.environ['WANDB_PROJECT']}/{known}"
 
 
 def _parameter(axis: Axis, method: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import yaml
 from scalewise.config.searched import searched
 from scalewise.launch import signals
 from scalewise.tracking import sweeps
+from scalewise.tracking.server import Server, own_environment
 from scalewise.tracking.session import decide_mode
 from scalewise.tracking.spec import Mode
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         if decide_mode(tracking) is not Mode.online:
             print(yaml.safe_dump(config, sort_keys=False), end="")
             return 0
-        known = sweeps.created(config, tracking.project, tracking.entity)
+        with own_environment():
+            known = Server().sweep(config, tracking.entity, tracking.project)
         print(f"sweep {known}\nwandb agent {known}")
         return 0
