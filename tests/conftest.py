@@ -1,6 +1,7 @@
 """What every test starts from: a cache of its own, no W&B account, a folder to itself."""
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -31,6 +32,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    """Takes SIGHUP back from ``nohup``: doors inherit it, and heed that it is to be ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """Bytes by phase, beside bytes counted by hand for a small network."""
 
 import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._profiler import _EventType
 
+from scalewise.measure import profiled
 from scalewise.measure.memory import LiveBytes, MemoryProbe, host_peak_bytes
 from scalewise.measure.profiled import ProfiledBytes
 from scalewise.measure.storages import bytes_of
@@ -90,6 +94,22 @@ def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() ->
 
 
 COUNTERS = pytest.mark.parametrize("counter", [LiveBytes, ProfiledBytes])
+
+
+def test_no_operator_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of operators behind compiled code crashed one process in fifteen."""
+    seen = []
+
+    def of_tree(events: Iterable[Any]) -> Iterator[Any]:
+        seen.extend(event.tag for event in events)
+        yield from ()
+
+    monkeypatch.setattr(profiled, "_of_tree", of_tree)
+    with ProfiledBytes():
+        network = Network()
+        network(torch.ones(ROWS, IN)).backward()
+        torch.optim.AdamW(network.parameters()).step()
+    assert {*seen} == {_EventType.Allocation}
 
 
 @COUNTERS

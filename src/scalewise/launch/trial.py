@@ -17,6 +17,9 @@ STEPS = 2
 PASSES = 2
 """Micro batches of a step at the most: the second runs beside the gradients of the first."""
 
+HEADROOM = 0.05
+"""Part of ``launch.memory_limit_gib`` that a trial leaves: what fits by a hair may not again."""
+
 
 def status(run: Run) -> str:
     """Returns how two steps of ``run`` end, with its callbacks and a validation, untracked.
@@ -41,7 +44,7 @@ def shortened(run: Run) -> Run:
 
     On the CPU it saves as well, as there a save needs memory of the same kind.
     """
-    trainer, checkpoint = run.trainer, run.checkpoint
+    trainer, checkpoint, limit = run.trainer, run.checkpoint, run.launch.memory_limit_gib
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return replace(
         run,
@@ -64,5 +67,10 @@ def shortened(run: Run) -> Run:
             best=False,
             at_end=saves and run.hardware.device is DeviceKind.cpu,
         ),
-        launch=replace(run.launch, max_restarts=0, refuse_unfit=False),
+        launch=replace(
+            run.launch,
+            max_restarts=0,
+            refuse_unfit=False,
+            memory_limit_gib=limit and limit * (1 - HEADROOM),
+        ),
     )

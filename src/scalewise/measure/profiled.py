@@ -8,10 +8,25 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
 
 from scalewise.measure.storages import key_of, plain
+
+CONFIG = ProfilerConfig(
+    ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
+)
+"""Memory, and nothing else."""
+ACTIVITIES = {ProfilerActivity.CPU}
+SCOPES = {RecordScope.CUSTOM_CLASS}
+"""Not those of operators, whose records are large and, behind compiled code, may be torn."""
 
 
 def hush() -> None:
@@ -32,7 +47,7 @@ class ProfiledBytes:
         self._before: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._alive: dict[int, int] = {}
         self._held = self._peak = 0
-        self._record: profile | None = None
+        self._records = False
 
     def __enter__(self) -> ProfiledBytes:
         hush()
@@ -76,22 +91,22 @@ class ProfiledBytes:
         )
 
     def _settle(self) -> None:
-        if self._record is not None:
+        if self._records:
             self._end()
             self._begin()
 
     def _begin(self) -> None:
         self._held = self._from_before()
-        self._record = profile(profile_memory=True)
-        self._record.__enter__()
+        _prepare_profiler(CONFIG, ACTIVITIES)
+        _enable_profiler(CONFIG, ACTIVITIES, SCOPES)  # type: ignore[call-arg]  # torch's stub lacks it
+        self._records = True
 
     def _end(self) -> None:
-        record, self._record = self._record, None
-        assert record is not None
-        record.__exit__(None, None, None)
+        self._records = False
+        events = _disable_profiler().experimental_event_tree()
         count = sum(self._alive.values())
         self._peak = max(self._peak, count + self._held)
-        for place, size in _allocations(record):
+        for place, size in _allocations(events):
             if size > 0:
                 self._alive[place] = size
                 count += size
@@ -106,11 +121,9 @@ class ProfiledBytes:
         return followed + sum(storage.nbytes() for storage in resized)
 
 
-def _allocations(record: profile) -> Iterator[tuple[int, int]]:
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yields where bytes were given, and how many; those given back are below zero."""
-    assert record.kineto_results is not None
-    found = sorted(_of_tree(record.kineto_results.experimental_event_tree()))
-    yield from ((place, size) for _, _, place, size in found)
+    yield from ((place, size) for _, _, place, size in sorted(_of_tree(events)))
 
 
 def _of_tree(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
