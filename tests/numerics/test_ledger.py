@@ -36,6 +36,26 @@ def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
     assert abs(error) < 0.02
 
 
+FULLEST = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
+"""A loss so small that the step is fullest in a block."""
+
+
+@LONG
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("memory=checkpoint_full",),
+        ("memory=checkpoint_every_n",),
+        ("memory=checkpoint_full", "model.feedforward=1024"),
+        ("memory=checkpoint_full", "precision=bf16_mixed"),
+        ("memory=checkpoint_full", "model.norm=layernorm", "model.activation=gelu"),
+    ],
+    ids=" ".join,
+)
+def test_compiled_blocks_that_compute_again_are_foreseen(line: tuple[str, ...], job: Job) -> None:
+    test_the_peak_is_the_one_foreseen((*FULLEST, *line), job)
+
+
 BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
 
 

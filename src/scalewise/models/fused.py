@@ -13,21 +13,28 @@ CASTING = (Work.pointwise, Work.product_fp8)
 """What reads by kernels of pointwise operators: products of 8 bits are given casts."""
 
 
-def fused(tape: Tape) -> Tape:
+def fused(tape: Tape, *, again: bool = False) -> Tape:
     """Returns a tape that keeps what torch's min-cut partitioner does.
 
     What products read is in memory anyway, so that it is kept, once if it was made twice. What
     pointwise operators wrote for others like them, backward makes again in its own kernels, and
     keeps what these begin with.
+
+    ``again``: whether backward makes all of it again. Products of weights' gradients then come
+    after the kernel for what they read, and one that gives two gradients writes both anew. With
+    products of 8 bits it is the tape itself: less than what is found, but nothing is nearer.
     """
     if isinstance(tape, Played):
         return tape
-    return _Fusion(tape).fused()
+    if again and any(operator.work is Work.product_fp8 for operator in tape.operators):
+        return tape
+    return _Fusion(tape, again).fused()
 
 
 class _Fusion:
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._few = tape, max(tape.sizes, default=0) // FEW
+    def __init__(self, tape: Tape, again: bool) -> None:
+        self._tape, self._again = tape, again
+        self._few = max(tape.sizes, default=0) // FEW
         self._writer = {place: op for op in tape.operators for place in op.writes}
         products = [op for op in tape.operators if op.work not in CASTING]
         self._read = {place for op in products for place in op.saved}
@@ -56,7 +63,13 @@ class _Fusion:
         begun = dict.fromkeys(each for place in operator.saved for each in self._sources(place))
         if operator.work is Work.product_fp8:
             return replace(operator, saved=(*begun,))
-        return replace(operator, saved=(*begun,), scratch=0, in_place=True)
+        late = [place for place in operator.writes if self._again and self._late(place)]
+        alone = not self._again or len(operator.gradients) == 1
+        return replace(operator, saved=(*begun, *late), scratch=0, in_place=alone)
+
+    def _late(self, place: int) -> bool:
+        """Returns whether a product reads it, and it is no second one of its kind."""
+        return place in self._read and self._once(place) == place
 
     def _pointwise(self, place: int) -> bool:
         writer = self._writer.get(place)

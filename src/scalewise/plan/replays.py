@@ -20,12 +20,16 @@ NOTHING = Replay(0, 0, 0, 0)
 
 
 @lru_cache(maxsize=1024)
-def tapes_of(model: Model, shape: Pass) -> Tapes:
-    """Returns the tapes of a model; the many layouts of a search share few shapes."""
+def tapes_of(model: Model, shape: Pass, again: bool = False) -> Tapes:
+    """Returns the tapes of a model; the many layouts of a search share few shapes.
+
+    ``again``: whether backward computes all of a block a second time.
+    """
     found = model.tapes(shape)
     if not shape.compiled:
         return found
-    return replace(found, start=fused(found.start), block=fused(found.block))
+    start, block = (fused(tape, again=again) for tape in (found.start, found.block))
+    return replace(found, start=start, block=block)
 
 
 @lru_cache(maxsize=1024)
@@ -38,7 +42,7 @@ def of_block(
     stepped: float = -1,
 ) -> Replay:
     """Returns any block but the first of all."""
-    block = tapes_of(model, _shaped(shape, recompute)).block
+    block = tapes_of(model, shape, recompute is Recompute.full).block
     return replay(block, recompute, fresh=fresh, offload=offload, stepped=stepped)
 
 
@@ -52,13 +56,8 @@ def of_start(
     stepped: float = -1,
 ) -> Replay:
     """Returns the first block of all."""
-    start = tapes_of(model, _shaped(shape, recompute)).start
+    start = tapes_of(model, shape, recompute is Recompute.full).start
     return replay(start, recompute, fresh=fresh, offload=offload, stepped=stepped)
-
-
-def _shaped(shape: Pass, recompute: Recompute) -> Pass:
-    """Returns what a block does: one that computes all again makes all of it, compiled or not."""
-    return replace(shape, compiled=False) if recompute is Recompute.full else shape
 
 
 def offloaded(run: Run, holds: Holds) -> int:
