@@ -49,6 +49,10 @@ FULLEST = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
         ("memory=checkpoint_full", "model.feedforward=1024"),
         ("memory=checkpoint_full", "precision=bf16_mixed"),
         ("memory=checkpoint_full", "model.norm=layernorm", "model.activation=gelu"),
+        ("memory=checkpoint_full", "adapter=lora"),
+        ("memory=checkpoint_full", "adapter=dora"),
+        ("memory=checkpoint_full", "adapter=lora", "precision=bf16_mixed"),
+        ("memory=checkpoint_selective",),
     ],
     ids=" ".join,
 )

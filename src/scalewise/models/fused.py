@@ -21,7 +21,7 @@ def fused(tape: Tape, *, again: bool = False) -> Tape:
     keeps what these begin with.
 
     ``again``: whether backward makes all of it again. Products of weights' gradients then come
-    after the kernel for what they read, and one that gives two gradients writes both anew. With
+    after the kernel for what they read, and one that writes that writes two gradients anew. With
     products of 8 bits it is the tape itself: less than what is found, but nothing is nearer.
     """
     if isinstance(tape, Played):
@@ -64,7 +64,7 @@ class _Fusion:
         if operator.work is Work.product_fp8:
             return replace(operator, saved=(*begun,))
         late = [place for place in operator.writes if self._again and self._late(place)]
-        alone = not self._again or len(operator.gradients) == 1
+        alone = not late or len(operator.gradients) == 1
         return replace(operator, saved=(*begun, *late), scratch=0, in_place=alone)
 
     def _late(self, place: int) -> bool:

@@ -108,6 +108,7 @@ class _Forward:
         cached: frozenset[int] = frozenset(),
     ) -> None:
         self._tape, self._cached = tape, cached
+        self._sizes = tape.sizes.copy()
         self._last_read = {
             place: at for at, operator in enumerate(tape.operators) for place in operator.reads
         }
@@ -116,10 +117,12 @@ class _Forward:
             for place in operator.saved:
                 self.saves[place] = self.saves.get(place, 0) + 1
         self._stays = {*given, *(self.saves if kept is None else kept)}
+        for place in tape.inside - self._stays:
+            self._sizes[place] = 0
         self._now = self.peak = sum(tape.sizes[place] for place in {*given, *cached})
 
     def run(self, operators: Sequence[Operator]) -> None:
-        sizes, stays, now, peak = self._tape.sizes, self._stays, self._now, self.peak
+        sizes, stays, now, peak = self._sizes, self._stays, self._now, self.peak
         for at, operator in enumerate(operators):
             for place in operator.writes:
                 if place not in self._cached:
