@@ -38,6 +38,7 @@ def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
 
 FULLEST = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
 """A loss so small that the step is fullest in a block."""
+LORA_EVERYWHERE = ("adapter=lora", "adapter.targets=[.*]")
 
 
 @LONG
@@ -52,11 +53,17 @@ FULLEST = ("compile=block", "model.vocabulary=64", "data.vocabulary=64")
         ("memory=checkpoint_full", "adapter=lora"),
         ("memory=checkpoint_full", "adapter=dora"),
         ("memory=checkpoint_full", "adapter=lora", "precision=bf16_mixed"),
+        ("memory=checkpoint_full", *LORA_EVERYWHERE),
+        ("memory=checkpoint_full", *LORA_EVERYWHERE, "precision=bf16_true"),
         ("memory=checkpoint_selective",),
+        ("adapter=lora",),
+        ("adapter=dora",),
+        LORA_EVERYWHERE,
+        (),
     ],
     ids=" ".join,
 )
-def test_compiled_blocks_that_compute_again_are_foreseen(line: tuple[str, ...], job: Job) -> None:
+def test_compiled_blocks_are_foreseen(line: tuple[str, ...], job: Job) -> None:
     test_the_peak_is_the_one_foreseen((*FULLEST, *line), job)
 
 

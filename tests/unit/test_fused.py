@@ -70,6 +70,33 @@ def test_casts_of_the_same_are_kept_once_and_those_of_weights_each() -> None:
     assert replay(fused(tape), fresh=True).kept == 2 * SUM + X // 2
 
 
+def test_a_sum_is_kept_where_it_is_less_than_what_it_is_made_of() -> None:
+    """As beside every layer that has an adapter."""
+    tape = Tape()
+    x = tape.tensor(X)
+    parts = [tape.add(Work.product, (x,), WIDE, saved=(x,), weight=(8, 8)) for _ in range(2)]
+    whole = tape.add(Work.pointwise, parts, WIDE, shares=True)
+    half = tape.add(Work.pointwise, (whole,), WIDE, saved=(whole,))
+    tape.add(Work.product, (half,), X, saved=(half,), weight=(8, 8))
+    assert replay(fused(tape), fresh=True).kept == X + WIDE + WIDE
+    again = fused(tape, again=True)
+    kernel = next(each for each in again.operators if half in each.writes)
+    assert {*kernel.saved} == {*parts, half}
+
+
+def test_a_kernel_reads_all_that_arrives_for_it_and_writes_over_it() -> None:
+    tape = Tape()
+    x = tape.tensor(X)
+    wide = tape.add(Work.product, (x,), WIDE, saved=(x,), weight=(8, 8))
+    half = tape.add(Work.pointwise, (wide,), WIDE, saved=(wide,))
+    ends = [tape.add(Work.product, (half,), X, saved=(half,), weight=(8, 8)) for _ in range(4)]
+    tape.add(Work.pointwise, ends, X, shares=True)
+    eager, compiled = (replay(each, fresh=False).backward_peak for each in (tape, fused(tape)))
+    besides = X + WIDE + WIDE + X + 8
+    assert eager == besides + 3 * WIDE  # two, and their sum
+    assert compiled == besides + 4 * WIDE  # and the kernel makes no other
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "fp8"])
 def test_a_compiled_model_takes_less_memory_and_time(precision: str) -> None:
     line = ["model=llama3_8b", "hardware=h100", "data=synthetic", f"precision={precision}"]

@@ -18,11 +18,11 @@ def fused(tape: Tape, *, again: bool = False) -> Tape:
 
     What products read is in memory anyway, so that it is kept, once if it was made twice. What
     pointwise operators wrote for others like them, backward makes again in its own kernels, and
-    keeps what these begin with.
+    keeps what these begin with, or what was made of it where that is less.
 
-    ``again``: whether backward makes all of it again. Products of weights' gradients then come
-    after the kernel for what they read, and one that writes that writes two gradients anew. With
-    products of 8 bits it is the tape itself: less than what is found, but nothing is nearer.
+    ``again``: whether backward makes all of it again, and then in its kernels what only products of
+    weights' gradients read. With products of 8 bits it is the tape itself: less than what is found,
+    but nothing is nearer.
     """
     if isinstance(tape, Played):
         return tape
@@ -39,21 +39,41 @@ class _Fusion:
         products = [op for op in tape.operators if op.work not in CASTING]
         self._read = {place for op in products for place in op.saved}
         self._twin: dict[tuple[tuple[int, ...], int], int] = {}
+        self._kept = {0}
+        for operator in tape.operators:
+            if operator.work is Work.pointwise:
+                self._kept.update(*map(self._sources, operator.saved))
 
     def fused(self) -> Tape:
         """Returns the tape."""
-        tape = self._tape
-        operators = [self._compiled(each) for each in tape.operators]
-        return Tape(tape.sizes, tape.trained, operators, self._inside())
+        tape, inside = self._tape, self._inside()
+        late = self._late() if self._again else frozenset()
+        operators = [self._compiled(each, late) for each in _sunk(tape.operators, inside)]
+        return Tape(tape.sizes, tape.trained, operators, inside)
+
+    def _late(self) -> frozenset[int]:
+        """Returns what kernels make beside gradients, as the products that read it run no more."""
+        wanted: set[int] = set()
+        late = set()
+        for operator in reversed(self._tape.operators):
+            if operator.work in CASTING:
+                wanted.update(each for place in operator.saved for each in self._sources(place))
+                late.update(self._read.intersection(operator.writes) - wanted)
+            elif operator.work is Work.attention:
+                wanted.update(operator.saved)
+            if not wanted.isdisjoint(operator.writes):
+                wanted.update(operator.reads)
+        return frozenset(place for place in late if self._once(place) == place)
 
     def _inside(self) -> frozenset[int]:
         """Returns what pointwise operators write and only they read, but for what comes out."""
-        others = {p for op in self._tape.operators if op.work not in CASTING for p in op.reads}
+        products = [op for op in self._tape.operators if op.work not in CASTING]
+        others = {place for op in products for place in (*op.reads, *op.saved)}
         out = self._tape.operators[-1].writes[0]
         made = (place for place in self._writer if self._pointwise(place))
         return frozenset(place for place in made if place not in others and place != out)
 
-    def _compiled(self, operator: Operator) -> Operator:
+    def _compiled(self, operator: Operator, late: frozenset[int]) -> Operator:
         if operator.work not in CASTING:
             once = tuple(map(self._once, operator.saved))
             rounds = operator.work is Work.product and sum(operator.casts) > 0
@@ -63,13 +83,8 @@ class _Fusion:
         begun = dict.fromkeys(each for place in operator.saved for each in self._sources(place))
         if operator.work is Work.product_fp8:
             return replace(operator, saved=(*begun,))
-        late = [place for place in operator.writes if self._again and self._late(place)]
-        alone = not late or len(operator.gradients) == 1
-        return replace(operator, saved=(*begun, *late), scratch=0, in_place=alone)
-
-    def _late(self, place: int) -> bool:
-        """Returns whether a product reads it, and it is no second one of its kind."""
-        return place in self._read and self._once(place) == place
+        made = late.intersection(operator.writes)
+        return replace(operator, saved=(*begun, *made), scratch=0, kernel=True, anew=bool(made))
 
     def _pointwise(self, place: int) -> bool:
         writer = self._writer.get(place)
@@ -84,7 +99,34 @@ class _Fusion:
 
     def _sources(self, place: int) -> set[int]:
         """Returns what is kept so that a place is there, or can be made again."""
-        small = self._tape.sizes[place] <= self._few
-        if small or place in self._read or not self._pointwise(place):
+        size, sizes = self._tape.sizes[place], self._tape.sizes
+        there = size <= self._few or place in self._read or place in self._kept
+        if there or not self._pointwise(place):
             return {place}
-        return {each for read in self._writer[place].reads for each in self._sources(read)}
+        begun = {each for read in self._writer[place].reads for each in self._sources(read)}
+        if self._again:
+            return begun
+        more = sum(
+            sizes[each] for each in begun - self._read - self._kept if sizes[each] > self._few
+        )
+        return {place} if more > size else begun
+
+
+def _sunk(operators: list[Operator], inside: frozenset[int]) -> list[Operator]:
+    """Returns operators in the order of kernels: what is inside of one comes right before it."""
+    read = {place for operator in operators for place in operator.reads}
+    waiting: dict[int, Operator] = {}
+    order: list[Operator] = []
+
+    def run(operator: Operator) -> None:
+        for place in operator.reads:
+            if place in waiting:
+                run(waiting.pop(place))
+        order.append(operator)
+
+    for operator in operators:
+        if operator.writes[0] in inside & read:
+            waiting[operator.writes[0]] = operator
+        else:
+            run(operator)
+    return order

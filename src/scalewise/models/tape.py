@@ -113,8 +113,9 @@ class Operator:
     needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
     8 bits or fewer. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
     of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
-    ``in_place``: whether backward writes a gradient over the one that it reads. ``hands_over``:
-    whether what it saved are the gradients.
+    ``hands_over``: whether what it saved are the gradients. ``kernel``: whether backward is part of
+    a compiler's kernel, which reads all that arrives for it, ``anew``: and of this writes nothing
+    over that it reads for several gradients.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
 
@@ -131,8 +132,9 @@ class Operator:
     casts: tuple[int, int] = (0, 0)
     packed: bool = False
     kept_by_selective: bool = False
-    in_place: bool = False
     hands_over: bool = False
+    kernel: bool = False
+    anew: bool = False
     flops: float = 0.0
     backward_flops: float = 0.0
 

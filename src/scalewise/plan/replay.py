@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from scalewise.memory import OFFLOADED_FROM, Recompute
 from scalewise.models.tape import Operator, Played, Tape, Way
+from scalewise.plan.backward import Backward
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ def replay(
         leftover = sum(tape.sizes[place] for place in (unused & cached) | held)
         # It is made when backward first reads of it; gradients have come so far by then.
         asked = max(at for at, operator in enumerate(tape.operators) if operator.reads_back)
-        arriving = _Backward(tape, forward, 0, fresh=fresh, stepped=stepped)
+        arriving = Backward(tape, forward.saves, 0, fresh=fresh, stepped=stepped)
         arriving.run(tape.operators[asked + 1 :])
         again = second.peak + arriving.now - forward.kept
         if offload:
             away = frozenset(place for place in given if tape.sizes[place] >= OFFLOADED_FROM)
             kept -= sum(tape.sizes[place] for place in away)
     late = away if recompute is Recompute.nothing else frozenset()
-    backward = _Backward(tape, forward, leftover, fresh=fresh, away=late, stepped=stepped)
+    backward = Backward(tape, forward.saves, leftover, fresh=fresh, away=late, stepped=stepped)
     backward.run(tape.operators)
     peak = max(backward.peak, again)
     gone = sum(tape.sizes[place] for place in away)
@@ -141,94 +142,3 @@ class _Forward:
     def kept(self) -> int:
         """Returns the bytes that backward will read."""
         return sum(self._tape.sizes[place] for place in self.saves)
-
-
-class _Backward:
-    """Counts bytes through the operators, in reverse."""
-
-    def __init__(
-        self,
-        tape: Tape,
-        forward: _Forward,
-        leftover: int,
-        *,
-        fresh: bool,
-        away: frozenset[int] = frozenset(),
-        stepped: float,
-    ) -> None:
-        self._tape, self._fresh, self._stepped = tape, fresh and stepped < 0, stepped
-        self._saves, self._away = dict(forward.saves), set(away)
-        self.now = forward.kept + leftover - sum(tape.sizes[place] for place in away)
-        self.peak = self.held = 0
-        self._gradient: dict[int, int] = {}
-        self._sizes: list[int] = []
-        self._owners: list[int] = []
-
-    def run(self, operators: Sequence[Operator]) -> None:
-        tape = self._tape
-        output = tape.operators[-1].writes[0]
-        self._gradient[output] = self._make(tape.sizes[output])
-        for operator in reversed(operators):
-            if operator.writes[0] in self._gradient:
-                self._through(operator)
-
-    def _through(self, operator: Operator) -> None:
-        sizes = self._tape.sizes
-        arrived = self._gradient.pop(operator.writes[0])
-        for place in self._away.intersection(operator.saved):
-            self._grow(sizes[place])
-        self._away.difference_update(operator.saved)
-        if operator.hands_over:
-            self._let_go(operator)
-        computed, held = operator.weight
-        if computed and operator.weight_first:
-            self._grow(computed)
-        made: list[tuple[int, int]] = []
-        for place in operator.gradients:
-            alone = operator.in_place and not made and self._owners[arrived] == 1
-            if (operator.shares or alone) and sizes[place] == self._sizes[arrived]:
-                self._owners[arrived] += 1
-                made.append((place, arrived))
-            else:
-                made.append((place, self._make(sizes[place])))
-        if computed and not operator.weight_first:
-            self._grow(computed)
-        self.peak = max(self.peak, self.now + operator.scratch)
-        self._drop(arrived)
-        if not operator.hands_over:
-            self._let_go(operator)
-        for place, buffer in made:
-            if (before := self._gradient.get(place)) is not None:
-                total = self._make(sizes[place])
-                self._drop(before)
-                self._drop(buffer)
-                buffer = total
-            self._gradient[place] = buffer
-        if computed:
-            if held != computed:
-                self._grow(held)
-                self.now -= computed
-            self.peak = max(self.peak, self.now + round(held * max(0.0, self._stepped)))
-            self.held += held * self._fresh
-            self.now -= held * (not self._fresh)
-
-    def _let_go(self, operator: Operator) -> None:
-        for place in operator.saved:
-            self._saves[place] -= 1
-            if not self._saves[place]:
-                self.now -= self._tape.sizes[place]
-
-    def _make(self, size: int) -> int:
-        self._sizes.append(size)
-        self._owners.append(1)
-        self._grow(size)
-        return len(self._sizes) - 1
-
-    def _drop(self, buffer: int) -> None:
-        self._owners[buffer] -= 1
-        if not self._owners[buffer]:
-            self.now -= self._sizes[buffer]
-
-    def _grow(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
