@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType
 
-from scalewise.measure import profiled
+from scalewise.measure import memory, profiled
 from scalewise.measure.memory import LiveBytes, MemoryProbe, host_peak_bytes
 from scalewise.measure.profiled import ProfiledBytes
 from scalewise.measure.storages import bytes_of
@@ -199,3 +199,13 @@ def test_what_compiled_code_keeps_is_counted() -> None:
     assert found["memory/gradients_bytes"] == PARAMETERS
     assert found["memory/activations_bytes"] >= ACTIVATIONS - 4 * ROWS * OUT
     assert found["memory/peak_bytes"] >= PARAMETERS + ACTIVATIONS
+
+
+def test_what_gloo_lets_go_of_late_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what collectives have sent, a thread may keep a reference for a moment."""
+    with LiveBytes() as live:
+        thread = [torch.zeros(256)]
+        monkeypatch.setattr(memory.time, "sleep", lambda _: thread.clear())
+        torch.ops._c10d_functional.wait_tensor(thread[0])
+        after = torch.zeros(256)
+        assert live.take_peak() == after.nbytes

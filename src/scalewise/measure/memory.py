@@ -20,6 +20,8 @@ from scalewise.measure.storages import bytes_of, key_of, plain
 
 LETTING_GO = 0.005
 """Seconds that a thread of gloo is given to let go of what it has sent, once it has said so."""
+SENDS = ("c10d", "_c10d_functional")
+"""Where torch has its collectives."""
 
 
 class Holdings:
@@ -161,7 +163,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in plain(tree_leaves(result)):
             if key_of(tensor) not in known:
                 self._add(tensor.untyped_storage())
-        self._sent |= func.namespace == "c10d"
+        self._sent |= func.namespace in SENDS
         if self._sent and self.now > self._peak:
             time.sleep(LETTING_GO)
             self._sent = False
