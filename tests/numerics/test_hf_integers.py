@@ -17,7 +17,6 @@ from fixtures.integers import (
     assert_multiplied,
     assert_near,
     exported,
-    needs_compressed_tensors,
     of_torchao,
 )
 from fixtures.jobs import Job
@@ -163,7 +162,6 @@ def test_an_export_holds_integers_that_say_what_training_said(
 
 
 @LONG
-@needs_compressed_tensors
 @pytest.mark.parametrize("name", QATS)
 def test_transformers_multiplies_by_the_integers(
     name: str, trained: dict[str, Folder], tmp_path: Path

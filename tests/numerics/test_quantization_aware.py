@@ -15,7 +15,6 @@ from fixtures.integers import (
     assert_multiplied,
     assert_near,
     exported,
-    needs_compressed_tensors,
     of_torchao,
 )
 from fixtures.jobs import Job
@@ -216,7 +215,6 @@ def by_torchao(run: Run, module: ModelModule) -> ModelModule:
 
 
 @LONG
-@needs_compressed_tensors
 @pytest.mark.parametrize("name", QATS)
 def test_transformers_multiplies_by_the_integers(
     name: str, trained: dict[str, Folder], tmp_path: Path
