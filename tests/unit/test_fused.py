@@ -70,6 +70,16 @@ def test_casts_of_the_same_are_kept_once_and_those_of_weights_each() -> None:
     assert replay(fused(tape), fresh=True).kept == 2 * SUM + X // 2
 
 
+def test_what_is_drawn_is_kept_with_its_mask() -> None:
+    """As the inputs of two adapters: neither another draw nor a mask is made of what was read."""
+    tape = Tape()
+    x = tape.tensor(X)
+    for _ in range(2):
+        drawn = tape.add(Work.pointwise, (x,), X, extra=(X // 4,))
+        tape.add(Work.product, (drawn,), X, saved=(drawn,), weight=(8, 8))
+    assert replay(fused(tape), fresh=True).kept == 2 * (X + X // 4)
+
+
 def test_a_sum_is_kept_where_it_is_less_than_what_it_is_made_of() -> None:
     """As beside every layer that has an adapter."""
     tape = Tape()

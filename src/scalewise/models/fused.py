@@ -88,11 +88,13 @@ class _Fusion:
 
     def _pointwise(self, place: int) -> bool:
         writer = self._writer.get(place)
-        return writer is not None and writer.work is Work.pointwise
+        return writer is not None and writer.work is Work.pointwise and place == writer.writes[0]
 
     def _once(self, place: int) -> int:
         """Returns a product's input, or the one that was made of the same before."""
         if not self._pointwise(place) or not self._writer[place].reads:  # such as a weight's cast
+            return place
+        if len(self._writer[place].writes) > 1:  # drawn with a mask of its own
             return place
         made = (self._writer[place].reads, self._tape.sizes[place])
         return self._twin.setdefault(made, place)

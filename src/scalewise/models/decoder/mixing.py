@@ -118,5 +118,6 @@ class Mixing(Messages):
         if not share:
             return x
         size = self.tape.sizes[x]
-        mask = size if self.run.on_cpu else size // self.run.stream
+        as_numbers = self.run.on_cpu and not self.run.compiled
+        mask = size if as_numbers else size // self.run.stream
         return self.tape.add(Work.pointwise, (x,), size, extra=(mask,))
