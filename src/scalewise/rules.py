@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scalewise.data.templates import end_beside
+from scalewise.data.tokenizing import SMALLEST_VOCABULARY
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind, ranks_on_this_machine, this_machine
 from scalewise.precision import Number
@@ -58,7 +59,8 @@ def of_tokens(run: Run) -> Iterator[Complaint]:
     grown = f"model.vocabulary={needed}" if run.model.has_key("vocabulary") else "another model"
     if needed is not None and needed > known and hasattr(run.data, "vocabulary"):
         reason = f"yields token ids beyond the model's vocabulary of {known}"
-        cure = f"set data.vocabulary={known} or {grown}"
+        enough = known >= SMALLEST_VOCABULARY
+        cure = f"set data.vocabulary={known} or {grown}" if enough else f"set {grown}"
         yield Complaint("data.vocabulary", needed, reason, cure)
     elif needed is not None and needed > known:
         reason = f"is too small: the rows of data={run.choices.get('data')} have {needed} ids"

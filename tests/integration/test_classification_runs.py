@@ -41,7 +41,7 @@ def test_an_evaluation_is_the_last_validation(
         assert found[key] == pytest.approx(run.column(f"val/{key}")[-1], rel=1e-4), key
     assert cli.main(["export", str(run.path)]) == 0
     peer = AutoModelForSequenceClassification.from_pretrained(run.path / "export")
-    assert peer.config.num_labels == 2
+    assert peer.config.id2label == {0: "backwards", 1: "forwards"}
 
 
 @pytest.mark.exhaustive

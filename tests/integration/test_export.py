@@ -166,9 +166,14 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(result.folder), f"to={tmp_path}/new", "step=3"], "choose one of step=4, last"),
         ([str(result.folder), f"to={tmp_path}/new", "adapter=alone"], "has trained no adapter"),
         ([str(result.folder), "adapter=half", "two=2"], "choose one of adapter=merged, alone"),
+        ([str(result.folder), "to=/proc/none"], "cannot be made: No such file"),
         ([str(tmp_path)], "is no folder of a run"),
         ([], "no folder given"),
     ):
         assert cli.main(["export", *words]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    (weights,) = (result.folder / "checkpoints").glob("*/model/*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert cli.main(["export", str(result.folder), f"to={tmp_path}/new"]) == 2
+    assert "is whole: 4 are damaged" in capsys.readouterr().err

@@ -141,6 +141,12 @@ RULES: list[Row] = [
         "are more than model.context=256",
         "set data.sequence=240",
     ),
+    (
+        ["adapter=prompt", "adapter.tokens=300", "model.context=256"],
+        "adapter.tokens",
+        "are more than model.context=256",
+        "set adapter.tokens=128 data.sequence=128",
+    ),
     *(
         (
             [f"adapter={kind}", "parallelism=context", "model.context=1024"],
@@ -337,6 +343,14 @@ RULES: list[Row] = [
     (["data=tokens", "data.paths=[/none/*]"], "data.paths", "no such file", "data.paths="),
     (["data.sequence=999"], "data.sequence", "longer than the model's context", "sequence=256"),
     (["data.vocabulary=9999"], "data.vocabulary", "beyond the model's", "data.vocabulary=4096"),
+    (["model.vocabulary=24"], "data.vocabulary", "beyond the model's", "set model.vocabulary="),
+    (["data=text", "data.paths=[/]"], "data.paths", "is a folder", "give data.paths=['/*.txt']"),
+    (
+        ["data.tokenizer=/"],
+        "data.tokenizer",
+        "is a folder",
+        "give the path of a tokenizer.json",
+    ),
     (
         ["schedule.warmup_steps=10", "trainer.max_steps=10"],
         "schedule.warmup_steps",

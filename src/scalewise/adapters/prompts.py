@@ -51,7 +51,10 @@ class VirtualTokens(Adapter):
         places, most = run.data.sequence + self.tokens, run.model.context
         if run.data.sequence <= most < places:
             reason = f"and data.sequence={run.data.sequence} are more than model.context={most}"
-            cure = f"set data.sequence={max(1, most - self.tokens)}"
+            cure = f"set data.sequence={most - self.tokens}"
+            if most <= self.tokens:
+                room = min(self.tokens, most) // 2
+                cure = f"set adapter.tokens={room} data.sequence={min(places, most) - room}"
             yield Complaint("adapter.tokens", self.tokens, reason, cure)
         if run.objective.pairs or run.objective.reference is not None:
             chosen = run.choices.get("adapter", type(self).__name__)

@@ -129,7 +129,7 @@ def _differences(
     if type(now) is not type(then):
         yield _difference("adapter", chosen, names[type(then)], now.resume)
     for key in ("rank", "alpha", "tokens"):
-        before, after = (getattr(spec, key, None) for spec in (then, now))
+        before, after = (vars(spec).get(key) for spec in (then, now))
         if None not in (before, after) and before != after:
             yield _difference(f"adapter.{key}", after, before, now.resume)
     layers = [{*spec.adapted(model), *spec.scaled(model)} for spec in (now, then)]

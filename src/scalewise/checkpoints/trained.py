@@ -160,8 +160,12 @@ def checkpoint(folder: Path, step: str) -> Path:
     else:
         found = known.get(int(step)) if step.isdecimal() else None
     if found is None:
+        if step == "last" and known:
+            reason = f"no checkpoint of {folder} is whole: {', '.join(map(str, known))} are damaged"
+            raise ConfigError.one("step", step, reason, "train anew, or copy one from a backup")
         names = [*map(str, known), "last", *(["best"] if store.best_of(checkpoints) else [])]
-        cure = f"choose one of step={', '.join(names)}" if known else ""
+        cure = "give the folder of another run"
+        cure = f"choose one of step={', '.join(names)}" if known else cure
         raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
     store.verify(found)
     return found

@@ -74,6 +74,9 @@ def check(bad: Sequence[Bad], parts: Mapping[str, Sequence[Written]], spec: Chat
         raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
     if bad:
         print(f"left out {_count(bad)}, the first {bad[0]}", file=sys.stderr)
+    if not any(parts.values()):
+        reason = f"hold no {spec.record}"
+        raise DataError.one("data.paths", list(spec.paths), reason, "give files that hold some")
     for split, texts in parts.items():
         if not texts:
             reason = f"the {split} split has no {spec.record}"

@@ -33,7 +33,10 @@ def path_complaints(
     for pattern in patterns:
         files = matching([pattern])
         if not files:
-            yield Complaint(key, pattern, "no such file", f"give {key}=['{example}']")
+            folder = Path(pattern).expanduser().is_dir()
+            reason = "is a folder" if folder else "no such file"
+            given = f"{pattern.rstrip('/')}/{Path(example).name}" if folder else example
+            yield Complaint(key, pattern, reason, f"give {key}=['{given}']")
         for suffix in sorted({file.suffix for file in files} - suffixes):
             known = " ".join(sorted(suffixes))
             yield Complaint(key, pattern, f"unknown suffix {suffix!r}", f"use one of {known}")

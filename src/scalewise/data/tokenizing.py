@@ -53,8 +53,12 @@ class Tokenization:
             cure = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
             yield Complaint("data.vocabulary", self.vocabulary, reason, cure)
         if self.tokenizer is not None and not Path(self.tokenizer).expanduser().is_file():
+            within = Path(self.tokenizer).expanduser() / "tokenizer.json"
+            reason = "is a folder" if within.parent.is_dir() else "no such file"
             cure = "give the path of a tokenizer.json, or data.tokenizer=null to train one"
-            yield Complaint("data.tokenizer", self.tokenizer, "no such file", cure)
+            if within.is_file():
+                cure = f"set data.tokenizer={Path(self.tokenizer) / within.name}"
+            yield Complaint("data.tokenizer", self.tokenizer, reason, cure)
 
     def identity(self) -> dict[str, object]:
         """Returns what decides the tokenizer, beside the text that it is trained on."""

@@ -57,7 +57,8 @@ def costs(
         return
     with torch.autocast(device.type, enabled=False):
         exact = measure(live.model(told, device, exact=True).float()).loss
-    by = f"the loss is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
+    what = "one less the reward" if isinstance(found, Rewarded) else "the loss"
+    by = f"{what} is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
     if told.packed:
         held = told.precision.parameters.bytes
         whole = sum(weight.size(held) for weight in told.packed)

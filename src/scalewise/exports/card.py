@@ -23,12 +23,12 @@ def card(
     summary: Mapping[str, Any],
     step: int,
     library: str,
-    integers: Sequence[str] = (),
+    weights: Sequence[str] = (),
 ) -> str:
     """Returns the Markdown of a ``README.md`` with the head that Hugging Face reads.
 
-    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder; ``integers``
-    says what they save and cost.
+    ``status`` and ``summary`` are the run's; ``library`` is what loads the folder; ``weights``
+    says what is special about these.
     """
     choices = _table(status.get("choices"))
     metrics = _table(summary.get("metrics"))
@@ -58,7 +58,7 @@ def card(
             if isinstance(metrics.get(key), int | float)
         ),
         "",
-        *(("## Integers", "", *(f"- {line}" for line in integers), "") if integers else ()),
+        *(("## Weights", "", *(f"- {line}" for line in weights), "") if weights else ()),
         "## Repeat it",
         "",
         "```sh",

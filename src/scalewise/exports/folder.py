@@ -46,10 +46,22 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
         said = _write_integers(told, to)
     else:
         told.model.export(told.merged(), to)
+        if told.packed:
+            said = ["matrices that were packed are as unpacked, which is what was trained beside"]
+    _name_classes(told, to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
     library = "peft" if form is Form.alone else "transformers"
     (to / "README.md").write_text(card(status, summary, told.step, library, said), "utf-8")
     return [*said, *_write_tokenizer(told, to)]
+
+
+def _name_classes(told: Trained, to: Path) -> None:
+    """Calls the classes by their names in each configuration that numbers them."""
+    names = {str(number): name for number, name in enumerate(getattr(told.data, "classes", ()))}
+    for file in (to / "config.json", to / "base" / "config.json"):
+        if names and "id2label" in (config := read_json(file)):
+            ids = {name: int(number) for number, name in names.items()}
+            write_json(file, config | {"id2label": names, "label2id": ids})
 
 
 def _write_integers(told: Trained, to: Path) -> list[str]:

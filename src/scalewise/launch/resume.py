@@ -10,7 +10,7 @@ import yaml
 
 from scalewise.checkpoints import store
 from scalewise.config import registry
-from scalewise.errors import CheckpointError, Complaint
+from scalewise.errors import CheckpointError, Complaint, as_typed
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
 
@@ -91,8 +91,9 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
 
 
 def _of_another(folder: Path, key: str, now: object, then: object) -> Complaint:
-    reason = f"the checkpoint under {folder} was trained with {then}"
-    return Complaint(key, now, reason, f"set {key}={then}, or resume=null")
+    before = as_typed(then)
+    reason = f"the checkpoint under {folder} was trained with {before}"
+    return Complaint(key, now, reason, f"set {key}={before}, or resume=null")
 
 
 def _global_batch(earlier: Mapping[str, Any]) -> int | None:
@@ -127,7 +128,7 @@ def _latest(folder: Path) -> Path | None:
     found = store.latest(folder)
     *_, newest = store.steps(folder).values() or [None]
     if found != newest:
-        instead = f"going on from {found.name}" if found else "none is whole"
+        instead = f"going on from {found.name}" if found else "no other of that run is whole"
         print(f"resume: {newest} is damaged; {instead}", flush=True)
     return found
 
@@ -138,13 +139,17 @@ def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
         runs = [found / folder.name for found in folder.parents[1].glob("*")]
     else:
         runs = list(folder.parent.glob("*"))
+    damaged = False
     for earlier in sorted(runs, key=lambda path: str(path), reverse=True):
         if earlier == folder or not earlier.is_dir():
             continue
         if unfinished and read_json(earlier / "status.json").get("status") == "ok":
             return None
         if found := _latest(earlier / "checkpoints"):
+            if damaged:
+                print(f"resume: going on from {found} of an earlier run", flush=True)
             return found
+        damaged = damaged or bool(store.steps(earlier / "checkpoints"))
     return None
 
 

@@ -14,8 +14,9 @@ from scalewise.schedules import Constant
 
 STEPS = 2
 """The first makes the optimizer's state, the second runs beside it."""
-PASSES = 2
-"""Micro batches of a step at the most: the second runs beside the gradients of the first."""
+PASSES = {DeviceKind.cuda: 2, DeviceKind.cpu: 8}
+"""Micro batches of a step at the most: the second runs beside the gradients of the first. On the
+CPU the allocator leaves more holes with each, until there is no place for the largest tensor."""
 
 HEADROOM = 0.05
 """Part of ``launch.memory_limit_gib`` that a trial leaves: what fits by a hair may not again."""
@@ -55,7 +56,7 @@ def shortened(run: Run) -> Run:
             max_steps=STEPS,
             max_tokens=None,
             max_epochs=None,
-            global_batch=run.rows_per_pass * min(PASSES, run.accumulation),
+            global_batch=run.rows_per_pass * min(PASSES[run.hardware.device], run.accumulation),
             validate_every=trainer.validate_every and STEPS,
             validate_first=False,
             validation_rows=min(trainer.validation_rows, run.rows_per_pass),

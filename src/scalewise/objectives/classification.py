@@ -43,7 +43,8 @@ class Classification(CausalLM):
             yield Complaint("model.classes", run.model.classes, reason, cure)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
             reason = "leaves the head of classes as it was drawn"
-            cure = "set adapter.trained=[head]"
+            trains = "trained" in vars(run.adapter)
+            cure = f"set {'' if trains else 'adapter=lora '}adapter.trained=[head]"
             yield Complaint("adapter", run.choices.get("adapter"), reason, cure)
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

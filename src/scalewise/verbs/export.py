@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scalewise.errors import Complaint, ConfigError
@@ -26,7 +27,24 @@ def main(arguments: Sequence[str]) -> int:
     from scalewise.exports import folder as exports
 
     told = trained.recorded(folder, options["step"])
-    lacks = exports.write(told, to, Form(options["adapter"]))
+    with _made(to):
+        lacks = exports.write(told, to, Form(options["adapter"]))
     for line in (f"exported step {told.step} of {folder.name}", *lacks, f"result {to}"):
         print(line)
     return 0
+
+
+@contextmanager
+def _made(to: Path) -> Iterator[None]:
+    """Makes the folder, and takes it away again where nothing came to lie in it."""
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason, cure = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
+        raise ConfigError.one("to", str(to), reason, cure) from None
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            to.rmdir()
+        raise
