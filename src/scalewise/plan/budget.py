@@ -83,6 +83,8 @@ def _told(chosen: object) -> tuple[str, ...]:
     if chosen.recompute is Recompute.nothing:
         return ("memory=none",)
     told = [f"memory=checkpoint_{chosen.recompute}"]
+    if chosen.every > 1 and chosen.recompute is Recompute.full:
+        told = ["memory=checkpoint_every_n"]
     if chosen.every > 1:
         told.append(f"memory.every={chosen.every:g}")
     if chosen.otherwise is not Recompute.nothing:
