@@ -11,6 +11,7 @@ from fixtures.layouts import LAYOUTS
 
 from scalewise.checkpoints.spec import Checkpoint
 from scalewise.errors import ConfigError
+from scalewise.hardware import DeviceKind
 from scalewise.launch.trial import shortened
 from scalewise.plan import sizing
 from scalewise.plan.plan import planned
@@ -151,10 +152,12 @@ def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose)
 
 
 def test_a_trial_is_the_run_but_short(compose: Compose) -> None:
-    line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=32", "checkpoint.every=1")
+    line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=64", "checkpoint.every=1")
     run = compose(*line, "trainer.micro_batch=4")
     short = shortened(run)
-    assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 2, 4)
+    assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 8, 4)
+    on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))
+    assert shortened(on_gpu).accumulation == 2
     assert short.checkpoint == Checkpoint(best=False, at_end=True)
     assert judged(short).ledger.peak == judged(run).ledger.peak
-    assert shortened(replace(run, trainer=replace(run.trainer, micro_batch=32))).accumulation == 1
+    assert shortened(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1
