@@ -36,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _made(to: Path) -> Iterator[None]:
-    """Makes the folder, and takes it away again where nothing came to lie in it."""
+    """Makes the folder, and takes a new one away again where nothing came to lie in it."""
+    new = not to.exists()
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,5 +47,6 @@ def _made(to: Path) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):
-            to.rmdir()
+            if new:
+                to.rmdir()
         raise
