@@ -20,6 +20,8 @@ from scalewise.parallelism import share
 messages = torch.ops._c10d_functional
 NOBODY = ""
 """The ranks that a message goes to: where tensors have no memory none is sent."""
+WHOLE = (Split.tokens, Split.places, Split.whole, Split.ahead)
+"""What every rank computes the same, by itself."""
 
 
 def cut(module: HuggingFaceModule, table: Mapping[str, Split], run: Pass) -> None:
@@ -30,6 +32,8 @@ def cut(module: HuggingFaceModule, table: Mapping[str, Split], run: Pass) -> Non
         how = table.get(pattern)
         if pattern in joins or how is Split.head:
             part.register_forward_pre_hook(_joined, with_kwargs=True)
+        if how in WHOLE:
+            part.register_forward_pre_hook(_given)
         if how in (Split.row, Split.vocabulary):
             part.register_forward_hook(_summed)
         if how is Split.head and not run.cut_loss:
@@ -53,6 +57,20 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Returns a sum."""
         return _sum(gradients[0])
+
+
+class Given(torch.autograd.Function):
+    """What a part reads by itself: its gradients are added up before others of the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Returns the same."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Returns the same."""
+        return gradients[0]
 
 
 class Sum(torch.autograd.Function):
@@ -95,6 +113,10 @@ def _joined(part: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
         return (Join.apply(inputs[0]), *inputs[1:]), named  # type: ignore[no-untyped-call]  # torch's own
     first, *_ = named
     return inputs, named | {first: Join.apply(named[first])}  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _given(part: nn.Module, inputs: Any) -> Any:
+    return Given.apply(inputs[0]), *inputs[1:]  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _summed(layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
