@@ -164,8 +164,8 @@ def checkpoint(folder: Path, step: str) -> Path:
             reason = f"no checkpoint of {folder} is whole: {', '.join(map(str, known))} are damaged"
             raise ConfigError.one("step", step, reason, "train anew, or copy one from a backup")
         names = [*map(str, known), "last", *(["best"] if store.best_of(checkpoints) else [])]
-        cure = "give the folder of another run"
-        cure = f"choose one of step={', '.join(names)}" if known else cure
+        choose = f"choose one of step={', '.join(names)}"
+        cure = choose if known else "give the folder of another run"
         raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
     store.verify(found)
     return found

@@ -57,7 +57,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
 
 def _name_classes(told: Trained, to: Path) -> None:
     """Calls the classes by their names in each configuration that numbers them."""
-    names = {str(number): name for number, name in enumerate(getattr(told.data, "classes", ()))}
+    names = {str(number): name for number, name in enumerate(told.data.classes)}
     for file in (to / "config.json", to / "base" / "config.json"):
         if names and "id2label" in (config := read_json(file)):
             ids = {name: int(number) for number, name in names.items()}

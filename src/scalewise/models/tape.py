@@ -149,7 +149,7 @@ class Operator:
 class Tape:
     """The operators of a part of a model, in order, and the bytes of every tensor.
 
-    ``inside``: tensors that are in no memory, as the kernel that makes them reads them.
+    ``inside``: tensors that are in no memory unless saved: the kernel that makes them reads them.
     """
 
     sizes: list[int] = field(default_factory=list)

@@ -42,8 +42,8 @@ class Backward:
         kernels = [operator for operator in tape.operators if operator.kernel]
         others = [operator for operator in tape.operators if not operator.kernel]
         read = {place for operator in others for place in (*operator.reads, *operator.saved)}
-        self._by_kernels = {place for operator in kernels for place in operator.writes}
-        self._within = self._by_kernels - read
+        self._of_kernels = {place for operator in kernels for place in operator.writes}
+        self._inner = self._of_kernels - read
 
     def run(self, operators: Sequence[Operator]) -> None:
         """Goes through the last operators of the tape, from the gradient of what comes out."""
@@ -101,7 +101,7 @@ class Backward:
         as_it_is = arrived if operator.shares and len(arrived) == 1 else ()
         shared = as_it_is
         for place in operator.gradients:
-            if place in self._within:
+            if place in self._inner:
                 yield place, self._own(as_it_is or begun)
             elif shared:
                 yield place, self._own(shared)
@@ -114,7 +114,7 @@ class Backward:
     def _written(self, place: int, begun: Buffers) -> int:
         """Returns the buffer that a kernel writes a gradient to, which it may have read."""
         size, before = self._tape.sizes[place], self._gradient.get(place, ())
-        if len(before) == 1 and place not in self._by_kernels and self._owners[before[0]] == 1:
+        if len(before) == 1 and place not in self._of_kernels and self._owners[before[0]] == 1:
             del self._gradient[place]
             return before[0]
         over = self._done.isdisjoint(begun)
@@ -129,7 +129,7 @@ class Backward:
     def _add(self, place: int, buffers: Buffers) -> None:
         """Adds to the gradient of a place what one of its readers gives."""
         before = self._gradient.get(place)
-        if before is not None and place in self._by_kernels:
+        if before is not None and place in self._of_kernels:
             buffers = (*before, *buffers)
         elif before is not None:
             total = self._make(self._tape.sizes[place])

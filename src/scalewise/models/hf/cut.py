@@ -59,20 +59,6 @@ class Join(torch.autograd.Function):
         return _sum(gradients[0])
 
 
-class Given(torch.autograd.Function):
-    """What a part reads by itself: its gradients are added up before others of the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Returns the same."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Returns the same."""
-        return gradients[0]
-
-
 class Sum(torch.autograd.Function):
     """What is a sum over ranks, whose gradients every rank has whole."""
 
@@ -116,7 +102,8 @@ def _joined(part: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
 
 
 def _given(part: nn.Module, inputs: Any) -> Any:
-    return Given.apply(inputs[0]), *inputs[1:]  # type: ignore[no-untyped-call]  # torch's own
+    # Of a view of its own, gradients are added up before others of the same tensor.
+    return inputs[0].view_as(inputs[0]), *inputs[1:]
 
 
 def _summed(layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
