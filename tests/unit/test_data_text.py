@@ -129,16 +129,6 @@ def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
     assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
 
 
-def test_long_documents_and_many_batches_give_the_same_text(monkeypatch):
-    tokenizer = Tokenization(300).train(lambda: iter([STORY]))
-    documents = [STORY, "", "x" * 300, STORY[:50]]
-    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 250)
-    ids = np.concatenate(list(encode(tokenizer, END_OF_TEXT, documents)))
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    assert text == "".join(document + END_OF_TEXT for document in documents if document)
-
-
 def test_a_trained_tokenizer_ends_texts_as_asked():
     made = Tokenization(300, end_of_text="</s>").train(lambda: iter([STORY]))
     assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None

@@ -18,7 +18,7 @@ from scalewise.data.tokenizing import Documents, Tokenization, encode, vocabular
 from scalewise.errors import ConfigError, DataError
 from scalewise.units import count_text, seconds_text
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the content of the cached files changes for the same key."""
 
 

@@ -26,11 +26,8 @@ SMALLEST_VOCABULARY = 257
 TRAINING_CHARACTERS = 64_000_000
 """A BPE is trained on the first characters of the training text: more would change it little."""
 
-BATCH_CHARACTERS = 2_000_000
-"""Encoded at once; bounds the memory that encoding takes."""
-
-PIECE_CHARACTERS = 250_000
-"""A longer document is cut at a line's end, so that one book is encoded on every core."""
+PART_TOKENS = 500_000
+"""Token ids in one array that ``encode`` yields, at least."""
 
 _CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
 
@@ -84,6 +81,8 @@ class Tokenization:
             reason = f"{self.tokenizer} has no such token to put between documents"
             cure = "give data.end_of_text='</s>', or what that tokenizer calls it"
             raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
+        tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
+        tokenizer.no_padding()
         return tokenizer
 
     def check(self, vocabulary: int) -> None:
@@ -109,7 +108,7 @@ class Tokenization:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        with _every_core():
+        with every_core():
             tokenizer.train_from_iterator(_head(documents()), trainer)
         return tokenizer
 
@@ -125,16 +124,18 @@ def encode(
     """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text."""
     import numpy as np
 
+    from scalewise.data.chunked_encoding import encoded
+
     end = tokenizer.token_to_id(end_of_text)
-    pieces = (piece for document in documents if document for piece in _pieces(document))
-    for batch in _batches(pieces):
-        texts = [text for text, _ in batch]
-        with _every_core():
-            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        parts = []
-        for encoding, (_, last) in zip(encodings, batch, strict=True):
-            parts.append(np.array(encoding.ids + [end] * last, dtype=np.uint32))
-        yield np.concatenate(parts)
+    part: list[int | None] = []
+    for ids, last in encoded(tokenizer, filter(None, documents)):
+        part += ids
+        part += [end] * last
+        if len(part) >= PART_TOKENS:
+            yield np.array(part, dtype=np.uint32)
+            part = []
+    if part:
+        yield np.array(part, dtype=np.uint32)
 
 
 def _head(documents: Iterator[str]) -> Iterator[str]:
@@ -146,31 +147,8 @@ def _head(documents: Iterator[str]) -> Iterator[str]:
             return
 
 
-def _pieces(document: str) -> Iterator[tuple[str, bool]]:
-    start = 0
-    while len(document) - start > PIECE_CHARACTERS:
-        limit = start + PIECE_CHARACTERS
-        end = document.rfind("\n", start, limit) + 1 or limit
-        yield document[start:end], False
-        start = end
-    yield document[start:], True
-
-
-def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 @contextmanager
-def _every_core() -> Iterator[None]:
+def every_core() -> Iterator[None]:
     """Tokenizes on all cores inside; after it a fork is safe and silent, unless the user chose."""
     os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "true"
     try:
