@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.jobs import Job
-from fixtures.layouts import LAYOUTS, marks
+from fixtures.layouts import LAYOUTS, OPTION_PRODUCTS, SCHEDULE_PRODUCTS, marks
 from fixtures.steps import BATCHES, Reference, assert_equal, steps_of
 
 USUAL = ("all_at_once",)
@@ -39,4 +39,17 @@ def test_a_layout_takes_the_steps_of_one_device(
     layout: str, batch: str, alone: Reference, tmp_path: Path, shared_cache: Path
 ) -> None:
     run = steps_of(LAYOUTS[layout], batch, Job(tmp_path, shared_cache))
+    assert_equal(run, alone(batch))
+
+
+PRODUCTS = SCHEDULE_PRODUCTS | OPTION_PRODUCTS
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch", ["all_at_once", "accumulated"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_of_axes_and_options_take_the_steps_of_one_device(
+    product: str, batch: str, alone: Reference, tmp_path: Path, shared_cache: Path
+) -> None:
+    run = steps_of(PRODUCTS[product], batch, Job(tmp_path, shared_cache))
     assert_equal(run, alone(batch))

@@ -165,6 +165,17 @@ LAYOUTS: list[Row] = [
         "one backward, and zbv_zero_bubble makes two",
         "memory=checkpoint_full",
     ),
+    *(
+        (
+            ["parallelism=pipeline", f"parallelism.pipeline_schedule={schedule}",
+             f"compile={scope}"],
+            "compile.scope",
+            f"compiles a backward pass as one graph, and {schedule} splits it",
+            "parallelism.pipeline_schedule=interleaved_1f1b",
+        )
+        for schedule in ("zbv_zero_bubble", "interleaved_zero_bubble")
+        for scope in ("block", "whole")
+    ),
     (
         ["parallelism=fsdp", "optimizer.offload=true"],
         "optimizer.offload",
@@ -267,6 +278,7 @@ UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
         ["parallelism=tensor", "objective.label_smoothing=0.1", "parallelism.loss_parallel=false"],
         ["parallelism=pipeline", "trainer.micro_batch=6", "parallelism.pipeline_micro_batches=3"],
         ["parallelism=pipeline", "parallelism.pipeline_schedule=zbv_zero_bubble"],
+        ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b", "compile=block"],
         ["parallelism=context", "parallelism.cpu_offload=true"],
         ["parallelism=ddp", "parallelism.static_graph=true"],
         ["parallelism=ddp", "parallelism.comm_hook=fp16"],

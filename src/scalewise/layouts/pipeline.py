@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from scalewise.layouts import norms
@@ -38,6 +39,21 @@ class Stage(PipelineStage):
         """Takes a piece backward."""
         self.before_backward()
         super().backward_one_chunk(*args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Runs one backward pass of a micro-batch, for inputs, for weights or for both.
+
+        A split backward finds weight gradients by the identity of ``submod.parameters()``. FSDP
+        puts sharded parameters there after a block's forward, and those are not in the autograd
+        graph, so that their gradients would be dropped.
+        """
+        if backward_type != "full":
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class Pipeline:

@@ -149,6 +149,13 @@ def _of_pipeline(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             f"keeps its results for one backward, and {mesh.pipeline_schedule.name} makes two",
             "set memory=checkpoint_full, or parallelism.pipeline_schedule=interleaved_1f1b",
         )
+    if run.compile.scope is not Scope.none and mesh.pipeline_schedule.splits_backward:
+        yield Complaint(
+            "compile.scope",
+            run.compile.scope.value,
+            f"compiles a backward pass as one graph, and {mesh.pipeline_schedule.name} splits it",
+            "set compile=none, or parallelism.pipeline_schedule=interleaved_1f1b",
+        )
 
 
 def _of_pairs(mesh: Mesh, run: Run) -> Iterator[Complaint]:
