@@ -43,6 +43,8 @@ class ScalewiseLauncher(Launcher):
 
 
 TARGET = f"{__name__}.{ScalewiseLauncher.__name__}"
+LAUNCHER = {"_target_": TARGET, "_recursive_": False}
+"""What Hydra constructs the launcher by; a ``_target_`` in its options stays plain data."""
 
 
 def _slurm() -> object:
@@ -53,10 +55,10 @@ def _slurm() -> object:
     try:
         from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
     except ImportError:
-        return OmegaConf.create({"_target_": TARGET, "engine": "slurm"}, flags={"struct": False})
+        return OmegaConf.create({**LAUNCHER, "engine": "slurm"}, flags={"struct": False})
     derived = ("tasks_per_node", "gpus_per_task", "cpus_per_gpu")
     ours = {
-        "_target_": TARGET,
+        **LAUNCHER,
         "engine": "slurm",
         "name": "scalewise",
         "submitit_folder": "${hydra.sweep.dir}/slurm",
@@ -68,9 +70,9 @@ def _slurm() -> object:
 
 
 LAUNCHERS: dict[str, Callable[[], object]] = {
-    "scalewise": lambda: {"_target_": TARGET, "engine": "in_turn"},
-    "packed": lambda: {"_target_": TARGET, "engine": "packed", "slots": None},
+    "scalewise": lambda: {**LAUNCHER, "engine": "in_turn"},
+    "packed": lambda: {**LAUNCHER, "engine": "packed", "slots": None},
     "slurm": _slurm,
-    "joblib": lambda: {"_target_": TARGET, "engine": "joblib", "n_jobs": -1},
+    "joblib": lambda: {**LAUNCHER, "engine": "joblib", "n_jobs": -1},
 }
 """Names of ``hydra/launcher``, with what makes the engine of each and its options."""

@@ -158,6 +158,7 @@ class OptunaSweeperConf:
     """Its options; ``scalewise.study.spec.Search`` says what they mean."""
 
     _target_: str = f"{__name__}.{OptunaSweeper.__name__}"
+    _recursive_: bool = False
     params: dict[str, str] = field(default_factory=dict)
     trials: int | None = None
     jobs: int = 1

@@ -52,6 +52,7 @@ class ScreenSweeperConf:
     """Its options; ``scalewise.study.screen.Screen`` says what they mean."""
 
     _target_: str = f"{__name__}.{ScreenSweeper.__name__}"
+    _recursive_: bool = False
     factors: Any = None
     interactions: bool = False
     repeats: int = 2

@@ -52,6 +52,7 @@ ConfigStore.instance().store(
     name="basic",
     node={
         "_target_": f"{__name__}.{ScalewiseSweeper.__name__}",
+        "_recursive_": False,
         "_convert_": "all",
         "params": {},
         "zip": {},

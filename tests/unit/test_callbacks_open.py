@@ -1,6 +1,8 @@
 """The open group: callbacks by name, made in order, every refusal with its reason."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
@@ -43,6 +45,10 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
         (["x._target_=antigravity_of_nobody.X", "x.a=1"], "x._target_", "cannot be imported"),
         (["x._target_=torch.nn.Identity"], "x._target_", "is no lightning.pytorch Callback"),
         (["x._target_=torch.hub.load"], "x._target_", "is no lightning.pytorch Callback"),
+        (["x._target_=lightning.os.system"], "x._target_", "cannot be imported"),
+        (["x._target_=torch.os.system"], "x._target_", "cannot be imported"),
+        (["x._target_=torch.os"], "x._target_", "is no lightning.pytorch Callback"),
+        (["x._target_=torch.utils.bottleneck.__main__.X"], "x._target_", "is a program"),
     ],
 )
 def test_what_cannot_be_made_is_refused(
@@ -63,3 +69,29 @@ def test_all_refusals_come_at_once(compose: Callable[..., Run]) -> None:
     with pytest.raises(ConfigError) as caught:
         instantiated(run)
     assert len(caught.value.complaints) == 2
+
+
+def test_a_class_of_an_untrusted_package_is_refused_under_a_trusted_name(
+    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = type("Foreign", (Timer,), {"__module__": "elsewhere.callbacks"})
+    monkeypatch.setattr("lightning.pytorch.callbacks.Foreign", foreign, raising=False)
+    target = f"+callbacks.x={{_target_:{NAMES}.Foreign,duration:{{minutes:1}}}}"
+    with pytest.raises(ConfigError, match=r"'elsewhere', which is not trusted; .*\[elsewhere\]"):
+        instantiated(compose(target))
+    assert instantiated(compose(target, "trusted_packages=[elsewhere]"))
+
+
+def test_only_packages_that_the_user_trusts_are_looked_for_in_the_current_folder(
+    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = "from lightning.pytorch import Callback\nclass Here(Callback): pass\n"
+    for package in ("peft_absent_here", "mine_in_this_folder"):
+        Path(f"{package}.py").write_text(code)
+    monkeypatch.setattr("scalewise.trust.TRUSTED_PACKAGES", ("peft_absent_here",))
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        instantiated(compose("callbacks=none", "+callbacks.x._target_=peft_absent_here.Here"))
+    line = "+callbacks.x._target_=mine_in_this_folder.Here"
+    assert instantiated(compose("callbacks=none", line, "trusted_packages=[mine_in_this_folder]"))

@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def engine(options: dict[str, Any]) -> Any:
-    return engines.named({key: value for key, value in options.items() if key != "_target_"})
+    return engines.named({key: value for key, value in options.items() if not key.startswith("_")})
 
 
 @pytest.fixture

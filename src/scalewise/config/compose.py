@@ -26,6 +26,8 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
     with own_hydra():
         try:
             config = hydra.compose("config", overrides=lines, return_hydra_config=True)
+        except ConfigError:  # the check of the hydra node
+            raise
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
             raise refuse.translated(error, lines, here=here) from error
         return read(config, lines, here=here)

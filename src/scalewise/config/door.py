@@ -23,7 +23,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise.config import mount, naming, refuse, schema, tree
+from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.near import meant
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
@@ -145,7 +145,10 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     gc.disable()  # until what the line says is composed: see the import of a verb
     try:
         prepare()
-        with nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag():
+        with (
+            hydra_policy.enforced(),
+            nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag(),
+        ):
             program()
         if passage.raised:
             raise passage.raised[0]

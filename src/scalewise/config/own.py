@@ -8,7 +8,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
-from scalewise.config import tree
+from scalewise.config import hydra_policy, tree
 
 
 @contextmanager
@@ -19,6 +19,7 @@ def own_hydra() -> Iterator[ConfigLoader]:
     try:
         with (
             warnings.catch_warnings(),
+            hydra_policy.enforced(),
             initialize_config_dir(str(tree.root() / "conf"), version_base="1.3"),
         ):
             warnings.filterwarnings("error", message="provider=.* is not available")

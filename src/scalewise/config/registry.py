@@ -12,6 +12,9 @@ from typing import TypeVar
 Spec = TypeVar("Spec", bound=type)
 OPTIONS: dict[str, dict[str, type]] = {}
 
+ENTRY_POINTS = "scalewise.options"
+"""Entry points of packages that register options."""
+
 
 def option(group: str, name: str) -> Callable[[Spec], Spec]:
     """Returns a class decorator that registers a spec as ``/schema/GROUP/NAME``.
@@ -47,7 +50,7 @@ def discover() -> None:
     """
     for name in _spec_modules():
         importlib.import_module(name)
-    for entry in entry_points(group="scalewise.options"):
+    for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
 
 

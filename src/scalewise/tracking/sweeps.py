@@ -13,7 +13,7 @@ from scalewise.study.spec import TRIALS, Search
 METHODS = {"tpe": "bayes", "nsga2": "bayes", "random": "random", "grid": "grid"}
 """Which method of W&B comes nearest to each sampler."""
 
-UNDERSTOOD = ("_target_", "_convert_", "params", "max_batch_size")
+UNDERSTOOD = ("_target_", "_convert_", "_recursive_", "params", "max_batch_size")
 """Options of a grid that W&B has too, or that are for the launcher alone."""
 
 

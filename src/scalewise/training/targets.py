@@ -6,24 +6,30 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from scalewise.config.registry import target
 from scalewise.errors import Complaint, ConfigError
+from scalewise.trust import TRUSTED_PACKAGES
 
 Named = TypeVar("Named")
 
 
-def named(key: str, path: str, kind: type[Named]) -> type[Named]:
-    """Returns the class at ``package.module.Class``, looked for in the current folder as well.
+def named(
+    key: str, path: str, kind: type[Named], trusted_packages: Sequence[str] = ()
+) -> type[Named]:
+    """Returns the class at ``package.module.Class``; its package was checked with the run.
 
-    The package was checked with the run. Raises ``ConfigError`` for a path that leads to nothing,
-    or to what is no subclass of ``kind``.
+    ``trusted_packages``: those that the user names are looked for in the current folder as well.
+    Raises ``ConfigError`` for a path that leads to nothing, to what is no subclass of ``kind``, or
+    to a class that another package defines which is not trusted.
     """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # behind what is installed, which nothing here may hide
     module, _, attribute = path.rpartition(".")
+    if path.partition(".")[0] in trusted_packages and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # behind what is installed, which nothing here may hide
+    if "__main__" in module.split("."):  # importing one runs a program
+        raise ConfigError.one(key, path, "is a program, not a module of classes")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
@@ -33,6 +39,13 @@ def named(key: str, path: str, kind: type[Named]) -> type[Named]:
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         package = kind.__module__.partition(".")[0]
         raise ConfigError.one(key, path, f"is no {package}.pytorch {kind.__name__} class")
+    defined_in = cls.__module__.partition(".")[0]
+    if defined_in not in (*TRUSTED_PACKAGES, *trusted_packages):
+        reason = f"is defined in the package {defined_in!r}, which is not trusted"
+        cure = (
+            f"if you trust it, set trusted_packages=[{','.join((*trusted_packages, defined_in))}]"
+        )
+        raise ConfigError.one(key, path, reason, cure)
     return cls
 
 

@@ -56,7 +56,7 @@ def classes(run: Run) -> Classes:
         if not spec.target:
             continue
         try:
-            found[group] = targets.named(f"{group}.target", spec.target, kind)
+            found[group] = targets.named(f"{group}.target", spec.target, kind, run.trusted_packages)
             targets.bound(f"{group}.arguments", found[group], spec.arguments)
         except ConfigError as error:
             complaints += error.complaints

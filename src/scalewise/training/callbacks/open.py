@@ -37,7 +37,7 @@ def checked(run: Run) -> list[tuple[str, type[Callback], dict[str, Any]]]:
         key, path = f"callbacks.{name}", str(config["_target_"])
         arguments = {key: value for key, value in config.items() if key != "_target_"}
         try:
-            cls = targets.named(f"{key}._target_", path, Callback)
+            cls = targets.named(f"{key}._target_", path, Callback, run.trusted_packages)
             targets.bound(key, cls, arguments)
         except ConfigError as error:
             complaints += error.complaints

@@ -1,0 +1,187 @@
+"""Checks of the ``hydra`` node of a composed config, before Hydra instantiates any part of it.
+
+Hydra calls every ``_target_`` below ``hydra.callbacks``, ``hydra.launcher`` and ``hydra.sweeper``,
+every factory of its logging configs, and imports packages on its search path. A config file must
+not run code that way, so only the suite's own launchers and sweepers are accepted.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from omegaconf import DictConfig, OmegaConf
+
+from scalewise.config import registry
+from scalewise.errors import Complaint, ConfigError
+
+PLUGINS = {
+    "launcher": ("hydra_plugins.scalewise_launcher.ScalewiseLauncher",),
+    "sweeper": (
+        "hydra_plugins.scalewise_sweeper.ScalewiseSweeper",
+        "hydra_plugins.scalewise_optuna.OptunaSweeper",
+        "hydra_plugins.scalewise_screen.ScreenSweeper",
+    ),
+}
+"""Classes that ``hydra.launcher._target_`` and ``hydra.sweeper._target_`` may name."""
+
+LOG_CLASSES = (
+    "logging.FileHandler",
+    "logging.Formatter",
+    "logging.NullHandler",
+    "logging.StreamHandler",
+)
+"""Classes that a logging config may name."""
+LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_JOB_LOG = r"\$\{hydra\.job\.name\}\.log"
+_LOG_FILE = re.compile(
+    rf"\$\{{hydra\.runtime\.output_dir\}}/(?:\w[\w.-]*|{_JOB_LOG})|hydra-{_JOB_LOG}"
+)
+_JOB_NAME = re.compile(r"\w[\w.-]*")
+
+NOT_OURS = "would call code that is not the suite's"
+LEAVE_OUT = "leave it out"
+
+
+@contextmanager
+def enforced() -> Iterator[None]:
+    """Checks every config that Hydra composes within the block, and its search path."""
+    load, append = ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append
+    if getattr(load, "checks_hydra_node", False):
+        yield
+        return
+
+    def load_checked(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
+        config = load(self, *args, **kwargs)
+        if complaints := list(complaints_of(config)):
+            raise ConfigError(complaints)
+        return config
+
+    def append_checked(self: Any, provider: str, path: str, *args: Any, **kwargs: Any) -> None:
+        if complaints := list(_of_search_path(provider, path)):
+            raise ConfigError(complaints)
+        append(self, provider, path, *args, **kwargs)
+
+    load_checked.checks_hydra_node = True  # type: ignore[attr-defined]  # marks the replacement
+    ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
+    ConfigSearchPathImpl.append = append_checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+        ConfigSearchPathImpl.append = append  # type: ignore[method-assign]
+
+
+def complaints_of(config: DictConfig) -> Iterator[Complaint]:
+    """Yields each entry of ``config.hydra`` that would call or load foreign code."""
+    raw: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    for name, value in raw.items():
+        key = f"hydra.{name}"
+        if name in PLUGINS:
+            yield from _of_plugin(name, value)
+        elif name == "callbacks":
+            yield from _of_callbacks(value)
+        elif name in ("job_logging", "hydra_logging"):
+            yield from _of_logging(key, value)
+        elif name == "job":
+            yield from _of_job(value)
+        elif name != "overrides":  # the lines as typed, which Hydra only records
+            yield from _nested_targets(key, value)
+
+
+def _of_search_path(provider: str, path: str) -> Iterator[Complaint]:
+    """Yields that a package would be imported to look for configs in it."""
+    typed = provider == "main" or provider.startswith("hydra.searchpath")
+    if not typed or not path.startswith("pkg://"):
+        return
+    known = {
+        "scalewise",
+        *(e.value.split(".")[0] for e in entry_points(group=registry.ENTRY_POINTS)),
+    }
+    if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in known:
+        cure = "give the folder: file:///path/to/its/conf"
+        reason = "would import a package that offers no options to the suite"
+        yield Complaint("hydra.searchpath", path, reason, cure)
+
+
+def _of_plugin(name: str, options: object) -> Iterator[Complaint]:
+    """Yields a launcher or sweeper that is not the suite's, and targets in its options.
+
+    ``_recursive_`` is false in the suite's own, so a target that an interpolation brings in later
+    stays plain data.
+    """
+    key, given = f"hydra.{name}", options if isinstance(options, Mapping) else {}
+    if (target := given.get("_target_")) not in PLUGINS[name]:
+        cure = {"launcher": "set hydra/launcher=scalewise", "sweeper": "set hydra/sweeper=basic"}
+        yield Complaint(f"{key}._target_", target, NOT_OURS, cure[name])
+    elif (recursive := given.get("_recursive_")) is not False:
+        yield Complaint(f"{key}._recursive_", recursive, NOT_OURS, LEAVE_OUT)
+    for option, value in given.items():
+        if option in ("_args_", "_partial_"):
+            yield Complaint(f"{key}.{option}", value, NOT_OURS, LEAVE_OUT)
+        yield from _nested_targets(f"{key}.{option}", value)
+
+
+def _of_callbacks(value: object) -> Iterator[Complaint]:
+    """Yields every callback of Hydra's; the suite has none."""
+    entries = value if isinstance(value, Mapping) else {"": value} if value else {}
+    cure = "leave it out; a Lightning callback goes under callbacks.NAME._target_"
+    for name, entry in entries.items():
+        yield Complaint(f"hydra.callbacks.{name}".rstrip("."), entry, NOT_OURS, cure)
+
+
+def _of_logging(key: str, value: object) -> Iterator[Complaint]:
+    """Yields what a logging config would construct, import or open beside Hydra's defaults."""
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from _of_logging(f"{key}.{number}", entry)
+        return
+    if not isinstance(value, Mapping):
+        if isinstance(value, str) and (
+            "${" in value or "cfg://" in value or ("ext://" in value and value not in LOG_STREAMS)
+        ):
+            yield Complaint(key, value, "may not be looked up in a logging config", LEAVE_OUT)
+        return
+    for name, entry in value.items():
+        inner = f"{key}.{name}"
+        if name in ("()", "factory", "_target_", "."):
+            yield Complaint(inner, entry, NOT_OURS, LEAVE_OUT)
+        elif name == "class":
+            if entry not in LOG_CLASSES:
+                yield Complaint(inner, entry, NOT_OURS, f"choose one of {', '.join(LOG_CLASSES)}")
+        elif name == "filename":
+            if not (isinstance(entry, str) and _LOG_FILE.fullmatch(entry)):
+                cure = f"set {inner}='${{hydra.runtime.output_dir}}/run.log'"
+                yield Complaint(inner, entry, "is no file of the run's own folder", cure)
+        else:
+            yield from _of_logging(inner, entry)
+
+
+def _of_job(job: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yields a job name that leads out of a folder, and variables of the environment.
+
+    Some variables name libraries that are loaded.
+    """
+    if not _JOB_NAME.fullmatch(str(job.get("name"))):
+        yield Complaint("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
+    for name, value in (job.get("env_set") or {}).items():
+        if value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
+            cure = f"set it in the shell: export {name}=VALUE"
+            reason = "is a variable of the environment, which no config may set"
+            yield Complaint(f"hydra.job.env_set.{name}", value, reason, cure)
+
+
+def _nested_targets(key: str, value: object) -> Iterator[Complaint]:
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            if name == "_target_":
+                yield Complaint(f"{key}._target_", entry, NOT_OURS, LEAVE_OUT)
+            else:
+                yield from _nested_targets(f"{key}.{name}", entry)
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            yield from _nested_targets(f"{key}.{number}", entry)

@@ -1,0 +1,185 @@
+"""Nothing below ``hydra`` runs code that is not the suite's, wherever a config comes from."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scalewise.config import hydra_policy
+from scalewise.config.compose import compose
+from scalewise.config.door import Job, Verb, open_door
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs")
+"""Callables that Hydra itself lets a config name."""
+
+
+class Quiet(Verb):
+    """Does nothing with a run."""
+
+    def one(self, run: Run, folder: Path) -> int:
+        """Returns success."""
+        return 0
+
+    def many(self, jobs: list[Job], *_: object) -> list[object]:  # type: ignore[override]
+        """Runs nothing."""
+        raise AssertionError(jobs)
+
+
+def called(target: str) -> dict[str, object]:
+    """Returns a config that makes the folder ``evil`` if anything calls it."""
+    return {"_target_": target, "name": "evil"}
+
+
+NODES: dict[str, dict[str, object]] = {
+    **{f"callback-{target}": {"callbacks": {"x": called(target)}} for target in TARGETS},
+    "callback-own": {
+        "callbacks": {"x": called("hydra.experimental.callbacks.PickleJobInfoCallback")}
+    },
+    "callback-text": {"callbacks": "${oc.decode:'{x:{_target_:os.makedirs,name:evil}}'}"},
+    "callback-entry": {"callbacks": {"x": "${data}"}},
+    "launcher": {"launcher": called("os.makedirs")},
+    "launcher-of-hydra": {
+        "launcher": {"_target_": "hydra._internal.core_plugins.basic_launcher.BasicLauncher"}
+    },
+    "launcher-option": {"launcher": {"engine": called("os.makedirs")}},
+    "launcher-recursive": {"launcher": {"_recursive_": True, "engine": "${data}"}},
+    "launcher-args": {"launcher": {"_args_": [called("os.makedirs")]}},
+    "sweeper": {"sweeper": called("os.makedirs")},
+    "sweeper-param": {"sweeper": {"params": {"seed": called("os.makedirs")}}},
+    "sweeper-list": {"sweeper": {"zip": {"seed": [[called("os.makedirs")]]}}},
+    "sweeper-optuna": {"sweeper": {"sampler": called("optuna.samplers.TPESampler")}},
+    "logging-factory": {"job_logging": {"handlers": {"x": {"()": "os.makedirs", "name": "evil"}}}},
+    "logging-class": {"hydra_logging": {"handlers": {"x": {"class": "os.makedirs"}}}},
+    "logging-external": {
+        "hydra_logging": {
+            "handlers": {"x": {"class": "logging.StreamHandler", "stream": "ext://this.s"}}
+        }
+    },
+    "logging-lookup": {"job_logging": {"handlers": "${data}"}},
+    "logging-file": {
+        "job_logging": {"handlers": {"x": {"class": "logging.FileHandler", "filename": "evil"}}}
+    },
+    "logging-file-above": {
+        "job_logging": {
+            "handlers": {
+                "x": {
+                    "class": "logging.FileHandler",
+                    "filename": "${hydra.runtime.output_dir}/../../evil",
+                }
+            }
+        }
+    },
+    "job-name": {"job": {"name": "../../evil"}},
+    "environment": {"job": {"env_set": {"LD_PRELOAD": "evil.so"}}},
+    "elsewhere": {"runtime": {"choices": {"y": called("os.makedirs")}}},
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["-m"]], ids=["run", "multirun"])
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES)
+def test_an_experiment_file_cannot_run_code_by_hydra(
+    node: dict[str, object], flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own/experiments").mkdir(parents=True)
+    Path("own/experiments/x.yaml").write_text(yaml.safe_dump({"hydra": node}))
+    before = list(logging.getLogger().handlers)
+    with pytest.raises(ConfigError) as caught:
+        open_door(Quiet(), [*flags, "-cd", "own", "experiment=x"])
+    assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
+    assert logging.getLogger().handlers == before
+    assert os.listdir() == ["own"]
+
+
+@pytest.mark.parametrize("group", ["callbacks", "launcher", "sweeper", "job_logging"])
+@pytest.mark.parametrize("flags", [[], ["-m"]], ids=["run", "multirun"])
+def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
+    group: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(f"own/hydra/{group}").mkdir(parents=True)
+    config: dict[str, object] = called("os.makedirs")
+    if group == "callbacks":
+        config = {"x": config}
+    if group == "job_logging":
+        config = {"version": 1, "root": {"handlers": []}, "handlers": {"x": {"()": "os.makedirs"}}}
+    Path(f"own/hydra/{group}/x.yaml").write_text(yaml.safe_dump(config))
+    added = "+" if group == "callbacks" else ""
+    with pytest.raises(ConfigError) as caught:
+        open_door(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
+    assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
+    assert os.listdir() == ["own"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+hydra.callbacks.x._target_=os.makedirs",
+        "hydra.launcher._target_=os.makedirs",
+        "hydra.sweeper._target_=hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "++hydra.sweeper._recursive_=true",
+        "~hydra.launcher._recursive_",
+        "+hydra.job.env_set.PYTHONPATH=x",
+        "hydra.job.name=a/b",
+        "hydra.searchpath=[pkg://json]",
+        "hydra.searchpath=[pkg:///json]",
+    ],
+)
+def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([line])
+    (complaint,) = caught.value.complaints
+    assert complaint.key.startswith("hydra")
+    with pytest.raises(ConfigError, match=complaint.key.replace(".", r"\.")):
+        open_door(Quiet(), [line])
+
+
+@pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
+def test_a_package_is_not_imported_for_its_configs(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("evil_configs.py").write_text("open('ran', 'w')")
+    with pytest.raises(ConfigError):
+        open_door(Quiet(), [flag, "pkg://evil_configs"])
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hydra/job_logging=default",
+        "hydra/job_logging=stdout",
+        "hydra/job_logging=disabled",
+        "hydra/hydra_logging=default",
+        "hydra/hydra_logging=hydra_debug",
+        "hydra/launcher=packed",
+        "hydra/launcher=slurm",
+        "hydra/launcher=joblib",
+        "hydra/sweeper=optuna",
+        "hydra/sweeper=screen",
+        "+hydra.sweeper.params.seed='1,2'",
+        "hydra.job.env_copy=[PATH]",
+        "hydra.run.dir=elsewhere",
+        "hydra.searchpath=[pkg://scalewise.config]",
+    ],
+)
+def test_what_the_suite_and_hydra_offer_is_accepted(line: str) -> None:
+    compose([line])
+
+
+def test_other_applications_compose_as_before() -> None:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+
+    before = ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append
+    with hydra_policy.enforced(), hydra_policy.enforced():
+        assert ConfigLoaderImpl.load_configuration is not before[0]
+    assert (ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append) == before
