@@ -14,6 +14,7 @@ from typing import NoReturn
 from scalewise import output
 from scalewise.errors import ScalewiseError
 from scalewise.launch import started
+from scalewise.output import print_lines
 from scalewise.verbs import usage
 from scalewise.verbs.usage import VERBS
 
@@ -43,15 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _dispatch(given)
         except ScalewiseError as error:
-            print(f"scalewise: {error}", file=sys.stderr)
+            print_lines(*f"scalewise: {error}".split("\n"), stderr=True)
             return error.exit_code
         except OSError as error:
             if error.errno not in UNWRITABLE or error.filename is None:
                 raise
-            print(f"scalewise: {error.filename}: {error.strerror}", file=sys.stderr)
+            print_lines(f"scalewise: {error.filename}: {error.strerror}", stderr=True)
             return 2
         except KeyboardInterrupt:
-            print("scalewise: interrupted", file=sys.stderr)
+            print_lines("scalewise: interrupted", stderr=True)
             return 130
 
 
@@ -61,20 +62,20 @@ def _dispatch(given: list[str]) -> int:
         return _complete(given)
     verb = given[0] if given else ""
     if verb in ("", "-h", "--help", "help"):
-        print(usage.of_all())
+        print_lines(*usage.of_all())
         return 0
     if "--help" in given or "-h" in given:
-        print(usage.of_verb(verb) if verb in VERBS else usage.of_all())
+        print_lines(*(usage.of_verb(verb) if verb in VERBS else usage.of_all()))
         return 0
     if "--version" in given:
-        print(f"scalewise {_version()}")
+        print_lines(f"scalewise {_version()}")
         return 0
     if verb not in VERBS:
         import difflib
 
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
-        print(f"scalewise: no verb {verb!r}; {hint}", file=sys.stderr)
+        print_lines(f"scalewise: no verb {verb!r}; {hint}", stderr=True)
         return 2
     name = f"scalewise.verbs.{verb.replace('-', '_')}"
     if name not in sys.modules:
@@ -106,7 +107,7 @@ def _complete(given: list[str]) -> int:
     program, _, rest = line.partition(" ")
     words = rest.split(" ")
     if given[1:] and given[1].startswith("query") and len(words) == 1:
-        print(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
+        print_lines(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
         return 0
     if words[0] in VERBS:
         line = " ".join([program, *words[1:]])

@@ -1,8 +1,10 @@
-"""What can go wrong, said in one line: the key, the value and the cure. Stdlib only."""
+"""What can go wrong, said in one line: the key, the value and the cure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
+
+from scalewise.output import printable
 
 EXIT_CODES = {
     "ok": 0,
@@ -35,7 +37,7 @@ class Complaint:
     def __str__(self) -> str:
         name = as_typed(self.key)
         line = f"{name}={as_typed(self.value)}: {self.reason}" if name else self.reason
-        return f"{line}; {self.cure}" if self.cure else line
+        return printable(f"{line}; {self.cure}" if self.cure else line)
 
 
 def as_typed(value: object) -> str:
@@ -48,7 +50,7 @@ def as_typed(value: object) -> str:
         text = "{" + ",".join(f"{key}:{as_typed(entry)}" for key, entry in value.items()) + "}"
     else:
         text = str(value)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from scalewise.plain_console import PlainConsole
 
 ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
 """What stands in a table for a number that is not known."""
@@ -17,11 +18,39 @@ WIDTH = 150
 """Columns of a table that is written to a file."""
 
 
-def console() -> Console:
-    """Returns where tables are printed: as wide as the terminal, if there is one."""
-    from rich.console import Console
+JOINERS = "\u200c\u200d"
+"""Format characters that scripts and emoji are written with; all others are escaped."""
 
-    return Console(width=None if os.isatty(1) else WIDTH, highlight=False)
+
+def printable(text: object) -> str:
+    """Returns a text as one line: control, format and bidi characters are written as escapes.
+
+    Lone surrogates, private and unassigned characters are escaped too.
+    """
+    return "".join(c if _is_printable(c) else ascii(c)[1:-1] for c in str(text))
+
+
+def _is_printable(character: str) -> bool:
+    if character.isprintable() or character in JOINERS:
+        return True
+    return unicodedata.category(character) == "Zs"
+
+
+def print_lines(*lines: object, stderr: bool = False, end: str = "\n") -> None:
+    """Prints each argument as one line of plain text, at once.
+
+    Every message that may hold text of a user, a file or a server is printed here or on
+    :func:`console`: no escape sequence and no line break of it reaches the terminal.
+    """
+    text = "\n".join(map(printable, lines))
+    print(text, end=end, file=sys.stderr if stderr else sys.stdout, flush=True)
+
+
+def console() -> PlainConsole:
+    """Returns where tables are printed: as wide as the terminal, if there is one."""
+    from scalewise.plain_console import PlainConsole
+
+    return PlainConsole(width=None if os.isatty(1) else WIDTH)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from scalewise.bench.device import Figure
 from scalewise.data.loader import Loader, Share
 from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, Hardware, this_machine
+from scalewise.output import print_lines
 from scalewise.parallelism.ring import Link
 from scalewise.run import NAME, Run
 from scalewise.units import GIB, GIGA, MIB, TERA
@@ -84,11 +85,13 @@ def _calibrated(run: Run, options: Options) -> Path:
     figures: dict[str, Figure] = {}
     with TemporaryDirectory(dir=".") as folder:
         for name, figure in _measured(run, options.seconds, Path(folder)):
-            print(f"{name:<24}{figure.value:>12.4g}   within {figure.spread:.0%}", flush=True)
+            print_lines(f"{name:<24}{figure.value:>12.4g}   within {figure.spread:.0%}")
             figures[name] = figure
         link = _link(hardware, options, Path(folder))
     if wide := [name for name, figure in figures.items() if figure.spread > WIDE]:
-        print(f"other work here? measure again: {', '.join(wide)} vary by more than {WIDE:.0%}")
+        print_lines(
+            f"other work here? measure again: {', '.join(wide)} vary by more than {WIDE:.0%}"
+        )
     known = {name: figure.value for name, figure in figures.items()}
     spreads = (f"{name} {figure.spread:.0%}" for name, figure in figures.items() if figure.spread)
     lines = (
@@ -181,7 +184,7 @@ def _link(hardware: Hardware, options: Options, folder: Path) -> Link | None:
     gpus = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else None
     ranks = options.ranks or gpus or 2
     if gpus == 1:
-        print("one device: no link to measure")
+        print_lines("one device: no link to measure")
         return None
     seconds, on_cuda = options.seconds / 20, gpus is not None
     return fit.fitted(collectives.samples(ranks, LARGEST_MESSAGE, seconds, folder, on_cuda=on_cuda))

@@ -13,6 +13,7 @@ from scalewise.bench import fit, options, picture, profile, ranks
 from scalewise.bench.fit import Sample
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.output import print_lines
 from scalewise.parallelism.collectives import Kind
 from scalewise.parallelism.ring import Link
 from scalewise.run import Run
@@ -58,8 +59,8 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     count = options.ranks or gpus or 2
     ranks.check(count, "ranks", gpus, machine.max_cpu_ranks)
     largest = options.largest_kib * KIB
-    print(f"{count} {run.hardware.device.upper()} ranks, {bytes_text(SMALLEST)} to "
-          f"{bytes_text(largest)}", flush=True)  # fmt: skip
+    print_lines(f"{count} {run.hardware.device.upper()} ranks, {bytes_text(SMALLEST)} to "
+          f"{bytes_text(largest)}")  # fmt: skip
     found = samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
     link = fit.fitted(found)
     of_kinds = {kind: [s for s in found if s.kind is kind] for kind in KINDS}
@@ -67,16 +68,18 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     links["all"] = _figures(link, found)
     _say(links)
     picture.draw(found, link, folder / "collectives.svg")
-    print(f"picture {folder / 'collectives.svg'}")
+    print_lines(f"picture {folder / 'collectives.svg'}")
     if link is None:
-        print(f"no profile: try largest_kib={8 * options.largest_kib}, which noise hides less")
+        print_lines(
+            f"no profile: try largest_kib={8 * options.largest_kib}, which noise hides less"
+        )
     else:
         how = (
             f"bench collectives` with {count} ranks on {profile.today()}; ring model of all kinds."
         )
         file = folder / "hardware" / "measured.yaml"
         profile.write(run.hardware, profile.of_link(link), [how], file)
-        print(f"use it: scalewise train -cd {folder} hardware=measured ...")
+        print_lines(f"use it: scalewise train -cd {folder} hardware=measured ...")
     return {
         "ranks": count,
         "backend": "nccl" if on_cuda else "gloo",
@@ -112,13 +115,13 @@ def _figures(link: Link | None, samples: list[Sample]) -> dict[str, float] | Non
 
 
 def _say(links: Mapping[str, Mapping[str, float] | None]) -> None:
-    print(f"\n{'ring model of':<16}{'latency':>12}{'bandwidth':>16}{'median error':>16}")
+    print_lines("", f"{'ring model of':<16}{'latency':>12}{'bandwidth':>16}{'median error':>16}")
     for name, found in links.items():
         if found is None:
-            print(f"{name:<16}  lost in noise: larger messages took no longer")
+            print_lines(f"{name:<16}  lost in noise: larger messages took no longer")
             continue
         latency, rate = f"{found['latency_s'] * 1e6:.1f} us", f"{found['bytes_per_s'] / 1e9:.3g}"
-        print(f"{name:<16}{latency:>12}{rate:>11} GB/s{found['median_error']:>16.0%}")
+        print_lines(f"{name:<16}{latency:>12}{rate:>11} GB/s{found['median_error']:>16.0%}")
 
 
 def _measured(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) -> None:
@@ -141,8 +144,8 @@ def _measured(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) 
             samples.append(asdict(Sample(kind, dist.get_world_size(), exact, spent)))
             if dist.get_rank() == 0:
                 rate = f"{exact / spent / 1e9:.3g} GB/s"
-                print(f"{kind:<16}{bytes_text(size):>12}{spent * 1e3:>12.3f} ms{rate:>16}",
-                      flush=True)  # fmt: skip
+                took = f"{spent * 1e3:>12.3f} ms"
+                print_lines(f"{kind:<16}{bytes_text(size):>12}{took}{rate:>16}")
     if dist.get_rank() == 0:
         write_json(folder / _TIMES, {"samples": samples})
     dist.barrier()

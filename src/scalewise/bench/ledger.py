@@ -14,6 +14,7 @@ from scalewise.bench import options
 from scalewise.bench.planner import summary
 from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.launch.job import Order, execute
+from scalewise.output import print_lines
 from scalewise.plan import memory
 from scalewise.run import Run
 from scalewise.units import bytes_text
@@ -94,12 +95,12 @@ def _traced(runs: Mapping[str, Run]) -> Iterator[Row]:
 
 def _told(title: str, rows: Iterator[Row]) -> dict[str, object]:
     """Prints the rows as they come, and returns them with what their errors are together."""
-    print(f"{title}:\n{'foreseen':>11}{'found':>11}{'error':>9}  line", flush=True)
+    print_lines(f"{title}:", f"{'foreseen':>11}{'found':>11}{'error':>9}  line")
     kept = []
     for row in rows:
         kept.append(row)
         foreseen, found = bytes_text(row.foreseen), bytes_text(row.found)
-        print(f"{foreseen:>11}{found:>11}{row.error:>+9.2%}  {row.line}", flush=True)
+        print_lines(f"{foreseen:>11}{found:>11}{row.error:>+9.2%}  {row.line}")
     errors = summary([abs(row.error) for row in kept])
-    print("{rows} rows: median {median:.2%}, worst {worst:.2%}\n".format(**errors), flush=True)
+    print_lines("{rows} rows: median {median:.2%}, worst {worst:.2%}".format(**errors), "")
     return {"errors": errors, "rows": [vars(row) | {"error": row.error} for row in kept]}

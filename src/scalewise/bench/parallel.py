@@ -14,6 +14,7 @@ from typing import Any
 from scalewise.bench import options, pairs, ranks
 from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.output import print_lines
 from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
@@ -56,7 +57,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     """Returns step times, their ratio with its interval, and times of launching."""
     for run in runs.values():
         _check(run)
-    print(f"{'':<6}{'suite':>10}{'hand':>10}   ratio (95 % interval)   hand beside itself")
+    print_lines(f"{'':<6}{'suite':>10}{'hand':>10}   ratio (95 % interval)   hand beside itself")
     layouts: dict[str, object] = {}
     for name, run in runs.items():
         run = replace(run, trainer=replace(run.trainer, max_steps=WARM_UP + options.pairs + 1))
@@ -64,12 +65,12 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         times: Any = read_json(folder / _TIMES)
         (folder / _TIMES).unlink()
         layouts[name] = found = _compared(times)
-        print(
+        print_lines(
             f"{name:<6}{seconds_text(found['suite_s']):>10}{seconds_text(found['hand_s']):>10}"
-            f"   {_text(found['ratio'])}   {_text(found['self_check'])}", flush=True
+            f"   {_text(found['ratio'])}   {_text(found['self_check'])}"
         )  # fmt: skip
     launches = [_launched(next(iter(runs.values())).world_size, folder) for _ in range(LAUNCHES)]
-    print(f"\na rank's own code runs {seconds_text(median(launches))} after elastic starts")
+    print_lines("", f"a rank's own code runs {seconds_text(median(launches))} after elastic starts")
     first = next(iter(runs.values()))
     return {
         "bounds": {"ratio": BOUND, "launch_s": LAUNCH_BOUND},

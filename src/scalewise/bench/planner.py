@@ -15,6 +15,7 @@ from scalewise.bench import published, rows
 from scalewise.bench.options import Options as BaseOptions
 from scalewise.bench.rows import Row
 from scalewise.errors import Complaint, ConfigError
+from scalewise.output import print_lines
 from scalewise.plan.steptime import of_step
 from scalewise.plan.verdict import RESERVED, Verdict, judged
 from scalewise.run import Run
@@ -66,8 +67,8 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     """Predicts every row of the file, prints the tables and returns them."""
     predictions, left = _predictions(Path(options.data))
     if left:
-        print(f"{len(left)} rows left out:")
-        print("\n".join(f"  {line}" for line in left), flush=True)
+        print_lines(f"{len(left)} rows left out:")
+        print_lines(*(f"  {line}" for line in left))
     if not predictions:
         raise ConfigError.one("data", options.data, "holds no rows that can be predicted")
     memory = _ratios(predictions, lambda p: p.stack, lambda p: p.memory)
@@ -84,7 +85,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         if tables[name]:
             _print(title, tables[name])
     verdicts = _verdicts(predictions)
-    print(_told(verdicts))
+    print_lines(*_told(verdicts))
     counted: dict[str, object] = {"rows": len(predictions), "left_out": left}
     return counted | tables | {"step_scale": _step_scale(rates), "verdicts": verdicts}
 
@@ -212,9 +213,9 @@ def _print(title: str, rows: Table) -> None:
     output.console().print(table)
 
 
-def _told(verdicts: Any) -> str:
+def _told(verdicts: Any) -> list[str]:
     lines = []
     for name, _ in _ENDS:
         told = ", ".join(f"{count} called {verdict}" for verdict, count in verdicts[name].items())
         lines.append(f"rows that {name.replace('_', ' ')}: {told}")
-    return "\n".join(lines)
+    return lines

@@ -14,6 +14,7 @@ from typing import Any
 from scalewise.bench import options, wire
 from scalewise.bench.wire import ADDRESSES, Wire
 from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.output import print_lines
 from scalewise.parallelism.ring import share
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
@@ -55,7 +56,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     for run in runs.values():
         if run.world_size != 2:
             raise ConfigError.one("parallelism", run.world_size, "a cable has two ends")
-    print(f"{'':<10}{'open':>10}{f'{options.mbit:g} Mbit/s':>14}{'predicted':>12}"
+    print_lines(f"{'':<10}{'open':>10}{f'{options.mbit:g} Mbit/s':>14}{'predicted':>12}"
           f"{'sent a step':>14}{'declared':>12}")  # fmt: skip
     found: dict[str, dict[str, object]] = {}
     for name, run in runs.items():
@@ -70,10 +71,10 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
             "sent_bytes": sent,
             "declared_bytes": declared,
         }
-        print(
+        print_lines(
             f"{name:<10}{seconds_text(opened):>10}{seconds_text(slow):>14}"
             f"{seconds_text(seconds) if seconds else 'unknown':>12}{bytes_text(sent):>14}"
-            f"{bytes_text(declared) if declared else 'unknown':>12}", flush=True
+            f"{bytes_text(declared) if declared else 'unknown':>12}"
         )  # fmt: skip
     return {"mbit": options.mbit, "layouts": found}
 

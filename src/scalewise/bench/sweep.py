@@ -21,6 +21,7 @@ from scalewise.bench import options, pairs
 from scalewise.errors import ConfigError, ScalewiseError
 from scalewise.launch import processes
 from scalewise.launch.job import Order, execute
+from scalewise.output import print_lines
 from scalewise.reports import page
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
@@ -76,7 +77,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         fresh.append(_fresh(run, folder / "fresh" / str(number)))
     found = pairs.ratio(_jobs(warm), _jobs(fresh))
     whole = pairs.ratio([one.whole for one in warm], [one.whole for one in fresh])
-    print(
+    print_lines(
         f"beyond its steps a job takes {seconds_text(median(_jobs(warm)))} in a sweep and "
         f"{seconds_text(median(_jobs(fresh)))} as a process of its own: {found.median:.3f} "
         f"({found.low:.3f} to {found.high:.3f}), with its report {whole.median:.3f}; "

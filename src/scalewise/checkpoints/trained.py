@@ -20,6 +20,7 @@ from scalewise.errors import ConfigError
 from scalewise.models.base import Model, Part, Weight
 from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
+from scalewise.output import print_lines
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantization, Quantization
 from scalewise.trainer import Trainer
@@ -156,7 +157,7 @@ def checkpoint(folder: Path, step: str) -> Path:
     elif step == "last":
         found = store.latest(checkpoints)
         if found and found != (newest := [*known.values()][-1]):
-            print(f"{newest} is damaged; {found.name} in its place", flush=True)
+            print_lines(f"{newest} is damaged; {found.name} in its place")
     else:
         found = known.get(int(step)) if step.isdecimal() else None
     if found is None:

@@ -20,6 +20,7 @@ from scalewise.data.templates import Piece, Template, beside, plain, sources
 from scalewise.data.tokenized import Progress
 from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import DataError
+from scalewise.output import print_lines
 from scalewise.units import count_text
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def check(bad: Sequence[Bad], parts: Mapping[str, Sequence[Written]], spec: Chat
         cure = f"mend them, or leave them out with data.max_bad_rows={len(bad)}"
         raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
     if bad:
-        print(f"left out {_count(bad)}, the first {bad[0]}", file=sys.stderr)
+        print_lines(f"left out {_count(bad)}, the first {bad[0]}", stderr=True)
     if not any(parts.values()):
         reason = f"hold no {spec.record}"
         raise DataError.one("data.paths", list(spec.paths), reason, "give files that hold some")

@@ -16,6 +16,7 @@ from scalewise.data.cache import cached
 from scalewise.data.rows import PackedRows
 from scalewise.data.tokenizing import Documents, Tokenization, encode, vocabulary_of
 from scalewise.errors import ConfigError, DataError
+from scalewise.output import print_lines
 from scalewise.units import count_text, seconds_text
 
 FORMAT = 2
@@ -117,14 +118,15 @@ class Progress:
     def __init__(self, name: str) -> None:
         self._live = sys.stderr.isatty()
         self._line = f"preparing {name} ..."
-        print(self._line, end="" if self._live else "\n", file=sys.stderr, flush=True)
+        print_lines(self._line, end="" if self._live else "\n", stderr=True)
 
     def show(self, text: str) -> None:
         """Says how far it is, on a terminal."""
         if self._live:
-            print(f"\r{self._line} {text}", end="", file=sys.stderr, flush=True)
+            sys.stderr.write("\r")
+            print_lines(f"{self._line} {text}", end="", stderr=True)
 
     def close(self, text: str) -> None:
         """Says how it ended, on a terminal."""
         if self._live:
-            print(f" {text}", file=sys.stderr, flush=True)
+            print_lines(f" {text}", stderr=True)

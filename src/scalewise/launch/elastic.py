@@ -181,4 +181,5 @@ def _quiet() -> Iterator[None]:
 def _show_cursor() -> None:
     """Gives a terminal its cursor back, which a rank that was killed has left hidden."""
     if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()

@@ -16,6 +16,7 @@ from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import processes, signals, started, words
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
+from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_text
 from scalewise.training.callbacks.spec import is_own
@@ -212,7 +213,7 @@ def _attempts(
         from scalewise.checkpoints import store
 
         resume = store.latest(folder / "checkpoints") or resume
-        print(f"attempt {number} {ending.status}: {ending.reason}; starting again", flush=True)
+        print_lines(f"attempt {number} {ending.status}: {ending.reason}; starting again")
 
 
 def _attempt(

@@ -11,6 +11,7 @@ import yaml
 from scalewise.checkpoints import store
 from scalewise.config import registry
 from scalewise.errors import CheckpointError, Complaint, as_typed
+from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import read_json
 
@@ -49,7 +50,7 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
     if complaints:
         raise CheckpointError(complaints)
     if done == steps:
-        print(f"resume: {path.parents[1]} has done all {steps} steps; its end follows", flush=True)
+        print_lines(f"resume: {path.parents[1]} has done all {steps} steps; its end follows")
     return path
 
 
@@ -129,7 +130,7 @@ def _latest(folder: Path) -> Path | None:
     *_, newest = store.steps(folder).values() or [None]
     if found != newest:
         instead = f"going on from {found.name}" if found else "no other of that run is whole"
-        print(f"resume: {newest} is damaged; {instead}", flush=True)
+        print_lines(f"resume: {newest} is damaged; {instead}")
     return found
 
 
@@ -147,7 +148,7 @@ def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
             return None
         if found := _latest(earlier / "checkpoints"):
             if damaged:
-                print(f"resume: going on from {found} of an earlier run", flush=True)
+                print_lines(f"resume: going on from {found} of an earlier run")
             return found
         damaged = damaged or bool(store.steps(earlier / "checkpoints"))
     return None

@@ -20,6 +20,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.launch import orders, signals, squeue, words
 from scalewise.launch.engine import Began, Task
 from scalewise.launch.job import Result
+from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
 
@@ -59,7 +60,7 @@ class Slurm:
         for task in tasks:
             began(task)
         arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
-        print(f"\nin Slurm's queue: {arrays}; scalewise status {self._folder.parent}", flush=True)
+        print_lines("", f"in Slurm's queue: {arrays}; scalewise status {self._folder.parent}")
         try:
             yield from self._watched({jobs[task.number]: task for task in tasks})
         except Interrupted as error:

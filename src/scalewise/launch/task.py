@@ -18,6 +18,7 @@ from scalewise.launch import orders, signals, squeue, started
 from scalewise.launch.engine import INTERRUPTED, Task
 from scalewise.launch.job import Result, begin, claim, end
 from scalewise.launch.status import Ending
+from scalewise.output import print_lines
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
             task = orders.read(folder / f"{number}.json")
             result = _result(task)
         except ScalewiseError as error:
-            print(f"scalewise: {error}", file=sys.stderr)
+            print_lines(*f"scalewise: {error}".split("\n"), stderr=True)
             return error.exit_code
         if started.leads():
             with signals.ignored():  # a requeue sends them to those whom it ends
@@ -68,7 +69,7 @@ def _report(folder: Path) -> None:
     """Writes the job's report: who submitted it may have left."""
     from scalewise.reports import files  # of the floor above
 
-    print(f"report {files.write([folder])[-1]}", flush=True)
+    print_lines(f"report {files.write([folder])[-1]}")
 
 
 def _goes_on(count: Path, timeouts: int, result: Result) -> bool:
@@ -84,7 +85,7 @@ def _goes_on(count: Path, timeouts: int, result: Result) -> bool:
         write_json(result.folder / "status.json", {**status, "reason": f"{result.reason}; {told}"})
     else:
         again, told = _again(warned)
-    print(f"{result.status}: {result.reason}; {told}", flush=True)
+    print_lines(f"{result.status}: {result.reason}; {told}")
     return again
 
 

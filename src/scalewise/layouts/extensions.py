@@ -24,6 +24,7 @@ import psutil
 from scalewise.data.cache import cached, is_cached
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
+from scalewise.output import print_lines
 
 WATCH_SECONDS = 0.2
 
@@ -53,7 +54,7 @@ def built(name: str, device: DeviceKind) -> Path:
         "device": device.value,
     }
     if not is_cached(name, key, under="extensions"):
-        print(f"compiling DeepSpeed's {name}, once: about {SECONDS[name]} s", flush=True)
+        print_lines(f"compiling DeepSpeed's {name}, once: about {SECONDS[name]} s")
     return cached(name, key, lambda folder: _build(name, device, folder), under="extensions")
 
 

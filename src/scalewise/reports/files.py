@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from scalewise.output import print_lines
 from scalewise.reports import outline, page, records, wandb_report
 
 
@@ -36,4 +37,4 @@ def _wandb_reports(folders: Sequence[Path]) -> Iterator[None]:
         yield
         _, said = beside.communicate()
     if beside.returncode:
-        print(f"no {wandb_report.FILE}: {(said.splitlines() or ['no word why'])[-1]}", flush=True)
+        print_lines(f"no {wandb_report.FILE}: {(said.splitlines() or ['no word why'])[-1]}")

@@ -26,7 +26,7 @@ def save(report: Outline, folder: Path) -> Path:
     path = folder / FILE
     draft = folder / f".{FILE}.{os.getpid()}"
     try:
-        draft.write_text(text, "utf-8")
+        draft.write_text(text, "utf-8", "backslashreplace")  # records may hold lone surrogates
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.errors import ScalewiseError
+from scalewise.output import print_lines
 from scalewise.reports import page, wandb_report
 from scalewise.tracking import recorded
 from scalewise.tracking.connection import said
@@ -82,7 +83,7 @@ class Publication:
         except Exception as error:  # the client raises many kinds
             self._lost(self._folder, f"its report: {said(error)}")
         else:
-            print(f"W&B report {url}", flush=True)
+            print_lines(f"W&B report {url}")
 
     def _settle(self, folder: Path, run: Any) -> None:
         try:
@@ -106,7 +107,7 @@ class Publication:
     def _say(self, folder: Path, what: str) -> None:
         listed = self._count > 1 and folder in self._folders
         place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
-        print(f"{place}{_short(folder)}  {what}", flush=True)
+        print_lines(f"{place}{_short(folder)}  {what}")
 
 
 def _note(path: Path, facts: dict[str, object]) -> None:

@@ -27,6 +27,9 @@ _TIP = re.compile(r"(<(?:path|circle|rect|line)[^>]*?) aria-label=")
 _LABEL = re.compile(r" aria-label=\"[^\"]*\"")
 _LONG = re.compile(r"-?\d+\.\d{2,}(?:e-?\d+)?")
 _GEOMETRY = re.compile(r" (?:d|transform|x|y|x2|y2|width|height|cx|cy|r)=\"[^\"]*\"")
+_PAIRED = re.compile("[\ud800-\uf8ff\U00010000-\U0010ffff]")
+_PRIVATE = range(0xE000, 0xF900)
+_UNREADABLE = "\ufffd"
 _ID = re.compile(r"(\bid=\"|url\(#|href=\"#)")
 
 
@@ -38,7 +41,8 @@ def render(
     ``ident`` is unique on the page; ``sentence`` says what the picture shows to who cannot see it.
     """
     spec: dict[str, Any] = chart.to_dict() | {"datasets": dict(tables)}
-    raw = vl_convert.vegalite_to_svg(spec, vl_version=_VERSION)
+    spec, restored = _without_pairs(spec)
+    raw = vl_convert.vegalite_to_svg(spec, vl_version=_VERSION).translate(restored)
     head = _HEAD.match(raw)
     if head is None:
         raise AssertionError("the renderer wrote no viewBox")
@@ -54,6 +58,34 @@ def render(
         f'<svg style="max-width:{width}px" role="img" aria-label="{html.escape(sentence)}"'
         f' viewBox="{head[1]}">{body}'
     )
+
+
+def _without_pairs(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
+    """Returns a spec of one UTF-16 unit per character, and a table to translate its picture back.
+
+    Vega cuts a long label between the two units of an emoji, and cannot read what is left.
+    """
+    stand_ins: dict[int, str] = {}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {replaced(key): replaced(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [replaced(entry) for entry in value]
+        return _PAIRED.sub(stand_in, value) if isinstance(value, str) else value
+
+    def stand_in(found: re.Match[str]) -> str:
+        character = ord(found[0])
+        if character not in stand_ins and len(stand_ins) == len(_PRIVATE):
+            return _UNREADABLE
+        return stand_ins.setdefault(character, chr(_PRIVATE[len(stand_ins)]))
+
+    content = replaced(spec)
+    surrogates = range(0xD800, 0xE000)
+    return content, {
+        ord(unit): _UNREADABLE if character in surrogates else chr(character)
+        for character, unit in stand_ins.items()
+    }
 
 
 def _round(found: re.Match[str]) -> str:

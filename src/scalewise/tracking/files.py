@@ -21,7 +21,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes ``text`` so that a reader sees the old file or the new one, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
+    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from scalewise.errors import ScalewiseError
+from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.connection import answers, base_url, has_key
 from scalewise.tracking.names import METRICS
@@ -135,7 +136,7 @@ class Shielded(Session):
             raise
         except Exception as error:  # a tracker, whatever ails it, must not end a training
             self._lost = True
-            print(f"W&B is lost ({_short(error)}); the run's folder holds all", flush=True)
+            print_lines(f"W&B is lost ({_short(error)}); the run's folder holds all")
 
 
 def define(run: Any) -> None:
@@ -180,7 +181,7 @@ def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session
     try:
         mode = decide_mode(run.tracking)
     except Exception as error:  # W&B's settings files and variables may hold anything
-        print(f"W&B goes offline: {_short(error)}", flush=True)
+        print_lines(f"W&B goes offline: {_short(error)}")
         mode = Mode.offline
     for attempt in dict.fromkeys((mode, Mode.offline)):
         if mode is Mode.disabled:
@@ -188,7 +189,7 @@ def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session
         try:
             return Shielded(WandbSession(run, folder, attempt, facts))
         except Exception as error:  # the client raises many kinds; the next mode is tried
-            print(f"W&B {attempt} is not to be had: {_short(error)}", flush=True)
+            print_lines(f"W&B {attempt} is not to be had: {_short(error)}")
     return Session()
 
 

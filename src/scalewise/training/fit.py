@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from scalewise.data import kept
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind
+from scalewise.output import print_lines
 from scalewise.plan.plan import foreseen, price, record
 from scalewise.run import Run
 from scalewise.study.storage import link_in
@@ -73,7 +73,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
     if place.rank == 0:
         kept.keep(splits, folder)
         if splits.note:
-            print(splits.note, file=sys.stderr, flush=True)
+            print_lines(splits.note, stderr=True)
     module = TrainingModule(run, steps)
     recorder = Recorder(run, start, [])
     terminal = Terminal(run, steps, start) if place.rank == 0 else None

@@ -16,6 +16,7 @@ from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
+from scalewise.output import print_lines
 
 BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         content = record.of(result, command_line("bench", tuple(arguments)))
         for path in (folder / f"{name}.json", *([kept] if kept else [])):
             record.write(path, content)
-            print(f"result {path}", flush=True)
+            print_lines(f"result {path}")
         if kept:
             figures.renew(Path("README.md"), record.RECORDS)
     return 0

@@ -12,6 +12,7 @@ from scalewise.config import tree
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
 from scalewise.launch import signals
+from scalewise.output import print_lines
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,8 +32,8 @@ def main(arguments: Sequence[str]) -> int:
             _learn(options.learn, options.file, overrides)
     own = Path("conf").resolve() == (tree.root() / "conf").resolve()
     where = "" if own else " -cd conf"
-    print(f"profile {options.file}")
-    print(f"use it: scalewise plan{where} hardware={options.file.stem} ...")
+    print_lines(f"profile {options.file}")
+    print_lines(f"use it: scalewise plan{where} hardware={options.file.stem} ...")
     return 0
 
 
@@ -40,7 +41,7 @@ def _learn(folder: str, file: Path, overrides: Sequence[str]) -> None:
     if overrides:
         raise ConfigError.one("", "", f"learn={folder} composes no run: {overrides[0]} is idle")
     scale = learn.learnt(Path(folder), file)
-    print(
+    print_lines(
         f"steps take {scale.median:.3g} times what the profile foresees "
         f"({scale.low * scale.median:.3g} to {scale.high * scale.median:.3g}, {scale.runs} runs)"
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
+from scalewise.output import print_lines
 
 LINE = "scalewise dashboard NAME [tracking.project=NAME] [tracking.entity=NAME]"
 
@@ -21,5 +22,5 @@ def main(arguments: Sequence[str]) -> int:
 
     project = os.environ.get("WANDB_PROJECT") or tracking.project
     entity = os.environ.get("WANDB_ENTITY") or tracking.entity
-    print(workspace.save(name, entity=entity, project=project))
+    print_lines(workspace.save(name, entity=entity, project=project))
     return 0

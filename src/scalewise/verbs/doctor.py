@@ -10,6 +10,7 @@ from pathlib import Path
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware, Machine, on_this_machine, this_machine
 from scalewise.launch.status import versions
+from scalewise.output import print_lines
 from scalewise.units import GIB, bytes_text, count_text
 
 EXTRAS = {
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     found = list(lines(this_machine()))
     widths = [max(len(line[place]) for line in found) for place in (0, 1)]
     for what, state, meaning in found:
-        print(f"{what:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
+        print_lines(f"{what:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
     return 0
 
 

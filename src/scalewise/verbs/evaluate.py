@@ -12,6 +12,7 @@ from scalewise import output
 from scalewise.errors import Complaint
 from scalewise.evaluation import ALL, AS_TRAINED
 from scalewise.hardware import this_machine
+from scalewise.output import print_lines
 from scalewise.verbs import trained
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ def main(arguments: Sequence[str]) -> int:
         found = measure(module)
         labels = f"{found.labels:,} labels of " if isinstance(found, HeldOut) else ""
         what = "pairs" if told.data.pairs else "rows"
-        print(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
-        print(found, flush=True)
+        print_lines(f"step {told.step} of {told.folder.name}: {labels}{found.rows} held-out {what}")
+        print_lines(*str(found).split("\n"))
         if isinstance(found, Captioned):
             _tell(found, splits)
         costs: dict[str, float] = {}
         for said, figures in of_run.costs(told, device, found, measure):
-            print(said, flush=True)
+            print_lines(said)
             costs |= figures
         _keep(folder / RECORD, told.step, found, costs)
         if prompt := options["prompt"]:
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             )
             with output.console().status("writing"):
                 text = written(told, module, splits, prompt, drawing)
-            print(f"\n{text}\n")
-    print(f"result {folder / RECORD}")
+            print_lines("", *text.split("\n"), "")
+    print_lines(f"result {folder / RECORD}")
     return 0
 
 
@@ -88,7 +89,7 @@ def _tell(found: Captioned, splits: Splits) -> None:
 
     tokenizer = tokenizer_of(splits)
     for right, wrote in found.told:
-        print(f"  {tokenizer.decode(right)!r} is written {tokenizer.decode(wrote)!r}", flush=True)
+        print_lines(f"  {tokenizer.decode(right)!r} is written {tokenizer.decode(wrote)!r}")
 
 
 def _wrong(given: dict[str, str]) -> Iterator[Complaint]:

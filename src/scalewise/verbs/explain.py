@@ -9,6 +9,7 @@ from rich.table import Table
 
 from scalewise import output
 from scalewise.errors import Complaint, ConfigError
+from scalewise.plain_console import styled
 from scalewise.reports import difference, records
 from scalewise.reports.difference import Pair
 from scalewise.reports.records import RunRecord
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     one, other = _read(arguments)
     console = output.console()
     for run in (one, other):
-        console.print(f"{run.folder}  [dim]{run.command}[/]", soft_wrap=True)
+        console.print(styled(f"{run.folder}  ", (run.command, "dim")), soft_wrap=True)
     for title, pairs in (
         ("set", difference.settings(one, other)),
         ("foreseen at the peak", _large(difference.foreseen(one, other))),

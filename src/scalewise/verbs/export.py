@@ -8,6 +8,7 @@ from pathlib import Path
 
 from scalewise.errors import Complaint, ConfigError
 from scalewise.exports import Form
+from scalewise.output import print_lines
 from scalewise.verbs import trained
 
 DEFAULTS = {"to": "", "step": "last", "adapter": Form.merged.value}
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     with _made(to):
         lacks = exports.write(told, to, Form(options["adapter"]))
     for line in (f"exported step {told.step} of {folder.name}", *lacks, f"result {to}"):
-        print(line)
+        print_lines(line)
     return 0
 
 

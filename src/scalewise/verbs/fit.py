@@ -11,6 +11,7 @@ from scalewise.errors import Complaint, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import started
 from scalewise.memory import Auto
+from scalewise.output import print_lines
 from scalewise.plan.spec import Fitting, Search
 from scalewise.run import Run
 from scalewise.trainer import AUTO, SIZE
@@ -46,7 +47,7 @@ def _sized(run: Run, untried: str) -> Sizing:
         untried = "not tried, as these ranks were started by torchrun or srun"
 
     def ends(tried: Run) -> str:
-        print(f"{SIZE}={AUTO}: trying {tried.micro_batch} ...", flush=True)
+        print_lines(f"{SIZE}={AUTO}: trying {tried.micro_batch} ...")
         return trial.status(tried)
 
     return sized(run, None if untried else ends, untried)

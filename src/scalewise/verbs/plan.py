@@ -14,6 +14,7 @@ from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import resumed_sweep
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.resumed_sweep import Resumption
+from scalewise.output import print_lines
 from scalewise.plan import memory
 from scalewise.plan.ledger import EVERY, Ledger, Line
 from scalewise.plan.plan import Plan, planned
@@ -168,7 +169,7 @@ def _traced(plan: Plan) -> Plan:
     from scalewise.training import trace  # imports torch
 
     if (reason := trace.refusal(plan.run)) is not None:
-        print(f"the ledger alone, no trace: {reason}")
+        print_lines(f"the ledger alone, no trace: {reason}")
         return plan
     with output.console().status("tracing"):
         found = trace.traced(plan.run, whole=plan.run.plan.full_depth)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalewise.errors import Complaint, ConfigError
+from scalewise.output import print_lines
 from scalewise.reports import files
 
 
@@ -17,5 +18,5 @@ def main(arguments: Sequence[str]) -> int:
     if absent := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ConfigError(Complaint("", "", f"{name} is no folder") for name in absent)
     for path in files.write(folders):
-        print(path)
+        print_lines(path)
     return 0

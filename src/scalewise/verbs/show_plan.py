@@ -11,6 +11,7 @@ from rich.table import Table
 from scalewise import output
 from scalewise.hardware import DeviceKind
 from scalewise.launch.status import command_line
+from scalewise.plain_console import styled
 from scalewise.plan import traffic
 from scalewise.plan.host import checkpoint_bytes, of_node
 from scalewise.plan.line import replaced
@@ -52,7 +53,7 @@ def one(plan: Plan) -> None:
         f"{run.tokens_per_step:,} tokens a step"
     )
     if run.hardware.read_off:
-        console.print(f"[dim]hardware=auto: {run.hardware.read_off}[/]", soft_wrap=True)
+        console.print(f"hardware=auto: {run.hardware.read_off}", style="dim", soft_wrap=True)
     console.print()
     console.print(_ledger(plan))
     console.print()
@@ -70,7 +71,7 @@ def one(plan: Plan) -> None:
         asked = f"{SIZE}={AUTO}" if plan.told[0].startswith(SIZE) else "memory=auto"
         console.print(f"{asked}: {' '.join(plan.told)}")
     if fit.uncounted and fit.traced is None:
-        console.print(f"[yellow]not counted: {fit.uncounted}; plan.method=trace sees it[/]")
+        console.print(f"not counted: {fit.uncounted}; plan.method=trace sees it", style="yellow")
     verdict(plan)
     _time(console, plan)
     _beside(console, plan)
@@ -100,7 +101,7 @@ def user(run: Run, found: Mapping[str, int]) -> None:
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         shown.add_row(name, bytes_text(found[f"memory/{name}_bytes"]))
     console.print(shown)
-    console.print("[dim]no time: nobody has counted what a module of yours computes[/]")
+    console.print("no time: nobody has counted what a module of yours computes", style="dim")
 
 
 def stacks(plan: Plan, found: Trace) -> None:
@@ -108,14 +109,16 @@ def stacks(plan: Plan, found: Trace) -> None:
     console, run = output.console(), plan.run
     console.print(
         f"{run.name}: {count_text(run.model.parameters)} parameters, "
-        f"{run.flops_per_step:.4g} flops a step\n"
+        f"{run.flops_per_step:.4g} flops a step"
     )
+    console.print()
     console.print(_ledger(plan))
+    console.print()
     console.print(
-        f"\ntraced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} "
+        f"traced rank {found.rank} with all {found.depths[0]} layers: {bytes_text(found.peak)} "
         f"at the {plan.fit.ledger.fullest} (operators as on the CPU)"
     )
-    console.print(f"[dim]no formulas and no time: {run.objective.known} is known by trace[/]")
+    console.print(f"no formulas and no time: {run.objective.known} is known by trace", style="dim")
 
 
 def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -123,7 +126,7 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     shown = Table(box=None, pad_edge=False, header_style="dim")
     keys = list(dict.fromkeys(key for varied, _ in rows for key in varied))
     for key in keys:
-        shown.add_column(key)
+        shown.add_column(key, overflow="fold")
     shown.add_column("verdict")
     for name in ("allocated", "margin", "step", "tok/s", "MFU"):
         shown.add_column(name, justify="right")
@@ -132,7 +135,7 @@ def table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
         verdict, margin = plan.fit.verdict, plan.fit.margin
         shown.add_row(
             *(varied.get(key, "") for key in keys),
-            f"[{STYLES[verdict]}]{verdict}[/]",
+            styled((str(verdict), STYLES[verdict])),
             bytes_text(plan.fit.peak),
             output.ABSENT if margin is None else bytes_text(margin),
             output.ABSENT if plan.step is None else seconds_text(plan.step.seconds),
@@ -158,9 +161,11 @@ def summed(total: Total, wall: tuple[int, float] | None) -> None:
         told.append(dollars_text(total.dollars))
     if total.untimed:
         told.append(f"of {total.untimed} the time is not known")
-    output.console().print("\n" + "; ".join(told), soft_wrap=True)
+    console = output.console()
+    console.print()
+    console.print("; ".join(told), soft_wrap=True)
     if total.unrated:
-        output.console().print(f"[dim]{NO_TIME}[/]", soft_wrap=True)
+        console.print(NO_TIME, style="dim", soft_wrap=True)
 
 
 def train_line(run: Run, told: Sequence[str]) -> str:
@@ -195,7 +200,9 @@ def verdict(plan: Plan) -> None:
     console = output.console()
     fit = plan.fit
     if fit.capacity is None or fit.margin is None:
-        console.print("[dim]the hardware profile tells of no memory: set hardware.memory_gib[/]")
+        console.print(
+            "the hardware profile tells of no memory: set hardware.memory_gib", style="dim"
+        )
         return
     if fit.verdict is Verdict.host_out_of_memory and fit.host is not None:
         console.print(
@@ -204,7 +211,7 @@ def verdict(plan: Plan) -> None:
         )
     side = "to spare" if fit.margin >= 0 else "missing"
     of = f"{bytes_text(abs(fit.margin))} {side} of the device's {bytes_text(fit.capacity)}"
-    console.print(f"[{STYLES[fit.verdict]}]{fit.verdict}[/], {of}")
+    console.print(styled((str(fit.verdict), STYLES[fit.verdict]), f", {of}"))
     if fit.verdict is Verdict.fits:
         return
     cure = plan.cure
@@ -216,7 +223,7 @@ def verdict(plan: Plan) -> None:
     else:
         taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is Fitting.auto)
         console.print(f"to make it fit: {cure.line}{taken}", soft_wrap=True)
-        console.print(f"[dim]{train_line(plan.run, cure.told)}[/]", soft_wrap=True)
+        console.print(train_line(plan.run, cure.told), style="dim", soft_wrap=True)
 
 
 def _beside(console: Console, plan: Plan) -> None:
@@ -242,20 +249,23 @@ def _beside(console: Console, plan: Plan) -> None:
 def _time(console: Console, plan: Plan) -> None:
     step, interval = plan.step, plan.interval
     if step is None or interval is None:
-        console.print(f"[dim]{NO_TIME}[/]")
+        console.print(NO_TIME, style="dim")
         return
     low, high = map(seconds_text, interval)
     rates = f"{plan.tokens_per_s:,.0f} tok/s, MFU {plan.mfu:.1%}"
-    console.print(f"\nstep {seconds_text(step.seconds)} ({low} to {high}), {rates}")
+    console.print()
+    console.print(f"step {seconds_text(step.seconds)} ({low} to {high}), {rates}")
     shares = [
         f"{what} {seconds / step.seconds:.0%}"
         for what, seconds in step.parts().items()
         if seconds >= 0.005 * step.seconds
     ]
-    console.print(f"[dim]{', '.join(shares)}[/]")
+    console.print(", ".join(shares), style="dim")
     if unknown := traffic.unknown(plan.run):
         names = " and ".join(f"hardware.{name}" for name in unknown)
-        console.print(f"[yellow]what is offloaded takes time that is not counted: set {names}[/]")
+        console.print(
+            f"what is offloaded takes time that is not counted: set {names}", style="yellow"
+        )
     tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
     told = [f"{count_text(tokens)} tokens in {seconds_text(plan.seconds_for(tokens) or 0.0)}"]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)

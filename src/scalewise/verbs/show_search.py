@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scalewise import output
+from scalewise.plain_console import styled
 from scalewise.plan import layouts
 from scalewise.plan.lost import neighbours
 from scalewise.plan.search import Candidate, Found
@@ -42,24 +43,26 @@ def one(found: Found) -> None:
     of = " of those trained as asked" if mixed else ""
     of = " with the fewest changes to the training" if best.training else of
     style = STYLES[best.fit.verdict]
-    console.print(
-        f"\nleast {found.rank}{of}: [bold]{_layout(best)}[/], [{style}]{best.fit.verdict}[/]"
-    )
+    console.print()
+    least = (f"least {found.rank}{of}: ", (_layout(best), "bold"), ", ")
+    console.print(styled(*least, (str(best.fit.verdict), style)))
     console.print(train_line(asked, best.told), soft_wrap=True, style="cyan")
-    console.print("\n[bold]one choice away[/]")
+    console.print()
+    console.print("one choice away", style="bold")
     shown = Table(box=None, pad_edge=False, show_header=False)
     for lost in neighbours(found):
-        shown.add_row(f"[dim]{lost.choice}[/]", lost.what, lost.why)
+        shown.add_row(styled((lost.choice, "dim")), lost.what, lost.why)
     console.print(shown)
 
 
 def _front(console: Console, how: str, front: Sequence[Candidate], best: Candidate) -> None:
     if not front:
         return
-    console.print(f"\n[bold]{how}none is better in time, memory and price at once[/]")
+    console.print()
+    console.print(f"{how}none is better in time, memory and price at once", style="bold")
     console.print(_table(front[:SHOWN], best))
     if len(front) > SHOWN:
-        console.print(f"[dim]and {len(front) - SHOWN} more[/]")
+        console.print(f"and {len(front) - SHOWN} more", style="dim")
 
 
 def _nothing(console: Console, found: Found) -> None:
@@ -71,10 +74,8 @@ def _nothing(console: Console, found: Found) -> None:
     if (host := nearest.fit.host) is not None and host.peak > nearest.fit.host_capacity:
         least, capacity = host.peak, f"a node's {bytes_text(nearest.fit.host_capacity)}"
     style = STYLES[Verdict.out_of_memory]
-    console.print(
-        f"[{style}]nothing fits[/]; {_layout(nearest)} comes nearest: "
-        f"it needs {bytes_text(least)} of {capacity}"
-    )
+    needs = f"it needs {bytes_text(least)} of {capacity}"
+    console.print(styled(("nothing fits", style), f"; {_layout(nearest)} comes nearest: {needs}"))
 
 
 def _table(candidates: Iterable[Candidate], best: Candidate) -> Table:

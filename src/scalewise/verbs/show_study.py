@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from scalewise import output
+from scalewise.output import print_lines
+from scalewise.plain_console import styled
 from scalewise.tracking.files import read_json
 from scalewise.tracking.names import METRICS
 from scalewise.units import bytes_text, seconds_text
@@ -26,14 +28,14 @@ def begins(study: Study, reclaimed: Sequence[FrozenTrial]) -> None:
     """Prints what there is to do, and what an earlier sweep has left."""
     ended = len(study.ended)
     if ended or reclaimed:
-        print(f"study {study.optuna.study_name}: {ended} of {study.wanted} trials are there")
+        print_lines(f"study {study.optuna.study_name}: {ended} of {study.wanted} trials are there")
     for trial in reclaimed:
-        print(f"trial {trial.number} was under way when its sweep ended")
+        print_lines(f"trial {trial.number} was under way when its sweep ended")
 
 
 def refused(number: int, params: Mapping[str, object], reason: str) -> None:
     """Prints a trial that could not run."""
-    print(f"\ntrial {number} refused  {_point(params)}\n  {reason}", flush=True)
+    print_lines("", f"trial {number} refused  {_point(params)}", f"  {reason}")
 
 
 def ended(record: Mapping[str, Any], folder: Path) -> None:
@@ -41,10 +43,10 @@ def ended(record: Mapping[str, Any], folder: Path) -> None:
     trials = {trial["number"]: trial for trial in record["trials"]}
     states = [trial["state"] for trial in trials.values()]
     counted = [f"{states.count(s)} {s}" for s in dict.fromkeys(states)]
-    print(f"\n{record['study']}: {', '.join(counted)} of {record['wanted']} trials")
+    print_lines("", f"{record['study']}: {', '.join(counted)} of {record['wanted']} trials")
     best = [trials[number] for number in record["best"]]
     if not best:
-        print("no trial is to be recommended: none was finished within the constraints")
+        print_lines("no trial is to be recommended: none was finished within the constraints")
         return
     several = len(record["objectives"]) > 1
     title = f"best in one of {len(record['objectives'])} objectives" if several else "best"
@@ -56,14 +58,14 @@ def ended(record: Mapping[str, Any], folder: Path) -> None:
         values = map(_measured, record["objectives"], trial["values"])
         shown.add_row(str(trial["number"]), *params, *values)
     console = output.console()
-    console.print(f"[bold]{title}[/]" + (f", {SHOWN} shown" if len(best) > SHOWN else ""))
+    console.print(styled((title, "bold"), f", {SHOWN} shown" * (len(best) > SHOWN)))
     console.print(shown)
     for trial in best[:SHOWN]:
         command = read_json(folder / str(trial["folder"]) / "status.json").get("command")
-        console.print(str(command), soft_wrap=True, style="cyan", markup=False)
+        console.print(str(command), soft_wrap=True, style="cyan")
     for key, shares in record["importance"].items():
         said = ", ".join(f"{axis} {share:.0%}" for axis, share in shares.items())
-        console.print(f"what decided {key}: {said}", markup=False)
+        console.print(f"what decided {key}: {said}")
 
 
 def _point(params: Mapping[str, object]) -> str:

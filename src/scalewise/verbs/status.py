@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 def shown(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
     """Returns the tables of these folders, and whether any of their jobs goes on."""
     from rich.console import Group
-    from rich.text import Text
+
+    from scalewise.plain_console import styled
 
     parts: list[RenderableType] = []
     under_way = False
@@ -65,20 +66,21 @@ def shown(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
         under_way = under_way or any(job.under_way for job in jobs)
         counts = Counter(job.state for job in jobs)
         said = ", ".join(f"{count} {state}" for state, count in counts.items())
-        parts += [Text(f"{folder}: {said}"), table(jobs)]
+        parts += [styled(f"{folder}: {said}"), table(jobs)]
     return Group(*parts), under_way
 
 
 def table(jobs: Sequence[Progress]) -> RenderableType:
     """Returns one row a job: what it varies, how it stands, how far it is."""
-    from rich.markup import escape
     from rich.table import Table
+
+    from scalewise.plain_console import styled
 
     grid = Table(box=None, pad_edge=False, header_style="dim")
     grid.add_column("job", justify="right")
     keys = list(dict.fromkeys(key for job in jobs for key in job.varied))
     for key in keys:
-        grid.add_column(key)
+        grid.add_column(key, overflow="fold")
     grid.add_column("status")
     for name in ("step", "loss", "left"):
         grid.add_column(name, justify="right")
@@ -86,12 +88,12 @@ def table(jobs: Sequence[Progress]) -> RenderableType:
     for job in jobs:
         grid.add_row(
             output.ABSENT if job.number is None else str(job.number),
-            *(escape(job.varied.get(key, "")) for key in keys),
-            f"[{STYLES.get(job.state, 'red')}]{job.state}[/]",
+            *(job.varied.get(key, "") for key in keys),
+            styled((job.state, STYLES.get(job.state, "red"))),
             output.ABSENT if job.step is None else f"{job.step}/{job.steps or '?'}",
             output.ABSENT if job.loss is None else f"{job.loss:.4f}",
             output.ABSENT if job.seconds_left is None else seconds_text(job.seconds_left),
-            escape(remark(job)),
+            remark(job),
         )
     return grid
 

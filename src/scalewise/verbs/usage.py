@@ -99,7 +99,7 @@ COMPOSING = ("train", "plan", "wandb-sweep")
 """The verbs that take every group."""
 
 
-def of_all() -> str:
+def of_all() -> list[str]:
     """Returns what ``scalewise --help`` prints: verbs, groups, grammar, examples."""
     lines = ["usage: scalewise VERB [overrides] [Hydra's flags]", "", "verbs", *_table(VERBS)]
     lines += ["", *_groups(), "", "examples"]
@@ -111,13 +111,13 @@ def of_all() -> str:
         "of a,b,c), --cfg job (show, do not run), --info, -cd DIR (your own groups).",
         'Completion: eval "$(scalewise -sc install=bash)"',
     ]
-    return "\n".join(lines)
+    return lines
 
 
-def of_verb(verb: str) -> str:
+def of_verb(verb: str) -> list[str]:
     """Returns what ``scalewise VERB --help`` prints."""
     lines = [f"scalewise {verb}: {VERBS[verb]}", "", *_table(dict(FORMS[verb]))]
-    return "\n".join([*lines, *(["", *_groups()] if verb in COMPOSING else [])])
+    return [*lines, *(["", *_groups()] if verb in COMPOSING else [])]
 
 
 def _table(rows: dict[str, str]) -> list[str]:

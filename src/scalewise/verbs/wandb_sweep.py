@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import yaml
 
 from scalewise.config.searched import searched
 from scalewise.launch import signals
+from scalewise.output import print_lines
 from scalewise.tracking import sweeps
 from scalewise.tracking.server import Server, own_environment
 from scalewise.tracking.session import decide_mode
@@ -26,12 +26,12 @@ def main(arguments: Sequence[str]) -> int:
         question = asked.run.question
         config = sweeps.configured(search, asked.space, asked.fixed, asked.name, question)
         for reason in sweeps.left_out(search):
-            print(f"left out: {reason}", file=sys.stderr)
+            print_lines(f"left out: {reason}", stderr=True)
         tracking = asked.run.tracking
         if decide_mode(tracking) is not Mode.online:
-            print(yaml.safe_dump(config, sort_keys=False), end="")
+            print_lines(*yaml.safe_dump(config, sort_keys=False).splitlines())
             return 0
         with own_environment():
             known = Server().sweep(config, tracking.entity, tracking.project)
-        print(f"sweep {known}\nwandb agent {known}")
+        print_lines(f"sweep {known}", f"wandb agent {known}")
         return 0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.errors import ScalewiseError
+from scalewise.output import print_lines
 from scalewise.study.storage import TrialLink
 from scalewise.training.callbacks.recorder import Recorder
 
@@ -92,7 +93,7 @@ class Judge:
                 trial.report(value, step)
             return bool(trial.should_prune())
         except Exception as error:  # a file system, a lock, a database: each its own kind
-            print(f"the study cannot be asked: {error}", flush=True)
+            print_lines(f"the study cannot be asked: {error}")
             return False
 
     def _opened(self, first: int) -> Trial:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from scalewise.data.loader import UNREAL, MicroBatches
 from scalewise.errors import Interrupted
+from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.training.module import TrainingModule
 from scalewise.training.stopping import STOP
@@ -32,7 +33,7 @@ class Reference(Callback):
         question = self._run.objective.reference
         assert question is not None
         if trainer.is_global_zero:
-            print("asking the untrained model about each pair ...", flush=True)
+            print_lines("asking the untrained model about each pair ...")
         for loader in self._loaders:
             said_N2 = torch.zeros(loader.rows, 2, device=pl_module.device)
             for index_B, batch in loader.once(pl_module.steps):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scalewise.plain_console import PlainConsole
 from scalewise.plan.plan import foreseen
 from scalewise.run import Run
 from scalewise.tracking import beside
@@ -29,7 +29,7 @@ class Terminal:
     def __init__(self, run: Run, steps: int, start: int) -> None:
         self._run, self._steps = run, steps
         self._peak = ""
-        self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._console = PlainConsole(file=sys.stdout, soft_wrap=True)
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -49,7 +49,7 @@ class Terminal:
             if peak := row.get("memory/peak_bytes"):
                 self._peak = beside.told({**foreseen(self._run), "memory/peak_bytes": peak})
         line = status_line(rows, self._run, self._steps, self._peak)
-        self._console.print(line, markup=False)
+        self._console.print(line)
         if self._progress is not None:
             done = rows[-1]["step"]
             self._progress.update(self._task, completed=done)

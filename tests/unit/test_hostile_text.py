@@ -1,0 +1,242 @@
+"""Text of users, files and servers is printed as plain text, whatever it holds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.reports import make_run, make_sweep
+
+from scalewise import cli, output
+from scalewise.errors import ConfigError
+from scalewise.launch.engine import Task
+from scalewise.launch.job import Order, Result
+from scalewise.plain_console import styled
+from scalewise.plan.plan import planned
+from scalewise.run import Run
+from scalewise.verbs import show, show_plan, show_study, usage
+
+SOURCE = Path(output.__file__).parent
+HOSTILE = (
+    "[/work/a.txt] [bold]b[/] [/] 'callbacks=[]' :smile: \N{PARTY POPPER} \x1b[31mred\x1b[0m "
+    "\x1b]0;title\x07 \r\n\t\x00\x9b1m \N{RIGHT-TO-LEFT OVERRIDE}\u2028 \ud800 <img src=x>"
+)
+SEEN = ("[/work/a.txt]", "[bold]b[/]", "callbacks=[]", ":smile:", "\N{PARTY POPPER}", "\\x1b[31m")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_plain(printed: str) -> None:
+    """Asserts that nothing but line feeds could move a cursor or turn text around."""
+    for character in printed.replace("\n", ""):
+        kind = unicodedata.category(character)
+        assert kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"), f"{character!a} in {printed!a}"
+
+
+def assert_shown(printed: str) -> None:
+    """Asserts that it is plain and that the hostile text can be read in it, markup and all."""
+    assert_plain(printed)
+    together = "".join(printed.split())
+    for part in SEEN:
+        assert part.replace(" ", "") in together, printed
+
+
+def test_only_one_module_prints() -> None:
+    calls = {
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        if path.name != "output.py"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    }
+    assert calls == set(), "use scalewise.output.print_lines"
+
+
+def test_only_one_module_makes_consoles() -> None:
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text("utf-8")
+        if path.name != "plain_console.py":
+            assert " Console(" not in text, f"{path}: use scalewise.output.console"
+            assert "rich.markup" not in text, path
+
+
+@pytest.mark.parametrize("stderr", [False, True])
+def test_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_lines("one", HOSTILE, "three", stderr=stderr)
+    said = capsys.readouterr()
+    printed = said.err if stderr else said.out
+    assert_shown(printed)
+    assert len(printed.splitlines()) == 3
+
+
+def test_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE, overflow="fold")
+    table.add_row(HOSTILE)
+    output.console().print(HOSTILE, HOSTILE)
+    output.console().print(table, styled(HOSTILE, (HOSTILE, "red")))
+    assert_shown(capsys.readouterr().out)
+
+
+def test_scripts_and_emoji_stay_as_they_are() -> None:
+    kept = "naïve Ωμέγα 漢字 हिन्दी \u200c \N{MAN}\u200d\N{PERSONAL COMPUTER} \u00a0\u3000 e\u0301"
+    assert output.printable(kept) == kept
+
+
+def test_an_error_of_several_issues_has_a_line_for_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = ConfigError.one(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    assert len(str(error).splitlines()) == 2
+    output.print_lines(*str(error).split("\n"))
+    assert_shown(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("verb", usage.VERBS)
+def test_every_command_rejects_hostile_arguments_in_plain_text(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_null = HOSTILE.replace("\x00", "")
+    for arguments in ([no_null], [f"name={no_null}"], [f"--{no_null}"], [f"model={no_null}"]):
+        assert cli.main([verb, *arguments]) == 2, (verb, arguments)
+        said = capsys.readouterr()
+        assert_plain(said.out + said.err)
+        assert "scalewise: " in said.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_an_unknown_command_is_rejected_in_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([HOSTILE]) == 2
+    assert_plain(capsys.readouterr().err)
+
+
+def _with_hostile_strings(value: Any, kept: frozenset[str], key: str = "") -> Any:
+    """Returns JSON content in which every string is hostile, but for those of some keys."""
+    if isinstance(value, dict):
+        return {name: _with_hostile_strings(entry, kept, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_hostile_strings(entry, kept, key) for entry in value]
+    return HOSTILE if isinstance(value, str) and key not in kept else value
+
+
+def _damage(folder: Path, kept: frozenset[str]) -> None:
+    for file in folder.rglob("*.json"):
+        content = _with_hostile_strings(json.loads(file.read_text("utf-8")), kept)
+        file.write_text(json.dumps(content), "utf-8")
+
+
+KEPT = frozenset({"folder", "planned_folder", "started", "ended", "key", "host"})
+
+
+@pytest.mark.parametrize("kept", [KEPT, KEPT | {"status", "verb"}])
+def test_reading_commands_on_run_folders_with_hostile_strings(
+    kept: frozenset[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ledger = {"ledger": {"weights": 2.0**30}, "step_parts": {"products": 0.1}}
+    one, other = (
+        make_run(tmp_path / name, steps=4, plan=ledger, reason="r", log_tail=["line"], seed=seed)
+        for seed, name in enumerate(("one", "other"), start=1)
+    )
+    sweep = make_sweep(tmp_path / "sweep", {"seed": ["1", "2"]}, lambda n, v: {"steps": 4})
+    for folder in (one, other, sweep):
+        _damage(folder, kept)
+    jobs = [str(path.parent) for path in sweep.rglob("status.json")]
+    for line in (
+        ["status", str(one)],
+        ["status", str(sweep)],
+        ["status", *jobs],
+        ["report", str(one)],
+        ["report", str(sweep)],
+        ["plan", "explain", str(one), str(other)],
+        ["evaluate", str(one)],
+        ["export", str(one)],
+        ["publish", str(one)],
+    ):
+        assert cli.main(line) in (0, 1, 2), line
+        said = capsys.readouterr()
+        assert_plain(said.out + said.err)
+    for page in tmp_path.rglob("report.html"):
+        assert "<img" not in page.read_text("utf-8", errors="replace"), page
+
+
+def test_status_shows_what_a_sweep_varies_as_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    varying = {"data.paths": ["[/work/a.txt]", "[/work/b.txt]"]}
+    sweep = make_sweep(tmp_path / "sweep", varying, lambda n, v: {"steps": 4})
+    assert cli.main(["status", str(sweep)]) == 0
+    assert "[/work/a.txt]" in capsys.readouterr().out
+
+
+@pytest.fixture
+def task(compose: Callable[..., Run], tmp_path: Path) -> Task:
+    run = compose("experiment=smoke")
+    order = Order(run, HOSTILE, varied={"data.paths": "[/work/a.txt]", HOSTILE: HOSTILE})
+    return Task(0, order, tmp_path)
+
+
+def test_what_train_prints_of_a_sweep(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [Result(status, HOSTILE, 1, task.folder, {}) for status in ("failed", HOSTILE)]
+    show.announce(task, 2)
+    for result in results:
+        show.outcome(task, result)
+    show.table([task, task], results)
+    show.resumed(2, 1, task.folder / HOSTILE)
+    assert_shown(capsys.readouterr().out)
+
+
+def test_what_a_study_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trial = {
+        "number": 0,
+        "state": HOSTILE,
+        "params": {HOSTILE: HOSTILE},
+        "values": [1.0],
+        "folder": "0",
+    }
+    record = {
+        "study": HOSTILE,
+        "wanted": 1,
+        "trials": [trial],
+        "best": [0],
+        "objectives": ["val/loss"],
+        "importance": {HOSTILE: {HOSTILE: 0.5}},
+    }
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "status.json").write_text(json.dumps({"command": HOSTILE}))
+    show_study.refused(0, {HOSTILE: HOSTILE}, HOSTILE)
+    show_study.ended(record, tmp_path)
+    assert_shown(capsys.readouterr().out)
+
+
+def test_plans_show_lists_as_typed(
+    compose: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("some text\n" * 100)
+    lists = ("data=text", f"data.paths=[{file}]", "data.vocabulary=512", "callbacks=[]")
+    small = ("trainer.micro_batch=32", "data.sequence=512")
+    large = compose(
+        *small, "model=llama_160m", "hardware=rtx4090", "hardware.memory_gib=4", *lists, here=False
+    )
+    plan = planned(large)
+    show_plan.one(plan)
+    show_plan.table([({"data.paths": f"[{file}]", HOSTILE: HOSTILE}, plan)])
+    printed = capsys.readouterr().out
+    assert_shown(printed)
+    (line,) = [line for line in printed.splitlines() if line.startswith("scalewise train")]
+    assert f"'data.paths=[{file}]'" in line
+    assert "'callbacks=[]'" in line
