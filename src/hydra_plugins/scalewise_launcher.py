@@ -16,12 +16,7 @@ class ScalewiseLauncher(Launcher):
     """Validates every job of a batch before the first starts; its options name an engine."""
 
     def __init__(self, **options: object) -> None:
-        self.options = {
-            key: OmegaConf.to_container(value, resolve=True)
-            if OmegaConf.is_config(value)
-            else value
-            for key, value in options.items()
-        }
+        """Ignores the options: some name the sweep's folder, which is settled in ``launch``."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -40,6 +35,12 @@ class ScalewiseLauncher(Launcher):
         from scalewise.config import door
 
         return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
+
+    def options(self) -> dict[str, object]:
+        """Returns the options as they are now, without the target."""
+        options = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
+        assert isinstance(options, dict)
+        return {str(key): value for key, value in options.items() if key != "_target_"}
 
 
 TARGET = f"{__name__}.{ScalewiseLauncher.__name__}"

@@ -58,7 +58,7 @@ class OptunaSweeper(Sweeper):
         self._check(space, fixed)
         door.vary([axis.key for axis in space])
         if door.measures():
-            self._search(search, space, fixed, door.sweep_folder(self.asked))
+            self._search(search, space, fixed, door.claimed_folder(self.asked))
         else:
             from scalewise.study.space import overrides
             from scalewise.study.study import drawn

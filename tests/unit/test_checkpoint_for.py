@@ -1,6 +1,7 @@
 """Which checkpoint ``resume=`` means, and which are refused."""
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import yaml
 
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError
-from scalewise.launch.resume import checkpoint_for, differences
+from scalewise.launch import locks
+from scalewise.launch.resume import checkpoint_for, differences, locked_checkpoint
 from scalewise.run import Run
 from scalewise.tracking.files import write_json
 
@@ -53,6 +55,72 @@ def test_the_newest_run_of_the_name(
     leave(run, tmp_path / "2026-01-01_00-00-00", 50)
     newest = leave(run, tmp_path / "2026-01-02_00-00-00", 3, 7, status=status)
     assert found(run, tmp_path / "2026-01-03_00-00-00") == store.path_of(newest / "checkpoints", 7)
+
+
+@pytest.mark.parametrize("asked", ["last", "auto"])
+def test_the_newest_run_is_the_last_to_start_in_utc(
+    compose: Compose, tmp_path: Path, asked: str
+) -> None:
+    """After a change of time zone the names of folders are not in order."""
+    run = compose(f"resume={asked}")
+    starts = {
+        "2026-01-01_23-00-00": "2026-01-01T14:00:00+00:00",
+        "2026-01-01_15-00-00": "2026-01-01T10:00:00-05:00",
+        "2026-01-01_09-00-00": "2026-01-01T09:00:00+00:00",
+    }
+    for name, started in starts.items():
+        leave(run, tmp_path / name, 5)
+        write_json(tmp_path / name / "status.json", {"status": "failed", "started": started})
+    newest = tmp_path / "2026-01-01_15-00-00" / "checkpoints"
+    assert found(run, tmp_path / "now") == store.path_of(newest, 5)
+
+
+@pytest.mark.parametrize("asked", ["last", "auto", "the folder"])
+def test_a_run_that_another_process_drives_is_refused(
+    compose: Compose, tmp_path: Path, asked: str
+) -> None:
+    folder = leave(compose(), tmp_path / "2026-01-01", 5)
+    run = replace(compose(), resume=str(folder) if asked == "the folder" else asked)
+    with locks.acquire(folder):
+        said = refused(run, tmp_path / "now")
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in said
+    assert f"end it: kill {os.getpid()}" in said
+    assert found(run, tmp_path / "now") == store.path_of(folder / "checkpoints", 5)
+
+
+def test_a_living_process_is_enough_where_there_are_no_locks(
+    compose: Compose, tmp_path: Path
+) -> None:
+    folder = leave(compose(), tmp_path / "2026-01-01", 5)
+    status = {"status": "running", "process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
+    write_json(folder / "status.json", {**status, "host": socket.gethostname()})
+    said = refused(compose("resume=last"), tmp_path / "now")
+    assert f"is in use by process {os.getppid()}" in said
+    write_json(folder / "status.json", {**status, "host": "elsewhere"})
+    assert found(compose("resume=last"), tmp_path / "now") is not None
+
+
+def test_two_processes_do_not_resume_the_same_newest_run(compose: Compose, tmp_path: Path) -> None:
+    """The second finds the run locked while the first claims a folder, and then that folder."""
+    source = leave(compose(), tmp_path / "2026-01-01", 5)
+    own = tmp_path / "2026-01-02"
+    run = compose("resume=last")
+    with locked_checkpoint(run, own, STEPS) as path:
+        assert path == store.path_of(source / "checkpoints", 5)
+        with (
+            pytest.raises(CheckpointError, match=f"{source} is in use by process"),
+            locked_checkpoint(run, tmp_path / "other", STEPS),
+        ):
+            pass
+        own.mkdir()
+        (own / "overrides.txt").touch()
+        claimed = locks.acquire(own)
+    with claimed, pytest.raises(CheckpointError, match=f"{own} is in use by process"):
+        found(run, tmp_path / "other")
+    with locked_checkpoint(replace(run, resume=str(source)), own, STEPS) as path:
+        assert path is not None
+        with locked_checkpoint(replace(run, resume=str(source)), own, STEPS) as second:
+            assert second == path
 
 
 def test_auto_starts_anew_after_a_run_that_ended_well(compose: Compose, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from scalewise.config.door import Verb, open_door
 from scalewise.errors import ConfigError
@@ -18,7 +20,7 @@ from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import InTurn, Task
 from scalewise.launch.job import Order, attempts
 from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
-from scalewise.launch.sweep import execute_all, unused
+from scalewise.launch.sweep import claimed, execute_all
 from scalewise.run import Run
 from scalewise.tracking.files import write_json
 from scalewise.verbs.plan import Planner
@@ -122,13 +124,20 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
-def leave(attempt: Path, status: str) -> None:
+def leave(attempt: Path, status: str, digest: str | None = None) -> None:
     attempt.mkdir(parents=True)
     (attempt / "overrides.txt").touch()
+    digest = attempt.name.partition("-")[0] if digest is None else digest
     codes = {"ok": 0, "failed": 1, "timeout": 4, "interrupted": 143}
     content = {"status": status, "exit_code": codes.get(status), "process": 2**22 + 1}
+    content["config_hash"] = digest
     host = {"host": socket.gethostname(), "started": "2026-01-01T00:00:00+00:00"}
     write_json(attempt / "status.json", {**content, **host})
+
+
+def changed_status(folder: Path, **changes: object) -> None:
+    content = resumed_sweep.read_json(folder / "status.json")
+    write_json(folder / "status.json", {**content, **changes})
 
 
 def changed_record(folder: Path, **changes: object) -> None:
@@ -160,7 +169,27 @@ class TestWhatIsMissing:
         (sweep / "5").mkdir()
         (sweep / "5" / "overrides.txt").touch()
         assert self.missing(sweep) == [3, 4, 5]
-        assert earlier(sweep, ())[5].attempts == (sweep / "5",)
+        assert earlier(sweep, ())[5].attempts == ()
+
+    def test_ignores_an_attempt_with_another_config_hash(self, sweep: Path) -> None:
+        leave(sweep / "3-2", "ok", digest="of another job")
+        changed_status(sweep / "0", config_hash="of another job")
+        assert self.missing(sweep) == [0, 3, 4, 5]
+        assert [path.name for path in earlier(sweep, ())[3].attempts] == ["3"]
+
+    def test_recomputes_the_hash_that_an_old_folder_lacks(
+        self, sweep: Path, compose: Compose
+    ) -> None:
+        run = compose("seed=3", "callbacks.guard.factor=3")
+        for number, seed in (("0", run), ("1", compose("seed=4"))):
+            changed_status(sweep / number, config_hash=None)
+            (sweep / number / "resolved.yaml").write_text(yaml.safe_dump(seed.as_dict()))
+        rows = resumed_sweep.read_json(sweep / "sweep.json")["jobs"]
+        rows[0]["config_hash"] = rows[1]["config_hash"] = config_hash(run)
+        changed_record(sweep, jobs=rows)
+        assert self.missing(sweep) == [1, 3, 4, 5]
+        (sweep / "0" / "resolved.yaml").unlink()
+        assert self.missing(sweep) == [0, 1, 3, 4, 5]
 
     def test_a_refusal_keeps_its_words(self, sweep: Path) -> None:
         result = earlier(sweep, ())[6].result
@@ -201,9 +230,18 @@ class TestFolder:
     def test_last_is_the_newest_of_the_name(self, sweep: Path) -> None:
         assert folder_of("last", sweep.with_name("2026-02-01_00-00-00")) == sweep
 
+    def test_last_is_the_latest_start_in_utc_and_not_the_last_name(self, sweep: Path) -> None:
+        changed_record(sweep, started="2026-01-01T09:00:00+09:00")
+        later = sweep.with_name("2025-12-31_23-30-00")
+        shutil.copytree(sweep, later)
+        changed_record(later, started="2025-12-31T23:30:00-05:00")
+        assert folder_of("last", sweep.with_name("now")) == later
+
     def test_a_new_sweep_never_joins_another(self, sweep: Path) -> None:
-        assert unused(sweep).name == f"{sweep.name}-2"
-        assert unused(sweep.with_name("other")).name == "other"
+        with claimed(sweep) as lock:
+            assert lock.folder.name == f"{sweep.name}-2"
+        with claimed(sweep.with_name("other")) as lock, claimed(lock.folder) as second:
+            assert (lock.folder.name, second.folder.name) == ("other", "other-2")
 
     def test_there_must_be_one(self, tmp_path: Path) -> None:
         for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):

@@ -27,6 +27,7 @@ def a_status(**changes: Any) -> Status:
         "varied": {},
         "changed": (),
         "world_size": 1,
+        "config_hash": "0123456789abcdef",
         "started": begun.isoformat(timespec="seconds"),
     }
     return Status(**fields | changes)

@@ -9,9 +9,9 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hydra
@@ -72,6 +72,16 @@ class Verb:
         """
         return folder
 
+    def claim_many(self, folder: Path, *, given: bool) -> Path:
+        """Returns the folder of a multirun whose jobs are valid; called once, before ``many``.
+
+        ``folder`` is what ``admit_many`` returned; ``given``: whether the user named it.
+        """
+        return folder
+
+    def release_many(self) -> None:
+        """Gives up what ``claim_many`` holds; called at the end of every multirun."""
+
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
     ) -> list[End]:
@@ -95,6 +105,10 @@ class Passage:
     """What the verb itself raised."""
     folder: Path | None = None
     """The folder of a multirun."""
+    given: bool = False
+    """Whether that folder was named by the user, and not by the time of day."""
+    claimed: bool = False
+    """Whether the folder belongs to this multirun."""
     axes: Sequence[str] = ()
     """Keys that a search varies, though the jobs of one batch may not differ in them."""
     filed: Sequence[str] = ()
@@ -159,6 +173,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         raise refuse.translated(error, lines, here=verb.here and not away) from error
     finally:
         gc.enable()
+        verb.release_many()
         if passage.folder is not None:
             _remove_empty(passage.folder)
         _passages.remove(passage)
@@ -228,14 +243,20 @@ def launch(
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
     first: int,
-    engine: Mapping[str, object],
+    options: Callable[[], Mapping[str, object]],
 ) -> list[JobReturn]:
-    """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher."""
+    """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher.
+
+    ``options``: those of the launcher, some of which name the folder of the multirun.
+    """
     gc.enable()
     passage = _passages[-1]
-    folder = passage.folder or sweep_folder(config)
-    here = passage.verb.here and engine["engine"] not in passage.verb.elsewhere
-    jobs = _validated(loader, config, job_overrides, first, folder, here=here)
+    proposed = passage.folder or sweep_folder(config)
+    here = passage.verb.here and options()["engine"] not in passage.verb.elsewhere
+    jobs = _validated(loader, config, job_overrides, first, proposed, here=here)
+    folder = claimed_folder(config)
+    jobs = [_moved(job, proposed, folder) for job in jobs]
+    engine = options()
     try:
         ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
@@ -248,11 +269,33 @@ def launch(
 def sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
     setup_globals()
-    folder = _passages[-1].verb.admit_many(Path(config.hydra.sweep.dir).absolute())
+    sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if _passages[-1].folder is None and isinstance(sweep, dict):
+        _passages[-1].given = "${now:" not in str(sweep["dir"])
+    return _remember(config, _passages[-1].verb.admit_many(Path(config.hydra.sweep.dir).absolute()))
+
+
+def claimed_folder(config: DictConfig) -> Path:
+    """Returns the folder of the multirun under way once it is its own: a colliding one moves."""
+    passage = _passages[-1]
+    assert passage.folder is not None
+    if not passage.claimed:
+        _remember(config, passage.verb.claim_many(passage.folder, given=passage.given))
+        passage.claimed = True
+    return passage.folder
+
+
+def _remember(config: DictConfig, folder: Path) -> Path:
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(folder)
     _passages[-1].folder = folder
     return folder
+
+
+def _moved(job: Job, proposed: Path, folder: Path) -> Job:
+    if folder == proposed or not job.folder.is_relative_to(proposed):
+        return job
+    return replace(job, folder=folder / job.folder.relative_to(proposed))
 
 
 def measures() -> bool:

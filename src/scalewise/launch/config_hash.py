@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from scalewise.run import Run
+from scalewise.tracking.files import read_json, read_yaml
 
 LEFT_OUT = (
     "name",
@@ -31,9 +34,26 @@ def config_hash(run: Run) -> str:
     Of ``hardware`` the kind of device counts, and of ``resume`` a path. What a path holds (texts,
     tokens, a checkpoint) is not looked at.
     """
-    told = {key: value for key, value in run.as_dict().items() if key not in LEFT_OUT}
-    told["device"] = run.hardware.device.value
-    told["from"] = None if run.resume in ("last", "auto") else run.resume
+    return _hash(run.as_dict())
+
+
+def hash_of_folder(folder: Path) -> str | None:
+    """Returns the hash of the job that a run folder holds; None if it cannot be read.
+
+    ``status.json`` states it. Folders of earlier versions are hashed from ``resolved.yaml``.
+    """
+    stated = read_json(folder / "status.json").get("config_hash")
+    if isinstance(stated, str):
+        return stated
+    values = read_yaml(folder / "resolved.yaml")
+    return _hash(values) if isinstance(values.get("hardware"), Mapping) else None
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    told = {key: value for key, value in values.items() if key not in LEFT_OUT}
+    told["device"] = values["hardware"].get("device")
+    resume = values.get("resume")
+    told["from"] = None if resume in ("last", "auto") else resume
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 

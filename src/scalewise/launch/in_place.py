@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,19 @@ import torch.distributed as dist
 
 from scalewise.checkpoints import store
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import signals, words
-from scalewise.launch.job import Order, Result, begin, checked, claim, end, facts, tracked
+from scalewise.launch import locks, signals, words
+from scalewise.launch.job import (
+    Order,
+    Result,
+    begin,
+    checked,
+    claim_locked,
+    end,
+    facts,
+    resumed_checkpoint,
+    tracked,
+)
+from scalewise.launch.locks import InUseError
 from scalewise.launch.rank import BEREFT_WAIT
 from scalewise.launch.status import Ending, Status
 from scalewise.launch.worker import attempt
@@ -35,9 +46,16 @@ def run_rank(order: Order, folder: Path, *, again: bool = False) -> Result:
             order.run.choices.get("parallelism", ""),
             f"is a layout of {order.run.world_size} ranks; {world_size} were started",
         )
+    with ExitStack() as locked:
+        return _run_rank(order, folder, rank, world_size, locked, again=again)
+
+
+def _run_rank(
+    order: Order, folder: Path, rank: int, world_size: int, locked: ExitStack, *, again: bool
+) -> Result:
     status, own, resume = None, folder, None
     if rank == 0:
-        status, own, resume = _begun(order, folder, again)
+        status, own, resume = _begun(order, folder, locked, again)
     try:
         with signals.raised("before training began"):
             own, resume = _agreed(order.run, own, resume)
@@ -60,12 +78,19 @@ def run_rank(order: Order, folder: Path, *, again: bool = False) -> Result:
     return result
 
 
-def _begun(order: Order, folder: Path, again: bool) -> tuple[Status, Path, Path | None]:
-    resume = checked(order, folder)
+def _begun(
+    order: Order, folder: Path, locked: ExitStack, again: bool
+) -> tuple[Status, Path, Path | None]:
+    steps = checked(order)
     if not again:
-        folder = claim(folder)
+        folder, resume = claim_locked(order, folder, steps, locked)
         return begin(order, folder, resume), folder, resume
-    resume = store.latest(folder / "checkpoints") or resume
+    with suppress(InUseError):  # of an attempt that Slurm has ended, on a node that is gone
+        locked.enter_context(locks.acquire(folder))
+    resume = store.latest(folder / "checkpoints")
+    if resume is None:
+        with resumed_checkpoint(order, folder, steps) as resume:
+            pass
     return begin(order, folder, resume, read_json(folder / "status.json")), folder, resume
 
 

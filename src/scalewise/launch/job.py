@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import processes, signals, started, words
+from scalewise.launch import locks, processes, signals, started, words
+from scalewise.launch.config_hash import config_hash
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
 from scalewise.output import print_lines
@@ -77,15 +79,16 @@ def execute(order: Order, folder: Path) -> Result:
         if isolated(order):
             # It imports while this process looks at the data.
             processes.start_nursery(order.run.imports)
-        resume = checked(order, folder)
-        folder = claim(folder)
-        status = begin(order, folder, resume)
-        ending, attempts = _attempts(order, folder, resume, status)
-        return end(status, ending, order, attempts, folder)
+        steps = checked(order)
+        with ExitStack() as locked:
+            folder, resume = claim_locked(order, folder, steps, locked)
+            status = begin(order, folder, resume)
+            ending, attempts = _attempts(order, folder, resume, status)
+            return end(status, ending, order, attempts, folder)
 
 
-def checked(order: Order, folder: Path) -> Path | None:
-    """Prepares data and layout, returns the checkpoint to resume; refuses what cannot be used."""
+def checked(order: Order) -> int:
+    """Prepares data and layout; returns the steps that there will be. Refuses what cannot run."""
     run = order.run
     if run.launch.refuse_unfit:
         from scalewise.plan.verdict import refuse_unfit
@@ -104,15 +107,35 @@ def checked(order: Order, folder: Path) -> Path | None:
     else:
         splits = run.data.prepare(run.model.vocabulary, run.seed)
         steps = run.steps(len(splits.train))
-    if run.resume is None and not order.attempts:
-        return None
-    if own := _own_checkpoint(order):
-        return own
-    if run.resume is None:
-        return None
-    from scalewise.launch.resume import checkpoint_for
+    return steps
 
-    return checkpoint_for(run, folder, steps, in_sweep=order.sweep is not None)
+
+def claim_locked(
+    order: Order, folder: Path, steps: int, locked: ExitStack
+) -> tuple[Path, Path | None]:
+    """Makes a folder for a job and locks it until ``locked`` closes.
+
+    Returns the folder and the checkpoint to resume. Raises ``ConfigError`` where that cannot be
+    used, or its run is in use.
+    """
+    with resumed_checkpoint(order, folder, steps) as resume:
+        folder = claim(folder)
+        locked.enter_context(locks.acquire(folder))
+        return folder, resume
+
+
+@contextmanager
+def resumed_checkpoint(order: Order, folder: Path, steps: int) -> Iterator[Path | None]:
+    """Yields the checkpoint that a job of so many steps resumes, None without one."""
+    own = _own_checkpoint(order) if order.attempts else None
+    if own is not None or order.run.resume is None:
+        yield own
+        return
+    from scalewise.launch.resume import locked_checkpoint
+
+    in_sweep = order.sweep is not None
+    with locked_checkpoint(order.run, folder, steps, in_sweep=in_sweep) as path:
+        yield path
 
 
 def _own_checkpoint(order: Order) -> Path | None:
@@ -175,6 +198,7 @@ def begin(
         varied=dict(order.varied),
         changed=tuple(order.changed),
         world_size=run.world_size,
+        config_hash=config_hash(run),
         started=before.get("started") or datetime.now(UTC).isoformat(timespec="milliseconds"),
         attempts=before.get("attempts", 0) + 1,
         resumed_from=str(resume) if resume else None,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from scalewise.checkpoints import store
 from scalewise.config import registry
 from scalewise.errors import CheckpointError, Complaint, as_typed
+from scalewise.launch import locks
+from scalewise.launch.locks import InUseError, Owner
 from scalewise.output import print_lines
 from scalewise.run import Run
-from scalewise.tracking.files import read_json
+from scalewise.tracking.files import read_json, read_yaml
+from scalewise.tracking.recorded import is_at_work, start_of_run
 
 Alike = tuple[tuple[str, tuple[str, ...] | None], ...]
 _FREE = ("weights", "dropout")
@@ -33,7 +36,7 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
     if asked not in ("last", "auto"):
         path = _in(Path(asked).expanduser())
     else:
-        path = _newest(folder, in_sweep, unfinished=asked == "auto")
+        path = _newest(asked, folder, in_sweep)
         if path is None and asked == "auto":
             return None
     if path is None:
@@ -43,6 +46,7 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
         )
     path = path.absolute()
     done = store.verify(path)
+    refuse_living(asked, path.parents[1])
     complaints = list(differences(run, path.parents[1]))
     if done > steps or (done == steps and asked != "auto"):
         cure = f"set trainer.max_steps above {done}, or resume=null"
@@ -54,9 +58,34 @@ def checkpoint_for(run: Run, folder: Path, steps: int, *, in_sweep: bool = False
     return path
 
 
+@contextmanager
+def locked_checkpoint(
+    run: Run, folder: Path, steps: int, *, in_sweep: bool = False
+) -> Iterator[Path | None]:
+    """Yields ``checkpoint_for``; meanwhile no other process may choose the same newest run.
+
+    The caller locks its own folder before it leaves, so that the next process finds that one.
+    """
+    while True:
+        known = _newest_first(folder, in_sweep)
+        path = checkpoint_for(run, folder, steps, in_sweep=in_sweep)
+        if path is None or run.resume not in ("last", "auto"):
+            yield path
+            return
+        try:
+            lock = locks.acquire(path.parents[1])
+        except InUseError as error:
+            cure = f"wait for it, or end it: {error.owner.cure}"
+            raise CheckpointError.one("resume", run.resume, str(error), cure) from None
+        with lock:
+            if _newest_first(folder, in_sweep) == known:
+                yield path
+                return
+
+
 def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     """Yields how the run that wrote a checkpoint differs where it must not."""
-    earlier = _resolved(folder)
+    earlier = read_yaml(folder / "resolved.yaml")
     if not earlier:
         return
     now = run.as_dict()
@@ -134,17 +163,36 @@ def _latest(folder: Path) -> Path | None:
     return found
 
 
-def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
-    """Looks through the runs beside ``folder``: same name, or same job of the same sweep."""
+def _newest_first(folder: Path, in_sweep: bool) -> list[Path]:
+    """Returns the runs beside ``folder``: of the same name, or of the same job of the sweep."""
     if in_sweep:
         runs = [found / folder.name for found in folder.parents[1].glob("*")]
     else:
         runs = list(folder.parent.glob("*"))
+    found = [run for run in runs if run != folder and run.is_dir()]
+    return sorted(found, key=lambda run: (start_of_run(run), run.name), reverse=True)
+
+
+def refuse_living(asked: str, folder: Path) -> None:
+    """Raises ``CheckpointError`` if a process still runs or resumes the run in ``folder``."""
+    holder = locks.owner(folder)
+    if holder is None:
+        status = read_json(folder / "status.json")
+        host = socket.gethostname()
+        if status.get("host") != host or not is_at_work(status):
+            return
+        holder = Owner(str(status["process"]), host)
+    reason = f"{folder} is in use by {holder}"
+    cure = f"wait for it, or end it: {holder.cure}"
+    raise CheckpointError.one("resume", asked, reason, cure)
+
+
+def _newest(asked: str, folder: Path, in_sweep: bool) -> Path | None:
+    """Returns the newest whole checkpoint of the runs beside ``folder``."""
     damaged = False
-    for earlier in sorted(runs, key=lambda path: str(path), reverse=True):
-        if earlier == folder or not earlier.is_dir():
-            continue
-        if unfinished and read_json(earlier / "status.json").get("status") == "ok":
+    for earlier in _newest_first(folder, in_sweep):
+        refuse_living(asked, earlier)
+        if asked == "auto" and read_json(earlier / "status.json").get("status") == "ok":
             return None
         if found := _latest(earlier / "checkpoints"):
             if damaged:
@@ -152,11 +200,3 @@ def _newest(folder: Path, in_sweep: bool, *, unfinished: bool) -> Path | None:
             return found
         damaged = damaged or bool(store.steps(earlier / "checkpoints"))
     return None
-
-
-def _resolved(folder: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from scalewise.config.near import meant
 from scalewise.errors import EXIT_CODES, Complaint, ConfigError
-from scalewise.launch import squeue
-from scalewise.launch.config_hash import config_hash, same
+from scalewise.launch import locks, squeue
+from scalewise.launch.config_hash import config_hash, hash_of_folder, same
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Result, attempts
+from scalewise.launch.locks import FolderLock, InUseError
 from scalewise.tracking.files import read_json
-from scalewise.tracking.recorded import is_at_work, jobs, lives
+from scalewise.tracking.recorded import is_at_work, jobs, lives, start_of_sweep
 
 RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
 """Endings that are final, unless ``retry`` names them."""
@@ -80,7 +79,7 @@ def folder_of(asked: str, fresh: Path) -> Path:
     """
     if asked == "last":
         found = [file.parent for file in fresh.parent.glob("*/sweep.json")]
-        folder = max(found, key=lambda path: path.name, default=None)
+        folder = max(found, key=start_of_sweep, default=None)
         if folder is None:
             reason = f"there is no sweep under {fresh.parent}"
             raise ConfigError.one("resume_sweep", asked, reason, "give its folder")
@@ -98,10 +97,17 @@ def folder_of(asked: str, fresh: Path) -> Path:
     return folder
 
 
-def this_process() -> dict[str, object]:
-    """Returns what tells this process from all others: ``pid``, ``started`` and ``host``."""
-    own = psutil.Process()
-    return {"pid": own.pid, "started": own.create_time(), "host": socket.gethostname()}
+def lock(key: str, asked: str, folder: Path) -> FolderLock:
+    """Locks the sweep in ``folder``; raises ``ConfigError`` if another process drives it.
+
+    ``key`` and ``asked`` are the override that chose the folder.
+    """
+    try:
+        return locks.acquire(folder)
+    except InUseError as error:
+        reason = f"{folder} is driven by {error.owner}"
+        cure = f"wait for it, or end it: {error.owner.cure}"
+        raise ConfigError.one(key, asked, reason, cure) from None
 
 
 def earlier(folder: Path, retry: Sequence[str]) -> list[Earlier]:
@@ -153,7 +159,9 @@ def placed(
 
 def _earlier(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> Earlier:
     planned = folder / str(row["planned_folder"])
-    tries = attempts(planned)
+    # A folder of this number may hold another job: of a copied sweep, or of two that shared it.
+    digest = str(row["config_hash"])
+    tries = tuple(attempt for attempt in attempts(planned) if hash_of_folder(attempt) == digest)
     ended = [_result(attempt) for attempt in tries]
     result = next((end for end in ended if end.status == "ok"), ended[0] if ended else None)
     if result is None and row["status"] == "refused":  # before it had a folder
@@ -164,7 +172,7 @@ def _earlier(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> Earl
         final = False
     return Earlier(
         int(row["number"]),
-        str(row["config_hash"]),
+        digest,
         dict(row["varied"]),
         planned,
         tries,

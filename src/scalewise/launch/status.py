@@ -59,6 +59,7 @@ class Status:
     varied: Mapping[str, str]
     changed: tuple[Mapping[str, object], ...]
     world_size: int
+    config_hash: str
     started: str
     status: str = "running"
     reason: str = ""

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import signals
+from scalewise.launch import locks, signals
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.engine import INTERRUPTED, Engine, Task
 from scalewise.launch.job import Result
-from scalewise.launch.resumed_sweep import earlier, this_process
+from scalewise.launch.locks import FolderLock, InUseError, this_process
+from scalewise.launch.resumed_sweep import earlier
 from scalewise.tracking.files import read_json, write_json
 
 
@@ -84,13 +85,23 @@ def execute_all(
     return [results[task.number] for task in tasks]
 
 
-def unused(folder: Path) -> Path:
-    """Returns ``folder``, or a numbered one beside it, where no other sweep is."""
-    number, own = 1, folder
-    while (own / "sweep.json").exists():
-        number += 1
-        own = folder.with_name(f"{folder.name}-{number}")
-    return own
+def claimed(folder: Path) -> FolderLock:
+    """Makes and locks ``folder``, or a numbered one beside it, where no other sweep is."""
+    for number in range(1, 1000):
+        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        new = not own.exists()
+        try:
+            own.mkdir(parents=True, exist_ok=not new)
+            lock = locks.acquire(own)
+        except (FileExistsError, InUseError):  # another sweep was faster
+            continue
+        except OSError as error:
+            reason, cure = f"cannot be made: {error.strerror}", "run in another folder"
+            raise ConfigError.one("hydra.sweep.dir", own, reason, cure) from error
+        if (new or lock.held) and not (own / "sweep.json").exists():
+            return lock
+        lock.release()
+    raise ConfigError.one("hydra.sweep.dir", folder, "holds a sweep already", "give another")
 
 
 def _restore(folder: Path, left: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ def status(run: Run) -> str:
     with TemporaryDirectory(prefix="scalewise-trial-") as place:
         folder = Path(place)
         (folder / "checkpoints").mkdir()
-        checked(Order(short), folder)
+        checked(Order(short))
         ending = run_ranks(short, folder, None, None)
     if ending.status == "interrupted":
         raise Interrupted(ending.signal_number, ending.reason)

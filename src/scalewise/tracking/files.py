@@ -6,6 +6,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from scalewise.tracking.names import METRICS
 
@@ -32,7 +35,16 @@ def read_json(path: Path) -> dict[str, object]:
     """Returns a JSON object, or an empty one where the file is absent or torn."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns a YAML mapping, or an empty one where the file is absent or torn."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -5,19 +5,44 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from scalewise.errors import ConfigError
+from scalewise.tracking.files import read_json
 
 CLOCKS_APART = 2.0
 """Seconds by which a process may seem to have begun after it wrote when it did."""
 
 ENTRIES = {"number": int, "folder": str, "status": str, "varied": dict}
 """What every job of ``sweep.json`` has."""
+
+
+def start_of_run(folder: Path) -> datetime:
+    """Returns when the run in a folder started, in UTC: names of folders are in local time.
+
+    A folder without a readable ``status.json`` is as old as its ``overrides.txt``.
+    """
+    return _start(read_json(folder / "status.json"), folder / "overrides.txt")
+
+
+def start_of_sweep(folder: Path) -> datetime:
+    """Returns when the sweep in a folder started, in UTC."""
+    return _start(read_json(folder / "sweep.json"), folder / "sweep.json")
+
+
+def _start(record: Mapping[str, Any], file: Path) -> datetime:
+    try:
+        return datetime.fromisoformat(str(record.get("started"))).astimezone(UTC)
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    except OSError:
+        return datetime.fromtimestamp(0, UTC)
 
 
 def jobs(folder: Path, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,9 +11,10 @@ from scalewise.errors import ConfigError
 from scalewise.launch import engines, resumed_sweep, signals, started
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result, execute
+from scalewise.launch.locks import FolderLock
 from scalewise.launch.resumed_sweep import Earlier, Resumption
 from scalewise.launch.status import command_line
-from scalewise.launch.sweep import execute_all, unused
+from scalewise.launch.sweep import claimed, execute_all
 from scalewise.run import Run
 from scalewise.verbs import publish, show
 from scalewise.verbs.fit import all_fitted, fitted
@@ -29,6 +30,7 @@ class Train(Verb):
         self._command = command_line("train", tuple(arguments))
         self._resumption = resumption
         self._earlier: list[Earlier] = []
+        self._lock: FolderLock | None = None
 
     def one(self, run: Run, folder: Path) -> int:
         """Runs a single job."""
@@ -64,11 +66,26 @@ class Train(Verb):
                 "a sweep starts the ranks of each job itself; here torchrun or srun started them",
                 f"without them run: {self._command}",
             )
-        if self._resumption is None:
-            return folder if self.searching else unused(folder)
+        if self._resumption is None or self._lock is not None:
+            return folder
         found = resumed_sweep.folder_of(self._resumption.sweep, folder)
+        self._lock = resumed_sweep.lock("resume_sweep", self._resumption.sweep, found)
         self._earlier = resumed_sweep.earlier(found, self._resumption.retry)
         return found
+
+    def claim_many(self, folder: Path, *, given: bool) -> Path:
+        """Makes and locks the folder of a new sweep; a search goes on in a folder that is given."""
+        if self._lock is None:
+            if self.searching and given and folder.is_dir():
+                self._lock = resumed_sweep.lock("hydra.sweep.dir", str(folder), folder)
+            else:
+                self._lock = claimed(folder)
+        return self._lock.folder
+
+    def release_many(self) -> None:
+        """Lets other processes drive the sweep."""
+        if self._lock is not None:
+            self._lock.release()
 
     def many(
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
@@ -94,7 +111,6 @@ class Train(Verb):
             )
             for job, (run, sizing) in zip(jobs, fits, strict=True)
         ]
-        folder.mkdir(parents=True, exist_ok=True)  # Hydra's own sweeper has made it
         kept: dict[int, Result] = {}
         if self._resumption is not None and not self.searching:
             tasks, kept = resumed_sweep.placed(tasks, self._earlier, folder)
