@@ -5,6 +5,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+if sys.argv[:1] == ["-m"] and any("scalewise" in part for part in sys.orig_argv):
+    # `python -m scalewise` puts the current folder first: no module in it may shadow another.
+    try:
+        if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+            del sys.path[0]
+    except FileNotFoundError:  # the current folder was removed, so it is not on the path either
+        pass
+
 from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import CheckpointError, ConfigError, DataError

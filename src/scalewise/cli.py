@@ -37,6 +37,7 @@ def command() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of one command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # our child processes run no code of this folder
     # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of what its profiler has not seen begin

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
+import psutil
 import pytest
 from fixtures.doors import TINY, Doors, Opened, same_weights
 
@@ -105,6 +107,29 @@ def test_tasks_of_srun_are_ranks_and_no_thread_keeps_them(scalewise: Doors) -> N
         ended.ok()
     assert ended.folder.status["status"] == "ok"
     assert ended.folder.status["world_size"] == 2
+
+
+SLOW = (TRUSTED, "+callbacks.slow._target_=fixtures.accidents.Slow")
+
+
+def listening(doors: list[Opened]) -> set[str]:
+    """Addresses at which the processes of these doors accept connections."""
+    return {
+        socket.laddr.ip
+        for door in doors
+        for process in door.family()
+        for socket in process.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.parametrize("start", [tasks, lambda doors, *parts: [doors.start(*TINY, *parts)]])
+def test_ranks_of_one_node_listen_on_loopback_only(
+    start: Callable[..., list[Opened]], scalewise: Doors
+) -> None:
+    started = start(scalewise, *SLOW, *PARTS)
+    started[0].until_step(2)
+    assert listening(started) == {"127.0.0.1"}
 
 
 SWEEP_REFUSED = "a sweep starts the ranks of each job itself"

@@ -74,3 +74,11 @@ def test_targets_that_lead_nowhere_are_one_line(
     kept = [line for line in LINE if line.partition("=")[0] not in replaced]
     door(*kept, *more).refused(*words)
     assert not (door.cwd / "runs").exists()
+
+
+def test_another_module_of_the_folder_has_to_be_trusted_too(door: Doors) -> None:
+    package = door.cwd / "mypkg" / "__init__.py"
+    package.write_text(package.read_text("utf-8") + "\nimport my_helpers\n", "utf-8")
+    (door.cwd / "my_helpers.py").write_text("")
+    trusted = "trusted_packages=[mypkg,my_helpers]"
+    door(*LINE, "trainer.max_steps=2").refused("No module named 'my_helpers'", f"'{trusted}'")

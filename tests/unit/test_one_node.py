@@ -1,7 +1,9 @@
 """Where the ranks of one node meet."""
 
+import os
 import socket
 
+import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -24,3 +26,23 @@ def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPa
     assert first.store.get("key") == b"of the first"
     assert (first.rank, first.world_size) == (0, 1)
     assert not second.store.check(["key"])
+
+
+def test_store_listens_on_loopback_only() -> None:
+    asked = RendezvousParameters(one_node.NAME, "127.0.0.1", "job", 1, 1)
+    met = get_rendezvous_handler(asked).next_rendezvous()
+    assert met.bootstrap_store_info is not None
+    port = met.bootstrap_store_info.master_port
+    found = [each.laddr for each in psutil.Process().net_connections("tcp") if each.laddr]
+    assert {each.ip for each in found if each.port == port} == {"127.0.0.1"}
+
+
+def test_gloo_uses_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    one_node.use_loopback()
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+    assert {each.address for each in psutil.net_if_addrs()[name]} & {"127.0.0.1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    one_node.use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from fixtures.refusals import assert_refused, in_ascii
@@ -14,6 +17,7 @@ from scalewise.errors import ConfigError
 from scalewise.layouts.parallelize import repeated
 from scalewise.plan.plan import planned
 from scalewise.run import Run
+from scalewise.training.targets import named
 from scalewise.training.user import built, classes
 
 Compose = Callable[..., Run]
@@ -156,3 +160,26 @@ def test_the_outermost_children_that_repeat_are_blocks() -> None:
     module = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(2, 2), nn.Tanh())})
     assert repeated(module) == [*layers]
     assert repeated(nn.Bilinear(2, 2, 2)) == []
+
+
+def test_only_trusted_modules_of_the_current_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "yaml", "theirs", "not_theirs"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    path = list(sys.path)
+    with pytest.raises(ConfigError, match="theirs"):
+        named("objective.target", "theirs.Nothing", nn.Module, ("json", "yaml", "theirs"))
+    assert sys.path == path
+    theirs = find_spec("theirs")
+    assert theirs is not None
+    assert theirs.origin == str(tmp_path / "theirs.py")
+    assert find_spec("not_theirs") is None
+    for name in ("json", "yaml"):
+        monkeypatch.delitem(sys.modules, name)
+        found = find_spec(name)
+        assert found is not None
+        assert found.origin is not None
+        assert not found.origin.startswith(str(tmp_path)), "an installed module comes first"

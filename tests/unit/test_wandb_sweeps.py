@@ -78,7 +78,7 @@ def test_the_command_is_a_line_of_train() -> None:
     for part in create_sweep_command(config["command"]):
         line += words[part[2:-1]] if part.startswith("${") else [part]
     assert " ".join(line) == (
-        "env python -m scalewise train seed=3 precision=bf16_mixed optimizer.lr=3e-05"
+        "env python -P -m scalewise train seed=3 precision=bf16_mixed optimizer.lr=3e-05"
     )
 
 

@@ -24,7 +24,7 @@ from scalewise.launch.seat import Seat
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
 
-_START = (sys.executable, "-m", "scalewise.launch.supervisor")
+_START = (sys.executable, "-P", "-m", "scalewise.launch.supervisor")
 MARK = "SCALEWISE_SUPERVISOR"
 """Environment variable by which all that a supervisor has started is found when it is gone."""
 ORPHAN_GRACE = 10.0

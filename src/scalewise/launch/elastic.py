@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -61,6 +62,7 @@ def run_in(
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else each job leaves a temporary folder
         signals_to_handle="SIGQUIT",  # the others are ours: see _Stop
         shutdown_timeout=max(1, round(launch.grace)),
     )

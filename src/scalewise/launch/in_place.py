@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no list of its exports
+from torch.distributed.constants import default_pg_timeout
 
 from scalewise.checkpoints import store
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch import locks, signals, words
+from scalewise.launch import locks, one_node, signals, words
 from scalewise.launch.job import (
     Order,
     Result,
@@ -99,10 +102,37 @@ def _agreed(run: Run, folder: Path, resume: Path | None) -> tuple[Path, Path | N
     on_cuda = run.hardware.device == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        one_node.use_loopback()
+    if (store := _store()) is None:
+        dist.init_process_group(backend)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     settled: list[Any] = [folder, resume]
     dist.broadcast_object_list(settled)
     return settled[0], settled[1]
+
+
+def _store() -> TCPStore | None:
+    """Returns the store at ``MASTER_ADDR``; rank 0 serves it, on that interface only.
+
+    None where the launcher's agent serves it. A ``MASTER_ADDR`` that rank 0 cannot bind (the
+    address of a proxy) is served on all interfaces, as torch does.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = default_pg_timeout
+    if rank == 0:
+        try:
+            return one_node.store_server(address, port, world_size, timeout)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
 
 
 def _leave_together() -> None:

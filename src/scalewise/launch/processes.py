@@ -9,7 +9,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from scalewise.units import GIB, KIB
 
 PRELOADED = "scalewise.launch.preload"
 PR_SET_CHILD_SUBREAPER = 36
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def start_nursery(imports: Iterable[str] = ()) -> None:
@@ -31,8 +33,22 @@ def start_nursery(imports: Iterable[str] = ()) -> None:
     # Before torch is imported there: threads that spin for each other cost 10x on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     multiprocessing.set_forkserver_preload([PRELOADED, *imports])
-    with signals.ignored():  # as the server shall: a terminal's Ctrl-C reaches it too
+    with signals.ignored(), _safe_path():  # as the server shall: Ctrl-C reaches it too
         multiprocessing.forkserver.ensure_running()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Starts processes whose ``-c`` does not put the current folder on their import path."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 @cache

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scalewise.launch import words
+from scalewise.launch import one_node, words
 from scalewise.launch.seat import Seat, compute_in
 from scalewise.launch.status import Ending
 from scalewise.run import Run
@@ -26,6 +26,7 @@ BEREFT_WAIT = 1.0
 def seated(seat: Seat, entry: Callable[..., None], *arguments: object) -> None:
     """Calls ``entry(*arguments)`` where its launcher computes, and not where it was forked."""
     compute_in(seat)
+    one_node.use_loopback()
     entry(*arguments)
 
 

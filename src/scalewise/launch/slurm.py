@@ -146,7 +146,7 @@ class Slurm:
                 "array": f"{','.join(map(str, numbers))}%{min(len(numbers), most)}",
             },
         }
-        line = [sys.executable, "-m", "scalewise.launch.task", str(self._folder)]
+        line = [sys.executable, "-P", "-m", "scalewise.launch.task", str(self._folder)]
         try:
             executor = SlurmExecutor(self._folder)
             executor.update_parameters(**options)

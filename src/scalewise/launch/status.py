@@ -158,12 +158,15 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Returns ``git_commit`` and ``git_dirty`` of the working folder; None where there is none."""
+    """Returns ``git_commit`` and ``git_dirty`` of the working folder; None where there is none.
+
+    A repository may name a program to run as ``core.fsmonitor``; it is not run.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(  # noqa: S603 (a list of our own words)
-                ["git", *arguments],  # noqa: S607 (the git on the PATH is meant)
+                ["git", "-c", "core.fsmonitor=", *arguments],  # noqa: S607 (the git on the PATH is meant)
                 capture_output=True,
                 text=True,
                 timeout=5,

@@ -114,6 +114,7 @@ def _again(warned: bool) -> tuple[bool, str]:
 
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # child processes run no code of this folder
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

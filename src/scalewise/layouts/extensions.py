@@ -86,7 +86,7 @@ def _build(name: str, device: DeviceKind, folder: Path) -> None:
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "DS_ACCELERATOR": device.value, "PATH": tools}
     process = subprocess.Popen(  # noqa: S603 (this very module)
-        [sys.executable, "-m", __name__, name, str(folder), str(os.getpid())],
+        [sys.executable, "-P", "-m", __name__, name, str(folder), str(os.getpid())],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

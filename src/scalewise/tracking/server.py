@@ -74,18 +74,23 @@ class Server:
         Of one that it knows all rows would come a second time. The client ends well, and marks
         the log as sent, whether the server took it or not: ask ``known`` afterwards.
         """
-        line = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced"]
+        line = [sys.executable, "-P", "-m", "wandb", "sync"]
+        line += ["--include-online", "--include-synced"]
         line += ["--entity", entity, "--project", project, str(log)]
         try:
-            done = subprocess.run(  # noqa: S603 (a list of our own words)
-                line,
-                env={**os.environ, "WANDB_SILENT": "false"},  # it says there what went wrong
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=SYNC_WAIT,
-                check=False,
-            )
+            with TemporaryDirectory(
+                prefix="scalewise-sync-"
+            ) as scratch:  # for the client's own log
+                done = subprocess.run(  # noqa: S603 (a list of our own words)
+                    line,
+                    # It says there what went wrong.
+                    env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": scratch},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=SYNC_WAIT,
+                    check=False,
+                )
         except subprocess.TimeoutExpired:
             raise ScalewiseError(f"not sent within {SYNC_WAIT:g} s") from None
         errors = [text for text in done.stderr.splitlines() if "ERROR" in text]

@@ -51,9 +51,10 @@ def configured(
         "parameters": {axis.key: _parameter(axis, method) for axis in space},
         **capped,
         "command": [
-            "${env}", "${interpreter}", "-m", "${program}", "train", *fixed, "${args_no_hyphens}",
+            *("${env}", "${interpreter}", "-P", "-m", "${program}", "train"),
+            *(*fixed, "${args_no_hyphens}"),
         ],
-    }  # fmt: skip
+    }
 
 
 def left_out(search: Search) -> list[str]:

@@ -6,7 +6,10 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TypeVar
 
 from scalewise.config.registry import target
@@ -16,6 +19,7 @@ from scalewise.trust import TRUSTED_PACKAGES
 Named = TypeVar("Named")
 
 
+<<<<<<< HEAD
 def named(
     key: str, path: str, kind: type[Named], trusted_packages: Sequence[str] = ()
 ) -> type[Named]:
@@ -25,6 +29,49 @@ def named(
     Raises ``ConfigError`` for a path that leads to nothing, to what is no subclass of ``kind``, or
     to a class that another package defines which is not trusted.
     """
+=======
+@dataclass(frozen=True)
+class TrustedFinder:
+    """Imports named top-level modules from one folder, and no other module that lies in it."""
+
+    folder: str
+    names: frozenset[str]
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns the spec of a trusted top-level module; submodules are found by their parent."""
+        if path is not None or name not in self.names:
+            return None
+        return PathFinder.find_spec(name, [self.folder], target)
+
+
+def _import_from_current_folder(trusted: Collection[str]) -> None:
+    """Lets this process import the ``trusted`` modules of the current folder.
+
+    Last on ``sys.meta_path``: nothing in the folder shadows an installed module.
+    """
+    finder = TrustedFinder(os.getcwd(), frozenset(trusted))
+    if finder not in sys.meta_path:
+        sys.meta_path.append(finder)
+
+
+def _cure(error: ModuleNotFoundError, trusted: Collection[str]) -> str:
+    """Returns how a module of the current folder that is not trusted becomes importable."""
+    name = (error.name or "").partition(".")[0]
+    if name in trusted or PathFinder.find_spec(name, [os.getcwd()]) is None:
+        return ""
+    return f"if you trust it, set 'trusted_packages=[{','.join([*trusted, name])}]'"
+
+
+def named(key: str, path: str, kind: type[Named], trusted: Collection[str]) -> type[Named]:
+    """Returns the class at ``package.module.Class``.
+
+    The package was checked with the run. The ``trusted`` packages may lie in the current folder.
+    Raises ``ConfigError`` for a path that leads to nothing, or to what is no subclass of ``kind``.
+    """
+    _import_from_current_folder(trusted)
+>>>>>>> 2c0ad99 (Run no code of the current folder, listen on loopback only, leave no torchelastic folders)
     module, _, attribute = path.rpartition(".")
     if path.partition(".")[0] in trusted_packages and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # behind what is installed, which nothing here may hide
@@ -34,7 +81,8 @@ def named(
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
         said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError.one(key, path, f"cannot be imported: {said}") from error
+        cure = _cure(error, trusted) if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError.one(key, path, f"cannot be imported: {said}", cure) from error
     # Looked at before it is called: a trusted package has callables that run files.
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         package = kind.__module__.partition(".")[0]

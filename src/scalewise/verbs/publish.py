@@ -34,7 +34,7 @@ def after_training(folder: Path, results: Iterable[Path]) -> None:
     if any(isinstance(facts, dict) and facts.get("mode") == "online" for facts in told):
         sys.stdout.flush()
         subprocess.run(  # noqa: S603 (a list of our own words)
-            [sys.executable, "-m", "scalewise", "publish", str(folder)],
+            [sys.executable, "-P", "-m", "scalewise", "publish", str(folder)],
             stdin=subprocess.DEVNULL,
             check=False,
         )
