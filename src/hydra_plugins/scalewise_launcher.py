@@ -37,10 +37,10 @@ class ScalewiseLauncher(Launcher):
         return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
     def options(self) -> dict[str, object]:
-        """Returns the options as they are now, without the target."""
+        """Returns the options as they are now, without Hydra's ``_target_`` and ``_recursive_``."""
         options = OmegaConf.to_container(self.config.hydra.launcher, resolve=True)
         assert isinstance(options, dict)
-        return {str(key): value for key, value in options.items() if key != "_target_"}
+        return {str(key): value for key, value in options.items() if key not in LAUNCHER}
 
 
 TARGET = f"{__name__}.{ScalewiseLauncher.__name__}"
