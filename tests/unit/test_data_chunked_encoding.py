@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from scalewise.data import chunked_encoding, tokenizing
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization, encode
+from scalewise.data import chunked_encoding, encoding
+from scalewise.data.encoding import encode
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 
 WORDS = [
     "def",
@@ -95,7 +96,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_encoding, "OVERLAP_CHARACTERS", 400)
     monkeypatch.setattr(chunked_encoding, "SHARED_TOKENS", 8)
     monkeypatch.setattr(chunked_encoding, "BATCH_CHARACTERS", 7_000)
-    monkeypatch.setattr(tokenizing, "PART_TOKENS", 100)
+    monkeypatch.setattr(encoding, "PART_TOKENS", 100)
 
 
 DOCUMENTS = {
@@ -120,7 +121,7 @@ def test_windows_give_the_ids_of_the_whole_document(
         if document
         for token in [*tokenizer.encode(document, add_special_tokens=False).ids, end]
     ]
-    assert np.concatenate(list(encode(tokenizer, END_OF_TEXT, documents))).tolist() == expected
+    assert np.concatenate(list(encode(tokenizer, Tokenization(0), documents))).tolist() == expected
 
 
 @pytest.mark.usefixtures("_small_windows")
@@ -131,13 +132,15 @@ def test_windows_are_joined_without_encoding_the_document_again(
     calls: list[int] = []
     encode_batch = chunked_encoding._encode_batch
 
-    def counted(tokenizer: Tokenizer, batch: list[chunked_encoding.Window]) -> list[Encoding]:
-        calls.append(sum(window.stop - window.start for window in batch))
-        return encode_batch(tokenizer, batch)
+    def counted(
+        tokenizer: Tokenizer, batch: list[chunked_encoding.Window], path: str | None
+    ) -> list[Encoding]:
+        calls.append(sum(len(window.text) for window in batch))
+        return encode_batch(tokenizer, batch, path)
 
     monkeypatch.setattr(chunked_encoding, "_encode_batch", counted)
     document = text(6_000, 1)
-    list(encode(tokenizer, END_OF_TEXT, [document]))
+    list(encode(tokenizer, Tokenization(0), [document]))
     assert len(document) > 10 * chunked_encoding.WINDOW_CHARACTERS
     assert sum(calls) < 1.3 * len(document)
 
@@ -146,7 +149,7 @@ def test_a_document_of_over_250000_characters_is_encoded_as_a_whole() -> None:
     tokenizer = llama2()
     document = text(90_000, 3)
     assert len(document) > 2 * chunked_encoding.WINDOW_CHARACTERS
-    ids = np.concatenate(list(encode(tokenizer, END_OF_TEXT, [document])))[:-1]
+    ids = np.concatenate(list(encode(tokenizer, Tokenization(0), [document])))[:-1]
     assert ids.tolist() == tokenizer.encode(document, add_special_tokens=False).ids
 
 
@@ -157,5 +160,5 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_applied(tmp_path: Pa
     tokenizer.save(str(tmp_path / "own.json"))
     loaded = Tokenization(400, str(tmp_path / "own.json")).load()
     assert loaded is not None
-    (ids,) = encode(loaded, END_OF_TEXT, ["hello " * 50])
+    (ids,) = encode(loaded, Tokenization(0), ["hello " * 50])
     assert loaded.decode(ids.tolist()) == "hello " * 50

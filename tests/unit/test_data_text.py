@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -11,9 +10,10 @@ from tokenizers import Tokenizer
 
 from scalewise.data import tokenizing
 from scalewise.data.corpus import Corpus
+from scalewise.data.encoding import encode
 from scalewise.data.reading import documents
 from scalewise.data.text import Text
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization, encode
+from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import DataError
 
 STORY = "".join(f"{number} sheep jumped over the fence.\n" for number in range(400))
@@ -150,7 +150,7 @@ def test_training_reads_no_more_than_its_share(monkeypatch):
 
 def test_forking_after_tokenizing_is_silent(capfd):
     tokenizer = Tokenization(300).train(lambda: iter([STORY]))
-    list(encode(tokenizer, END_OF_TEXT, [STORY, STORY]))
+    list(encode(tokenizer, Tokenization(300), [STORY, STORY]))
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.data.tokenizing import every_core
+from scalewise.data.reading import Document
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -24,73 +24,102 @@ SHARED_TOKENS = 32
 """Equal consecutive tokens in the overlap that two windows need to be joined."""
 BATCH_CHARACTERS = 2_000_000
 """Characters that are encoded at once; limits memory."""
+BATCH_WINDOWS = 10_000
+"""Windows that are encoded at once; limits memory where they are short."""
+LONGEST_WINDOW = 8_000_000
+"""Characters up to which windows that share too few tokens are encoded as one; limits memory."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a document from ``start`` to ``stop``."""
+    """A part of a document, ``source``, that begins at its character ``start``."""
 
-    document: str
+    text: str
     start: int
-    stop: int
+    last: bool
+    source: str
 
     @property
-    def last(self) -> bool:
-        """Whether the document ends with this window."""
-        return self.stop == len(self.document)
+    def stop(self) -> int:
+        """Character of the document at which the window ends."""
+        return self.start + len(self.text)
 
 
-def windows(document: str) -> Iterator[Window]:
+def windows(document: str | Document, number: int = 1) -> Iterator[Window]:
     """Splits a document into windows that overlap by ``OVERLAP_CHARACTERS``."""
-    start = 0
-    while len(document) - start > WINDOW_CHARACTERS + OVERLAP_CHARACTERS:
-        yield Window(document, start, start + WINDOW_CHARACTERS + OVERLAP_CHARACTERS)
-        start += WINDOW_CHARACTERS
-    yield Window(document, start, len(document))
+    chunks, source = opened(document, number)
+    start, text = 0, ""
+    longest = WINDOW_CHARACTERS + OVERLAP_CHARACTERS
+    for piece in pieces(chunks, WINDOW_CHARACTERS):
+        text += piece
+        while len(text) > longest:
+            yield Window(text[:longest], start, False, source)
+            start, text = start + WINDOW_CHARACTERS, text[WINDOW_CHARACTERS:]
+    if text:
+        yield Window(text, start, True, source)
 
 
-def batches(documents: Iterable[str]) -> Iterator[list[Window]]:
+def opened(document: str | Document, number: int) -> tuple[Iterable[str], str]:
+    """Chunks of a document, and its name in error messages."""
+    if isinstance(document, Document):
+        return document.chunks, document.source
+    return (document,), f"text {number}"
+
+
+def pieces(chunks: Iterable[str], size: int) -> Iterator[str]:
+    """Splits chunks into pieces of at most ``size`` characters."""
+    for chunk in chunks:
+        for start in range(0, len(chunk), size):
+            yield chunk[start : start + size]
+
+
+def batches(documents: Iterable[str | Document]) -> Iterator[list[Window]]:
     """Groups the windows of documents into batches of about ``BATCH_CHARACTERS``."""
     batch: list[Window] = []
     size = 0
-    for document in documents:
-        for window in windows(document):
+    for number, document in enumerate(documents, 1):
+        for window in windows(document, number):
             batch.append(window)
-            size += window.stop - window.start
-            if size >= BATCH_CHARACTERS:
+            size += len(window.text)
+            if size >= BATCH_CHARACTERS or len(batch) >= BATCH_WINDOWS:
                 yield batch
                 batch, size = [], 0
     if batch:
         yield batch
 
 
-def encoded(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[list[int], bool]]:
+def encoded(
+    tokenizer: Tokenizer, documents: Iterable[str | Document], path: str | None = None
+) -> Iterator[tuple[list[int], bool]]:
     """Yields the ids of documents in parts, and whether a part is the last of its document.
 
-    Windows that share no run of tokens, or only whitespace, are encoded with all that follows in
-    their document.
+    Documents without text yield nothing. Windows that share no run of tokens, or only whitespace,
+    are encoded as one window, up to ``LONGEST_WINDOW``; beyond it the earlier one is closed as a
+    text. Raises ``DataError`` for a document that the tokenizer at ``path`` cannot encode.
     """
     pairs = (
         pair
         for batch in batches(documents)
-        for pair in zip(batch, _encode_batch(tokenizer, batch), strict=True)
+        for pair in zip(batch, _encode_batch(tokenizer, batch, path), strict=True)
     )
     first = 0  # index of the first token of the encoding that was not yielded yet
-    skipped = False
     previous: tuple[Window, Encoding] | None = None
     for window, encoding in pairs:
-        if skipped:
-            skipped = not window.last
-            continue
         if previous is not None:
-            shared = _shared_tokens(*previous, window, encoding)
-            if shared is None:
-                skipped = not window.last
-                window = Window(window.document, previous[0].start, len(window.document))
-                (encoding,) = _encode_batch(tokenizer, [window])
-            else:
-                yield previous[1].ids[first : shared[0]], False
+            left, left_encoding = previous
+            shared = _shared_tokens(left, left_encoding, window, encoding)
+            if shared is not None:
+                yield left_encoding.ids[first : shared[0]], False
                 first = shared[1]
+            else:
+                rest = window.text[left.stop - window.start :]
+                if len(left.text) + len(rest) <= LONGEST_WINDOW:
+                    window = Window(left.text + rest, left.start, window.last, window.source)
+                else:
+                    yield left_encoding.ids[first:], False
+                    first = 0
+                    window = Window(rest, left.stop, window.last, window.source)
+                (encoding,) = _encode_batch(tokenizer, [window], path)
         if window.last:
             yield encoding.ids[first:], True
             first, previous = 0, None
@@ -98,10 +127,10 @@ def encoded(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[li
             previous = window, encoding
 
 
-def _encode_batch(tokenizer: Tokenizer, batch: list[Window]) -> list[Encoding]:
-    texts = [window.document[window.start : window.stop] for window in batch]
-    with every_core():
-        return tokenizer.encode_batch(texts, add_special_tokens=False)
+def _encode_batch(tokenizer: Tokenizer, batch: list[Window], path: str | None) -> list[Encoding]:
+    from scalewise.data.encoding import encode_texts
+
+    return encode_texts(tokenizer, [it.text for it in batch], [it.source for it in batch], path)
 
 
 def _shared_tokens(
@@ -122,8 +151,8 @@ def _shared_tokens(
     length, left_end, right_end = longest
     if length < SHARED_TOKENS:
         return None
-    middle = left_spans[left_end - length // 2][0]
-    around = (left.document[right.start : middle], left.document[middle : left.stop])
+    middle = left_spans[left_end - length // 2][0] - right.start
+    around = (right.text[:middle], right.text[middle : left.stop - right.start])
     if not all(map(str.strip, around)):  # how whitespace is split may depend on what follows it
         return None
     return left_end - length // 2, right_end - length // 2

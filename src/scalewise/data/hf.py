@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization, encode
+from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
 from scalewise.errors import Complaint, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class HuggingFace(Data):
     """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     end_of_text: str = END_OF_TEXT
     """The token between documents, as the given tokenizer calls it."""
+    special_tokens: bool = True
+    """Whether documents get the special tokens that the tokenizer adds, such as a first <bos>."""
 
     @property
     def vocabulary_needed(self) -> int | None:
@@ -70,7 +72,7 @@ class HuggingFace(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns packed rows, or rows in the order of the stream where ``streaming``."""
-        from scalewise.data.tokenized import Source, packed, splits, tokenized
+        from scalewise.data.tokenized import Source, packed, special_tokens_note, splits, tokenized
 
         if importlib.util.find_spec("datasets") is None:
             cure = "pip install 'scalewise[hf]'"
@@ -98,11 +100,12 @@ class HuggingFace(Data):
             self._stream(folder / "tokenizer.json", train),
             packed(folder, "validation", self.sequence) if held else None,
             folder / "tokenizer.json",
+            special_tokens_note(folder),
         )
 
     @property
     def _tokenization(self) -> Tokenization:
-        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens)
 
     @property
     def _folder(self) -> Path:
@@ -120,10 +123,11 @@ class HuggingFace(Data):
     def _stream(self, tokenizer: Path, train: Documents) -> StreamedRows:
         from tokenizers import Tokenizer
 
+        from scalewise.data.encoding import encode
         from scalewise.data.rows import StreamedRows
 
         loaded = Tokenizer.from_file(str(tokenizer))
-        rows = StreamedRows(lambda: encode(loaded, self.end_of_text, train()), self.sequence)
+        rows = StreamedRows(lambda: encode(loaded, self._tokenization, train()), self.sequence)
         try:
             rows.gather([0])
         except IndexError as error:

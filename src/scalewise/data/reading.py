@@ -1,11 +1,26 @@
-"""The user's text files: which ones a glob names, and the documents inside them."""
+"""Text files: path patterns, strict decoding, and the documents inside the files."""
 
-import glob
+import codecs
+import io
 import json
-from collections.abc import Iterator, Sequence
+import os
+import re
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from glob import has_magic
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import Complaint, DataError
+from scalewise.output import print_lines
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PROSE = frozenset({".txt", ".md", ".rst", ".tex", ".html", ".xml"})
 CODE = frozenset(
@@ -17,68 +32,311 @@ PLAIN = PROSE | CODE
 RECORDS = frozenset({".jsonl", ".parquet"})
 """Suffixes whose records are documents, found in one field."""
 
+CHUNK_BYTES = 1 << 20
+"""Bytes of a plain text file that are decoded at once."""
+
+BOMS = {
+    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+"""Encodings by byte order mark; a file without a mark is UTF-8."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text of a file, in chunks that can be read once.
+
+    ``source``: the file, and the line or row in it, for error messages.
+    """
+
+    chunks: Iterable[str]
+    source: str
+
+
+def suffix_of(path: Path) -> str:
+    """Returns the suffix of a file name in lower case."""
+    return path.suffix.lower()
+
 
 def matching(patterns: Sequence[str]) -> list[Path]:
-    """Returns the files that the globs name, each once, sorted by path."""
-    found = {
-        name for p in patterns for name in glob.glob(str(Path(p).expanduser()), recursive=True)
-    }
-    return [path for path in map(Path, sorted(found)) if path.is_file()]
+    """Returns the files that paths and glob patterns name, each file once, sorted by path.
+
+    A path component that exists is taken literally before it is tried as a pattern. Symbolic
+    links are followed; a file that is reached by several names is listed by the first of them.
+    """
+    found: dict[str, Path] = {}
+    for name in sorted({name for pattern in patterns for name in _expanded(pattern)}):
+        if os.path.isfile(name):
+            found.setdefault(os.path.realpath(name), Path(name))
+    return sorted(found.values(), key=str)
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """Yields the entries of the file system that a pattern names, dangling links included."""
+    path = Path(pattern).expanduser()
+    if os.path.lexists(path):
+        yield str(path)
+        return
+    places = [path.anchor]
+    for part in path.parts[bool(path.anchor) :]:
+        if part == "**":
+            places = list(_folders_below(places))
+        else:
+            places = [os.path.join(place, name) for place in places for name in _named(place, part)]
+    if path.name == "**":
+        places += [os.path.join(place, name) for place in places for name in _named(place, "*")]
+    yield from places
+
+
+def _named(folder: str, part: str) -> Iterator[str]:
+    """Yields the entries of a folder that one component of a pattern names."""
+    if not has_magic(part) or os.path.lexists(os.path.join(folder, part)):
+        if os.path.lexists(os.path.join(folder, part)):
+            yield part
+        return
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return
+    hidden = part.startswith(".")
+    yield from (n for n in names if fnmatchcase(n, part) and n.startswith(".") == hidden)
+
+
+def _folders_below(folders: Iterable[str]) -> Iterator[str]:
+    """Yields folders and all below them that are not hidden, each once, links after the others.
+
+    A link to a folder that contains it is not followed.
+    """
+    seen: set[str] = set()
+    left, links = deque(folders), deque[str]()
+    while left or links:
+        folder = (left or links).popleft()
+        real = os.path.realpath(folder or ".")
+        if real in seen:
+            continue
+        seen.add(real)
+        yield folder
+        for path in (os.path.join(folder, name) for name in sorted(_named(folder, "*"))):
+            if not os.path.islink(path):
+                left += [path] * os.path.isdir(path)
+            elif os.path.isdir(path) and not _contains(os.path.realpath(path), real):
+                links.append(path)
+
+
+def _contains(folder: str, path: str) -> bool:
+    return os.path.commonpath([folder, path]) == folder
 
 
 def path_complaints(
     key: str, patterns: Sequence[str], suffixes: frozenset[str], example: str
 ) -> Iterator[Complaint]:
-    """Yields a complaint for each glob without a file and each file of an unknown suffix."""
+    """Yields a complaint for each pattern without a file and each file of an unknown suffix."""
     for pattern in patterns:
         files = matching([pattern])
         if not files:
-            folder = Path(pattern).expanduser().is_dir()
-            reason = "is a folder" if folder else "no such file"
-            given = f"{pattern.rstrip('/')}/{Path(example).name}" if folder else example
-            yield Complaint(key, pattern, reason, f"give {key}=['{given}']")
-        for suffix in sorted({file.suffix for file in files} - suffixes):
+            reason, given = _absent(Path(pattern).expanduser(), suffixes, example)
+            yield Complaint(key, pattern, reason, f"give {_override(key, given)}")
+        for suffix in sorted({suffix_of(file) for file in files} - suffixes):
             known = " ".join(sorted(suffixes))
-            yield Complaint(key, pattern, f"unknown suffix {suffix!r}", f"use one of {known}")
+            unknown = f"unknown suffix {suffix!r}" if suffix else "a file name without a suffix"
+            yield Complaint(key, pattern, unknown, f"use one of {known}")
 
 
-def documents(path: Path, field: str | None) -> Iterator[str]:
-    """Yields the documents of a file: itself, or ``field`` of each record of .jsonl and .parquet.
+def _absent(path: Path, suffixes: frozenset[str], example: str) -> tuple[str, str]:
+    """Returns why a path names no file, and a pattern to give instead."""
+    if path.is_dir():
+        below = (suffix_of(file) for file in matching([str(path / "**" / "*")]))
+        known = Counter(suffix for suffix in below if suffix in suffixes).most_common(1)
+        name = f"**/*{known[0][0]}" if known else Path(example).name
+        return "is a folder", f"{path}/{name}"
+    if path.is_symlink():
+        return f"is a link to {os.readlink(path)}, which does not exist", example
+    return ("is no regular file" if path.exists() else "no such file"), example
 
-    Bytes that are not UTF-8 become U+FFFD. Raises ``DataError`` for a file that cannot be read,
-    a line that is not JSON and a record without the field.
+
+def _override(key: str, path: str) -> str:
+    """Returns an override of a list of one path, as typed in a POSIX shell."""
+    if not has_magic(path.replace("*", "")) and "'" not in path:
+        return f"{key}=['{path}']"
+    quoted = path.replace("'", "\\'")
+    return shlex.quote(f"{key}=['{quoted}']")
+
+
+def text_chunks(path: Path) -> Iterator[str]:
+    """Yields a text file in chunks: strictly decoded, lines end in ``\\n``, no byte order mark.
+
+    UTF-8, or UTF-16 and UTF-32 with a byte order mark. Raises ``DataError`` with the line of
+    bytes that are no text in that encoding, and of a NUL character.
     """
-    try:
-        if path.suffix == ".jsonl":
-            yield from _jsonl(path, str(field))
-        elif path.suffix == ".parquet":
-            yield from _parquet(path, str(field))
+    with path.open("rb") as file:
+        encoding = _encoding(file)
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
+        line, final = 1, False
+        while not final:
+            data = file.read(CHUNK_BYTES)
+            final = len(data) < CHUNK_BYTES
+            try:
+                text = decoder.decode(data, final=final)
+            except UnicodeDecodeError as error:
+                line += len(re.findall(r"\r\n?|\n", error.object[: error.start].decode(encoding)))
+                raise _undecodable(path, line, error) from error
+            if "\0" in text:
+                line += text.count("\n", 0, text.index("\0"))
+                reason = f"line {line} has a NUL character, which text has not"
+                cure = "give text in UTF-8, or UTF-16 with a byte order mark"
+                raise DataError.one("data.paths", path, reason, cure)
+            line += text.count("\n")
+            if text:
+                yield text
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file, decoded as ``text_chunks`` does."""
+    return "".join(text_chunks(path))
+
+
+def _encoding(file: io.BufferedReader) -> str:
+    """Returns the encoding by the byte order mark of a file, which is read past."""
+    head = file.peek(4)[:4]
+    for mark, encoding in BOMS.items():
+        if head.startswith(mark):
+            file.read(len(mark))
+            return encoding
+    return "utf-8"
+
+
+def _undecodable(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
+    new = path.with_name(f"{path.stem}-utf8{path.suffix}")
+    names = f"{shlex.quote(str(path))} > {shlex.quote(str(new))}"
+    cure = f"convert the file, from Windows-1252 with: iconv -f CP1252 -t UTF-8 {names}"
+    return DataError.one("data.paths", path, f"line {line} is not {_named_encoding(error)}", cure)
+
+
+def _named_encoding(error: UnicodeDecodeError) -> str:
+    encoding = error.encoding.upper().removesuffix("-LE").removesuffix("-BE")
+    return f"{encoding} (byte 0x{error.object[error.start]:02x})"
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, object]]:
+    """Yields the line number and the value of each line of JSON that is not blank.
+
+    A ``ValueError`` stands for a line that cannot be read, with the reason. Encodings are those
+    of ``text_chunks``.
+    """
+    with path.open("rb") as file:
+        encoding = _encoding(file)
+        if encoding == "utf-8":
+            lines: Iterable[bytes | str] = (part for raw in file for part in raw.splitlines())
         else:
-            yield path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise DataError.one(
-            "data.paths", path, f"cannot be read: {error.strerror or error}", "mend or omit it"
-        ) from error
-
-
-def _jsonl(path: Path, field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+            lines = _lines(text_chunks(path))
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                reason = f"line {number} is not JSON ({error.msg})"
-                raise DataError.one("data.paths", path, reason, "mend the line") from error
-            if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                names = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                reason = f"line {number} of {path} has no text there; it has: {names}"
-                raise DataError.one("data.field", field, reason, "name another data.field")
-            yield record[field]
+                text = line.decode("utf-8") if isinstance(line, bytes) else line
+                yield number, json_value(text)
+            except UnicodeDecodeError as error:
+                yield number, ValueError(f"is not {_named_encoding(error)}")
+            except ValueError as error:
+                yield number, error
 
 
-def _parquet(path: Path, field: str) -> Iterator[str]:
+def _lines(chunks: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split("\n")
+        yield from whole
+    yield rest
+
+
+def json_value(text: str) -> Any:
+    """Returns the value of a JSON text; raises ``ValueError`` with what is wrong.
+
+    Stricter than ``json.loads``: no NaN or Infinity, no half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("has half a character (a lone surrogate)") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError("is JSON that is nested too deeply") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise ValueError(f"is not JSON that can be read ({error})") from error
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise json.JSONDecodeError(f"{name} is no JSON value", name, 0)
+
+
+def documents(path: Path, field: str | None) -> Iterator[Document]:
+    """Yields the documents of a file: itself, or ``field`` of each record of .jsonl and .parquet.
+
+    Records whose field is null are left out, with a note. Raises ``DataError`` for a file that
+    cannot be read, text that is not in its encoding, a line that is not JSON and a record without
+    the field.
+    """
+    try:
+        if suffix_of(path) == ".jsonl":
+            yield from _present(_jsonl(path, str(field)), path, str(field))
+        elif suffix_of(path) == ".parquet":
+            yield from _present(_parquet(path, str(field)), path, str(field))
+        else:
+            chunks = text_chunks(path)
+            first = next(chunks, "")  # opens the file
+            yield Document(chain([first], chunks), path.name)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Returns the error of a file that the system does not read."""
+    reason = f"cannot be read: {error.strerror or error}"
+    return DataError.one("data.paths", path, reason, "mend or omit it")
+
+
+def _present(texts: Iterable[tuple[str, str | None]], path: Path, field: str) -> Iterator[Document]:
+    """Yields documents of texts with their sources, and notes how many are null."""
+    nulls: list[str] = []
+    for source, text in texts:
+        if text is None:
+            nulls.append(source)
+        else:
+            yield Document((text,), source)
+    if nulls:
+        count = f"{len(nulls)} record{'s' * (len(nulls) > 1)}"
+        note(f"left out {count} of {path} without {field} (null), the first: {nulls[0]}")
+
+
+@cache
+def note(line: str) -> None:
+    """Prints a line on stderr, once in a process: files are read several times."""
+    print_lines(line, stderr=True)
+
+
+def _jsonl(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
+    for number, record in json_lines(path):
+        if isinstance(record, ValueError):
+            reason = f"line {number} {record}"
+            raise DataError.one("data.paths", path, reason, "mend the line") from record
+        if not isinstance(record, dict):
+            reason = f"line {number} is no JSON object but a {type(record).__name__}"
+            raise DataError.one("data.paths", path, reason, "mend the line")
+        if not isinstance(text := record.get(field, 0), str | None):
+            names = ", ".join(record) or "nothing"
+            reason = f"line {number} of {path} has no text there; it has: {names}"
+            raise DataError.one("data.field", field, reason, "name another data.field")
+        yield f"{path.name} line {number}", text
+
+
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -87,12 +345,28 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         raise DataError.one("data.paths", path, "reading .parquet needs pyarrow", cure) from error
     try:
         with parquet.ParquetFile(path) as file:
-            texts = [c.name for c in file.schema_arrow if str(c.type) in ("string", "large_string")]
+            texts = [column.name for column in file.schema_arrow if is_text(column.type)]
             if field not in texts:
+                names = {column.name: column.type for column in file.schema_arrow}
                 reason = f"{path} has no text there; its columns of text: {', '.join(texts)}"
+                if field in names:
+                    reason = f"is a column of {names[field]} in {path}, not of text"
+                    reason += f"; its columns of text: {', '.join(texts) or 'none'}"
                 raise DataError.one("data.field", field, reason, "name another data.field")
+            row = 0
             for batch in file.iter_batches(columns=[field]):
-                yield from filter(None, batch.column(0).to_pylist())
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"{path.name} row {row}", text
     except pyarrow.ArrowInvalid as error:
         reason = f"is not whole parquet ({error})"
         raise DataError.one("data.paths", path, reason, "copy the file again") from error
+
+
+def is_text(kind: "pyarrow.DataType") -> bool:
+    """Returns whether an Arrow type holds text: every string type, and dictionaries of them."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

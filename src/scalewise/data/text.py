@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,16 @@ from pathlib import Path
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
 from scalewise.data.corpus import held_out
-from scalewise.data.reading import PLAIN, RECORDS, documents, matching, path_complaints
+from scalewise.data.reading import (
+    PLAIN,
+    RECORDS,
+    Document,
+    documents,
+    matching,
+    path_complaints,
+    suffix_of,
+    text_chunks,
+)
 from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
 from scalewise.errors import Complaint, DataError
 
@@ -32,6 +41,8 @@ class Text(Data):
     """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     end_of_text: str = END_OF_TEXT
     """The token between documents, as the given tokenizer calls it."""
+    special_tokens: bool = True
+    """Whether documents get the special tokens that the tokenizer adds, such as a first <bos>."""
     validation_fraction: float = 0.05
     """Share that is held out, by file, within the file where there is one; 0 holds out nothing."""
 
@@ -51,7 +62,7 @@ class Text(Data):
         if not self.paths:
             yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.txt']")
         yield from path_complaints("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
-        records = [path for path in matching(self.paths) if path.suffix in RECORDS]
+        records = [path for path in matching(self.paths) if suffix_of(path) in RECORDS]
         if records and not self.field:
             reason = f"{records[0]} holds records, and nothing says where their text is"
             yield Complaint("data.field", "null", reason, "give data.field=text")
@@ -84,7 +95,7 @@ class Text(Data):
 
     @property
     def _tokenization(self) -> Tokenization:
-        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
+        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens)
 
     def _parts(self, files: list[Path]) -> dict[str, Documents]:
         """Returns the documents of each split."""
@@ -101,18 +112,37 @@ class Text(Data):
         }
 
 
-def _all(files: list[Path], field: str | None) -> Iterator[str]:
+def _all(files: list[Path], field: str | None) -> Iterator[Document]:
     for file in files:
         yield from documents(file, field)
 
 
-def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> Iterator[str]:
+def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> Iterator[Document]:
     """Yields one side of a single file: of records every 1/fraction-th, of plain text the end."""
-    if file.suffix in RECORDS:
+    if suffix_of(file) in RECORDS:
         for index, document in enumerate(documents(file, field)):
             if (int((index + 1) * fraction) > int(index * fraction)) is held:
                 yield document
         return
-    (text,) = documents(file, field)
-    cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1
-    yield text[cut:] if held else text[:cut]
+    (whole,) = documents(file, field)
+    cut = _line_start(file, int(sum(map(len, whole.chunks)) * (1 - fraction)))
+    yield Document(_part(text_chunks(file), cut, held=held), whole.source)
+
+
+def _line_start(file: Path, limit: int) -> int:
+    """Returns where the last line begins that begins at ``limit`` characters or before."""
+    start = seen = 0
+    for chunk in text_chunks(file):
+        if (at := chunk.rfind("\n", 0, limit - seen)) >= 0:
+            start = seen + at + 1
+        seen += len(chunk)
+        if seen >= limit:
+            break
+    return start
+
+
+def _part(chunks: Iterable[str], cut: int, *, held: bool) -> Iterator[str]:
+    """Yields the characters of chunks before ``cut``, or those after it."""
+    for chunk in chunks:
+        yield chunk[max(0, cut) :] if held else chunk[: max(0, cut)]
+        cut -= len(chunk)

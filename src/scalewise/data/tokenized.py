@@ -13,13 +13,14 @@ import numpy as np
 
 from scalewise.data.base import Splits
 from scalewise.data.cache import cached
+from scalewise.data.encoding import encode, special_ids
 from scalewise.data.rows import PackedRows
-from scalewise.data.tokenizing import Documents, Tokenization, encode, vocabulary_of
+from scalewise.data.tokenizing import Documents, Tokenization, vocabulary_of
 from scalewise.errors import ConfigError, DataError
 from scalewise.output import print_lines
 from scalewise.units import count_text, seconds_text
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the content of the cached files changes for the same key."""
 
 
@@ -87,7 +88,19 @@ def splits(folder: Path, sequence: int, *, validation: bool) -> Splits:
         packed(folder, "train", sequence),
         packed(folder, "validation", sequence) if validation else None,
         folder / "tokenizer.json",
+        special_tokens_note(folder),
     )
+
+
+def special_tokens_note(folder: Path) -> str:
+    """Returns which special tokens stand around each document, empty where there are none."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    before, after = (" ".join(tokens) for tokens in meta["special_tokens"])
+    parts = [f"begin with {before}"] * bool(before) + [f"end with {after}"] * bool(after)
+    if not parts:
+        return ""
+    how = "as the tokenizer adds it; data.special_tokens=false leaves it out"
+    return f"documents {' and '.join(parts)}, {how}"
 
 
 def _write(source: Source, folder: Path) -> None:
@@ -100,14 +113,17 @@ def _write(source: Source, folder: Path) -> None:
     tokens = dict.fromkeys(source.splits, 0)
     for split, documents in source.splits.items():
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in encode(tokenizer, tokenization.end_of_text, documents()):
+            for ids in encode(tokenizer, tokenization, documents()):
                 ids.astype(dtype).tofile(file)
                 tokens[split] += len(ids)
                 progress.show(f"{count_text(sum(tokens.values()))} tokens")
         if not tokens[split]:
             reason = f"the {split} split has no text"
             raise DataError.one(source.key, source.value, reason, "give files that hold text")
-    meta = {"dtype": dtype.str, "tokens": tokens}
+    meta = {"dtype": dtype.str, "tokens": tokens, "special_tokens": [[], []]}
+    if tokenization.special_tokens:
+        added = special_ids(tokenizer)
+        meta["special_tokens"] = [[str(tokenizer.id_to_token(it)) for it in ids] for ids in added]
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     progress.close(f"in {seconds_text(time.perf_counter() - started)}")
 

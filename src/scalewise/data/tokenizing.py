@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalewise.data.reading import Document
 from scalewise.errors import Complaint, DataError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-Documents = Callable[[], Iterator[str]]
+Documents = Callable[[], Iterator[str | Document]]
 """Opens the documents from the first one."""
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,11 +23,6 @@ SMALLEST_VOCABULARY = 257
 TRAINING_CHARACTERS = 64_000_000
 """A BPE is trained on the first characters of the training text: more would change it little."""
 
-PART_TOKENS = 500_000
-"""Token ids in one array that ``encode`` yields, at least."""
-
-_CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
-
 
 @dataclass(frozen=True)
 class Tokenization:
@@ -39,6 +31,8 @@ class Tokenization:
     vocabulary: int
     tokenizer: str | None = None
     end_of_text: str = END_OF_TEXT
+    special_tokens: bool = True
+    """Whether documents get the special tokens of a given tokenizer's post-processor."""
 
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
@@ -64,7 +58,11 @@ class Tokenization:
         path = Path(self.tokenizer).expanduser().resolve()
         state = path.stat()
         file = [str(path), state.st_size, state.st_mtime_ns]
-        return {"tokenizer": file, "end_of_text": self.end_of_text}
+        return {
+            "tokenizer": file,
+            "end_of_text": self.end_of_text,
+            "special_tokens": self.special_tokens,
+        }
 
     def load(self) -> Tokenizer | None:
         """Returns the user's tokenizer, None if one is to be trained; may raise ``DataError``."""
@@ -99,6 +97,8 @@ class Tokenization:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+        from scalewise.data.encoding import every_core, training_pieces
+
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -109,49 +109,12 @@ class Tokenization:
             show_progress=False,
         )
         with every_core():
-            tokenizer.train_from_iterator(_head(documents()), trainer)
+            tokenizer.train_from_iterator(
+                training_pieces(documents(), TRAINING_CHARACTERS), trainer
+            )
         return tokenizer
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
     """Returns one more than the largest id of a tokenizer."""
     return max(tokenizer.get_vocab().values()) + 1
-
-
-def encode(
-    tokenizer: Tokenizer, end_of_text: str, documents: Iterable[str]
-) -> Iterator[NDArray[np.uint32]]:
-    """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text."""
-    import numpy as np
-
-    from scalewise.data.chunked_encoding import encoded
-
-    end = tokenizer.token_to_id(end_of_text)
-    part: list[int | None] = []
-    for ids, last in encoded(tokenizer, filter(None, documents)):
-        part += ids
-        part += [end] * last
-        if len(part) >= PART_TOKENS:
-            yield np.array(part, dtype=np.uint32)
-            part = []
-    if part:
-        yield np.array(part, dtype=np.uint32)
-
-
-def _head(documents: Iterator[str]) -> Iterator[str]:
-    left = TRAINING_CHARACTERS
-    for document in documents:
-        yield document[:left]
-        left -= len(document)
-        if left <= 0:
-            return
-
-
-@contextmanager
-def every_core() -> Iterator[None]:
-    """Tokenizes on all cores inside; after it a fork is safe and silent, unless the user chose."""
-    os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "false"

@@ -1,0 +1,151 @@
+"""Special tokens, documents that cannot be encoded, and training in bounded pieces."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+from scalewise.data import chunked_encoding as chunked
+from scalewise.data import encoding
+from scalewise.data.encoding import encode, special_ids, training_pieces
+from scalewise.data.reading import Document
+from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import DataError
+
+WORDS = ["<s>", "</s>", "<unk>", "[CLS]", "[SEP]", *"abcdefgh"]
+ID = {word: number for number, word in enumerate(WORDS)}
+
+
+def words(post_processor=None, *, unknown="<unk>"):
+    tokenizer = Tokenizer(models.WordLevel(ID, unk_token=unknown))
+    tokenizer.add_special_tokens(WORDS[:5])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    return tokenizer
+
+
+def template(single):
+    used = [(word, ID[word]) for word in WORDS[:5] if word in single]
+    return processors.TemplateProcessing(single=single, special_tokens=used)
+
+
+def ids(tokenizer, documents, end="</s>", **options):
+    parts = encode(tokenizer, Tokenization(0, "own.json", end, **options), documents)
+    return [WORDS[token] for part in parts for token in part]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "end", "expected"),
+    [
+        (None, "</s>", "a b </s> c </s>"),
+        (template("<s> $A"), "</s>", "<s> a b </s> <s> c </s>"),
+        (template("<s> $A </s>"), "</s>", "<s> a b </s> <s> c </s>"),
+        (template("$A </s>"), "</s>", "a b </s> c </s>"),
+        (template("[CLS] $A [SEP]"), "</s>", "[CLS] a b [SEP] </s> [CLS] c [SEP] </s>"),
+        (
+            processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3)),
+            "[SEP]",
+            "[CLS] a b [SEP] [CLS] c [SEP]",
+        ),
+        (
+            processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+            "</s>",
+            "<s> a b </s> <s> c </s>",
+        ),
+    ],
+)
+def test_documents_get_the_special_tokens_of_the_post_processor(post_processor, end, expected):
+    tokenizer = words(post_processor)
+    assert ids(tokenizer, ["a b", "", "c"], end) == expected.split()
+    bare = f"a b {end} c {end}".split()
+    assert ids(tokenizer, ["a b", "", "c"], end, special_tokens=False) == bare
+
+
+def test_a_document_that_ends_in_end_of_text_is_not_ended_twice():
+    expected = "a </s> b </s> </s> c </s>"
+    assert " ".join(ids(words(), ["a </s>", "b", "</s>", "c"])) == expected
+
+
+def test_special_tokens_are_found_where_some_words_cannot_be_encoded():
+    assert special_ids(words(template("<s> $A </s>"), unknown="none")) == ([0], [1])
+
+
+def test_special_tokens_stand_once_around_a_document_of_several_windows(monkeypatch):
+    for name, value in (("WINDOW", 60), ("OVERLAP", 30), ("BATCH", 200)):
+        monkeypatch.setattr(chunked, f"{name}_CHARACTERS", value)
+    monkeypatch.setattr(chunked, "SHARED_TOKENS", 2)
+    document = " ".join(random.Random(0).choices("abcdefgh", k=500))
+    expected = ["<s>", *document.split(), "</s>"]
+    assert ids(words(template("<s> $A")), [document, document]) == expected * 2
+
+
+def test_ids_are_those_of_the_library_with_special_tokens():
+    tokenizer = words(template("<s> $A [SEP]"))
+    expected = [*tokenizer.encode("a b c").tokens, "</s>"]
+    assert ids(tokenizer, ["a b c"]) == expected
+
+
+def bad_regex():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a|aa)+c"), "isolated")
+    return tokenizer, "a" * 60, "retry-limit-in-match over"
+
+
+def no_unknown():
+    return words(unknown="none"), "a z", r"Missing \[UNK\] token"
+
+
+def no_unknown_unigram():
+    tokenizer = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0), ("</s>", -3.0)], None))
+    return tokenizer, "ac", "unknown token"
+
+
+@pytest.mark.parametrize("make", [bad_regex, no_unknown, no_unknown_unigram])
+@pytest.mark.parametrize("others", [0, 5])
+def test_a_document_that_cannot_be_encoded_is_named(make, others, capfd):
+    tokenizer, text, reason = make()
+    documents = [Document(("a",), f"a.jsonl line {number}") for number in range(others)]
+    documents.append(Document((text,), "b.jsonl line 7"))
+    match = f"data.tokenizer=own.json: cannot encode b.jsonl line 7: .*{reason}"
+    with pytest.raises(DataError, match=match):
+        list(encode(tokenizer, Tokenization(0, "own.json", "</s>"), documents))
+    assert capfd.readouterr().err == ""
+
+
+def story(seed, words=4000):
+    pick = random.Random(seed)
+    spaces = [" ", "  ", "\n", "\n\n", " \n", "\t", "   "]
+    strings = ["the", "it isn", "naïve", "123", "--", "日本", "end."]
+    return "".join(pick.choice(strings) + pick.choice(spaces) for _ in range(words))
+
+
+@pytest.mark.parametrize("chunk", [7, 1000, 10**9])
+def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
+    whole = Tokenization(400).train(lambda: iter([story(1), story(2)]))
+    monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
+
+    def documents():
+        for text in (story(1), story(2)):
+            yield Document((text[at : at + chunk] for at in range(0, len(text), chunk)), "a.txt")
+
+    assert Tokenization(400).train(documents).to_str() == whole.to_str()
+
+
+def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
+    monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
+    monkeypatch.setattr(encoding, "LONGEST_WORD", 200)
+    text = story(1) + "x" * 1000 + story(2)
+    pieces = [*training_pieces([text, text], len(text) + 77)]
+    assert "".join(pieces) == text + text[:77]
+    assert max(map(len, pieces)) <= 300
+    assert [*itertools.islice(training_pieces(["ab", "cd", "ef"], 3), 9)] == ["ab", "c"]
+
+
+def test_parts_are_bounded(monkeypatch):
+    monkeypatch.setattr(encoding, "PART_TOKENS", 10)
+    parts = [*encode(words(), Tokenization(0, None, "</s>"), ["a b c d"] * 20)]
+    assert len(parts) == 10
+    assert np.concatenate(parts).size == 100

@@ -1,0 +1,280 @@
+"""Paths, encodings and records of text files."""
+
+import codecs
+import json
+import os
+import subprocess
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from scalewise.data import reading
+from scalewise.data.reading import (
+    PLAIN,
+    RECORDS,
+    documents,
+    json_lines,
+    json_value,
+    matching,
+    path_complaints,
+    text_chunks,
+)
+from scalewise.errors import DataError
+
+TEXT = "naïve café\nzwei Zeilen €\n"
+MARKS = {
+    "utf-8": codecs.BOM_UTF8,
+    "utf-16-le": codecs.BOM_UTF16_LE,
+    "utf-16-be": codecs.BOM_UTF16_BE,
+    "utf-32-le": codecs.BOM_UTF32_LE,
+    "utf-32-be": codecs.BOM_UTF32_BE,
+}
+
+
+@pytest.fixture(autouse=True)
+def _notes():
+    reading.note.cache_clear()
+
+
+def texts(path, field=None):
+    return ["".join(document.chunks) for document in documents(path, field)]
+
+
+def write_files(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+def names(folder, pattern):
+    return [str(path.relative_to(folder)) for path in matching([f"{folder}/{pattern}"])]
+
+
+@pytest.mark.parametrize("encoding", MARKS)
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_byte_order_mark_decides_the_encoding(tmp_path, monkeypatch, encoding, chunk):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    (tmp_path / "a.txt").write_bytes(MARKS[encoding] + TEXT.encode(encoding))
+    assert texts(tmp_path / "a.txt") == [TEXT]
+    lines = "".join(json.dumps({"x": line}, ensure_ascii=False) + "\n" for line in TEXT.split())
+    (tmp_path / "a.jsonl").write_bytes(MARKS[encoding] + lines.encode(encoding))
+    assert texts(tmp_path / "a.jsonl", "x") == TEXT.split()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+def test_line_ends_are_one_character(tmp_path, monkeypatch, end, chunk):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    (tmp_path / "a.txt").write_bytes(f"one{end}{end}two{end}".encode())
+    assert texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
+    (tmp_path / "a.jsonl").write_bytes(f'{{"x": "one"}}{end}{end} {end}{{"x": "two"}}'.encode())
+    assert [number for number, _ in json_lines(tmp_path / "a.jsonl")] == [1, 4]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"one\r\ntwo\ncaf\xe9 three\n", "line 3 is not UTF-8 (byte 0xe9)"),
+        (b"one\ntwo\n\x93three\x94", "line 3 is not UTF-8 (byte 0x93)"),
+        ("one\ntwo".encode("utf-16-le"), "line 1 has a NUL character, which text has not"),
+        (
+            codecs.BOM_UTF16_BE + "a\nà\n".encode("utf-16-be") + b"\xd8\x00",
+            "line 3 is not UTF-16 (byte 0xd8)",
+        ),
+        (b"one\n\xe2\x82", "line 2 is not UTF-8 (byte 0xe2)"),
+    ],
+)
+def test_undecodable_text_is_rejected_with_its_line(tmp_path, monkeypatch, content, reason, chunk):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    path = tmp_path / "a b.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        texts(path)
+    assert caught.value.complaints[0].reason == reason
+    assert caught.value.complaints[0].value == path
+
+
+def test_conversion_of_an_encoding_works_as_printed(tmp_path):
+    path = tmp_path / "it's.txt"
+    path.write_bytes(TEXT.encode("cp1252"))
+    with pytest.raises(DataError) as caught:
+        texts(path)
+    command = caught.value.complaints[0].cure.partition(" with: ")[2]
+    subprocess.run(["sh", "-c", command], check=True)
+    assert texts(tmp_path / "it's-utf8.txt") == [TEXT]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"x": "caf\xe9"}', "is not UTF-8 (byte 0xe9)"),
+        (b'{"x": "\\ud800"}', "has half a character (a lone surrogate)"),
+        (b'{"x": "\\uDC00 "}', "has half a character (a lone surrogate)"),
+        (b'{"\\ud800": "x"}', "has half a character (a lone surrogate)"),
+        (b'{"x": "y", "n": %s}' % (b"1" * 4301), "is not JSON that can be read (Exceeds the limit"),
+        (b'{"x": "y", "n": NaN}', "is not JSON (NaN is no JSON value)"),
+        (b'{"x": "y", "n": -Infinity}', "is not JSON (-Infinity is no JSON value)"),
+        (b"[" * 100_000, "is JSON that is nested too deeply"),
+        (b'{"x": ' * 100_000, "is JSON that is nested too deeply"),
+        (b'{"x": "y"', "is not JSON (Expecting ',' delimiter)"),
+        (b'["x"]', "is no JSON object but a list"),
+        (b"null", "is no JSON object but a NoneType"),
+    ],
+)
+def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"x": "one"}\n\n' + line + b'\n{"x": "two"}\n')
+    with pytest.raises(DataError) as caught:
+        texts(path, "x")
+    assert caught.value.complaints[0].reason.startswith(f"line 3 {reason}")
+    others = [record for number, record in json_lines(path) if number != 3]
+    assert others == [{"x": "one"}, {"x": "two"}]
+
+
+def test_a_pair_of_surrogates_is_a_character():
+    assert json_value('"\\ud83d\\ude00 \\\\ud800"') == "😀 \\ud800"
+
+
+def test_null_is_left_out_with_a_note(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"x": "one"}\n{"x": null}\n{"x": "two"}\n{"x": null}\n')
+    parquet.write_table(pyarrow.table({"x": ["one", None, "two"]}), tmp_path / "a.parquet")
+    for suffix, count, first in (
+        ("jsonl", "2 records", "line 2"),
+        ("parquet", "1 record", "row 2"),
+    ):
+        path = tmp_path / f"a.{suffix}"
+        assert texts(path, "x") == texts(path, "x") == ["one", "two"], suffix
+        note = f"left out {count} of {path} without x (null), the first: a.{suffix} {first}\n"
+        assert capsys.readouterr().err == note, suffix
+
+
+ARROW_TYPES = {
+    "string": pyarrow.string(),
+    "large_string": pyarrow.large_string(),
+    "string_view": pyarrow.string_view(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    "dictionary of large": pyarrow.dictionary(pyarrow.int8(), pyarrow.large_string()),
+}
+
+
+@pytest.mark.parametrize("kind", ARROW_TYPES)
+def test_columns_of_every_arrow_string_type_are_text(tmp_path, kind):
+    column = pyarrow.array(["one", "two", None, "one"]).cast(ARROW_TYPES[kind])
+    parquet.write_table(pyarrow.table({"x": column}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet", "x") == ["one", "two", "one"]
+
+
+def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
+    table = {"id": [1], "parts": [["a"]], "raw": [b"a"], "body": ["a"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    for field, kind in (("id", "int64"), ("parts", r"list<.*>"), ("raw", "binary")):
+        with pytest.raises(DataError, match=f"data.field={field}: is a column of {kind} in .*body"):
+            texts(tmp_path / "a.parquet", field)
+
+
+def test_an_existing_path_is_taken_literally(tmp_path):
+    write_files(tmp_path, "part-[0].txt", "part-0.txt", "run [2024]/x.txt", "a*b.txt", "acb.txt")
+    assert names(tmp_path, "part-[0].txt") == ["part-[0].txt"]
+    assert names(tmp_path, "run [2024]/x.txt") == ["run [2024]/x.txt"]
+    assert names(tmp_path, "run [2024]/*.txt") == ["run [2024]/x.txt"]
+    assert names(tmp_path, "a*b.txt") == ["a*b.txt"]
+    assert names(tmp_path, "part-[01].txt") == ["part-0.txt"]
+    assert names(tmp_path, "**/x.txt") == ["run [2024]/x.txt"]
+
+
+def test_patterns_match_as_in_glob(tmp_path, monkeypatch):
+    import glob
+
+    write_files(
+        tmp_path, "a.txt", "b.md", ".h.txt", "d/a.txt", "d/e/a.txt", "d/.h/a.txt", "d/.b.md"
+    )
+    monkeypatch.chdir(tmp_path)
+    patterns = (
+        "*",
+        "*.txt",
+        "**/*.txt",
+        "**",
+        "d/**",
+        "d/**/a.txt",
+        "?.md",
+        "[ab].*",
+        ".*",
+        "d/.h/*",
+    )
+    for pattern in (*patterns, "**/e/*", "d/*/a.txt", "none/*", "./d/*.txt", f"{tmp_path}/d/*.txt"):
+        expected = {os.path.abspath(it) for it in glob.glob(pattern, recursive=True)}
+        found = {str(path.absolute()) for path in matching([pattern])}
+        assert found == {it for it in expected if os.path.isfile(it)}, pattern
+
+
+def test_linked_files_are_read_once(tmp_path):
+    write_files(tmp_path, "d/real/x.txt", "outside/y.txt")
+    (tmp_path / "d" / "a-link").symlink_to(tmp_path / "d" / "real")
+    (tmp_path / "d" / "out").symlink_to(tmp_path / "outside")
+    (tmp_path / "d" / "again.txt").symlink_to("real/x.txt")
+    for number in range(3):
+        (tmp_path / "d" / f"loop{number}").symlink_to(tmp_path / "d")
+    (tmp_path / "d" / "real" / "up").symlink_to("..")
+    (tmp_path / "d" / "root").symlink_to("/")
+    found = matching([f"{tmp_path}/d/**/*.txt"])
+    assert len(found) == 2
+    assert {path.resolve() for path in found} == {
+        tmp_path / "d" / "real" / "x.txt",
+        tmp_path / "outside" / "y.txt",
+    }
+    assert names(tmp_path, "d/a-link/x.txt") == ["d/a-link/x.txt"]
+    assert len(matching([f"{tmp_path}/d/a-link/x.txt", f"{tmp_path}/d/real/x.txt"])) == 1
+
+
+def complaints(pattern):
+    return [*path_complaints("data.paths", [str(pattern)], PLAIN | RECORDS, "my/*.txt")]
+
+
+def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
+    (tmp_path / "A.TXT").write_text("text")
+    (tmp_path / "B.JSONL").write_text('{"x": "record"}')
+    assert not complaints(tmp_path / "A.TXT") + complaints(tmp_path / "*.JSONL")
+    assert texts(tmp_path / "A.TXT") == ["text"]
+    assert texts(tmp_path / "B.JSONL", "x") == ["record"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("x.txt.gz", "unknown suffix '.gz'"),
+        ("x.log", "unknown suffix '.log'"),
+        ("noext", "a file name without a suffix"),
+        ("dangling.txt", "is a link to missing.txt, which does not exist"),
+        ("pipe.txt", "is no regular file"),
+        ("absent.txt", "no such file"),
+    ],
+)
+def test_what_is_not_read_is_rejected_with_the_reason(tmp_path, name, reason):
+    write_files(tmp_path, "x.txt.gz", "x.log", "noext")
+    (tmp_path / "dangling.txt").symlink_to("missing.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (complaint,) = complaints(tmp_path / name)
+    assert complaint.reason == reason
+
+
+@pytest.mark.parametrize("folder", ["plain", "run [2024]", "it's"])
+def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
+    write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
+    (complaint,) = complaints(tmp_path / folder)
+    assert complaint.reason == "is a folder"
+    typed = complaint.cure.removeprefix("give ")
+    ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
+    pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
+    found = matching([pattern.replace("\\'", "'")])
+    assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_large_file_is_read_in_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 10)
+    (tmp_path / "a.txt").write_text("ä" * 100)
+    chunks = list(text_chunks(tmp_path / "a.txt"))
+    assert max(map(len, chunks)) <= 10
+    assert "".join(chunks) == "ä" * 100
