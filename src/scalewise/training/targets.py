@@ -19,17 +19,6 @@ from scalewise.trust import TRUSTED_PACKAGES
 Named = TypeVar("Named")
 
 
-<<<<<<< HEAD
-def named(
-    key: str, path: str, kind: type[Named], trusted_packages: Sequence[str] = ()
-) -> type[Named]:
-    """Returns the class at ``package.module.Class``; its package was checked with the run.
-
-    ``trusted_packages``: those that the user names are looked for in the current folder as well.
-    Raises ``ConfigError`` for a path that leads to nothing, to what is no subclass of ``kind``, or
-    to a class that another package defines which is not trusted.
-    """
-=======
 @dataclass(frozen=True)
 class TrustedFinder:
     """Imports named top-level modules from one folder, and no other module that lies in it."""
@@ -64,24 +53,24 @@ def _cure(error: ModuleNotFoundError, trusted: Collection[str]) -> str:
     return f"if you trust it, set 'trusted_packages=[{','.join([*trusted, name])}]'"
 
 
-def named(key: str, path: str, kind: type[Named], trusted: Collection[str]) -> type[Named]:
-    """Returns the class at ``package.module.Class``.
+def named(
+    key: str, path: str, kind: type[Named], trusted_packages: Sequence[str] = ()
+) -> type[Named]:
+    """Returns the class at ``package.module.Class``; its package was checked with the run.
 
-    The package was checked with the run. The ``trusted`` packages may lie in the current folder.
-    Raises ``ConfigError`` for a path that leads to nothing, or to what is no subclass of ``kind``.
+    ``trusted_packages``: those that the user names; they may lie in the current folder.
+    Raises ``ConfigError`` for a path that leads to nothing, to what is no subclass of ``kind``, or
+    to a class that another package defines which is not trusted.
     """
-    _import_from_current_folder(trusted)
->>>>>>> 2c0ad99 (Run no code of the current folder, listen on loopback only, leave no torchelastic folders)
+    _import_from_current_folder(trusted_packages)
     module, _, attribute = path.rpartition(".")
-    if path.partition(".")[0] in trusted_packages and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # behind what is installed, which nothing here may hide
     if "__main__" in module.split("."):  # importing one runs a program
         raise ConfigError.one(key, path, "is a program, not a module of classes")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
         said = " ".join(str(error).split()) or type(error).__name__
-        cure = _cure(error, trusted) if isinstance(error, ModuleNotFoundError) else ""
+        cure = _cure(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError.one(key, path, f"cannot be imported: {said}", cure) from error
     # Looked at before it is called: a trusted package has callables that run files.
     if not (isinstance(cls, type) and issubclass(cls, kind)):
