@@ -211,7 +211,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
     (complaint,) = HuggingFace(path=path).complaints()
-    assert "no weights as safetensors" in complaint.reason
+    assert "has no weights as safetensors" in complaint.reason
     assert "model.init=random" in complaint.cure
     assert [*HuggingFace(path=path, init=Init.random).complaints()] == []
     assert [each.key for each in HuggingFace(path=path, depth=9).complaints()] == [

@@ -25,6 +25,7 @@ from scalewise.models.base import Model, Part
 from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.module import ModelModule
+from scalewise.models.safetensors_files import SINGLE
 from scalewise.quantization.aware import FP32, PER_WORD
 from scalewise.quantization.fake import WEIGHTS
 
@@ -38,8 +39,8 @@ INPUTS = "int8_asym_per_token"
 def write(told: Trained, to: Path) -> None:
     """Writes weights and configuration, with the matrices that were rounded as integers."""
     told.model.export(told.merged(), to)
-    tensors, names = load_file(to / weights.SINGLE), _theirs(told.model)
-    (to / weights.SINGLE).unlink()  # tensors are mapped from it, and another takes its name
+    tensors, names = load_file(to / SINGLE), _theirs(told.model)
+    (to / SINGLE).unlink()  # tensors are mapped from it, and another takes its name
     for name in (names[weight.name] for weight in told.fake_quantized):
         whole = tensors.pop(name)
         found = converted(whole, told.quantization.group)
@@ -88,7 +89,7 @@ def read(folder: Path, told: Trained, device: torch.device) -> ModelModule:
     Raises ``CheckpointError`` where a matrix that was trained to be integers is none.
     """
     model, names = told.model, _theirs(told.model)
-    held, integers = load_file(folder / weights.SINGLE, device=str(device)), {}
+    held, integers = load_file(folder / SINGLE, device=str(device)), {}
     for ours, theirs in names.items():
         if f"{theirs}_packed" in held:
             words, scale, _ = (
@@ -128,7 +129,7 @@ def measured(told: Trained, folder: Path, held: Rows | None) -> dict[str, float]
     device = torch.device(this_machine().device.value)
     found: dict[str, float] = {
         "layers": len(told.fake_quantized),
-        "disk_bytes": (folder / weights.SINGLE).stat().st_size,
+        "disk_bytes": (folder / SINGLE).stat().st_size,
         "disk_bytes_in_fp32": FP32 * told.model.parameters,
     }
     if held is None:

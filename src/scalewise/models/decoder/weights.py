@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.errors import CheckpointError, Complaint, ConfigError
 from scalewise.models import initial
 from scalewise.models.decoder.module import DecoderModule
 from scalewise.models.decoder.spec import LLAMA_SHAPE, Activation, Decoder, Norm, Position
+from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
 
 KEY = "model.weights"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CURE = "save the model with safetensors and give its folder"
 
 LLAMA_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -257,32 +257,17 @@ def load(path: str | Path, spec: Decoder) -> dict[str, Tensor]:
     Tensors keep the file's dtype, and are mapped from it: none takes memory before it is copied.
     Raises ``CheckpointError`` for files that are missing, truncated or of another model.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in _files(Path(path)):
-        try:
-            tensors |= load_file(file)
-        except (SafetensorError, OSError) as error:
-            reason = f"cannot be read as safetensors ({error})"
-            raise CheckpointError.one(KEY, file, reason, "fetch or write it again") from error
-    return from_hugging_face(tensors, spec, path)
+    files = SafetensorsFiles(_files(Path(path)), KEY, path)
+    return from_hugging_face({name: files.read(name) for name in files.names}, spec, path)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    index = path / INDEX
-    if not index.is_file():
-        reason = f"neither a .safetensors file nor a folder with {SINGLE} or {INDEX}"
-        cure = "save the model with safetensors and give its folder"
-        raise CheckpointError.one(KEY, path, reason, cure)
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = f"is no index of shards ({error!r})"
-        raise CheckpointError.one(KEY, index, reason, "fetch it again") from error
-    return [path / shard for shard in shards]
+    if not path.is_dir():
+        reason = "is neither a .safetensors file nor a folder"
+        raise CheckpointError.one(KEY, path, reason, CURE)
+    return weight_files(path, KEY, path, CURE)
 
 
 def start(module: DecoderModule, path: str | Path, seed: int) -> None:

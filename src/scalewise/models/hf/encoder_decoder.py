@@ -92,8 +92,8 @@ def stacks(model: PreTrainedModel) -> dict[str, int]:
     return found
 
 
-def tie(model: PreTrainedModel, *, head: bool) -> None:
-    """Leaves the matrix that both stacks embed by to one module, and the ``head``'s if it is tied.
+def tie(model: PreTrainedModel) -> None:
+    """Leaves the matrix that both stacks embed by to one module, and the head's if it is tied.
 
     Raises ``ValueError`` where they have several.
     """
@@ -107,9 +107,7 @@ def tie(model: PreTrainedModel, *, head: bool) -> None:
             del stack._modules[name]
             stack.__dict__[name] = shared  # what is no child is named once
     own = cast(Any, model).get_output_embeddings()
-    if head:
+    if own.weight is shared.weight:
         name = next(name for name, layer in model.named_modules() if layer is own)
         holder, _, key = name.rpartition(".")
         setattr(model.get_submodule(holder), key, TiedHead(shared, own.bias))
-    else:
-        own.weight = nn.Parameter(own.weight.detach().clone())

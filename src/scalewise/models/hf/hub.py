@@ -9,9 +9,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from scalewise.errors import ConfigError
+from scalewise.models.safetensors_files import INDEX
 
 KEY = "model.path"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIGURATION = ("config.json",)
 WEIGHTS = ("*.safetensors", INDEX)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

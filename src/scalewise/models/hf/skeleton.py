@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from scalewise.errors import Complaint, ConfigError
+from scalewise.errors import CheckpointError, Complaint, ConfigError
 from scalewise.models.base import Part, Weight
 from scalewise.models.hf import encoder_decoder, hub, image_text
 from scalewise.models.hf.configuration import IMAGE_TEXT, KEY, LIKE, auto, configuration, one_line
@@ -26,7 +26,9 @@ from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
 from scalewise.models.hf.facts import Facts
 from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule, TiedHead, as_linear
+from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.stacks import StackedModule
+from scalewise.models.safetensors_files import SafetensorsFiles, weight_files
 
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
@@ -114,8 +116,11 @@ def usual(known: Facts, adapter: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 @unset_fake_temporarily()  # it outlives whoever asks
-def _whole(path: str, depth: int | None) -> HuggingFaceModule:
-    """Returns the module that all others are copies of; raises ``ConfigError`` as ``facts``."""
+def original(path: str, depth: int | None) -> PreTrainedModel:
+    """Returns the model as transformers builds it, weights on the meta device; not to be changed.
+
+    Raises ``ConfigError`` as ``facts``.
+    """
     config = configuration(path, depth)
     try:
         with _WeightsOnMeta():
@@ -125,6 +130,15 @@ def _whole(path: str, depth: int | None) -> HuggingFaceModule:
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = f"transformers cannot build it ({one_line(error)})"
         raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
+    return model
+
+
+@lru_cache(maxsize=16)
+@unset_fake_temporarily()  # it outlives whoever asks
+def _whole(path: str, depth: int | None) -> HuggingFaceModule:
+    """Returns the module that all others are copies of; raises ``ConfigError`` as ``facts``."""
+    config, model = configuration(path, depth), copy.deepcopy(original(path, depth))
+    _untie(model, path)
     made = _made(model, config, path)
     for owner in made.modules():
         for name, parameter in owner._parameters.items():
@@ -152,13 +166,9 @@ def _of_causal(causal: PreTrainedModel, path: str) -> HuggingFaceModule:
 
 
 def _of_both(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
-    """Returns the module of an encoder with a decoder.
-
-    Their head is the embedding's unless the weights hold one beside it, as in transformers.
-    """
+    """Returns the module of an encoder with a decoder."""
     try:
-        model.tie_weights()
-        encoder_decoder.tie(model, head=not _own_head(path))
+        encoder_decoder.tie(model)
         return EncoderDecoderModule(model, encoder_decoder.stacks(model))
     except ValueError as error:
         raise ConfigError.one(KEY, path, str(error), "choose one as T5") from error
@@ -166,11 +176,10 @@ def _of_both(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
 
 def _of_images(model: PreTrainedModel, path: str) -> ImageTextModule:
     """Returns the module of a model that reads pictures."""
-    model.tie_weights()
     writer = cast(Any, model).language_model
     try:
         if writer.config.is_encoder_decoder:
-            encoder_decoder.tie(writer, head=not _own_head(path))
+            encoder_decoder.tie(writer)
         else:
             _tie(writer, path)
         return ImageTextModule(model)
@@ -178,13 +187,26 @@ def _of_images(model: PreTrainedModel, path: str) -> ImageTextModule:
         raise ConfigError.one(KEY, path, str(error), "choose one as BLIP-2") from error
 
 
-def _own_head(path: str) -> bool:
-    from scalewise.models.hf.weights import HEAD, Stored
+def _untie(model: PreTrainedModel, path: str) -> None:
+    """Gives the head a matrix of its own where the weights hold one that is not the embedding's.
 
+    So does transformers, whatever ``tie_word_embeddings`` says. Without weights the configuration
+    decides.
+    """
+    head = cast(Any, model).get_output_embeddings()
+    name = next((f"{name}.weight" for name, it in model.named_modules() if it is head), None)
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if name not in tied or head.weight is not model.get_parameter(tied[name]):
+        return
     folder = hub.folder(path, hub.CONFIGURATION)
-    held = any(folder.glob("*.safetensors"))
-    stored = Stored(folder, path).names if held else frozenset[str]()
-    return all(any(name.endswith(end) for name in stored) for end in (HEAD, "shared.weight"))
+    try:
+        files = SafetensorsFiles(weight_files(folder, KEY, path, ""), KEY, path)
+    except CheckpointError:
+        return  # reported by those who read the weights
+    tensors = PretrainedTensors(files, model)
+    held = tensors.tied_to(tied[name])
+    if name in held and not all(tensors.equal(name, other) for other in held):
+        head.weight = nn.Parameter(head.weight.detach().clone())
 
 
 class _WeightsOnMeta(TorchFunctionMode):
@@ -226,7 +248,6 @@ def _without_conv1d(causal: PreTrainedModel) -> Iterator[str]:
 
 def _tie(causal: PreTrainedModel, path: str) -> None:
     """Leaves a tied matrix to the embedding; raises ``ConfigError`` for other ties."""
-    causal.tie_weights()
     model = cast(Any, causal)  # of which transformers annotates little
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight is embedding.weight:

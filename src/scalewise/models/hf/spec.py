@@ -278,11 +278,10 @@ class HuggingFace(Model):
         if census != same:
             reason = "is not the depth of the weights that it begins with"
             yield Complaint("model.depth", self.depth, reason, "set model.init=random")
-        folder = Path(self.path).expanduser()
-        if folder.is_dir() and not any(folder.glob("*.safetensors")):
-            reason = "has no weights as safetensors"
-            cure = "save_pretrained writes them; or set model.init=random"
-            yield Complaint("model.path", self.path, reason, cure)
+        if Path(self.path).expanduser().is_dir():
+            from scalewise.models.hf import weights
+
+            yield from weights.complaints(self.path)
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields what is written for the suite's own decoder alone."""
@@ -306,7 +305,7 @@ class HuggingFace(Model):
         if self.init is Init.random:
             weights.draw(module, self.census(), seed)
         else:
-            weights.start(module, self.path)
+            weights.start(module, self.path, self.depth)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         """Writes a folder that transformers loads."""

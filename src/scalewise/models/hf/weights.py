@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from scalewise.errors import CheckpointError, Complaint
 from scalewise.models import initial
 from scalewise.models.base import Part, Weight
 from scalewise.models.hf import hub, image_text, skeleton
 from scalewise.models.hf.configuration import KEY, configuration
-from scalewise.models.hf.encoder_decoder import EncoderDecoderModule
 from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.models.hf.pretrained import PretrainedTensors
+from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
 
 if TYPE_CHECKING:
     from scalewise.models.hf.spec import HuggingFace
 
-BUFFERS = (
-    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
-    "final_logits_bias",
-    *(".EncDecAttention.relative_attention_bias.weight", "coder.embed_tokens.weight"),
-)
-"""Endings of tensors that old checkpoints carry and that are no weights, or others once more."""
-HEAD = "lm_head.weight"
-"""What some checkpoints hold once more that is the embedding."""
 INITIAL_STD = 0.02
 """Of a configuration that names none, as in transformers."""
 
@@ -51,101 +45,105 @@ def draw(module: HuggingFaceModule, census: Iterable[Weight], seed: int) -> None
 
 
 @torch.no_grad()
-def start(module: HuggingFaceModule, path: str) -> None:
+def start(module: HuggingFaceModule, path: str, depth: int | None) -> None:
     """Gives a materialized module, sharded or not, the weights at ``path``, in its dtype.
 
     One tensor is read at a time, and each rank keeps its own part of it. Raises
     ``CheckpointError`` for files that cannot be read, or are of another model.
     """
-    stored = Stored(hub.folder(path, hub.WEIGHTS), path)
-    names = stored.match(module)
+    tensors = opened(path, depth)
+    names = _matched(tensors, module, path)
     for name, parameter in module.own_parameters():
-        tensor = stored.read(names[name])
+        tensor = tensors.read(names[name])
         initial.put(parameter, tensor.T if module.theirs(name) in module.transposed else tensor)
+    if complaints := [*_of_ties(tensors, module, names, path), *_of_buffers(tensors, module, path)]:
+        raise CheckpointError(complaints)
 
 
-class Stored:
-    """The tensors of a folder, by their names without what only some checkpoints have in front."""
+def opened(path: str, depth: int | None) -> PretrainedTensors:
+    """Returns the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
+    folder = hub.folder(path, hub.WEIGHTS)
+    cure = "save_pretrained writes them; or set model.init=random"
+    files = SafetensorsFiles(weight_files(folder, KEY, path, cure), KEY, path)
+    return PretrainedTensors(files, skeleton.original(path, depth))
 
-    def __init__(self, folder: Path, path: str) -> None:
-        """``path`` is what the user calls the folder."""
-        self.folder, self.path, self._open = folder, path, dict[str, Any]()
-        self._files = dict(self._listed())
 
-    def _listed(self) -> Iterator[tuple[str, str]]:
-        index = self.folder / hub.INDEX
-        if index.is_file():
-            try:
-                held = json.loads(index.read_text("utf-8"))["weight_map"]
-                yield from {str(name): str(file) for name, file in held.items()}.items()
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                reason = f"{index.name} is no index of shards ({error!r})"
-                raise CheckpointError.one(KEY, self.path, reason, "fetch it again") from error
-            return
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
-            reason, cure = "has no weights as safetensors", "save_pretrained writes them"
-            raise CheckpointError.one(KEY, self.path, reason, f"{cure}; or set model.init=random")
-        for file in files:
-            yield from ((name, file.name) for name in self._file(file.name).keys())  # noqa: SIM118  # it is no mapping
+def complaints(path: str) -> tuple[Complaint, ...]:
+    """Returns why the weights of a local folder are not those of its model; nothing is read.
 
-    def _file(self, name: str) -> Any:
-        """Returns an open file, of which nothing is read before it is asked for."""
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                reason = f"{name} cannot be read as safetensors ({error})"
-                cure = "fetch or write it again"
-                raise CheckpointError.one(KEY, self.path, reason, cure) from error
-        return self._open[name]
+    The files' headers are compared once for each state of the files.
+    """
+    folder = Path(path).expanduser()
+    states = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
+    signature = tuple((str(file), at.st_mtime_ns, at.st_size) for file, at in states)
+    return _complaints(path, signature)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Returns the tensors' names."""
-        return frozenset(self._files)
 
-    def match(self, module: HuggingFaceModule) -> dict[str, str]:
-        """Returns the stored name of each weight of a module, or of a part of one, by its own.
+@lru_cache(maxsize=16)
+def _complaints(path: str, signature: object) -> tuple[Complaint, ...]:
+    part = Part(range(skeleton.facts(path, None).layers))
+    try:
+        _matched(opened(path, None), skeleton.module(path, None, part), path)
+    except CheckpointError as error:
+        return tuple(error.complaints)
+    return ()
 
-        Raises ``CheckpointError`` for what is missing, left over or of another shape.
-        """
-        prefix = f"{module.head.base_model_prefix}."
-        known = {name.removeprefix(prefix): name for name in self._files}
-        found, missing, misshapen = {}, [], []
-        for name, parameter in module.own_parameters():
-            theirs = module.theirs(name)
-            stored = known.pop(theirs.removeprefix(prefix), None)
-            if stored is None:
-                missing.append(theirs)
-                continue
-            found[name] = stored
-            want = [*parameter.shape][:: -1 if theirs in module.transposed else 1]
-            have = self._file(self._files[stored]).get_slice(stored).get_shape()
-            if have != want:
-                misshapen.append(f"{stored} {have} where the model has {want}")
-        whole = len(module.blocks) == module.depth
-        twice = () if isinstance(module, EncoderDecoderModule) else (HEAD,)
-        rest = [name for name in known.values() if not name.endswith((*BUFFERS, *twice))]
-        lines = {"lacks": missing, "holds": misshapen}
-        lines |= {"holds what the model lacks:": rest if whole else []}
-        if complaints := [
-            Complaint(
-                KEY,
-                self.path,
-                f"{said} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""),
-                "give the folder of the model that config.json is of",
-            )
-            for said, names in lines.items()
-            if names
-        ]:
-            raise CheckpointError(complaints)
-        return found
 
-    def read(self, name: str) -> Tensor:
-        """Returns one tensor."""
-        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
-        return tensor
+def _matched(tensors: PretrainedTensors, module: HuggingFaceModule, path: str) -> dict[str, str]:
+    """Returns transformers' name of the tensor for each weight of a module, or of a part of one.
+
+    Raises ``CheckpointError`` for what is missing, left over or of another shape.
+    """
+    found, missing, misshapen = dict[str, str](), list[str](), list[str]()
+    for name, parameter in module.own_parameters():
+        theirs = module.theirs(name)
+        if not (held := tensors.tied_to(theirs)):
+            missing.append(theirs)
+            continue
+        found[name] = held[0]
+        want = (*parameter.shape,)[:: -1 if theirs in module.transposed else 1]
+        if (have := tensors.shape(held[0])) != want:
+            misshapen.append(f"{held[0]} {[*have]} where the model has {[*want]}")
+    whole = len(module.blocks) == module.depth
+    lines = {"lacks": missing, "holds": misshapen}
+    lines |= {"holds what the model lacks:": tensors.unexpected if whole else []}
+    if complaints := [
+        Complaint(
+            KEY,
+            path,
+            f"{said} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""),
+            "give the folder of the model that config.json is of",
+        )
+        for said, names in lines.items()
+        if names
+    ]:
+        raise CheckpointError(complaints)
+    return found
+
+
+def _of_ties(
+    tensors: PretrainedTensors, module: HuggingFaceModule, names: Mapping[str, str], path: str
+) -> Iterator[Complaint]:
+    """Yields tied parameters that the checkpoint holds several times with different values."""
+    read = {*names.values()}
+    for name in names.values():
+        for other in {*tensors.tied_to(name)} - read:
+            if not tensors.equal(name, other):
+                reason = f"holds {other} and {name} with different values, which config.json ties"
+                cure = "write tie_word_embeddings=false into config.json"
+                yield Complaint(KEY, path, reason, cure)
+
+
+def _of_buffers(
+    tensors: PretrainedTensors, module: HuggingFaceModule, path: str
+) -> Iterator[Complaint]:
+    """Yields buffers of the checkpoint that are not those which the configuration gives."""
+    for name, constant in module.constants.items():
+        if (theirs := module.theirs(name)) in tensors:
+            held = tensors.read(theirs).to(constant.dtype)
+            if held.shape != constant.shape or not torch.equal(held, constant.to(held.device)):
+                reason = f"holds a buffer {theirs} with other values than config.json gives"
+                yield Complaint(KEY, path, reason, "choose a model without such a buffer")
 
 
 def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None:
@@ -154,15 +152,23 @@ def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None
     ``state`` holds whole tensors and gives the dtype.
     """
     module = skeleton.module(spec.path, spec.depth, Part(range(spec.layers)))
-    tensors = {}
+    tensors = dict[str, Tensor]()
     for name, _ in module.own_parameters():
         theirs, tensor = module.theirs(name), state[name].detach()
-        tensors[theirs] = (tensor.T if theirs in module.transposed else tensor).contiguous()
+        tensors[theirs] = tensor.T if theirs in module.transposed else tensor
+    persistent = {*skeleton.original(spec.path, spec.depth).state_dict()}
+    for name, constant in module.constants.items():
+        if (theirs := module.theirs(name)) in persistent:
+            tensors[theirs] = constant
+    tensors = revert_weight_conversion(skeleton.original(spec.path, spec.depth), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / hub.SINGLE, metadata={"format": "pt"})
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / SINGLE, metadata={"format": "pt"})
     config = configuration(spec.path, spec.depth)
+    if spec.facts.tied_head is None and not config.is_encoder_decoder:
+        config.tie_word_embeddings = False  # the checkpoint may hold a head of its own
     config.architectures = [type(module.head).__name__]
-    config.dtype = next(iter(tensors.values())).dtype
+    config.dtype = next(iter(state.values())).dtype
     config.save_pretrained(folder)
     if isinstance(module, ImageTextModule):
         processor = json.dumps(image_text.processor(spec.image_size), indent=2)

@@ -1,0 +1,125 @@
+"""Safetensors files of a pretrained folder: the files that transformers loads, and their tensors.
+
+Nothing is unpickled. Errors name the option, the file and a fix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from scalewise.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+EXPLICIT = "transformers_weights"
+"""Key of ``config.json`` that names the file of the weights."""
+AGAIN = "download or copy the folder again"
+LFS_POINTER = b"version https://git-lfs"
+
+
+def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[Path]:
+    """Returns the files that ``PreTrainedModel.from_pretrained`` reads from a local folder.
+
+    The file that ``config.json`` names comes first, then ``model.safetensors``, then the shards of
+    ``model.safetensors.index.json``. Other files, such as ``consolidated.safetensors``, are not
+    read.
+
+    Args:
+        folder: Local folder of a pretrained model.
+        key: Option that names the folder, for errors.
+        value: Folder as the user wrote it, for errors.
+        otherwise: Fix for a folder without such files.
+
+    Raises:
+        CheckpointError: No such file, an unreadable index, or an adapter in the folder.
+    """
+    if (folder / ADAPTER).is_file():
+        reason = f"holds an adapter ({ADAPTER}), which transformers would add to the weights"
+        cure = f"merge the adapter into the weights, or move {ADAPTER} out of the folder"
+        raise CheckpointError.one(key, value, reason, cure)
+    name = _named_in_config(folder) or next(
+        (name for name in (SINGLE, INDEX) if (folder / name).is_file()), None
+    )
+    if name is None:
+        reason = f"has no weights as safetensors (neither {SINGLE} nor {INDEX})"
+        raise CheckpointError.one(key, value, reason, otherwise)
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()) and ".." in Path(name).parts:
+        reason = f"names weights outside of it in config.json ({EXPLICIT}={name})"
+        raise CheckpointError.one(key, value, reason, f"remove {EXPLICIT} from config.json")
+    if not name.endswith(".index.json"):
+        return [file]
+    try:
+        listed = json.loads(file.read_text("utf-8"))["weight_map"].values()
+        shards = sorted({str(shard) for shard in listed})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        reason = f"{name} is no index of shards ({type(error).__name__})"
+        raise CheckpointError.one(key, value, reason, AGAIN) from error
+    return [folder / shard for shard in shards]
+
+
+def _named_in_config(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # reported by whoever reads the configuration
+    name = config.get(EXPLICIT) if isinstance(config, dict) else None
+    return name if isinstance(name, str) else None
+
+
+class SafetensorsFiles:
+    """Tensors of several safetensors files by name, mapped from disk.
+
+    Where two files hold the same name, the later one is read, as in transformers.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or of another format.
+    """
+
+    def __init__(self, files: Iterable[Path], key: str, value: object) -> None:
+        self._key, self._value = key, value
+        self._handles: dict[str, Any] = {}
+        for file in files:
+            handle = self._opened(file)
+            self._handles |= dict.fromkeys(handle.keys(), handle)
+
+    def _opened(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            reason, cure = _problem(file, error)
+            raise CheckpointError.one(self._key, self._value, reason, cure) from error
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the tensors' names."""
+        return tuple(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor without reading it."""
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor."""
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+
+def _problem(file: Path, error: Exception) -> tuple[str, str]:
+    """Returns why a file cannot be opened, and the fix."""
+    if not file.exists():
+        return f"{file.name} is missing", AGAIN
+    if isinstance(error, OSError) and error.strerror:
+        return f"{file.name} cannot be read ({error.strerror})", f"chmod u+r {file}"
+    with file.open("rb") as opened:
+        begin = opened.read(len(LFS_POINTER))
+    if begin == LFS_POINTER:
+        return f"{file.name} is a Git LFS pointer, not the weights", "run git lfs pull there"
+    reason = f"{file.name} cannot be read as safetensors: it is truncated or of another format"
+    return reason, AGAIN

@@ -1,0 +1,252 @@
+"""Weights that a folder gives: those that transformers loads from it, or a rejection."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.checkpoints import FURTHER, SELDOM, Checkpoints
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scalewise.errors import CheckpointError
+from scalewise.models.hf.spec import HuggingFace
+
+SINGLE = "model.safetensors"
+Tensors = dict[str, Tensor]
+Change = Callable[[Path, Tensors], Tensors | None]
+
+
+def tokens() -> Tensor:
+    return torch.randint(256, (2, 48), generator=torch.Generator().manual_seed(2))
+
+
+def assert_same_logits(folder: Path) -> None:
+    spec = HuggingFace(path=str(folder))
+    assert [*spec.complaints()] == []
+    ours, theirs = spec.build(1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=0)
+
+
+def changed(checkpoints: Checkpoints, family: str, change: Change, folder: Path) -> Path:
+    """Copies a checkpoint with other tensors; ``change`` may write files instead."""
+    shutil.copytree(checkpoints(family), folder)
+    tensors = change(folder, load_file(folder / SINGLE))
+    if tensors is not None:
+        (folder / SINGLE).unlink()
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(held, folder / SINGLE, metadata={"format": "pt"})
+    return folder
+
+
+def unchanged(folder: Path, held: Tensors) -> Tensors:
+    return held
+
+
+def renamed_head(folder: Path, held: Tensors) -> Tensors:
+    return {name.replace("embed_out", "lm_head"): tensor for name, tensor in held.items()}
+
+
+def both_heads(folder: Path, held: Tensors) -> Tensors:
+    return held | {"lm_head.weight": torch.randn_like(held["embed_out.weight"])}
+
+
+def neox_buffers(folder: Path, held: Tensors) -> Tensors:
+    bias = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    more = {f"gpt_neox.layers.{n}.attention.bias": bias.clone() for n in range(4)}
+    more |= {f"gpt_neox.layers.{n}.attention.masked_bias": torch.tensor(-1e9) for n in range(4)}
+    return held | more | {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4)}
+
+
+def llama_frequencies(folder: Path, held: Tensors) -> Tensors:
+    return held | {
+        f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(4)
+    }
+
+
+def own_head(folder: Path, held: Tensors) -> Tensors:
+    embedding = next(held[name] for name in held if name.endswith("embed_tokens.weight"))
+    own = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(5)) * 0.3
+    return held | {"lm_head.weight": own}
+
+
+def tied_with_own_head(folder: Path, held: Tensors) -> Tensors:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    text = json.dumps(config | {"tie_word_embeddings": True})
+    (folder / "config.json").write_text(text, "utf-8")
+    name = "embed_out.weight" if "embed_out.weight" in held else "lm_head.weight"
+    own = torch.randn(256, 32, generator=torch.Generator().manual_seed(5)) * 0.3
+    return held | {name: own}
+
+
+def equal_head(folder: Path, held: Tensors) -> Tensors:
+    embedding = next(held[name] for name in held if name.endswith("embed_tokens.weight"))
+    return held | {"lm_head.weight": embedding.clone()}
+
+
+def head_alone(folder: Path, held: Tensors) -> Tensors:
+    held = equal_head(folder, held)
+    return {name: each for name, each in held.items() if not name.endswith("embed_tokens.weight")}
+
+
+def without_prefix(folder: Path, held: Tensors) -> Tensors:
+    return {name.removeprefix("model."): tensor for name, tensor in held.items()}
+
+
+def beside_an_index(folder: Path, held: Tensors) -> None:
+    """``model.safetensors`` comes before the index, and other files are not read."""
+    other = {name: torch.randn_like(tensor) for name, tensor in held.items()}
+    save_file(other, folder / "model-00001-of-00001.safetensors")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    index = {"weight_map": dict.fromkeys(held, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def shard_beside_the_index(folder: Path, held: Tensors) -> None:
+    """Every tensor of a listed file is read, those too that the index leaves out."""
+    (folder / SINGLE).rename(folder / "part.safetensors")
+    save_file({"not.read": torch.ones(2)}, folder / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {next(iter(held)): "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def named_in_the_configuration(folder: Path, held: Tensors) -> None:
+    (folder / SINGLE).rename(folder / "mine.safetensors")
+    other = {name: torch.randn_like(tensor) for name, tensor in held.items()}
+    save_file(other, folder / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    text = json.dumps(config | {"transformers_weights": "mine.safetensors"})
+    (folder / "config.json").write_text(text, "utf-8")
+
+
+LOADED: list[tuple[str, Change]] = [
+    ("gpt_neox", unchanged),
+    ("gpt_neox", renamed_head),
+    ("gpt_neox", both_heads),
+    ("gpt_neox", neox_buffers),
+    ("apertus", unchanged),
+    ("llama", llama_frequencies),
+    ("qwen2", own_head),
+    ("qwen2", equal_head),
+    ("qwen2", head_alone),
+    ("qwen2", without_prefix),
+    ("llama", beside_an_index),
+    ("llama", shard_beside_the_index),
+    ("llama", named_in_the_configuration),
+    ("gemma2", own_head),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), LOADED, ids=[f"{family}-{it.__name__}" for family, it in LOADED]
+)
+def test_pretrained_weights_are_those_that_transformers_loads(
+    family: str, change: Change, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    assert_same_logits(changed(checkpoints, family, change, tmp_path / family))
+
+
+def an_adapter(folder: Path, held: Tensors) -> None:
+    (folder / "adapter_config.json").write_text("{}", "utf-8")
+
+
+def consolidated_alone(folder: Path, held: Tensors) -> None:
+    (folder / SINGLE).rename(folder / "consolidated.safetensors")
+
+
+def torn(folder: Path, held: Tensors) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-7])
+
+
+def pointer(folder: Path, held: Tensors) -> None:
+    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\n", "utf-8")
+
+
+def missing_shard(folder: Path, held: Tensors) -> None:
+    (folder / SINGLE).unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def outside(folder: Path, held: Tensors) -> None:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    text = json.dumps(config | {"transformers_weights": "../other/model.safetensors"})
+    (folder / "config.json").write_text(text, "utf-8")
+
+
+REJECTED: list[tuple[Change, str, str]] = [
+    (an_adapter, "holds an adapter (adapter_config.json)", "merge the adapter"),
+    (consolidated_alone, "has no weights as safetensors", "save_pretrained"),
+    (torn, "model.safetensors cannot be read as safetensors: it is truncated", "copy the folder"),
+    (pointer, "model.safetensors is a Git LFS pointer", "git lfs pull"),
+    (missing_shard, "model-00001-of-00002.safetensors is missing", "copy the folder"),
+    (outside, "names weights outside of it", "remove transformers_weights"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "cure"), REJECTED, ids=[change.__name__ for change, *_ in REJECTED]
+)
+def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
+    change: Change, reason: str, cure: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    spec = HuggingFace(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
+    (complaint,) = spec.complaints()
+    assert reason in complaint.reason
+    assert cure in complaint.cure
+    assert complaint.key == "model.path"
+    with pytest.raises(CheckpointError):
+        spec.build(1)
+
+
+def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def change(folder: Path, held: Tensors) -> Tensors:
+        return held | {"model.layers.0.mlp.act_fn.beta": torch.tensor(0.75)}
+
+    folder = changed(checkpoints, "apertus", change, tmp_path / "apertus")
+    with pytest.raises(CheckpointError, match=r"a buffer model\.layers\.0\.mlp\.act_fn\.beta"):
+        HuggingFace(path=str(folder)).build(1)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("gpt_neox", unchanged), ("qwen2", own_head), ("apertus", unchanged), ("gpt2", unchanged)],
+)
+def test_an_export_holds_what_transformers_saves(
+    family: str, change: Change, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = changed(checkpoints, family, change, tmp_path / family)
+    spec, out, saved = HuggingFace(path=str(folder)), tmp_path / "out", tmp_path / "saved"
+    spec.export(dict(spec.build(1).state_dict()), out)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    theirs.save_pretrained(saved)
+    held, wanted = load_file(out / SINGLE), load_file(saved / SINGLE)
+    assert held.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(held[name], tensor), name
+    assert_same_logits(out)
+    tied = AutoConfig.from_pretrained(out).tie_word_embeddings
+    assert tied == (family == "gpt2"), "an own head is no longer called tied"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", SELDOM)
+def test_every_dense_architecture_gives_the_logits_of_transformers(
+    family: str, checkpoints: Checkpoints
+) -> None:
+    assert_same_logits(checkpoints(family))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [*FURTHER, *SELDOM])
+def test_a_head_in_the_checkpoint_of_a_tied_configuration_is_used(
+    family: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = changed(checkpoints, family, tied_with_own_head, tmp_path / family)
+    assert_same_logits(folder)
