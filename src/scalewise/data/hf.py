@@ -44,7 +44,7 @@ class HuggingFace(Data):
     streaming: bool = False
     """Tokenizes while training, in stored order: every rank reads, and a resumed run rereads."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json; null trains a byte-level BPE on the train split."""
+    """A tokenizer.json, or the folder of a tokenizer; null trains a byte-level BPE."""
     vocabulary: int = 4096
     """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     end_of_text: str = END_OF_TEXT

@@ -36,7 +36,7 @@ class Text(Data):
     field: str | None = None
     """The field of .jsonl and .parquet that holds the text."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json; null trains a byte-level BPE on the train split."""
+    """A tokenizer.json, or the folder of a tokenizer; null trains a byte-level BPE."""
     vocabulary: int = 4096
     """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
     end_of_text: str = END_OF_TEXT

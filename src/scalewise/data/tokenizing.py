@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalewise.data import tokenizer_files
 from scalewise.data.reading import Document
 from scalewise.errors import Complaint, DataError
 
@@ -43,23 +43,15 @@ class Tokenization:
             reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
             cure = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
             yield Complaint("data.vocabulary", self.vocabulary, reason, cure)
-        if self.tokenizer is not None and not Path(self.tokenizer).expanduser().is_file():
-            within = Path(self.tokenizer).expanduser() / "tokenizer.json"
-            reason = "is a folder" if within.parent.is_dir() else "no such file"
-            cure = "give the path of a tokenizer.json, or data.tokenizer=null to train one"
-            if within.is_file():
-                cure = f"set data.tokenizer={Path(self.tokenizer) / within.name}"
-            yield Complaint("data.tokenizer", self.tokenizer, reason, cure)
+        if self.tokenizer is not None:
+            yield from tokenizer_files.complaints(self.tokenizer)
 
     def identity(self) -> dict[str, object]:
         """Returns what decides the tokenizer, beside the text that it is trained on."""
         if self.tokenizer is None:
             return {"vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
-        path = Path(self.tokenizer).expanduser().resolve()
-        state = path.stat()
-        file = [str(path), state.st_size, state.st_mtime_ns]
         return {
-            "tokenizer": file,
+            "tokenizer": tokenizer_files.content_digest(self.tokenizer),
             "end_of_text": self.end_of_text,
             "special_tokens": self.special_tokens,
         }
@@ -68,13 +60,8 @@ class Tokenization:
         """Returns the user's tokenizer, None if one is to be trained; may raise ``DataError``."""
         if self.tokenizer is None:
             return None
-        from tokenizers import Tokenizer
-
-        try:
-            tokenizer = Tokenizer.from_file(str(Path(self.tokenizer).expanduser()))
-        except Exception as error:  # the library raises nothing narrower
-            reason = f"is not a tokenizer.json ({error})"
-            raise DataError.one("data.tokenizer", self.tokenizer, reason) from error
+        file = tokenizer_files.resolved(self.tokenizer)
+        tokenizer = tokenizer_files.load(self.tokenizer, file)
         if tokenizer.token_to_id(self.end_of_text) is None:
             reason = f"{self.tokenizer} has no such token to put between documents"
             cure = "give data.end_of_text='</s>', or what that tokenizer calls it"

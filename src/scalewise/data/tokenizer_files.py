@@ -1,0 +1,157 @@
+"""The files of a tokenizer, and a tokenizer.json of what transformers makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shlex
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from scalewise.data.cache import cached
+from scalewise.errors import Complaint, DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+KEY = "data.tokenizer"
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+SENTENCEPIECE = "*.model"
+VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken", SENTENCEPIECE)
+"""Files of vocabularies that transformers converts."""
+OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json")
+"""Files beside a vocabulary that decide what transformers makes of it."""
+
+
+def tokenizer_path(path: str) -> Path:
+    """Returns the path of the tokenizer.json that ``data.tokenizer`` names; it may not exist.
+
+    The files of the same tokenizer lie beside it.
+    """
+    given = Path(path).expanduser()
+    if given.is_dir() or (_is_vocabulary(given) and given.is_file()):
+        return (given if given.is_dir() else given.parent) / FILE
+    return given
+
+
+def complaints(path: str) -> Iterator[Complaint]:
+    """Yields a path that does not exist, and a folder without a tokenizer."""
+    given = Path(path).expanduser()
+    cure = f"give the path of a tokenizer.json, or {KEY}=null to train one"
+    if given.is_dir():
+        if not any(True for name in (FILE, *VOCABULARIES) for _ in given.glob(name)):
+            yield Complaint(KEY, path, "is a folder without a tokenizer", cure)
+    elif not given.is_file():
+        yield Complaint(KEY, path, "no such file", cure)
+
+
+def resolved(path: str) -> Path:
+    """Returns a tokenizer.json with what transformers makes of the files that ``path`` names.
+
+    A tokenizer.json with no tokenizer_config.json beside it is returned as it is; others are
+    converted once into the cache. Raises ``DataError`` for files that cannot be converted.
+    """
+    file = tokenizer_path(path)
+    if file.is_file() and (file.name != FILE or not file.with_name(CONFIG).is_file()):
+        return file
+    names = (FILE, *VOCABULARIES, *OTHERS)
+    files = sorted({found for name in names for found in file.parent.glob(name)})
+    try:
+        digests = {found.name: _digest(found) for found in files if found.is_file()}
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror} ({error.filename})"
+        raise DataError.one(KEY, path, reason, "mend the file") from error
+    versions = [version(package) for package in ("transformers", "tokenizers")]
+    key = {"files": digests, "versions": versions}
+    return cached("tokenizer", key, partial(_convert, path, file)) / FILE
+
+
+def content_digest(path: str) -> str:
+    """Returns a digest of the tokenizer that ``data.tokenizer`` names, wherever it lies."""
+    file = resolved(path)
+    try:
+        return _digest(file)
+    except OSError as error:
+        raise DataError.one(KEY, path, f"cannot be read: {error.strerror}", "mend it") from error
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _is_vocabulary(path: Path) -> bool:
+    return any(path.match(name) for name in VOCABULARIES)
+
+
+def _convert(path: str, file: Path, folder: Path) -> None:
+    """Writes the tokenizer.json of a tokenizer whose files lie beside ``file``."""
+    from tokenizers import Tokenizer
+
+    own = None
+    if file.is_file():
+        own = load(path, file)
+    try:
+        tokenizer = _of_transformers(file.parent)
+    except Exception as error:  # of many kinds, of many classes
+        if own is None:
+            raise _not_converted(path, file.parent, error) from error
+        tokenizer = own
+    # transformers adds special tokens that a file lacks; a model has no embeddings for them.
+    if own is not None and tokenizer.get_vocab_size() > own.get_vocab_size():
+        tokenizer = own
+    assert isinstance(tokenizer, Tokenizer)
+    tokenizer.save(str(folder / FILE))
+
+
+def load(path: str, file: Path) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json; raises ``DataError`` with the given ``path``."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        reason = f"is not a tokenizer.json ({error})"
+        raise DataError.one(KEY, path, reason) from error
+
+
+def _of_transformers(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = AutoTokenizer.from_pretrained(
+                str(folder), use_fast=True, local_files_only=True, trust_remote_code=False
+            )
+    finally:
+        logging.set_verbosity(verbosity)
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"{type(loaded).__name__} has no tokenizer.json")
+    return tokenizer
+
+
+def _not_converted(path: str, folder: Path, error: Exception) -> DataError:
+    """Returns the error of files that transformers does not convert, with what may help."""
+    pieces = [*folder.glob(SENTENCEPIECE)]
+    cure = "give the path of a tokenizer.json"
+    if pieces and importlib.util.find_spec("sentencepiece") is None:
+        reason = f"{pieces[0].name} is converted by transformers with sentencepiece"
+        return DataError.one(KEY, path, reason, "pip install sentencepiece")
+    if not (folder / CONFIG).is_file():
+        config = shlex.quote(str(folder / CONFIG))
+        known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
+        known = "LlamaTokenizer" if pieces else known
+        cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
+    said = shorten(" ".join(str(error).split()), 160, placeholder="...")
+    reason = f"transformers makes no tokenizer.json of {folder} ({said})"
+    return DataError.one(KEY, path, reason, cure)

@@ -1,0 +1,149 @@
+"""Tokenizers as files: folders, and vocabularies that transformers converts."""
+
+import builtins
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from scalewise.data import tokenizer_files
+from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import DataError
+
+TEXT = "hello how are you, naïve café"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def trained():
+    return Tokenization(300, end_of_text="</s>").train(lambda: iter([TEXT]))
+
+
+def write_vocabulary(folder):
+    """Writes vocab.json and merges.txt of a byte-level BPE."""
+    folder.mkdir()
+    trained().model.save(str(folder))
+
+
+def loaded(path):
+    return Tokenization(0, str(path), "</s>").load()
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_folder_is_the_tokenizer_in_it(tmp_path, name):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    assert not [*Tokenization(0, str(tmp_path / name)).complaints()]
+    assert loaded(tmp_path / name).to_str() == trained().to_str()
+    assert tokenizer_files.tokenizer_path(str(tmp_path / name)) == tmp_path / "tokenizer.json"
+
+
+@pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
+def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path, name):
+    from transformers import AutoTokenizer
+
+    write_vocabulary(tmp_path / "bpe")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}
+    (tmp_path / "bpe" / "tokenizer_config.json").write_text(json.dumps(config))
+    assert not [*Tokenization(0, str(tmp_path / "bpe" / name)).complaints()]
+    expected = AutoTokenizer.from_pretrained(tmp_path / "bpe")(TEXT)["input_ids"]
+    assert loaded(tmp_path / "bpe" / name).encode(TEXT).ids == expected
+
+
+def test_conversion_is_made_once_for_the_same_content(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        write_vocabulary(tmp_path / name)
+        (tmp_path / name / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "GPT2Tokenizer"}'
+        )
+    first = loaded(tmp_path / "one").to_str()
+    monkeypatch.setattr(tokenizer_files, "_of_transformers", None)
+    assert loaded(tmp_path / "two").to_str() == first
+    digests = {tokenizer_files.content_digest(str(tmp_path / name)) for name in ("one", "two")}
+    assert len(digests) == 1
+
+
+def test_a_class_that_is_not_named_can_be_named_as_printed(tmp_path):
+    write_vocabulary(tmp_path / "it's")
+    with pytest.raises(DataError, match=r"transformers makes no tokenizer\.json of") as caught:
+        loaded(tmp_path / "it's")
+    command = caught.value.complaints[0].cure.removeprefix("name its class: ")
+    subprocess.run(["sh", "-c", command], check=True)
+    assert loaded(tmp_path / "it's").encode(TEXT).ids == trained().encode(TEXT).ids
+
+
+def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "sentencepiece" else find_spec(name, *more),
+    )
+    real_import = builtins.__import__
+
+    def without(name, *more):
+        if name.partition(".")[0] == "sentencepiece":
+            raise ImportError(name)
+        return real_import(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delitem(sys.modules, "sentencepiece", raising=False)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    for path in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(DataError, match=r"tokenizer\.model is converted .*; pip install sent"):
+            loaded(path)
+
+
+def test_a_broken_sentencepiece_model_is_rejected(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(DataError, match=r"data\.tokenizer="):
+        loaded(tmp_path)
+
+
+def test_special_tokens_are_those_of_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    expected = AutoTokenizer.from_pretrained(tmp_path)("a b")["input_ids"]
+    assert expected == [2, 5, 6, 3]
+    assert Tokenization(0, str(tmp_path), "[SEP]").load().encode("a b").ids == expected
+
+
+def test_added_tokens_beyond_the_file_are_not_taken(tmp_path):
+    tokenizer = trained()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert loaded(tmp_path).to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("empty", "is a folder without a tokenizer"), ("none.json", "no such file")],
+)
+def test_paths_without_a_tokenizer_are_rejected(tmp_path, name, reason):
+    (tmp_path / "empty").mkdir()
+    (complaint,) = Tokenization(0, str(tmp_path / name)).complaints()
+    assert complaint.reason == reason
+
+
+def test_a_torn_tokenizer_is_rejected(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(trained().to_str()[:-9])
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        loaded(tmp_path)
