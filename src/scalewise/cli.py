@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
-    started.adopt(os.environ)
+    incomplete = started.adopt(os.environ)
     if _asks_completion(given):
         return _complete(given)
     verb = given[0] if given else ""
@@ -78,6 +78,8 @@ def _dispatch(given: list[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
         print_lines(f"scalewise: no verb {verb!r}; {hint}", stderr=True)
         return 2
+    if incomplete is not None and verb == "train":
+        raise incomplete
     name = f"scalewise.verbs.{verb.replace('-', '_')}"
     if name not in sys.modules:
         gc.disable()  # what starting makes stays: looking for garbage in it was a sixth of a plan

@@ -195,14 +195,22 @@ class Machine:
         return CPU_RANKS_PER_CORE * self.cores
 
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""What torchrun tells each rank. A part of them is left over from elsewhere, and tells nothing."""
+
+
 def started_ranks() -> int | None:
     """Returns how many ranks a launcher has started, this process being one; None: it is alone."""
-    return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else None
+    return int(os.environ["WORLD_SIZE"]) if _is_rank() else None
 
 
 def ranks_on_this_machine() -> int | None:
     """Returns how many of ``started_ranks`` share this machine; None: this process is alone."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else None
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if _is_rank() else None
+
+
+def _is_rank() -> bool:
+    return all(name in os.environ for name in RANK_VARIABLES)
 
 
 @cache

@@ -16,7 +16,9 @@ WARNED, CANCELLED = 128 + 12, 128 + 15
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job that runs under Slurm, which takes it back where it is asked to."""
-    variables = {"RANK": 0, "LOCAL_RANK": 0, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    variables = {**ranks, **meeting, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(orders, "read", lambda file: None)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import pytest
 
+from scalewise import cli
+from scalewise.hardware import RANK_VARIABLES
 from scalewise.launch.started import adopt, first_host
 
 STEP = {
@@ -14,6 +19,15 @@ STEP = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
+}
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
 }
 
 
@@ -33,7 +47,7 @@ def test_a_step_of_several_tasks_is_ranks() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+    [TORCHRUN, {"SLURM_STEP_NUM_TASKS": "1"}],
     ids=["torchrun inside srun", "one task"],
 )
 def test_what_is_no_step_of_ranks_stays(change: dict[str, str]) -> None:
@@ -61,6 +75,93 @@ def test_what_the_user_says_stays() -> None:
     environment = STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     adopt(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+def test_ranks_of_torchrun_stay() -> None:
+    environment = dict(TORCHRUN)
+    assert adopt(environment) is None
+    assert environment == TORCHRUN
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"LOCAL_RANK": "0"},
+        {"RANK": "0"},
+        {"RANK": "0", "LOCAL_RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "8"},
+        {"LOCAL_WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+    ],
+    ids=" ".join,
+)
+def test_rank_variables_that_are_left_over_are_removed(left: dict[str, str]) -> None:
+    environment = dict(left)
+    assert adopt(environment) is None
+    assert set(environment) <= {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("absent", TORCHRUN)
+def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
+    environment = {key: value for key, value in TORCHRUN.items() if key != absent}
+    error = adopt(environment)
+    assert error is not None
+    (complaint,) = error.complaints
+    assert f"{absent} is not set" in complaint.reason
+    assert not set(environment) & set(RANK_VARIABLES), "no other command takes it for a rank"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "one"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": ""}],
+    ids=str,
+)
+def test_a_rank_that_cannot_be_is_rejected(change: dict[str, str]) -> None:
+    error = adopt(dict(TORCHRUN | change))
+    assert error is not None
+    assert "is no rank of" in str(error)
+
+
+@pytest.mark.parametrize("absent", ["SLURM_PROCID", "SLURM_LOCALID"])
+def test_a_slurm_step_that_lacks_a_variable_is_told_which(absent: str) -> None:
+    error = adopt({key: value for key, value in STEP.items() if key != absent})
+    assert error is not None
+    assert f"{absent} is not set" in str(error)
+
+
+def test_a_shell_of_salloc_is_alone() -> None:
+    shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NODELIST": "gpu[07-08]"}
+    step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for environment in (dict(shell), shell | step, shell | {"SLURM_STEP_NUM_TASKS": "many"}):
+        before = dict(environment)
+        assert adopt(environment) is None
+        assert environment == before
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun(name: str) -> None:
+    assert adopt({name: "1"}) is None
+    assert adopt({name: "4", **TORCHRUN}) is None
+    assert adopt({name: "4", **STEP}) is None  # srun sets PMI variables too
+    error = adopt({name: "4"})
+    assert error is not None
+    assert name in str(error)
+
+
+@pytest.mark.parametrize("line", [("train", "--cfg", "job"), ("plan",), ("doctor",)])
+def test_commands_beside_a_variable_that_is_left_over(
+    line: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main([*line]) == 0
+    assert "LOCAL_RANK" not in os.environ
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    expected = 2 if line[0] == "train" else 0
+    assert cli.main([*line]) == expected
+    assert ("RANK, WORLD_SIZE" in capsys.readouterr().err) == bool(expected)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
-from scalewise.errors import EXIT_CODES
+from scalewise.errors import EXIT_CODES, ConfigError
+from scalewise.hardware import RANK_VARIABLES, started_ranks
 from scalewise.launch import signals
 
 FIRST_PORT, PORTS = 15000, 20000
 """Where the ranks of a Slurm step meet: a port that its job id picks."""
+
+RANKED = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+"""All that one of several ranks needs to know."""
 
 SPEECH = 3.0
 """Seconds in which rank 0 says what all ranks are refused for."""
@@ -20,7 +24,7 @@ SPEECH = 3.0
 
 def by_others() -> bool:
     """Returns whether this process is one of several ranks that it did not start itself."""
-    return "LOCAL_RANK" in os.environ and "RANK" in os.environ
+    return started_ranks() is not None
 
 
 def leads() -> bool:
@@ -39,16 +43,69 @@ def let_rank_0_speak() -> None:
         sys.exit(EXIT_CODES["refused"])
 
 
-def adopt(environment: MutableMapping[str, str], least: int = 2) -> None:
+def adopt(environment: MutableMapping[str, str], least: int = 2) -> ConfigError | None:
     """Says what srun says in the words of torchrun, if srun started ``least`` tasks or more.
 
     Not for what ``sbatch`` runs without ``srun``: that is one process, whatever was allocated.
+    Rank variables that are left over (a part of torchrun's, of a world of one) are removed: the
+    process is alone. Returns an error where they name one of several ranks and the rest is absent.
     """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "0"))
-    if tasks < least or "RANK" in environment:
-        return
+    tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
+    if tasks < least or all(name in environment for name in RANK_VARIABLES):
+        return _checked(environment)
+    if absent := [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environment]:
+        return _incomplete(environment, "SLURM_STEP_NUM_TASKS", absent)
+    _adopt_step(environment, tasks)
+    return None
+
+
+def _checked(environment: MutableMapping[str, str]) -> ConfigError | None:
+    """Removes rank variables that are left over; returns what is wrong with those of a rank."""
+    given = [name for name in RANKED if name in environment]
+    absent = [name for name in RANKED if name not in environment]
+    if absent:
+        numbers = {name: environment.pop(name) for name in given if name in RANK_VARIABLES}
+        of_a_rank = {"RANK", "LOCAL_RANK"} & numbers.keys()
+        least = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        if of_a_rank and any(value != least.get(key, "0") for key, value in numbers.items()):
+            return _incomplete(numbers, next(iter(numbers)), absent)
+        return _of_mpi(environment)
+    for name, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        value, most = environment[name], environment[ranks]
+        if not (value.isdecimal() and most.isdecimal() and int(value) < int(most)):
+            for key in RANK_VARIABLES:
+                environment.pop(key)
+            cure = "start the ranks with torchrun or srun, or unset both for a run that is alone"
+            return ConfigError.one(name, value, f"is no rank of {ranks}={most}", cure)
+    return None
+
+
+def _of_mpi(environment: MutableMapping[str, str]) -> ConfigError | None:
+    """Returns an error for one of several processes of mpirun, each of which would train alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if "SLURM_STEP_NUM_TASKS" not in environment and _count(environment, name) > 1:
+            reason = "mpirun started several processes, and each would be a run of its own"
+            cure = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
+            return ConfigError.one(name, environment[name], reason, cure)
+    return None
+
+
+def _incomplete(environment: Mapping[str, str], name: str, absent: Sequence[str]) -> ConfigError:
+    are = "are" if len(absent) > 1 else "is"
+    reason = f"names one of several ranks, and {', '.join(absent)} {are} not set"
+    cure = f"start the ranks with torchrun or srun, or unset {name} for a run that is alone"
+    return ConfigError.one(name, environment[name], reason, cure)
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _adopt_step(environment: MutableMapping[str, str], tasks: int) -> None:
+    """Sets torchrun's variables from those of a task of a Slurm step."""
     hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", "127.0.0.1"))
-    job = int(environment.get("SLURM_JOB_ID", "0"))
+    job = _count(environment, "SLURM_JOB_ID")
     each = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_NTASKS_PER_NODE"))
     one_node = environment.get("SLURM_STEP_NUM_NODES") == "1"  # its name need not be known there
     told = {

@@ -25,9 +25,11 @@ from scalewise.tracking.files import read_json, write_json
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of this rank, once the job has a status or waits again."""
     folder, number, timeouts = Path(arguments[0]), int(arguments[1]), int(arguments[2])
-    started.adopt(os.environ, least=1)
+    incomplete = started.adopt(os.environ, least=1)
     with output.shielded():
         try:
+            if incomplete is not None:
+                raise incomplete
             task = orders.read(folder / f"{number}.json")
             result = _result(task)
         except ScalewiseError as error:

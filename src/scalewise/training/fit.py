@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from scalewise.checkpoints import store
 from scalewise.data import kept
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.hardware import DeviceKind
+from scalewise.hardware import DeviceKind, started_ranks
 from scalewise.output import print_lines
 from scalewise.plan.plan import foreseen, price, record
 from scalewise.run import Run
@@ -130,7 +129,7 @@ def assemble(
     last = [pruning] if pruning else []
     callbacks: list[Callback] = [*first, recorder, *instantiated(run), saver, *last, waiting]
     every = run.trainer.validate_every
-    ranked = "RANK" in os.environ  # said, or Lightning would look for a cluster by itself
+    ranked = started_ranks() is not None  # said, or Lightning would look for a cluster by itself
     own: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": place.local_ranks if run.world_size > 1 else 1,
