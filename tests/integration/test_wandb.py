@@ -43,18 +43,22 @@ def assert_key_is_nowhere(ended: Ended) -> None:
 
 
 class TestOnline:
-    """One sweep of two jobs, online."""
+    """One sweep of two jobs, online, where a batch script has named a run."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def told(cls, doors_in: Callable[[str], Doors]) -> tuple[WandbServer, Ended]:
         with WandbServer(handlers=Views().handlers) as server:
             line = ("-m", *TINY, "seed=1,2", "tracking.tags=[mine]", "tracking.notes=noted")
-            return server, doors_in("online")(*line, env=reaching(server)).ok()
+            surroundings = {"WANDB_RUN_ID": "job4711", "WANDB_NAME": "nightly"}
+            surroundings["WANDB_RESUME"] = "allow"
+            env = {**reaching(server), **surroundings}
+            return server, doors_in("online")(*line, env=env).ok()
 
     def test_each_job_is_a_run_of_one_group(self, told: tuple[WandbServer, Ended]) -> None:
         server, ended = told
         assert len(server.inputs) == 2
+        assert "job4711" not in server.inputs
         sweep = ended.folder.path
         for given in server.inputs.values():
             assert given["groupName"] == f"{sweep.parent.name}/{sweep.name}"

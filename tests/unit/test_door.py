@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fixtures.verbs import Noted
 
 from scalewise.config.door import Verb, open_door
 from scalewise.config.refuse import diagnose
@@ -61,6 +62,52 @@ def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
     (complaint,) = caught.value.complaints
     assert reason in complaint.reason
     assert "--cfg job" in complaint.cure
+
+
+SWEPT = ("experiment=smoke", "seed=1,2")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["-m", *SWEPT],
+        [*SWEPT, "-m"],
+        ["experiment=smoke", "-m", "seed=1,2"],
+        ["experiment=smoke", "--multirun", "seed=1,2", "question=-m"],
+        ["experiment=smoke", "-cd", "seed=1,2", "seed=1,2", "-m"],
+        ["-m", "experiment=smoke", "--config-dir=own", "seed=1,2"],
+    ],
+    ids=" ".join,
+)
+def test_flags_stand_anywhere_among_the_overrides(line: list[str], tmp_path: Path) -> None:
+    for name in ("own", "seed=1,2"):
+        (tmp_path / name).mkdir()
+    noted = Noted()
+    assert open_door(noted, line) == 0
+    assert [run.seed for run in noted.runs] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["seed=7", "--cfg", "job", "trainer.max_steps=3"],
+        ["--cfg=job", "seed=7", "trainer.max_steps=3"],
+        ["seed=7", "-c", "job", "--resolve", "trainer.max_steps=3"],
+    ],
+    ids=" ".join,
+)
+def test_flags_with_values_between_overrides(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert open_door(Noted(), line) == 0
+    shown = capsys.readouterr().out
+    assert "seed: 7" in shown
+    assert "max_steps: 3" in shown
+
+
+def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
+    assert open_door(Noted(), ["--info", "seed=7"]) == 0
+    assert "seed: 7" in capsys.readouterr().out
 
 
 def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:

@@ -123,6 +123,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
 
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
     """
+    arguments = overrides_first(arguments)
     flags = flags_of(arguments)
     away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
@@ -218,12 +219,35 @@ def _foreign(launcher: str) -> Iterator[Complaint]:
         yield Complaint("hydra/launcher", launcher, reason, cure)
 
 
+def overrides_first(arguments: Sequence[str]) -> list[str]:
+    """Returns the overrides, then Hydra's flags with their values.
+
+    Hydra takes overrides in one piece alone: a flag between two of them makes the rest unknown.
+    """
+    words = [_Argument(argument) for argument in arguments]
+    for place, word in enumerate(words):
+        if word in ("--info", "-i") and words[place + 1 : place + 2] and "=" in words[place + 1]:
+            words[place] = _Argument("--info=all")  # else Hydra reads an override as its value
+    overrides = flags_of(words).overrides
+    flags = [word for word in words if not any(word is override for override in overrides)]
+    return [*map(str, overrides), *map(str, flags)]
+
+
+class _Argument(str):
+    """An argument that is told from an equal one by its identity."""
+
+    __slots__ = ()
+
+
 def flags_of(arguments: Sequence[str]) -> Namespace:
-    """Returns Hydra's flags and the overrides; refuses a flag that Hydra lacks in our own words."""
+    """Returns Hydra's flags and the overrides, in any order.
+
+    Raises ``ConfigError`` for a flag that Hydra lacks.
+    """
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return get_args_parser().parse_args(list(arguments))
+            return get_args_parser().parse_intermixed_args(list(arguments))
     except SystemExit as error:
         reason = said.getvalue().strip().rpartition("error: ")[2]
         cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,6 +20,9 @@ INIT_WAIT = 10.0
 """Seconds that a server which took the connection has to take the run."""
 FINISH_WAIT = 30.0
 """Seconds that finishing may take when the server has gone; what is left is on disk."""
+
+ONE_RUN = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
+"""Variables that say which run a process is: an agent or a batch script sets them."""
 
 Row = dict[str, Any]
 
@@ -137,6 +140,12 @@ class Shielded(Session):
         except Exception as error:  # a tracker, whatever ails it, must not end a training
             self._lost = True
             print_lines(f"W&B is lost ({_short(error)}); the run's folder holds all")
+
+
+def forget_run(environment: MutableMapping[str, str]) -> None:
+    """Removes what names one run, so that each job of a sweep becomes a run of its own."""
+    for name in ONE_RUN:
+        environment.pop(name, None)
 
 
 def define(run: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from scalewise.launch.resumed_sweep import Earlier, Resumption
 from scalewise.launch.status import command_line
 from scalewise.launch.sweep import claimed, execute_all
 from scalewise.run import Run
+from scalewise.tracking import session
 from scalewise.verbs import publish, show
 from scalewise.verbs.fit import all_fitted, fitted
 
@@ -91,6 +93,7 @@ class Train(Verb):
         self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
     ) -> list[End]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
+        session.forget_run(os.environ)  # jobs inherit it, on this machine and from Slurm
         away = engine["engine"] in self.elsewhere
         untried = "not tried, as its jobs run on other machines" * away
         fits = all_fitted([job.run for job in jobs], untried=untried)
