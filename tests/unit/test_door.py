@@ -79,7 +79,10 @@ SWEPT = ("experiment=smoke", "seed=1,2")
     ],
     ids=" ".join,
 )
-def test_flags_stand_anywhere_among_the_overrides(line: list[str], tmp_path: Path) -> None:
+def test_flags_stand_anywhere_among_the_overrides(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("own", "seed=1,2"):
         (tmp_path / name).mkdir()
     noted = Noted()
@@ -92,7 +95,7 @@ def test_flags_stand_anywhere_among_the_overrides(line: list[str], tmp_path: Pat
     [
         ["seed=7", "--cfg", "job", "trainer.max_steps=3"],
         ["--cfg=job", "seed=7", "trainer.max_steps=3"],
-        ["seed=7", "-c", "job", "--resolve", "trainer.max_steps=3"],
+        ["seed=7", "-c", "job", "-p", "_global_", "trainer.max_steps=3"],
     ],
     ids=" ".join,
 )
