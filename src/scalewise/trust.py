@@ -60,10 +60,24 @@ def of_callbacks(run: Run) -> Iterator[Complaint]:
             yield from untrusted
         elif own_callbacks.is_own(path):
             yield from own_callbacks.complaints(name, callback)
+            if path == own_callbacks.EMA:
+                yield from _of_average(name, run)
         elif path.endswith(".EarlyStopping") and run.trainer.validate_every is None:
             reason = "could never act: nothing is validated"
             cure = "set trainer.validate_every=100, or leave it out"
             yield Complaint("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
+
+
+def _of_average(name: str, run: Run) -> Iterator[Complaint]:
+    """Yields why the weights of a run cannot be averaged by a callback."""
+    key, found = f"callbacks.{name}", []
+    if conflict := run.parallelism.averaging_conflict:
+        found.append(conflict)
+    if not run.objective.of_user and run.optimizer.averages:
+        reason = "would average once more what this optimizer averages by itself"
+        found.append((reason, "set optimizer=adamw"))
+    for reason, cure in found:
+        yield Complaint(key, own_callbacks.EMA, reason, f"remove it, or {cure}")
 
 
 def _names_target(value: object) -> bool:

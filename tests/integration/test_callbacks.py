@@ -9,6 +9,9 @@ import pytest
 from fixtures.doors import same_weights
 from fixtures.jobs import Job
 
+from scalewise.checkpoints import store
+from scalewise.verbs import evaluate
+
 
 def test_early_stopping_ends_a_run_well(job: Job) -> None:
     stopping = ("callbacks=[early_stopping]", "callbacks.early_stopping.patience=1")
@@ -19,11 +22,23 @@ def test_early_stopping_ends_a_run_well(job: Job) -> None:
     assert run.summary["steps"] == 4
 
 
-def test_ema_is_what_is_saved_and_validated(job: Job) -> None:
+def test_ema_is_validated_and_saved_next_to_the_weights(job: Job) -> None:
     plain, averaged = job(), job("callbacks=[ema]", "callbacks.ema.decay=0.5")
     assert averaged.column("train/loss") == plain.column("train/loss")
     assert averaged.column("val/loss") != plain.column("val/loss")
-    assert not same_weights(averaged.weights(), plain.weights())
+    assert same_weights(averaged.weights(), plain.weights())
+    average = store.whole(averaged.checkpoint(averaged.checkpoints[-1]), store.AVERAGE)
+    assert not same_weights(average, averaged.weights())
+
+
+def test_evaluate_measures_the_average_that_was_validated(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = job("callbacks=[ema]", "callbacks.ema.decay=0.5")
+    assert evaluate.main([str(run.path)]) == 0
+    assert ", averaged weights: " in capsys.readouterr().out
+    (found,) = run.json("evaluation.json").values()
+    assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2)])

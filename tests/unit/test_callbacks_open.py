@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from scalewise.errors import ConfigError
+from scalewise.launch.job import Order, execute
 from scalewise.run import Run
+from scalewise.training.callbacks.ema import EMAWeightAveraging
 from scalewise.training.callbacks.guard import LossGuard
 from scalewise.training.callbacks.inject import Raise
 from scalewise.training.callbacks.open import instantiated
@@ -45,6 +47,14 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
         (["x._target_=antigravity_of_nobody.X", "x.a=1"], "x._target_", "cannot be imported"),
         (["x._target_=torch.nn.Identity"], "x._target_", "is no lightning.pytorch Callback"),
         (["x._target_=torch.hub.load"], "x._target_", "is no lightning.pytorch Callback"),
+        ([f"x._target_={NAMES}.WeightAveraging"], "x._target_", "in the place of the weights"),
+        ([f"x._target_={NAMES}.EMAWeightAveraging"], "x._target_", "in the place of the weights"),
+        (
+            [f"x._target_={NAMES}.StochasticWeightAveraging", "x.swa_lrs=0.1"],
+            "x._target_",
+            "in the place of the weights",
+        ),
+        ([f"x._target_={NAMES}.Timer", "x.duration=soon"], "x", "refuses these"),
         (["x._target_=lightning.os.system"], "x._target_", "cannot be imported"),
         (["x._target_=torch.os.system"], "x._target_", "cannot be imported"),
         (["x._target_=torch.os"], "x._target_", "is no lightning.pytorch Callback"),
@@ -61,6 +71,24 @@ def test_what_cannot_be_made_is_refused(
     (complaint,) = caught.value.complaints
     assert complaint.key == f"callbacks.{key}"
     assert reason in complaint.reason
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"_target_={NAMES}.Timer", "duration=12:90:00"],
+        [f"_target_={NAMES}.EarlyStopping", "monitor=val/loss", "mode=least"],
+        [f"_target_={NAMES}.EMAWeightAveraging"],
+    ],
+    ids=lambda lines: lines[0],
+)
+def test_what_cannot_be_made_is_refused_before_there_is_a_folder(
+    compose: Callable[..., Run], lines: list[str], tmp_path: Path
+) -> None:
+    run = compose("callbacks=none", *(f"+callbacks.x.{line}" for line in lines))
+    with pytest.raises(ConfigError, match=r"callbacks\.x"):
+        execute(Order(run), tmp_path / "runs" / "job")
+    assert not any(tmp_path.iterdir())
 
 
 def test_all_refusals_come_at_once(compose: Callable[..., Run]) -> None:

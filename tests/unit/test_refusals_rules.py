@@ -75,6 +75,39 @@ RULES: list[Row] = [
     (["callbacks.guard.factor=abc"], "callbacks.guard.factor", "is not a number", "3.0 by def"),
     (["callbacks.guard.factor=-1"], "callbacks.guard.factor", "must be above 1", "3.0 by default"),
     (["callbacks.guard.factor=inf"], "callbacks.guard.factor", "finite", "it is 3.0 by default"),
+    *(
+        (
+            ["callbacks=[ema]", f"callbacks.ema.decay={decay}"],
+            "callbacks.ema.decay",
+            "must be in [0, 1)",
+            "it is 0.999 by default",
+        )
+        for decay in ("2", "1", "-0.1", "1e400")
+    ),
+    (
+        ["callbacks=[ema]", "callbacks.ema.decay=high"],
+        "callbacks.ema.decay",
+        "is not a number",
+        "0.999 by default",
+    ),
+    (
+        ["callbacks=[ema]", "+callbacks.ema.update_every_n_steps=0"],
+        "callbacks.ema.update_every_n_steps",
+        "must be 1 or more",
+        "it is 1 by default",
+    ),
+    (
+        ["callbacks=[ema]", "optimizer=schedule_free", "schedule=constant"],
+        "callbacks.ema",
+        "would average once more",
+        "remove it, or set optimizer=adamw",
+    ),
+    (
+        ["callbacks=[ema]", "parallelism=ddp", "parallelism.comm_hook=post_local_sgd"],
+        "callbacks.ema",
+        "averages the weights of one rank",
+        "set parallelism.comm_hook=none",
+    ),
     (["callbacks.guard.patience=1.5"], "callbacks.guard.patience", "not a whole number", "5"),
     (["callbacks.guard.patience=true"], "callbacks.guard.patience", "not a whole number", "5"),
     (["+callbacks.guard.fator=3"], "callbacks.guard.fator", "has no such", "guard.factor?"),

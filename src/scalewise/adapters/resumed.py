@@ -72,7 +72,7 @@ def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]
         return peft_folder.tensors(path, names, model)
     kept = [f"model.{name}" for name in names]
     optimizer = _spec(_resolved(path)["optimizer"])
-    held = store.whole(path, "model", kept)
+    held = store.given_away(path, kept)
     if optimizer.averages:
         held = optimizer.averaged(held, store.whole(path, "optimizer"))
     return {name.removeprefix("model."): tensor for name, tensor in held.items()}

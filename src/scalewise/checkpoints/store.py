@@ -1,9 +1,10 @@
 """Checkpoints on disk: a folder that is whole or absent, and loads no code.
 
 ``step-00000100/`` holds ``model/`` and ``optimizer/`` (safetensors, a file for each rank that holds
-something of its own), ``training.pt`` (schedule, loops, callbacks; read with ``weights_only``) and
-``manifest.json`` (sizes and checksums), which is written last. The folder gets its name by one
-rename. Tensors are named as in the whole model, so that any layout reads what any other wrote.
+something of its own), ``average/`` where the run averages its weights (the same), ``training.pt``
+(schedule, loops, callbacks; read with ``weights_only``) and ``manifest.json`` (sizes, checksums),
+which is written last. The folder gets its name by one rename. Tensors are named as in the whole
+model, so that any layout reads what any other wrote.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ FORMAT = "scalewise-checkpoint"
 VERSION = 2
 TRAINING, MANIFEST = "training.pt", "manifest.json"
 TENSORS = ("model", "optimizer")
-"""Folders of a checkpoint that hold tensors by name."""
+"""Folders that every checkpoint has, of tensors by name."""
+AVERAGE = "average"
+"""Folder of the moving average of the trained weights, by the names of ``model``."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 Group = dist.ProcessGroup | None
@@ -78,7 +81,7 @@ def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> Non
     partial = path.parent / f".partial-{path.name}"
     leads = group is None or dist.get_rank(group) == 0
     try:
-        _together(group, lambda: _begin(partial, rest), leads)
+        _together(group, lambda: _begin(partial, rest, tensors), leads)
         for part, held in tensors.items():
             writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
             _write(_apart(held), writer, group)
@@ -89,11 +92,11 @@ def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> Non
         raise
 
 
-def _begin(partial: Path, rest: Packed) -> None:
+def _begin(partial: Path, rest: Packed, parts: Iterable[str]) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     for leftover in partial.parent.glob(".partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for part in TENSORS:
+    for part in parts:
         (partial / part).mkdir(parents=True)
     (partial / TRAINING).write_bytes(rest.content)
 
@@ -222,6 +225,23 @@ def whole(path: Path, part: str = "model", names: Iterable[str] | None = None) -
     }
     read(path, part, room)
     return room
+
+
+def has(path: Path, part: str) -> bool:
+    """Returns whether a checkpoint has a folder of tensors."""
+    return (path / part).is_dir()
+
+
+def given_away(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Returns the whole weights to evaluate and export: the averaged ones, where there are some.
+
+    ``names``: of these alone, those that are there; None: of all.
+    """
+    held = whole(path, "model", names)
+    if has(path, AVERAGE):
+        averaged = whole(path, AVERAGE, held)
+        held |= {name: tensor.to(held[name].dtype) for name, tensor in averaged.items()}
+    return held
 
 
 def verify(path: Path) -> int:

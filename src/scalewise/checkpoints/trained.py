@@ -64,6 +64,11 @@ class Trained:
         """Returns the optimizer steps that the checkpoint has seen."""
         return store.verify(self.checkpoint) if self.checkpoint else 0
 
+    @property
+    def averaged(self) -> bool:
+        """Returns whether the weights to give away are a moving average of those trained."""
+        return self.checkpoint is not None and store.has(self.checkpoint, store.AVERAGE)
+
     def splits(self) -> Splits:
         """Returns the rows that the run read; raises ``DataError`` where they are others."""
         found = self.data.prepare(self.model.vocabulary, self.seed)
@@ -83,7 +88,7 @@ class Trained:
         if self.checkpoint is None:
             began = self._begun()
             return began if exact else self.quantization.rounded(began, self.model)
-        held = store.whole(self.checkpoint)
+        held = store.given_away(self.checkpoint)
         if self.optimizer.averages:
             held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
         state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}

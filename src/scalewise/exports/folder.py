@@ -36,6 +36,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
 
     Raises ``ConfigError`` where the format has no place for it, before anything is written.
     """
+    averaged = ["weights are the moving average of those that were trained"] * told.averaged
     said: list[str] = []
     if form is Form.alone:
         _write_alone(told, told.state(), to)
@@ -48,6 +49,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
         told.model.export(told.merged(), to)
         if told.packed:
             said = ["matrices that were packed are as unpacked, which is what was trained beside"]
+    said = [*averaged, *said]
     _name_classes(told, to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
     library = "peft" if form is Form.alone else "transformers"

@@ -95,9 +95,9 @@ def checked(order: Order) -> int:
 
         refuse_unfit(run)
     if not all(is_own(callback["_target_"]) for callback in run.callbacks.values()):
-        from scalewise.training.callbacks.open import checked  # imports Lightning
+        from scalewise.training.callbacks.open import instantiated  # imports Lightning
 
-        checked(run)
+        instantiated(run)  # their constructors check their arguments
     run.parallelism.prepare(run)
     if run.objective.of_user:
         from scalewise.training import user  # imports Lightning

@@ -149,6 +149,15 @@ class Layout(Strategy):
     def watch_backward(self, call: Callable[[], None]) -> None:
         """Has ``call`` called before each backward pass that Lightning does not see: none here."""
 
+    def discard_gathered(self) -> None:
+        """Drops gathered copies of shards, which have changed outside of the optimizer."""
+
+    @property
+    def resumed(self) -> Path:
+        """Returns the checkpoint that training goes on from, once it is being loaded."""
+        assert self._resumed is not None
+        return self._resumed
+
     def holdings(self) -> Holdings:
         """Returns what this rank holds of the model beside the module's own tensors."""
         return Holdings()
@@ -185,10 +194,14 @@ class Layout(Strategy):
     ) -> None:
         """Writes a checkpoint folder; every rank must call it."""
         model = checkpoint.pop("state_dict")
+        average = checkpoint.pop(store.AVERAGE, None)
         if not (self.shared_out or self.is_global_zero):
             return
         states = optimizer_state.tensors(self.optimizers, self._names())
-        tensors = self.writer.staged({"model": model, "optimizer": states})
+        parts = {"model": model, "optimizer": states}
+        if average:
+            parts[store.AVERAGE] = average
+        tensors = self.writer.staged(parts)
         path, rest, group = Path(filepath), store.packed(checkpoint), self.writer.group
         self.writer.submit(lambda: store.save(path, tensors, rest, group))
 

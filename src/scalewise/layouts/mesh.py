@@ -120,6 +120,13 @@ class MeshLayout(Layout, ModelParallelStrategy):
             self._pipeline.hold()
         return super().optimizer(run, module)
 
+    def discard_gathered(self) -> None:
+        """Reshards what a forward pass without a backward has left unsharded."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def canonical(self, name: str) -> str:
         """Returns a tensor's name in the whole model: no stage is part of it."""
         head, *rest = name.split(".")

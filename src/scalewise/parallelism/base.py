@@ -72,6 +72,11 @@ class Parallelism(ABC):
         """Returns over how many ranks the layout averages gradients when it reduces them."""
         return self.data_parallel_size
 
+    @property
+    def averaging_conflict(self) -> tuple[str, str] | None:
+        """Returns why no callback can average the weights of this strategy, and a fix."""
+        return None
+
     def settle(self, devices: int | None) -> Self:
         """Returns the layout with the sizes left open filled in for ``devices`` devices.
 

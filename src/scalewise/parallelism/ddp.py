@@ -66,6 +66,14 @@ class DDP(Parallelism):
         """Returns the number of replicas."""
         return self.replicas or DEFAULT_CPU_RANKS
 
+    @property
+    def averaging_conflict(self) -> tuple[str, str] | None:
+        """Returns that ranks of local SGD train weights of their own."""
+        if self.comm_hook is not CommHook.post_local_sgd:
+            return None
+        reason = "averages the weights of one rank, and with post_local_sgd each trains its own"
+        return reason, "set parallelism.comm_hook=none"
+
     def settle(self, devices: int | None) -> Self:
         """Returns the layout with ``replicas`` filled in."""
         if self.replicas is not None:

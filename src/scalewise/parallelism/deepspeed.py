@@ -171,14 +171,12 @@ class DeepSpeed(Parallelism):
                 "set optimizer=adamw, or parallelism.offload_optimizer=none",
             )
         yield from self.complaints_on(run.hardware.device)
-        for name, callback in run.callbacks.items():
-            if "Averaging" in str(callback.get("_target_", "")):
-                yield Complaint(
-                    f"callbacks.{name}",
-                    callback.get("_target_"),
-                    "averages the weights of the module, and DeepSpeed's masters would undo it",
-                    f"remove it, or set parallelism={'fsdp' if self.stage == 3 else 'ddp'}",
-                )
+
+    @property
+    def averaging_conflict(self) -> tuple[str, str] | None:
+        """Returns that DeepSpeed steps masters of its own, and a strategy that does not."""
+        reason = "averages the weights of the module, and DeepSpeed's masters would undo it"
+        return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
 
     def machine_complaints(self, run: Run) -> Iterator[Complaint]:
         """Yields what has to be installed first."""

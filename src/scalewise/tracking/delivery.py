@@ -269,7 +269,7 @@ def _write_adapter(checkpoint: Path, whole: Sequence[str], file: Path) -> None:
 
     from scalewise.checkpoints import store
 
-    tensors = store.whole(checkpoint)
+    tensors = store.given_away(checkpoint)
     kept = (name for name in tensors if is_added(name) or _is_trained(name, whole))
     save_file({name: tensors[name] for name in kept}, file)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
 from scalewise.training import targets
+
+REPLACE_WEIGHTS = (WeightAveraging, StochasticWeightAveraging)
+"""Lightning's callbacks after which a checkpoint no longer has the weights to train from."""
 
 
 def instantiated(run: Run) -> list[Callback]:
@@ -29,7 +33,8 @@ def checked(run: Run) -> list[tuple[str, type[Callback], dict[str, Any]]]:
     """Returns each callback's name, class and arguments.
 
     Their packages were checked with the run. Raises ``ConfigError`` with every callback that is
-    absent, lacks an argument of that name or is no Lightning callback.
+    absent, lacks an argument of that name, is no Lightning callback or averages the weights in a
+    way that a resumed run would train from.
     """
     found: list[tuple[str, type[Callback], dict[str, Any]]] = []
     complaints: list[Complaint] = []
@@ -39,6 +44,9 @@ def checked(run: Run) -> list[tuple[str, type[Callback], dict[str, Any]]]:
         try:
             cls = targets.named(f"{key}._target_", path, Callback, run.trusted_packages)
             targets.bound(key, cls, arguments)
+            if issubclass(cls, REPLACE_WEIGHTS):
+                reason = "puts an average in the place of the weights before the last checkpoint"
+                raise ConfigError.one(f"{key}._target_", path, reason, "set callbacks=[ema]")
         except ConfigError as error:
             complaints += error.complaints
             continue

@@ -19,8 +19,13 @@ LOWEST = {
     "active": 1,
     "step": 0,
     "rank": 0,
+    "decay": 0.0,
+    "update_every_n_steps": 1,
+    "update_starting_at_step": 0,
 }
 """Least value of each number; a ``factor`` must exceed its."""
+BELOW = {"decay": 1.0}
+"""What a number must stay below; it may be its least value."""
 
 
 class Arguments:
@@ -58,6 +63,20 @@ class Profiling(Arguments):
 
 
 @dataclass(eq=False)
+class Averaging(Arguments):
+    """Arguments of ``ema.EMAWeightAveraging``."""
+
+    decay: float = 0.999
+    """Weight of the average so far in each update."""
+    use_buffers: bool = False
+    """Whether floating-point buffers are averaged too, or are those of the trained module."""
+    update_every_n_steps: int = 1
+    """Optimizer steps from one update to the next."""
+    update_starting_at_step: int = 0
+    """Optimizer steps before the first update; until then there is no average."""
+
+
+@dataclass(eq=False)
 class Happening(Arguments):
     """Arguments of the accidents in ``inject``."""
 
@@ -70,9 +89,11 @@ class Happening(Arguments):
 
 
 _ROOM = "scalewise.training.callbacks"
+EMA = f"{_ROOM}.ema.EMAWeightAveraging"
 OWN: dict[str, type] = {
     f"{_ROOM}.guard.LossGuard": Guarding,
     f"{_ROOM}.profiler.Profiler": Profiling,
+    EMA: Averaging,
     **dict.fromkeys(
         (f"{_ROOM}.inject.{name}" for name in ("Raise", "OutOfMemory", "Hang", "Kill")), Happening
     ),
@@ -83,6 +104,11 @@ OWN: dict[str, type] = {
 def is_own(path: object) -> bool:
     """Returns whether a ``_target_`` is of the suite."""
     return str(path).split(".")[0] == "scalewise"
+
+
+def averaging(callbacks: Mapping[str, Mapping[str, object]]) -> str | None:
+    """Returns the name of the callback that averages the weights, if a run has one."""
+    return next((name for name, it in callbacks.items() if it.get("_target_") == EMA), None)
 
 
 def complaints(name: str, callback: Mapping[str, object]) -> Iterator[Complaint]:
@@ -112,6 +138,8 @@ def _wrong(field: str, value: object, kind: type) -> str:
     if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
         return "is not a number" if kind is float else "is not a whole number"
     least = LOWEST[field]
+    if field in BELOW:
+        return "" if least <= value < BELOW[field] else f"must be in [{least:g}, {BELOW[field]:g})"
     if kind is float:
         return "" if least < value < float("inf") else f"must be above {least:g} and finite"
     return "" if least <= value <= LARGEST else f"must be {least} or more, and below 2**63"

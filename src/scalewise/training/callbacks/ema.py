@@ -1,0 +1,136 @@
+"""Exponential moving average (EMA) of the weights, kept next to the weights that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from scalewise.checkpoints import store
+from scalewise.errors import CheckpointError
+from scalewise.layouts import norms
+from scalewise.training.callbacks.recorder import layout_of
+from scalewise.training.callbacks.spec import Averaging
+
+
+class EMAWeightAveraging(Averaging, Callback):
+    """Averages trained weights after optimizer steps; every rank averages the shards it holds.
+
+    As in ``torch.optim.swa_utils.AveragedModel``, the first update copies the weights and the
+    average of step ``t`` is ``decay * average + (1 - decay) * weights``. The average is fp32. It
+    replaces the weights while they are validated, and is saved as ``average`` in checkpoints; their
+    ``model`` holds the weights themselves, from which a resumed run trains.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights: dict[str, Tensor] = {}
+        """What is averaged, by its name in the whole model; tied weights have several names."""
+        self._average: dict[str, Tensor] = {}
+        """Empty before the first update."""
+        self._raw: list[Tensor] = []
+        """The weights themselves while the average is validated."""
+        self._step = 0
+        """Optimizer steps at the last update."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks the weights up: by now they are sharded, and no forward pass has gathered them."""
+        layout = layout_of(trainer)
+        self._weights = {
+            layout.canonical(name): tensor
+            for name, tensor in pl_module.state_dict(keep_vars=True).items()
+            if self._is_averaged(tensor)
+        }
+
+    def _is_averaged(self, tensor: object) -> bool:
+        if isinstance(tensor, nn.Parameter):
+            return tensor.requires_grad
+        return self.use_buffers and isinstance(tensor, Tensor) and tensor.is_floating_point()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts steps from those of the checkpoint that a run is resumed from."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Updates the average if this batch has ended an optimizer step."""
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        last = step - 1  # counted from 0
+        if last >= self.update_starting_at_step and last % self.update_every_n_steps == 0:
+            self._update()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if not self._average:
+            self._average = self._allocated()
+            for weight, average in self._pairs():
+                average.copy_(weight)
+            return
+        for weight, average in self._pairs():
+            average.lerp_(weight.float(), 1 - self.decay)
+
+    def _allocated(self) -> dict[str, Tensor]:
+        """Returns uninitialized averages; names of one tied weight share one tensor."""
+        made: dict[int, Tensor] = {}
+        for tensor in self._weights.values():
+            if id(tensor) not in made:
+                made[id(tensor)] = torch.empty_like(tensor.detach(), dtype=torch.float32)
+        return {name: made[id(tensor)] for name, tensor in self._weights.items()}
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what this rank holds of each weight and of its average, each once."""
+        seen: set[int] = set()
+        for name, tensor in self._weights.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield norms.local(tensor.detach()), norms.local(self._average[name])
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts the average in the place of the weights."""
+        if not self._average:
+            return
+        pairs = list(self._pairs())
+        self._raw = [weight.clone() for weight, _ in pairs]
+        for weight, average in pairs:
+            weight.copy_(average)
+        layout_of(trainer).discard_gathered()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts the weights back."""
+        if not self._raw:
+            return
+        for (weight, _), raw in zip(self._pairs(), self._raw, strict=True):
+            weight.copy_(raw)
+        self._raw = []
+        layout_of(trainer).discard_gathered()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the average, which the strategy writes next to the weights."""
+        if self._average:
+            checkpoint[store.AVERAGE] = dict(self._average)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Reads the average, where the run that saved the checkpoint had one."""
+        path = layout_of(trainer).resumed
+        if "averaging_state" in checkpoint:  # of Lightning's callback, which saves it as the model
+            reason = "holds averaged weights in the place of those that were trained"
+            raise CheckpointError.one("resume", path, reason, "set resume=null")
+        if store.has(path, store.AVERAGE):
+            self._average = self._allocated()
+            store.read(path, store.AVERAGE, self._average)

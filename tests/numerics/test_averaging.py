@@ -1,0 +1,140 @@
+"""The moving average of the weights is torch's, whatever the strategy, and outlives a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.doors import Folder, same_weights
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
+from fixtures.steps import SGD, TOLERANCE, assert_close
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from scalewise import compose
+from scalewise.checkpoints import store
+from scalewise.verbs.trained import recorded
+
+DECAY, STEPS = 0.6, 4
+STEPPED = (
+    *(part for part in SGD if not part.startswith("+callbacks")),
+    f"trainer.max_steps={STEPS}",
+    "trainer.global_batch=12",
+    "trainer.validate_every=1",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+)
+RUN = (*SHAPE, *LLAMA, *STEPPED)
+EMA = ("callbacks=[ema]", f"callbacks.ema.decay={DECAY}")
+TIED = ("model.tied=true",)
+USUAL = ("fsdp", "pipeline_one_f_one_b")
+SELDOM = (
+    *("ddp", "fsdp_zero2", "fsdp_offload", "fsdp_4", "hsdp", "tensor", "shard_tensor", "context"),
+    *("pipeline_zbv_zero_bubble", "pipeline_shard", "pipeline_shard_zbv_zero_bubble"),
+    *("shard_context", "context_tensor"),
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
+    return Job(tmp_path_factory.mktemp("averaging"), shared_cache)
+
+
+@pytest.fixture(scope="module")
+def plain(job: Job) -> Folder:
+    """A run on one device that averages nothing, and keeps the weights of each step."""
+    return job.of(*RUN, "trainer.micro_batch=12")
+
+
+@pytest.fixture(scope="module")
+def single(job: Job) -> Folder:
+    return job.of(*RUN, *EMA, "trainer.micro_batch=12")
+
+
+def average(run: Folder, step: int) -> dict[str, torch.Tensor]:
+    return store.whole(run.checkpoint(step), store.AVERAGE)
+
+
+def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ``AveragedModel`` makes of the weights after each step."""
+    module = torch.nn.ParameterDict({name.replace(".", "/"): it for name, it in steps[0].items()})
+    averaged = AveragedModel(module, avg_fn=get_ema_avg_fn(DECAY))
+    for weights in steps:
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                module[name.replace(".", "/")].copy_(tensor)
+        averaged.update_parameters(module)
+    return {name.replace("/", "."): it.detach() for name, it in averaged.module.items()}
+
+
+def test_one_device_averages_as_torch_does(plain: Folder, single: Folder) -> None:
+    raw = [plain.weights(step + 1) for step in range(STEPS)]
+    assert same_weights(single.weights(), raw[-1])
+    assert single.column("train/loss") == plain.column("train/loss")
+    assert_close(average(single, STEPS), averaged_by_torch(raw), "average")
+
+
+def test_the_average_is_given_away(single: Folder) -> None:
+    told = recorded(single.path)
+    assert told.averaged
+    given = {f"model.{name}": tensor for name, tensor in told.state().items()}
+    held = average(single, STEPS)
+    assert same_weights({name: given[name] for name in held}, held)
+    assert not same_weights(given, single.weights())
+
+
+def layout(name: str) -> tuple[str, ...]:
+    parts = LAYOUTS[name]
+    ranks = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism.data_parallel_size
+    return (*parts, f"trainer.micro_batch={12 // ranks}")
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SELDOM)]
+)
+def test_every_strategy_averages_as_one_device(
+    name: str, tied: bool, job: Job, single: Folder
+) -> None:
+    """Each step trains from the weights, after the average has been validated."""
+    further = TIED * tied
+    reference = job.of(*RUN, *EMA, *further, "trainer.micro_batch=12") if tied else single
+    run = job.of(*RUN, *EMA, *further, *layout(name))
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert run.column(key) == pytest.approx(reference.column(key), rel=TOLERANCE), key
+    assert_close(run.weights(), reference.weights(), "weights")
+    assert_close(average(run, STEPS), average(reference, STEPS), "average")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, None),
+        pytest.param("fsdp", "fsdp", marks=pytest.mark.exhaustive),
+        pytest.param("fsdp", "tensor", marks=pytest.mark.exhaustive),
+        pytest.param("pipeline_one_f_one_b", "ddp", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_resumed_after_its_end_trains_from_the_weights(
+    before: str | None, after: str | None, job: Job, single: Folder
+) -> None:
+    first = layout(before) if before else ("trainer.micro_batch=12",)
+    then = layout(after) if after else ("trainer.micro_batch=12",)
+    half = job.of(*RUN, *EMA, *first, "trainer.max_steps=2")
+    resumed = job.of(*RUN, *EMA, *then, resume=half.checkpoint(2))
+    if before is None:
+        assert same_weights(resumed.weights(), single.weights())
+        assert same_weights(average(resumed, STEPS), average(single, STEPS))
+    assert_close(resumed.weights(), single.weights(), "weights")
+    assert_close(average(resumed, STEPS), average(single, STEPS), "average")
+    assert resumed.column("val/loss") == pytest.approx(single.column("val/loss"), rel=TOLERANCE)
+
+
+def test_an_average_begins_where_it_is_told_to(job: Job, plain: Folder) -> None:
+    late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
+    run = job.of(*RUN, *EMA, *late, "trainer.micro_batch=12")
+    has = [store.has(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
+    assert has == [False, False, True]
+    assert same_weights(average(run, 3), plain.weights(3))
+    assert run.column("val/loss")[:2] == plain.column("val/loss")[:2]
