@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from scalewise.data.answers import template_of
 from scalewise.data.base import Rows, Splits
 from scalewise.data.chat import Chat
-from scalewise.data.conversations import ROLES, Message
-from scalewise.data.templates import PLAIN, asking, plain
+from scalewise.data.chat_messages import ROLES, Conversation, Message
+from scalewise.data.templates import PLAIN, Plain, asking
 from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import DataError
 
@@ -166,7 +166,7 @@ def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
     config = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     chat = Chat(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
-    with pytest.raises(DataError, match=r"is refused by the template.*unsafe"):
+    with pytest.raises(DataError, match=r"is rejected by the chat template.*unsafe"):
         chat.prepare(512, 0)
 
 
@@ -176,7 +176,7 @@ def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> 
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT)
     chat = Chat(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
-    with pytest.raises(DataError, match=r"1 record that .*a.jsonl:2 is refused .* no system"):
+    with pytest.raises(DataError, match=r"1 record that .*a.jsonl:2 is rejected .* no system"):
         chat.prepare(512, 0)
 
 
@@ -194,8 +194,12 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     config.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
     assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
-    marked = CHATML.replace("{{ message.content", "{% generation %}{{ message.content")
-    marked = marked.replace("<|im_end|>\n", "<|im_end|>\n{%- endgeneration -%}")
+    body = "{{ message.content | trim }}<|im_end|>\n"
+    marked = (
+        "{% if message.role == 'assistant' %}{% generation %}" + body + "{% endgeneration %}"
+        "{% else %}" + body + "{% endif %}"
+    )
+    marked = CHATML.replace(body, marked)
     config.write_text(json.dumps({"bos_token": "<s>"}))
     tokenizer.with_name("chat_template.jinja").write_text(marked)
     assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
@@ -208,10 +212,10 @@ def test_the_plain_template_is_the_one_that_is_exported() -> None:
     theirs = environment.from_string(PLAIN)
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES):
         told = tuple(Message(**turn) for turn in messages)
-        ours = "".join(piece.text for piece in plain(END_OF_TEXT)(told))
+        ours = "".join(piece.text for piece in Plain(END_OF_TEXT)(Conversation(told)))
         assert theirs.render(messages=messages, eos_token=END_OF_TEXT) == ours
     asked = theirs.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
-    assert asking(plain(END_OF_TEXT), "Add 2 and 2.") == asked
+    assert asking(Plain(END_OF_TEXT), "Add 2 and 2.") == asked
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(9999999) | list }}", "hello"])

@@ -16,22 +16,22 @@ from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
 from scalewise.data.packing import PackedTexts
 from scalewise.data.rows import AnsweredRows, ClassedRows, PaddedRows
-from scalewise.data.templates import Piece, Template, beside, plain, sources
+from scalewise.data.templates import Piece, Plain, Template, beside, sources
 from scalewise.data.tokenized import Progress
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.tokenizing import Tokenization, every_core
 from scalewise.errors import DataError
 from scalewise.output import print_lines
 from scalewise.units import count_text
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
     from scalewise.data.chat import Chat
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the content of the cached files changes for the same key."""
-TOGETHER = 1000
-"""Conversations that are tokenized at once."""
+TOGETHER, TOGETHER_CHARACTERS = 1000, 2_000_000
+"""Conversations that are tokenized at once, and the characters after which no more are added."""
 TOLD = 3
 """Bad records that an error names."""
 
@@ -48,10 +48,12 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
     return {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
+        "transformers": version("transformers"),
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         "validation_fraction": spec.validation_fraction,
         "max_bad_rows": spec.max_bad_rows,
         "end_of_text": spec.end_of_text,
+        "ignore_keys": sorted(spec.ignore_keys),
         **{name: getattr(spec, name) for name in spec.reads},
         **spec.tokenization.identity(),
     }
@@ -59,10 +61,10 @@ def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
 
 def write(spec: Chat, files: Sequence[Path], folder: Path) -> None:
     """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
-    found, bad = _written(files, spec)
+    found, bad, notes = _written(files, spec)
     parts = _parted(found, spec.validation_fraction)
     check(bad, parts, spec)
-    keep(parts, spec.tokenization, spec.kind, folder)
+    keep(parts, spec.tokenization, spec.kind, folder, notes)
 
 
 def check(bad: Sequence[Bad], parts: Mapping[str, Sequence[Written]], spec: Chat) -> None:
@@ -86,12 +88,16 @@ def check(bad: Sequence[Bad], parts: Mapping[str, Sequence[Written]], spec: Chat
 
 
 def keep(
-    parts: Mapping[str, Sequence[Written]], tokenization: Tokenization, kind: str, folder: Path
+    parts: Mapping[str, Sequence[Written]],
+    tokenization: Tokenization,
+    kind: str,
+    folder: Path,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Writes the tokenizer, ids and where each text starts, for each split."""
+    """Writes the tokenizer, ids and where each text starts, for each split; and notes."""
     progress = Progress(kind)
     flat = {split: [text for each in part for text in each] for split, part in parts.items()}
-    tokenizer = tokenization.load() or tokenization.train(
+    tokenizer = _given(tokenization) or tokenization.train(
         lambda: ("".join(piece.text for piece in pieces) for pieces in flat["train"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -107,9 +113,29 @@ def keep(
         progress.show(f"{count_text(count)} tokens")
         np.save(folder / f"{split}.starts.npy", np.array(starts, dtype=np.int64))
         np.save(folder / f"{split}.firsts.npy", np.array(firsts, dtype=np.int64))
-    meta = {"end": tokenizer.token_to_id(tokenization.end_of_text), "splits": list(parts)}
+    end = tokenizer.token_to_id(tokenization.end_of_text)
+    meta = {"end": end, "splits": list(parts), "notes": list(notes)}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     progress.close("")
+
+
+def _given(tokenization: Tokenization) -> Tokenizer | None:
+    """The tokenizer that is given, as transformers loads it; None if one is to be trained."""
+    from tokenizers import Tokenizer
+
+    from scalewise.data.chat_tokenizer import load
+
+    tokenizer = tokenization.load()
+    if tokenization.tokenizer is None or tokenizer is None:
+        return None
+    loaded = load(Path(tokenization.tokenizer).expanduser())
+    if loaded is None:
+        return tokenizer
+    tokenizer = loaded.backend_tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _count(bad: Sequence[Bad]) -> str:
@@ -120,8 +146,10 @@ def splits(folder: Path, spec: Data) -> Splits:
     """Returns the rows of both splits of a folder that ``keep`` has filled, or of one alone."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     rows = {split: _rows(folder, split, spec, meta) for split in meta["splits"]}
-    told = _note(rows["train"], spec.sequence)
-    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", told)
+    notes = [*filter(None, [_note(rows["train"], spec.sequence)]), *meta.get("notes", [])]
+    return Splits(
+        rows["train"], rows.get("validation"), folder / "tokenizer.json", "\n".join(notes)
+    )
 
 
 def _note(rows: PaddedRows, sequence: int) -> str:
@@ -163,21 +191,24 @@ def template_of(spec: Chat) -> Template:
     own = None
     if spec.tokenizer is not None:
         own = beside(Path(spec.tokenizer).expanduser())
-    return own or plain(spec.end_of_text)
+    return own or Plain(spec.end_of_text)
 
 
-def _written(files: Iterable[Path], spec: Chat) -> tuple[list[Written], list[Bad]]:
-    """Returns the records of all files as they are written down, and what is bad."""
+def _written(files: Iterable[Path], spec: Chat) -> tuple[list[Written], list[Bad], list[str]]:
+    """Returns the records of all files as they are written down, what is bad, and notes."""
     found: list[Written] = []
     bad: list[Bad] = []
     template = template_of(spec)
-    for file in files:
-        for told in records(file, lambda record: spec.written(record, template)):
-            if isinstance(told, Bad):
-                bad.append(told)
-            else:
-                found.append(told)
-    return found, bad
+    try:
+        for file in files:
+            for told in records(file, lambda record: spec.written(record, template)):
+                if isinstance(told, Bad):
+                    bad.append(told)
+                else:
+                    found.append(told)
+    finally:
+        template.close()
+    return found, bad, [f"{note}: {count:,}" for note, count in template.notes.items() if count]
 
 
 def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
@@ -197,15 +228,61 @@ def is_held_out(number: int, fraction: float) -> bool:
 
 def _ids(tokenizer: Tokenizer, texts: Sequence[list[Piece]]) -> Iterator[NDArray[np.int32]]:
     """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt."""
-    for at in range(0, len(texts), TOGETHER):
-        some = texts[at : at + TOGETHER]
-        flat = [piece.text for pieces in some for piece in pieces]
-        encoded = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
-        for pieces in some:
-            parts = []
-            for piece in pieces:
-                ids = np.array(next(encoded).ids, dtype=np.int32)
-                if piece.label is not None:
-                    ids = np.array([piece.label], dtype=np.int32)
-                parts.append(ids if piece.learnt else ~ids)
-            yield np.concatenate(parts)
+    for some in _batches(texts):
+        runs = [list(_joined(pieces)) for pieces in some]
+        flat = [text for parts in runs for text, _, label in parts if label is None]
+        with every_core():
+            encodings = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
+        for parts in runs:
+            ids = []
+            for _, spans, label in parts:
+                if label is None:
+                    ids.append(_masked(next(encodings), spans))
+                else:
+                    ids.append(np.array([label], dtype=np.int32))
+            yield np.concatenate(ids)
+
+
+def _batches(texts: Iterable[list[Piece]]) -> Iterator[list[list[Piece]]]:
+    batch: list[list[Piece]] = []
+    characters = 0
+    for pieces in texts:
+        batch.append(pieces)
+        characters += sum(len(piece.text) for piece in pieces)
+        if len(batch) == TOGETHER or characters >= TOGETHER_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[str, list[tuple[int, int]], int | None]]:
+    """Yields each text that is tokenized by itself, the spans in it to learn, and a label."""
+    text = ""
+    spans: list[tuple[int, int]] = []
+    for piece in pieces:
+        if piece.separate:
+            yield text, spans, None
+            text, spans = "", []
+        if piece.label is not None:
+            yield "", [], piece.label
+            return
+        if piece.learnt:
+            spans.append((len(text), len(text) + len(piece.text)))
+        text += piece.text
+    yield text, spans, None
+
+
+def _masked(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
+    """The ids of a text, ``~t`` where a token has no character of a span.
+
+    As transformers' assistant masks: from the first to the last token that has one.
+    """
+    ids = np.array(encoding.ids, dtype=np.int32)
+    offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(ids), dtype=bool)
+    for start, stop in spans:
+        (inside,) = np.nonzero((offsets_T2[:, 0] < stop) & (offsets_T2[:, 1] > start))
+        if len(inside):
+            learnt[inside[0] : inside[-1] + 1] = True
+    return np.where(learnt, ids, ~ids)

@@ -18,7 +18,7 @@ from scalewise.data.base import Splits
 from scalewise.data.captions import Captions
 from scalewise.data.conversations import Bad, records
 from scalewise.data.rows import PaddedRows
-from scalewise.data.templates import plain
+from scalewise.data.templates import Plain
 
 PIXELS = "pixels"
 """Ending of the files of pictures, one after the other."""
@@ -87,7 +87,7 @@ def _told(
     files: Sequence[Path], spec: Captions
 ) -> Iterator[Bad | tuple[NDArray[np.uint8], answers.Written]]:
     """Yields the picture and the caption of each record, or what is bad about it."""
-    template = plain(spec.end_of_text)  # not read: captions are written as they stand
+    template = Plain(spec.end_of_text)  # not read: captions are written as they stand
     for file in files:
 
         def told(

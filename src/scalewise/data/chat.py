@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
+from scalewise.data.chat_messages import Keys
 from scalewise.data.conversations import SUFFIXES, conversation
 from scalewise.data.reading import matching, path_complaints
 from scalewise.data.templates import Piece, Template
@@ -37,6 +38,9 @@ class Chat(Data):
     """Whether a row is as many whole conversations as fit, none of which attends to another."""
     max_bad_rows: int = 0
     """Records that are left out for not being conversations; more are an error."""
+
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of records and turns that are not read; other unknown keys with content are errors."""
 
     kind: ClassVar[str] = "chat"
     record: ClassVar[str] = "conversation"
@@ -79,7 +83,11 @@ class Chat(Data):
 
     def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
         """Returns a record's texts as a template writes them; raises ``ValueError``."""
-        return (template(conversation(record)),)
+        return (template(conversation(record, self.keys(template))),)
+
+    def keys(self, template: Template) -> Keys:
+        """Which keys of records are left out, counted with the notes of their template."""
+        return Keys(self.ignore_keys, template.notes)
 
     @property
     def tokenization(self) -> Tokenization:

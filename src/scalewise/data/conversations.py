@@ -6,31 +6,28 @@ Alpaca's has ``instruction``, ``input`` and ``output``; ShareGPT's ``conversatio
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scalewise.data.chat_messages import (
+    Conversation,
+    Keys,
+    Message,
+    has_surrogate,
+    sound,
+    tools,
+    turns,
+)
 from scalewise.errors import DataError
 
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
-"""What files call the speakers, and what templates do."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """What one speaker says; ``role`` is system, user or assistant."""
-
-    role: str
-    content: str
+OF_TEMPLATE = frozenset({"tools", "functions", "documents", "chat_template_kwargs"})
+"""Keys of a record that the chat template reads."""
+OF_ALPACA = frozenset({"instruction", "input", "output"})
+CALL_OPTIONS = frozenset({"parallel_tool_calls", "tool_choice", "temperature", "top_p", "seed"})
+"""Keys of requests to the OpenAI API that say nothing of the conversation."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,23 @@ class Bad:
         return f"{self.path.name}:{self.number} {self.reason}"
 
 
-Conversation = tuple[Message, ...]
+class TemplateLimitError(DataError):
+    """A chat template that takes too much time or memory to write a conversation."""
+
+    @classmethod
+    def of(cls, template: Path, reason: str) -> "TemplateLimitError":
+        """The error of a template in a file."""
+        cure = "repair the template, or put another beside data.tokenizer"
+        return cls.one("data.tokenizer", template, f"the chat template {reason}", cure)
+
+    def at(self, record: str) -> "TemplateLimitError":
+        """The same error, naming the record."""
+        return TemplateLimitError(
+            replace(complaint, reason=f"{complaint.reason} at {record}")
+            for complaint in self.complaints
+        )
+
+
 Written = TypeVar("Written")
 
 
@@ -62,72 +75,84 @@ def records(path: Path, write: Callable[[dict[str, Any]], Written]) -> Iterator[
             if not isinstance(record, dict):
                 raise ValueError("is no object")
             yield write(record)
+        except TemplateLimitError as error:
+            raise error.at(f"{path.name}:{number}") from error
         except ValueError as error:
             yield Bad(path, number, str(error))
 
 
-def conversation(record: dict[str, Any]) -> Conversation:
-    """Returns a record's messages; raises ``ValueError`` with what is wrong with them."""
+def conversation(record: dict[str, Any], keys: Keys) -> Conversation:
+    """Returns a record's conversation; raises ``ValueError`` with what is wrong with it."""
+    record = keys.without_ignored(record)
     if record.get("messages") is not None:
-        found = said(record["messages"], "role", "content")
+        messages, own = turns(record["messages"], keys), {"messages"}
     elif record.get("conversations") is not None:
-        found = said(record["conversations"], "from", "value")
+        messages, own = turns(record["conversations"], keys), {"conversations"}
     elif "instruction" in record and "output" in record:
-        found = _instruction(record)
+        if not isinstance(record["output"], str | None):
+            raise ValueError("has an instruction, input or output that is no text")
+        answer = Message("assistant", record["output"] or "")
+        messages, own = (*alpaca_question(record), answer), {*OF_ALPACA, "history"}
     else:
-        keys = ", ".join(map(str, record)) or "nothing"
-        raise ValueError(f"has no messages, conversations or instruction and output; it has {keys}")
-    return sound(found)
+        names = ", ".join(map(str, record)) or "nothing"
+        raise ValueError(
+            f"has no messages, conversations or instruction and output; it has {names}"
+        )
+    said = " ".join(message.text for message in messages)
+    return assembled(record, sound(messages), keys, {*own, *OF_TEMPLATE, "system"}, said)
 
 
-def sound(found: Conversation) -> Conversation:
-    """Returns a conversation that has an answer, all in whole characters; raises otherwise."""
-    answers = [message.content for message in found if message.role == "assistant"]
-    if not any(answer.strip() for answer in answers):
-        raise ValueError("has no answer")
-    if any("\ud800" <= letter <= "\udfff" for message in found for letter in message.content):
+def assembled(
+    record: Mapping[str, Any],
+    messages: tuple[Message, ...],
+    keys: Keys,
+    read: set[str],
+    said: str,
+) -> Conversation:
+    """Messages with the system text, tools and other parts of their record.
+
+    ``read``: keys that are read here or in the messages; ``said``: what the messages say.
+    """
+    given = keys.fields(record, read | CALL_OPTIONS, said)
+    for key in sorted(CALL_OPTIONS & given.keys()):
+        keys.ignore(key)
+    system = given.get("system", "")
+    if not isinstance(system, str):
+        raise ValueError("has a system that is no text")
+    if system.strip():
+        first = next((m.text for m in messages if m.role in ("system", "developer")), system)
+        if first != system:
+            raise ValueError("has a system, and another one in its turns")
+        if first is system:
+            messages = (Message("system", system), *messages)
+    functions = [*(tools(given.get("tools")) or []), *(tools(given.get("functions")) or [])]
+    documents = given.get("documents")
+    if documents is not None and not all(isinstance(document, dict) for document in documents):
+        raise ValueError("has documents that are no list of objects")
+    variables = given.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise ValueError("has chat_template_kwargs that are no object")
+    if has_surrogate([system, functions, documents, variables]):
         raise ValueError("has half a character (a lone surrogate)")
-    return found
+    return Conversation(messages, functions or None, documents, variables)
 
 
-def said(turns: object, speaker: str, text: str) -> Conversation:
-    """Returns the messages of turns that are tables of a speaker and a text."""
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("has no list of turns")
-    return tuple(_message(turn, speaker, text) for turn in turns)
-
-
-def _message(turn: object, speaker: str, text: str) -> Message:
-    if not isinstance(turn, dict):
-        raise ValueError("has a turn that is no object")
-    content = turn.get(text)
-    if isinstance(content, list):
-        content = _joined(content)
-    if not isinstance(content, str):
-        raise ValueError(f"has a turn without a text in {text!r}")
-    role = ROLES.get(str(turn.get(speaker)))
-    if role is None:
-        known = ", ".join(ROLES)
-        raise ValueError(f"has a turn of {turn.get(speaker)!r}; known are {known}")
-    return Message(role, content)
-
-
-def _joined(parts: list[Any]) -> str | None:
-    """Returns the text of parts of which all are text; None where some are not."""
-    if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-        return "".join(str(part.get("text", "")) for part in parts)
-    return None
-
-
-def _instruction(record: dict[str, Any]) -> Conversation:
-    system, asked, given, answer = (
-        record.get(key) or "" for key in ("system", "instruction", "input", "output")
-    )
-    if not all(isinstance(part, str) for part in (system, asked, given, answer)):
+def alpaca_question(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Returns the earlier turns of a record in Alpaca's format, and its question."""
+    asked, given = (record.get(key) or "" for key in ("instruction", "input"))
+    if not isinstance(asked, str) or not isinstance(given, str):
         raise ValueError("has an instruction, input or output that is no text")
-    told = (Message("system", system),) if system else ()
-    question = f"{asked}\n\n{given}" if given else asked
-    return (*told, Message("user", question), Message("assistant", answer))
+    earlier: list[Message] = []
+    history = record.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair))):
+            raise ValueError("has a history that is no list of pairs of texts")
+        earlier += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return (*earlier, Message("user", f"{asked}\n\n{given}" if given else asked))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _records(path: Path) -> Iterator[tuple[int, object]]:
@@ -178,7 +203,14 @@ def _rows(path: Path) -> Iterator[object]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_without_nulls, batch.to_pylist())
     except pyarrow.ArrowInvalid as error:
         reason = f"is not whole parquet ({error})"
         raise DataError.one("data.paths", path, reason, "copy the file again") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row without the keys that parquet adds to tables which do not have them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

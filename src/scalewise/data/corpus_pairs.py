@@ -60,10 +60,11 @@ class CorpusPairs(Corpus):
 
     def written(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
         """Yields the records of some files."""
+        from scalewise.data.chat_messages import Keys
         from scalewise.data.pairs import written
-        from scalewise.data.templates import plain
+        from scalewise.data.templates import Plain
 
-        template = plain(self.end_of_text)
+        template = Plain(self.end_of_text)
         for name in names:
             text = (root / name).read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if len(line.split()) > 1]
@@ -73,7 +74,7 @@ class CorpusPairs(Corpus):
                 rejected = "\n".join(spaced(line, shuffled(line, at)) for line in told)
                 if chosen != rejected:
                     record = {"prompt": "\n".join(asked), "chosen": chosen, "rejected": rejected}
-                    yield written(record, template)
+                    yield written(record, template, Keys())
 
 
 def _write(root: Path, names: list[str], spec: CorpusPairs, folder: Path) -> None:

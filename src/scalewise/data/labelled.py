@@ -44,6 +44,8 @@ class Labelled(Chat):
             if record.get(key) is None:
                 raise ValueError(f"has no {key}; it has {', '.join(map(str, record)) or 'nothing'}")
         text, label = record[self.text], record[self.label]
+        for key in record.keys() - {self.text, self.label}:
+            self.keys(template).ignore(key)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"has no words in {self.text}")
         return (classed(text, self._number(label)),)
@@ -62,4 +64,4 @@ class Labelled(Chat):
 
 def classed(text: str, number: int) -> list[Piece]:
     """Returns a text, no token of which is learnt, and the number of its class."""
-    return [Piece(text, learnt=False), Piece("", learnt=True, label=number)]
+    return [Piece(text, learnt=False), Piece("", learnt=True, label=number, separate=True)]

@@ -23,4 +23,4 @@ class Preference(Chat):
         """Returns the conversation with the chosen answer, and that with the rejected one."""
         from scalewise.data import pairs
 
-        return pairs.written(record, template)
+        return pairs.written(record, template, self.keys(template))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from scalewise.config.registry import option
@@ -41,14 +41,18 @@ class Seq2SeqData(Chat):
 
     def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
         """Returns a question, of which nothing is learnt, and its answer; raises ``ValueError``."""
-        told = conversation(record)
-        last = max(at for at, message in enumerate(told) if message.role == "assistant")
-        asked, answer = told[:last], told[last]
-        if not any(message.content.strip() for message in asked):
+        told = conversation(record, self.keys(template))
+        messages = told.messages
+        last = max(at for at, message in enumerate(messages) if message.role == "assistant")
+        asked, answer = messages[:last], messages[last]
+        if not any(message.text.strip() for message in asked):
             raise ValueError("has no question")
-        text = asked[0].content
-        if len(asked) > 1:
-            text = "".join(piece.text for piece in template((*asked, answer))[:-1])
-        return (
-            [Piece(text + self.end_of_text, False), Piece(answer.content + self.end_of_text, True)],
-        )
+        if answer.more:
+            raise ValueError(f"has {next(iter(answer.more))} in its answer, which is to be a text")
+        if not answer.train:
+            raise ValueError("has no answer to train on: the last is switched off")
+        text = asked[0].text
+        if len(asked) > 1 or asked[0].more or told.tools or told.documents:
+            text = template.prompt(replace(told, messages=asked))
+        question = Piece(text + self.end_of_text, learnt=False)
+        return ([question, Piece(answer.text + self.end_of_text, learnt=True, separate=True)],)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
-from itertools import takewhile
+import signal
+import subprocess
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from os import environ
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from scalewise.data.conversations import Conversation, Message
+from scalewise.data.chat_messages import Conversation, Message
+from scalewise.data.conversations import TemplateLimitError
 from scalewise.errors import DataError
 
 TITLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 CONFIG, OWN_FILE = "tokenizer_config.json", "chat_template.jinja"
 """Where Hugging Face keeps a template, beside the tokenizer; the second goes first."""
+SOURCES = (CONFIG, OWN_FILE, "special_tokens_map.json", "added_tokens.json", "config.json")
 PLAIN = (
     "{% for message in messages %}{% if message.role == 'assistant' %}"
     "### Assistant:\n{{ message.content }}{{ eos_token }}"
@@ -24,8 +30,15 @@ PLAIN = (
     "{% endfor %}{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 """The template of ``plain``, in Jinja."""
-MASKS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""Marks of transformers around what is learnt; here the template is asked for it."""
+SECONDS = 10.0
+"""CPU time in which a chat template must write one conversation."""
+REWRITTEN = (
+    "answers not trained on, since the chat template rewrites them in later turns "
+    "(a record for each answer, which ends with it, trains on all)"
+)
+SHORTENED = "answers trained on without a part that the chat template leaves out"
+OMITTED = "messages left out that follow the last answer"
+"""Notes, with a count."""
 
 
 @dataclass(frozen=True)
@@ -38,36 +51,74 @@ class Piece:
     text: str
     learnt: bool
     label: int | None = None
+    separate: bool = False
+    """Whether the text is tokenized by itself, not joined with the pieces before it."""
 
 
-Template = Callable[[Conversation], list[Piece]]
+class Template(ABC):
+    """Writes conversations as text. ``notes`` counts what a user should know of them."""
+
+    def __init__(self) -> None:
+        self.notes: Counter[str] = Counter()
+
+    @abstractmethod
+    def __call__(self, conversation: Conversation) -> list[Piece]:
+        """Pieces of text, answers marked as learnt; raises ``ValueError`` if it cannot."""
+
+    @abstractmethod
+    def prompt(self, conversation: Conversation) -> str:
+        """Text of a conversation up to where its next answer begins."""
+
+    def close(self) -> None:  # noqa: B027
+        """Frees what the template holds; it can be used again."""
 
 
 def asking(template: Template, question: str) -> str:
     """Returns a question as a conversation begins with it, up to where its answer would."""
-    pieces = template((Message("user", question), Message("assistant", "?")))
-    return "".join(piece.text for piece in takewhile(lambda piece: not piece.learnt, pieces))
+    try:
+        return template.prompt(Conversation((Message("user", question),)))
+    except ValueError as error:
+        raise DataError.one("prompt", question, str(error), "give another prompt") from error
 
 
-def plain(end_of_text: str) -> Template:
-    """Returns a template that any tokenizer can write: titles in words, an end after answers."""
+class Plain(Template):
+    """Titles in words and an end after answers: any tokenizer can write it."""
 
-    def pieces(conversation: Conversation) -> list[Piece]:
+    def __init__(self, end_of_text: str) -> None:
+        super().__init__()
+        self._end = end_of_text
+
+    def __call__(self, conversation: Conversation) -> list[Piece]:
+        """Pieces of text; raises ``ValueError`` for what only a chat template writes."""
+        extra = [key for key in ("tools", "documents") if getattr(conversation, key)]
         found = []
-        for message in conversation:
+        for message in conversation.messages:
+            extra += message.more
+            if message.role == "tool":
+                extra.append("a turn of 'tool'")
+            if extra:
+                raise ValueError(
+                    f"has {extra[0]}, which needs a chat template: "
+                    "give data.tokenizer=PATH of a tokenizer.json with one beside it"
+                )
             title = f"### {TITLES[message.role]}:\n"
             if message.role == "assistant":
-                found += [Piece(title, False), Piece(message.content + end_of_text, True)]
+                answer = Piece(message.text + self._end, message.train)
+                found += [Piece(title, False), answer]
             else:
-                found.append(Piece(f"{title}{message.content}\n\n", False))
+                found.append(Piece(f"{title}{message.text}\n\n", False))
         return found
 
-    return pieces
+    def prompt(self, conversation: Conversation) -> str:
+        """Text of a conversation up to where its next answer begins."""
+        text = "".join(piece.text for piece in self(conversation))
+        return f"{text}### {TITLES['assistant']}:\n"
 
 
 def sources(tokenizer: Path) -> list[Path]:
-    """Returns the files beside a tokenizer.json that decide its template."""
-    return [path for name in (CONFIG, OWN_FILE) if (path := tokenizer.with_name(name)).is_file()]
+    """Returns the files beside a tokenizer.json that decide its template and special tokens."""
+    named = [path for name in SOURCES if (path := tokenizer.with_name(name)).is_file()]
+    return [*named, *sorted(tokenizer.parent.glob("additional_chat_templates/*.jinja"))]
 
 
 def beside(tokenizer: Path) -> Template | None:
@@ -75,8 +126,20 @@ def beside(tokenizer: Path) -> Template | None:
 
     Raises ``DataError`` for one that cannot be read.
     """
-    source, config = source_beside(tokenizer)
-    return _of_jinja(source, config, tokenizer) if source else None
+    from scalewise.data.chat_tokenizer import load
+
+    loaded = load(tokenizer)
+    templates = getattr(loaded, "chat_template", None)
+    if loaded is None or not templates:
+        return None
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    own = tokenizer.with_name(OWN_FILE)
+    path = own if own.is_file() else tokenizer.with_name(CONFIG)
+    if "default" not in templates:
+        reason = f"has chat templates {', '.join(templates)}, and none of the name default"
+        raise DataError.one("data.tokenizer", path, reason, "name one of them default")
+    return ChatTemplate(path, templates, loaded.special_tokens_map)
 
 
 def source_beside(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
@@ -101,61 +164,115 @@ def source_beside(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
 
 def end_beside(tokenizer: Path) -> str:
     """Returns what ends a text, as is said beside a tokenizer.json; empty where nothing is."""
-    return _word(source_beside(tokenizer)[1].get("eos_token"))
+    return word(source_beside(tokenizer)[1].get("eos_token"))
 
 
-def _of_jinja(source: str, config: dict[str, Any], path: Path) -> Template:
-    """Returns a template in Jinja, as Hugging Face keeps them; it runs in a sandbox.
+class ChatTemplate(Template):
+    """A chat template in Jinja, rendered by transformers in a process of its own.
 
-    An answer is what the template adds when the answer is there, over what it writes to ask for it.
+    ``path`` is the file that errors name.
     """
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    words = {key: _word(config.get(key)) for key in ("bos_token", "eos_token")}
-    try:
-        template = environment.from_string(MASKS.sub("", source))
-    except TemplateError as error:
-        raise DataError.one("data.tokenizer", path, f"has no sound template: {error}") from error
+    def __init__(self, path: Path, templates: dict[str, str], special_tokens: dict[str, str]):
+        super().__init__()
+        self._path = path
+        self._setup = {
+            "templates": templates,
+            "special_tokens": special_tokens,
+            "seconds": SECONDS,
+        }
+        self._process: subprocess.Popen[str] | None = None
 
-    def rendered(messages: Sequence[Message], *, asks: bool) -> str:
-        told = [asdict(message) for message in messages]
-        try:
-            return template.render(messages=told, add_generation_prompt=asks, **words)
-        except Exception as error:  # a template may do whatever a sandbox lets it
-            raise ValueError(f"is refused by the template: {error}") from error
+    def __call__(self, conversation: Conversation) -> list[Piece]:
+        """Pieces of the text as transformers renders it; raises ``ValueError``."""
+        found = self._rendered(conversation, prompt=False)
+        text, at, pieces = found["text"], 0, []
+        for start, stop in found["spans"]:
+            pieces += [Piece(text[at:start], False), Piece(text[start:stop], True)]
+            at = stop
+        for note, key in ((REWRITTEN, "rewritten"), (SHORTENED, "shortened"), (OMITTED, "omitted")):
+            self.notes[note] += found[key]
+        return [*pieces, Piece(text[at:], False)]
 
-    def pieces(conversation: Conversation) -> list[Piece]:
-        found: list[Piece] = []
-        written = ""
-        for place, message in enumerate(conversation):
-            if message.role != "assistant":
-                continue
-            asked = rendered(conversation[:place], asks=True)
-            told = rendered(conversation[: place + 1], asks=False)
-            if not (asked.startswith(written) and told.startswith(asked)):
-                raise ValueError("is written otherwise by the template as it goes on")
-            found += [Piece(asked[len(written) :], False), Piece(told[len(asked) :], True)]
-            written = told
-        if not any(piece.learnt and piece.text for piece in found):
-            raise ValueError("has no answer as the template writes it")
+    def prompt(self, conversation: Conversation) -> str:
+        """Text of a conversation with transformers' generation prompt."""
+        return str(self._rendered(conversation, prompt=True)["text"])
+
+    def close(self) -> None:
+        """Ends the process; the next conversation starts another."""
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
+
+    def _rendered(self, conversation: Conversation, *, prompt: bool) -> dict[str, Any]:
+        request = {
+            "messages": [message.as_table() for message in conversation.messages],
+            "train": [message.train for message in conversation.messages],
+            "tools": conversation.tools,
+            "documents": conversation.documents,
+            "variables": conversation.variables,
+        }
+        if self._process is None:
+            self._start()
+        answer = self._ask({"request": request, "prompt": prompt})
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "scalewise.data.chat_rendering"]
+        quiet = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+        self._process = subprocess.Popen(  # noqa: S603  # our own module
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env={**environ, **quiet},
+        )
+        self._finalizer = weakref.finalize(self, _end, self._process)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._setup) + "\n")
+        answer = self._ask({"request": None})
+        if "error" in answer:
+            self.close()
+            cure = "repair the template, or put another beside data.tokenizer"
+            reason = f"the chat template {answer['error']}"
+            raise DataError.one("data.tokenizer", self._path, reason, cure)
+
+    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the process; raises ``DataError`` where a limit ended it."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(line) + "\n")
+            process.stdin.flush()
+        answer = process.stdout.readline()
+        if not answer:
+            status = process.wait()
+            self.close()
+            reason = f"takes over {SECONDS:g} s of CPU time"
+            if status != -signal.SIGPROF:
+                reason = f"ends its process (exit status {status})"
+            raise TemplateLimitError.of(self._path, reason)
+        found: dict[str, Any] = json.loads(answer)
+        if "limit" in found:
+            self.close()
+            raise TemplateLimitError.of(self._path, found["limit"])
         return found
 
-    return pieces
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
-def _word(token: object) -> str:
+def word(token: object) -> str:
     """Returns a token's text; configurations hold it as such, or in a table."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
-
-
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)

@@ -58,7 +58,9 @@ def written(
         found = answered(module, question[: told.data.sequence - told.data.target_length], *drawn)
         return str(tokenizer.decode(_until(last, found, count)))
     if isinstance(told.data, Chat):
-        text = asking(template_of(told.data), text)
+        template = template_of(told.data)
+        text = asking(template, text)
+        template.close()
     begun = tokenizer.encode(text, add_special_tokens=False).ids
     found = continued(
         module,

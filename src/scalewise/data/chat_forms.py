@@ -1,0 +1,90 @@
+"""Forms of messages that chat templates differ in, and what a rendered text holds of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+def is_answer(message: dict[str, Any]) -> bool:
+    """Whether a message is the assistant's."""
+    return bool(message["role"] == "assistant")
+
+
+def contains(text: str, content: object) -> bool:
+    """Whether a text has all of a content but whitespace; contents without a text are."""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    return (
+        not isinstance(content, str)
+        or content.strip() in text
+        or _squeezed(content) in _squeezed(text)
+    )
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _arguments(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the functions of a message's tool calls."""
+    for call in message.get("tool_calls", []):
+        yield call.get("function", call)
+
+
+def has_json_text(messages: Messages, text: str) -> bool:
+    """Whether the arguments of tool calls that are JSON texts are in a text as they stand."""
+    found = (function.get("arguments") for message in messages for function in _arguments(message))
+    return all(given in text for given in found if isinstance(given, str))
+
+
+class Arguments(Enum):
+    """How the arguments of tool calls are written."""
+
+    given = 0
+    objects = 1
+    texts = 2
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of messages, of which templates differ in what they take.
+
+    ``parts``: contents are lists of parts. ``empty``: a tool call without a content has an empty
+    one. ``developer``: the template knows this role; else it is a system message.
+    """
+
+    arguments: Arguments
+    parts: bool
+    empty: bool
+    developer: bool
+
+    def of(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message in this form."""
+        message = copy.deepcopy(message)
+        if message["role"] == "developer" and not self.developer:
+            message["role"] = "system"
+        if self.empty and "tool_calls" in message:
+            message.setdefault("content", "")
+        if self.parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        for function in _arguments(message):
+            given = function.get("arguments")
+            if self.arguments is Arguments.objects and isinstance(given, str):
+                function["arguments"] = _object(given)
+            if self.arguments is Arguments.texts and isinstance(given, dict):
+                function["arguments"] = json.dumps(given, ensure_ascii=False)
+        return message
+
+
+def _object(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,289 @@
+"""Messages of a conversation, read from the turns of a record.
+
+A key is read, is known to carry no content and counted, or is rejected: none is left out silently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalewise.errors import as_typed
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+"""Roles by the names that files use. The text of a ``function_call`` is a tool call in JSON."""
+SPEAKERS, TEXTS = ("role", "from"), ("content", "value")
+"""Keys of a turn's role and of its text: OpenAI's, then ShareGPT's."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+SWITCHES = ("weight", "train", "training")
+"""Whether an answer is trained on: a weight of 0 or 1 as OpenAI has it, a boolean as axolotl."""
+
+METADATA = frozenset(
+    """
+    annotations author authors avatar categories category channel conversation_hash
+    conversation_id country created created_at custom_id data_source dataset dataset_name date
+    datetime difficulty domain domains file filename generator hash hashed_ip header id idx index
+    item_id key lang language languages license message_id meta metadata model model_name
+    name_of_source num_tokens num_turns origin original_index parent_id prompt_id quality
+    question_id rank rating record_id row_id sample_id score scores session_id source source_id
+    split subject subset tag tags task task_id task_name task_type template_name time timestamp
+    title token_count tokens topic topics turn turns type url user_id uuid version
+    """.split()  # noqa: SIM905
+)
+"""Keys that describe a record or a turn and are no part of what is said."""
+MEANINGFUL = re.compile("weight|train|loss|mask|learn|label|kto|reward|margin", re.IGNORECASE)
+"""Keys of numbers that would change how a record is trained on."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A turn of a conversation.
+
+    ``role``: system, developer, user, assistant or tool. ``content`` is None for a tool call
+    without a text. ``more``: what else chat templates read (tool_calls, reasoning_content, name,
+    tool_call_id). ``train``: whether it is trained on, if it is an answer.
+    """
+
+    role: str
+    content: str | None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    train: bool = True
+
+    @property
+    def text(self) -> str:
+        """The content, empty if there is none."""
+        return self.content or ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the turn says nothing and calls no tool."""
+        return not (self.text.strip() or self.more.get("tool_calls") or REASONING[0] in self.more)
+
+    def as_table(self) -> dict[str, Any]:
+        """The message as transformers takes it."""
+        content = {} if self.content is None else {"content": self.content}
+        return {"role": self.role, **content, **self.more}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, with what else transformers' ``apply_chat_template`` takes.
+
+    ``variables``: arguments for the template (``chat_template_kwargs``).
+    """
+
+    messages: tuple[Message, ...]
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Keys:
+    """The keys of records: those to leave out because the user says so, and counts of these.
+
+    ``notes`` counts each key that is left out.
+    """
+
+    def __init__(self, ignored: Collection[str] = (), notes: Counter[str] | None = None) -> None:
+        self._ignored = frozenset(ignored)
+        self._notes = Counter[str]() if notes is None else notes
+
+    def fields(
+        self, table: Mapping[str, Any], read: Collection[str], said: str | None = None
+    ) -> dict[str, Any]:
+        """Entries of a record or turn that are in ``read`` and hold something.
+
+        Raises ``ValueError`` for an entry that may be content and is not in ``read``. A text that
+        is in ``said``, or has all of it, repeats what is read.
+        """
+        found: dict[str, Any] = {}
+        for key, value in table.items():
+            if value is None or value == "" or value == [] or value == {}:
+                continue
+            if key in read:
+                found[key] = value
+            elif (
+                key in METADATA
+                or _is_plain(key, value)
+                or (said is not None and isinstance(value, str) and _repeats(value, said))
+            ):
+                self.ignore(key)
+            else:
+                option = shlex.quote(f"data.ignore_keys=[{as_typed(key)}]")
+                raise ValueError(f"has {as_typed(key)}, which is not read ({option} leaves it out)")
+        return found
+
+    def without_ignored(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """A record or turn without the keys that the user wants left out."""
+        for key in self._ignored & table.keys():
+            self.ignore(key)
+        return {key: value for key, value in table.items() if key not in self._ignored}
+
+    def ignore(self, key: str) -> None:
+        """Counts a key that is left out."""
+        self._notes[f"key {as_typed(key)} is not read, times"] += 1
+
+
+def _is_plain(key: str, value: object) -> bool:
+    return isinstance(value, bool | int | float) and not MEANINGFUL.search(key)
+
+
+def _repeats(text: str, said: str) -> bool:
+    short, long = sorted(("".join(text.split()), "".join(said.split())), key=len)
+    return short in long
+
+
+def turns(found: object, keys: Keys) -> tuple[Message, ...]:
+    """Messages of a list of turns; raises ``ValueError`` with what is wrong with one."""
+    if not isinstance(found, list) or not found:
+        raise ValueError("has no list of turns")
+    return tuple(message(turn, keys) for turn in found)
+
+
+def message(turn: object, keys: Keys) -> Message:
+    """The message of a turn, a table of a role, a text and what goes with them."""
+    if not isinstance(turn, dict):
+        raise ValueError("has a turn that is no object")
+    turn = keys.without_ignored(turn)
+    name = _one(turn, SPEAKERS)
+    role = ROLES.get(str(name))
+    if role is None:
+        raise ValueError(f"has a turn of {name!r}; known are {', '.join(ROLES)}")
+    read = {*SPEAKERS, *TEXTS, *SWITCHES, "name"}
+    if role == "assistant":
+        read |= {*REASONING, "tool_calls", "function_call"}
+    if role == "tool":
+        read |= {"tool_call_id"}
+    given = keys.fields(turn, read)
+    content = _text(_one(turn, TEXTS), keys)
+    more: dict[str, Any] = {k: given[k] for k in ("name", "tool_call_id") if k in given}
+    if thoughts := _one(given, REASONING):
+        if not isinstance(thoughts, str):
+            raise ValueError("has reasoning that is no text")
+        more[REASONING[0]] = thoughts
+    if name == "function_call":
+        more["tool_calls"], content = list(_called(_json(content, "a function_call"))), None
+    elif "tool_calls" in given:
+        more["tool_calls"] = list(_called(_json(given["tool_calls"], "tool_calls")))
+    elif "function_call" in given:
+        more["tool_calls"] = list(_called(given["function_call"]))
+    if content is None and "tool_calls" not in more:
+        text = "value" if "from" in turn else "content"
+        raise ValueError(f"has a turn without a text in {text!r}")
+    return Message(role, content, more, _switched(given, role))
+
+
+def _one(table: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The value of the first name that has one; ``ValueError`` where two have different ones."""
+    values = [table[name] for name in names if table.get(name) is not None]
+    if any(value != values[0] for value in values[1:]):
+        raise ValueError(f"has a turn with different values in {' and '.join(names)}")
+    return values[0] if values else None
+
+
+def _text(content: object, keys: Keys) -> str | None:
+    """The text of a content: a string, or a list of parts that are all text."""
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else _part(part, keys) for part in content]
+        return "".join(texts)
+    if content is None or isinstance(content, str):
+        return content
+    raise ValueError("has a turn with a content that is no text")
+
+
+def _part(part: object, keys: Keys) -> str:
+    if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise ValueError(f"has a turn with a part of type {kind!r}: only text is read")
+    text = keys.fields(part, {"type", "text"}).get("text", "")
+    if not isinstance(text, str):
+        raise ValueError("has a turn with a part that is no text")
+    return text
+
+
+def _json(value: object, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has {name} that is not JSON ({error})") from error
+
+
+def _called(calls: object) -> Iterator[dict[str, Any]]:
+    """Yields tool calls in OpenAI's form, which is that of transformers."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        call = call if isinstance(call, dict) else {}
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("has a tool call without the name of a function")
+        yield call if function is not call else {"type": "function", "function": call}
+
+
+def tools(found: object) -> list[Any] | None:
+    """Tools as JSON schemas in OpenAI's form: of a list, or of its text in JSON."""
+    found = _json(found, "tools")
+    if not found:
+        return None
+    given = [_json(tool, "tools") for tool in (found if isinstance(found, list) else [found])]
+    if not all(isinstance(tool, dict) for tool in given):
+        raise ValueError("has tools that are no list of objects")
+    return [
+        {"type": "function", "function": tool}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in given
+    ]
+
+
+def _switched(given: Mapping[str, Any], role: str) -> bool:
+    """Whether an answer is trained on, as its turn says."""
+    values = {bool(value) for key in SWITCHES if (value := given.get(key)) is not None}
+    wrong = [key for key in SWITCHES if given.get(key) not in (None, 0, 1)]
+    if wrong or len(values) > 1:
+        key = wrong[0] if wrong else " and ".join(key for key in SWITCHES if key in given)
+        raise ValueError(f"has a turn whose {key} is not 0 or 1, false or true")
+    if role != "assistant" and True in values:
+        raise ValueError(f"has a turn of {role!r} to train on: only answers are")
+    return False not in values
+
+
+def sound(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Returns messages with an answer to train on, all in whole characters; raises otherwise."""
+    answers = [message for message in messages if message.role == "assistant"]
+    if all(answer.empty for answer in answers):
+        raise ValueError("has no answer")
+    if any(answer.empty and answer.train for answer in answers):
+        raise ValueError("has an empty answer among others")
+    if not any(answer.train for answer in answers):
+        raise ValueError("has no answer to train on: all are switched off")
+    if has_surrogate([message.as_table() for message in messages]):
+        raise ValueError("has half a character (a lone surrogate)")
+    return messages
+
+
+def has_surrogate(value: object) -> bool:
+    """Whether a JSON value has a text with a lone surrogate, which no encoding can write."""
+    if isinstance(value, str):
+        return any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, Mapping):
+        return any(has_surrogate(item) for pair in value.items() for item in pair)
+    return isinstance(value, list | tuple) and any(map(has_surrogate, value))

@@ -1,0 +1,381 @@
+"""Renders conversations with a chat template and finds the text to train on.
+
+Chat templates are programs from outside: they may loop forever or fill the memory. They run in a
+process of their own (``python -m scalewise.data.chat_rendering``) that reads one JSON object a line
+and answers each by another; ``scalewise.data.templates`` starts it. The first line is ``Setup``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from scalewise.data.chat_forms import Arguments, Form, Messages, contains, has_json_text, is_answer
+
+GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+"""The mark that transformers looks for to return an assistant mask."""
+TEXT_FACTOR, TEXT_ALLOWANCE = 100, 1_000_000
+"""Characters of a rendered text, at most: a factor of its conversation's, and a constant."""
+REASONING = "reasoning_content"
+MEMORY = 1 << 30
+"""Bytes that rendering may allocate."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one tokenizer renders with: ``templates`` by name and ``special_tokens`` by attribute.
+
+    ``seconds``: CPU time that one conversation may take.
+    """
+
+    templates: dict[str, str]
+    special_tokens: dict[str, str]
+    seconds: float
+
+
+@dataclass
+class Rendered:
+    """A conversation as text, with the spans of characters to train on, in order.
+
+    ``rewritten``: answers that the template writes otherwise once the conversation goes on; they
+    are not in ``spans``. ``shortened``: answers of which it leaves out a part. ``omitted``:
+    messages after the last answer that are not in the text.
+    """
+
+    text: str
+    spans: list[Span]
+    rewritten: int = 0
+    shortened: int = 0
+    omitted: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversation to render: messages as transformers takes them, without ``None`` values.
+
+    ``train`` says for each message whether its text is trained on.
+    """
+
+    messages: Messages
+    train: list[bool] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+class Renderer:
+    """Renders requests with the templates of one tokenizer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._templates, self.special_tokens = setup.templates, setup.special_tokens
+
+    def compile(self) -> None:
+        """Raises ``ValueError`` for a template with an error of syntax."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        for template in self._templates.values():
+            try:
+                _compile_jinja_template(template)
+            except TemplateError as error:
+                raise ValueError(f"has an error: {error}") from error
+
+    def prompt(self, request: Request) -> str:
+        """Text of a conversation up to where an answer is to be generated."""
+        return self.text(request, self._readable(request)[0], prompt=True)
+
+    def train(self, request: Request) -> Rendered:
+        """Text of a conversation and the parts of it to train on.
+
+        Raises ``ValueError`` for a conversation that the template cannot write in full.
+        """
+        rendered = self._train(request)
+        if rendered.spans:
+            return rendered
+        last = max(i for i, message in enumerate(request.messages) if is_answer(message))
+        omitted = len(request.messages) - last - 1
+        if omitted:
+            kept = Request(
+                request.messages[: last + 1],
+                request.train[: last + 1],
+                request.tools,
+                request.documents,
+                request.variables,
+            )
+            rendered = self._train(kept)
+        if not rendered.spans:
+            why = "writes each otherwise as the conversation goes on" if rendered.rewritten else ""
+            raise ValueError(f"has no answer to train on{why and f': the chat template {why}'}")
+        rendered.omitted = omitted
+        return rendered
+
+    def _train(self, request: Request) -> Rendered:
+        messages, text = self._readable(request)
+        self._check_written(request, messages, text)
+        turns = _Turns(self, request, messages, text)
+        trained = [index for index in turns.answers if request.train[index]]
+        rewritten = 0
+        if GENERATION.search(self._template(request)):
+            _, spans = self._render(request, messages, marks=True)
+            if len(trained) < len(turns.answers):
+                spans = turns.trained(spans)
+        else:
+            found = {index: turns.answer(index) for index in trained}
+            trained = [index for index, span in found.items() if span]
+            spans = [span for span in found.values() if span]
+            rewritten = len(found) - len(spans)
+        shortened = sum(
+            not all(contains(text, messages[index].get(key)) for key in ("content", REASONING))
+            for index in trained
+        )
+        return Rendered(text, [span for span in spans if span[0] < span[1]], rewritten, shortened)
+
+    def _readable(self, request: Request) -> tuple[Messages, str]:
+        """The form of the messages that the template writes best, and the text.
+
+        Templates differ in whether arguments of tool calls are JSON objects or their text, and
+        whether contents are strings or lists of parts. The first form that keeps all is taken; else
+        the first that can be rendered.
+        """
+        first: tuple[Messages, str] | None = None
+        failure: ValueError | None = None
+        seen: list[Messages] = []
+        developer = "developer" in self._template(request)
+        for parts, empty, arguments in product((False, True), (False, True), Arguments):
+            form = Form(arguments, parts, empty, developer)
+            messages = [form.of(message) for message in request.messages]
+            if messages in seen:
+                continue
+            seen.append(messages)
+            try:
+                text = self.text(request, messages)
+            except ValueError as error:
+                failure = failure or error
+                continue
+            if first is None or not has_json_text(*first):
+                first = messages, text
+            contents = [message["content"] for message in messages if not is_answer(message)]
+            if (
+                has_json_text(messages, text)
+                and all(contains(text, content) for content in contents)
+                and not (parts and "{'type': 'text'" in text)  # the list itself
+            ):
+                return messages, text
+        if first is None:
+            assert failure is not None
+            raise failure
+        return first
+
+    def _check_written(self, request: Request, messages: Messages, text: str) -> None:
+        """Raises ``ValueError`` for a part of the conversation that the template leaves out."""
+        for key in ("tools", "documents"):
+            if getattr(request, key) and self._same(request, messages, text, **{key: None}):
+                raise ValueError(f"has {key}, which the chat template does not write")
+        for index, message in enumerate(messages):
+            if not is_answer(message) and not contains(text, message["content"]):
+                changed = [*messages]
+                changed[index] = message | {"content": "?"}
+                if self._same(request, changed, text):
+                    role = message["role"]
+                    reason = f"has a turn of {role!r}, which the chat template does not write"
+                    raise ValueError(reason)
+            for key in ("tool_calls", REASONING, "name"):
+                if key not in message or (key == "name" and message["role"] == "tool"):
+                    continue
+                if key == REASONING and contains(text, message[key]):
+                    continue
+                told = messages[: index + 1]
+                without = {k: v for k, v in message.items() if k != key}
+                if self._same(request, [*told[:-1], without], self.text(request, told)):
+                    reason = f"has {key} in a turn, which the chat template does not write"
+                    raise ValueError(reason)
+
+    def _same(self, request: Request, messages: Messages, text: str, **changed: None) -> bool:
+        """Whether other messages, or other parts of the request, are rendered to the same text."""
+        other = Request(**{**vars(request), **changed})
+        try:
+            return self.text(other, messages) == text
+        except ValueError:
+            return False
+
+    def text(self, request: Request, messages: Messages, *, prompt: bool = False) -> str:
+        """Messages as text, with a generation prompt if ``prompt``."""
+        return self._render(request, messages, prompt=prompt)[0]
+
+    def _template(self, request: Request) -> str:
+        """The template that transformers uses: ``tool_use``, if there is one, for tools."""
+        templates = self._templates
+        return templates["tool_use" if request.tools and "tool_use" in templates else "default"]
+
+    def _render(
+        self, request: Request, messages: Messages, *, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render: Any = render_jinja_template
+            texts, spans = render(
+                [messages],
+                tools=request.tools,
+                documents=request.documents,
+                chat_template=self._template(request),
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **{**self.special_tokens, **request.variables},
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may do whatever a sandbox lets it
+            raise ValueError(f"is rejected by the chat template: {error}") from error
+        given = len(json.dumps(messages)) + len(json.dumps([request.tools, request.documents]))
+        if len(texts[0]) > TEXT_ALLOWANCE + TEXT_FACTOR * given:
+            raise MemoryError
+        return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
+
+
+class _Turns:
+    """Where the turns of a conversation are in its text, by renderings of its beginnings."""
+
+    def __init__(self, renderer: Renderer, request: Request, messages: Messages, text: str) -> None:
+        self._renderer = renderer
+        self._special = tuple(filter(None, renderer.special_tokens.values()))
+        self._request, self._messages, self._whole = request, messages, text
+        self.answers = [i for i, message in enumerate(messages) if is_answer(message)]
+
+    def answer(self, index: int) -> Span | None:
+        """Span of an answer as a model would generate it; None if the text has another there."""
+        told = self._told(index)
+        if told is None:
+            return None
+        start = self._start(index, told)
+        stop = self._stop(told)
+        return (start, stop) if start is not None and start < stop else None
+
+    def trained(self, spans: Sequence[Span]) -> list[Span]:
+        """The marked spans that are in answers to train on."""
+        train = self._request.train
+        stops: list[int] = []
+        for index in range(len(self._messages)):
+            told = self._told(index)
+            stops.append(0 if told is None else self._stop(told))
+        if stops[0] and stops == sorted(stops):
+            owners = [next(i for i, stop in enumerate(stops) if span[0] < stop) for span in spans]
+        elif len(spans) == len(self.answers):
+            owners = self.answers
+        else:
+            raise ValueError(
+                "has answers not to train on, which cannot be told apart: the chat template "
+                "writes earlier turns otherwise as the conversation goes on"
+            )
+        return [span for span, owner in zip(spans, owners, strict=True) if train[owner]]
+
+    def _told(self, index: int) -> str | None:
+        """Text of the conversation up to a message."""
+        if index == len(self._messages) - 1:
+            return self._whole
+        try:
+            return self._render(self._messages[: index + 1])
+        except ValueError:
+            return None
+
+    def _render(self, messages: Messages, *, prompt: bool = False) -> str:
+        return self._renderer.text(self._request, messages, prompt=prompt)
+
+    def _start(self, index: int, told: str) -> int | None:
+        """Where an answer begins: after what the template writes to ask for it."""
+        if index:
+            try:
+                asked = self._render(self._messages[:index], prompt=True)
+            except ValueError:
+                asked = None
+            if asked and told.startswith(asked):
+                return len(asked) if self._whole.startswith(asked) else None
+        # The generation prompt holds more than the answer begins with, as an opened thought.
+        message = self._messages[index]
+        texts = {"content", *({REASONING} & message.keys())}
+        try:
+            probes = [
+                self._render([*self._messages[:index], message | dict.fromkeys(texts, letter)])
+                for letter in ("A", "B")
+            ]
+        except ValueError:
+            return None
+        header = _common_start(*probes)
+        if not (told.startswith(header) and self._whole.startswith(header)):
+            return None
+        return len(header)
+
+    def _stop(self, told: str) -> int:
+        """Where the text up to a message ends within the whole text; 0 if it is not in there.
+
+        What a template adds at the end of a conversation alone (special tokens, whitespace) may be
+        absent.
+        """
+        while told and not self._whole.startswith(told):
+            ending = next((token for token in self._special if told.endswith(token)), "")
+            if not ending and not told[-1].isspace():
+                return 0
+            told = told[: -len(ending) or -1]
+        return len(told)
+
+
+def _common_start(first: str, second: str) -> str:
+    pairs = zip(first, second, strict=False)
+    return first[: next((i for i, (one, other) in enumerate(pairs) if one != other), len(first))]
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+
+
+def _answer(renderer: Renderer, line: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if line["request"] is None:
+            renderer.compile()
+            return {}
+        request = Request(**line["request"])
+        if line["prompt"]:
+            return {"text": renderer.prompt(request)}
+        return vars(renderer.train(request))
+    except ValueError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"limit": "takes too much memory or writes too much text"}
+    except RecursionError:
+        return {"error": "is nested too deep for the chat template"}
+
+
+def main() -> None:
+    """Answers requests until the input ends.
+
+    A timer of CPU time ends the process within one request that takes too long.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # standard output carries answers alone
+    setup = Setup(**json.loads(sys.stdin.readline()))
+    renderer = Renderer(setup)
+    import transformers.utils.chat_template_utils  # noqa: F401  # before the limits
+
+    _limit_memory()
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, setup.seconds)
+        answer = json.dumps(_answer(renderer, json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

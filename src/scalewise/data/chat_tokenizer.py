@@ -1,0 +1,41 @@
+"""The tokenizer of transformers that belongs to a tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from scalewise.data.templates import CONFIG, OWN_FILE, source_beside, word
+from scalewise.errors import DataError
+
+
+def load(file: Path) -> Any:
+    """Loads a tokenizer.json with the files beside it as transformers does.
+
+    Returns a ``PreTrainedTokenizerFast``; None if neither a tokenizer_config.json nor a
+    chat_template.jinja is beside it, since the file alone says all. Raises ``DataError`` for files
+    that cannot be read.
+    """
+    if not any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE)):
+        return None
+    source, config = source_beside(file)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if config and file.name == "tokenizer.json":
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
+            if hasattr(loaded, "backend_tokenizer"):
+                return loaded
+        except Exception:  # noqa: S110  # a class or a setting that transformers lacks
+            pass
+    special = {key: word(token) for key, token in config.items() if key.endswith("_token")}
+    try:
+        of_file: Any = PreTrainedTokenizerFast
+        return of_file(
+            tokenizer_file=str(file),
+            chat_template=source,
+            **{key: token for key, token in special.items() if token and "add_" not in key},
+        )
+    except Exception as error:
+        reason = f"cannot be read with {file.name} ({error})"
+        raise DataError.one("data.tokenizer", file.with_name(CONFIG), reason) from error
