@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 
 from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
+from scalewise.data.encoding import encode_texts
 from scalewise.data.packing import PackedTexts
 from scalewise.data.rows import AnsweredRows, ClassedRows, PaddedRows
 from scalewise.data.templates import Piece, Plain, Template, beside, sources
 from scalewise.data.tokenized import Progress
-from scalewise.data.tokenizing import Tokenization, every_core
+from scalewise.data.tokenizer_files import tokenizer_path
+from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import DataError
 from scalewise.output import print_lines
 from scalewise.units import count_text
@@ -41,14 +44,13 @@ Written = tuple[list[Piece], ...]
 
 def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
     """Returns what decides the ids: files, template, tokenizer, and what is held out."""
-    read = [file.absolute() for file in files]
-    if spec.tokenizer is not None:
-        read += [it.absolute() for it in sources(Path(spec.tokenizer).expanduser())]
-    stats = [(str(file), file.stat()) for file in read]
+    template = [] if spec.tokenizer is None else sources(tokenizer_path(spec.tokenizer))
+    stats = [(str(file), file.stat()) for file in map(Path.absolute, files)]
     return {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
+        "template": [[it.name, sha256(it.read_bytes()).hexdigest()] for it in template],
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         "validation_fraction": spec.validation_fraction,
         "max_bad_rows": spec.max_bad_rows,
@@ -97,7 +99,7 @@ def keep(
     """Writes the tokenizer, ids and where each text starts, for each split; and notes."""
     progress = Progress(kind)
     flat = {split: [text for each in part for text in each] for split, part in parts.items()}
-    tokenizer = _given(tokenization) or tokenization.train(
+    tokenizer = tokenization.load() or tokenization.train(
         lambda: ("".join(piece.text for piece in pieces) for pieces in flat["train"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -105,7 +107,7 @@ def keep(
     for split, texts in flat.items():
         starts, firsts = [0], []
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in _ids(tokenizer, texts):
+            for ids in _ids(tokenizer, texts, tokenization.tokenizer):
                 ids.tofile(file)
                 starts.append(starts[-1] + len(ids))
                 firsts.append(int(np.argmax(ids >= 0)) if (ids >= 0).any() else sys.maxsize)
@@ -117,25 +119,6 @@ def keep(
     meta = {"end": end, "splits": list(parts), "notes": list(notes)}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     progress.close("")
-
-
-def _given(tokenization: Tokenization) -> Tokenizer | None:
-    """The tokenizer that is given, as transformers loads it; None if one is to be trained."""
-    from tokenizers import Tokenizer
-
-    from scalewise.data.chat_tokenizer import load
-
-    tokenizer = tokenization.load()
-    if tokenization.tokenizer is None or tokenizer is None:
-        return None
-    loaded = load(Path(tokenization.tokenizer).expanduser())
-    if loaded is None:
-        return tokenizer
-    tokenizer = loaded.backend_tokenizer
-    assert isinstance(tokenizer, Tokenizer)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _count(bad: Sequence[Bad]) -> str:
@@ -190,7 +173,7 @@ def template_of(spec: Chat) -> Template:
     """Returns what writes a conversation down: the tokenizer's own template, or plain words."""
     own = None
     if spec.tokenizer is not None:
-        own = beside(Path(spec.tokenizer).expanduser())
+        own = beside(tokenizer_path(spec.tokenizer))
     return own or Plain(spec.end_of_text)
 
 
@@ -226,13 +209,18 @@ def is_held_out(number: int, fraction: float) -> bool:
     return int((number + 1) * fraction) > int(number * fraction)
 
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[list[Piece]]) -> Iterator[NDArray[np.int32]]:
-    """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt."""
+def _ids(
+    tokenizer: Tokenizer, texts: Sequence[list[Piece]], path: str | None
+) -> Iterator[NDArray[np.int32]]:
+    """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt.
+
+    Raises ``DataError`` for a text that the tokenizer at ``path`` cannot encode.
+    """
     for some in _batches(texts):
         runs = [list(_joined(pieces)) for pieces in some]
         flat = [text for parts in runs for text, _, label in parts if label is None]
-        with every_core():
-            encodings = iter(tokenizer.encode_batch(flat, add_special_tokens=False))
+        sources = [f"the text that begins {text[:40]!r}" for text in flat]
+        encodings = iter(encode_texts(tokenizer, flat, sources, path))
         for parts in runs:
             ids = []
             for _, spans, label in parts:

@@ -340,8 +340,9 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
 
-def _answer(renderer: Renderer, line: dict[str, Any]) -> dict[str, Any]:
+def _answer(renderer: Renderer, text: str) -> dict[str, Any]:
     try:
+        line = json.loads(text)
         if line["request"] is None:
             renderer.compile()
             return {}
@@ -372,7 +373,7 @@ def main() -> None:
     _limit_memory()
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, setup.seconds)
-        answer = json.dumps(_answer(renderer, json.loads(line)))
+        answer = json.dumps(_answer(renderer, line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, file=answers, flush=True)
 

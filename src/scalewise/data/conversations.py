@@ -5,7 +5,6 @@ Alpaca's has ``instruction``, ``input`` and ``output``; ShareGPT's ``conversatio
 """
 
 import json
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from scalewise.data.chat_messages import (
     tools,
     turns,
 )
+from scalewise.data.reading import json_lines, read_text, suffix_of, unreadable
 from scalewise.errors import DataError
 
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
@@ -79,6 +79,8 @@ def records(path: Path, write: Callable[[dict[str, Any]], Written]) -> Iterator[
             raise error.at(f"{path.name}:{number}") from error
         except ValueError as error:
             yield Bad(path, number, str(error))
+        except RecursionError:
+            yield Bad(path, number, "is nested too deeply")
 
 
 def conversation(record: dict[str, Any], keys: Keys) -> Conversation:
@@ -158,35 +160,21 @@ def _is_text(value: object) -> bool:
 def _records(path: Path) -> Iterator[tuple[int, object]]:
     """Yields each record with its number; a ValueError stands for one that cannot be read."""
     try:
-        if path.suffix == ".jsonl":
-            yield from _lines(path)
-        elif path.suffix == ".json":
+        if suffix_of(path) == ".jsonl":
+            yield from json_lines(path)
+        elif suffix_of(path) == ".json":
             yield from enumerate(_list(path), 1)
         else:
             yield from enumerate(_rows(path), 1)
     except OSError as error:
-        reason = f"cannot be read: {error.strerror or error}"
-        raise DataError.one("data.paths", path, reason, "mend or omit it") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            text = line.removeprefix(BOM_UTF8) if number == 1 else line
-            if text.strip():
-                try:
-                    yield number, json.loads(text.decode("utf-8"))
-                except json.JSONDecodeError as error:
-                    yield number, ValueError(f"is not JSON ({error.msg})")
-                except (UnicodeDecodeError, RecursionError) as error:
-                    yield number, ValueError(f"is not JSON in UTF-8 ({error})")
+        raise unreadable(path, error) from error
 
 
 def _list(path: Path) -> list[object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = json.loads(read_text(path))  # a lone surrogate is an error of its record
     except (ValueError, RecursionError) as error:
-        reason = f"is not JSON in UTF-8 ({error})"
+        reason = f"is not JSON that can be read ({error})"
         raise DataError.one("data.paths", path, reason, "mend the file") from error
     if not isinstance(found, list):
         raise DataError.one("data.paths", path, "is no list of records", "use .jsonl")
