@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from scalewise.output import printable
+from scalewise.redaction import redacted
 
 EXIT_CODES = {
     "ok": 0,
@@ -50,7 +51,7 @@ def as_typed(value: object) -> str:
         text = "{" + ",".join(f"{key}:{as_typed(entry)}" for key, entry in value.items()) + "}"
     else:
         text = str(value)
-    text = printable(text)
+    text = printable(redacted(text))
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 

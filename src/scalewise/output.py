@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
+
+from scalewise.redaction import redacted
 
 if TYPE_CHECKING:
     from scalewise.plain_console import PlainConsole
@@ -67,6 +70,13 @@ def shielded() -> Iterator[None]:
         sys.stdout, sys.stderr = held
 
 
+def shield_logs() -> None:
+    """Keeps secrets out of the log files that the root logger writes."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.setStream(_shield(handler.stream or handler._open()))
+
+
 def _shield(stream: TextIO | None) -> Any:
     """Returns a stream that never raises; None, a stream closed from the start, stays None."""
     return stream if stream is None or isinstance(stream, _Shielded) else _Shielded(stream)
@@ -81,10 +91,14 @@ class _Shielded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # W&B replaces ``write`` to capture the console: it shall see what is written.
+        super().__setattr__(name, (lambda t: value(redacted(t))) if name == "write" else value)
+
     def write(self, text: str) -> int:
-        """Writes the text, with ``?`` for characters that the encoding lacks."""
+        """Writes the text without secrets, and with ``?`` for what the encoding lacks."""
         try:
-            self._stream.write(text)
+            self._stream.write(redacted(text))
         except UnicodeEncodeError:
             encoding = self._stream.encoding
             self.write(text.encode(encoding, "replace").decode(encoding))

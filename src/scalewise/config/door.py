@@ -27,6 +27,7 @@ from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.near import meant
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
+from scalewise.output import shield_logs
 from scalewise.run import Run
 
 
@@ -138,6 +139,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         folder = Path(hydra_config.runtime.output_dir)
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
+        shield_logs()
         try:
             if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
                 cure = "add -m: a sweep of one job"

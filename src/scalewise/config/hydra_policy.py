@@ -10,14 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core import utils
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
 from scalewise.config import registry
+from scalewise.config.read import WOULD_REVEAL
 from scalewise.errors import Complaint, ConfigError
+from scalewise.redaction import HIDDEN, holds_secret, is_secret_name, redacted
 
 PLUGINS = {
     "launcher": ("hydra_plugins.scalewise_launcher.ScalewiseLauncher",),
@@ -49,7 +54,10 @@ LEAVE_OUT = "leave it out"
 
 @contextmanager
 def enforced() -> Iterator[None]:
-    """Checks every config that Hydra composes within the block, and its search path."""
+    """Checks every config that Hydra composes within the block, and its search path.
+
+    Interpolations cannot read secrets of the environment there, and what Hydra saves holds none.
+    """
     load, append = ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append
     if getattr(load, "checks_hydra_node", False):
         yield
@@ -66,12 +74,20 @@ def enforced() -> Iterator[None]:
             raise ConfigError(complaints)
         append(self, provider, path, *args, **kwargs)
 
+    def save_redacted(cfg: DictConfig, filename: str, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / filename).write_text(redacted(OmegaConf.to_yaml(cfg)), "utf-8")
+
     load_checked.checks_hydra_node = True  # type: ignore[attr-defined]  # marks the replacement
     ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
     ConfigSearchPathImpl.append = append_checked  # type: ignore[method-assign]
+    save, utils._save_config = utils._save_config, save_redacted
+    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     try:
         yield
     finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        utils._save_config = save
         ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
         ConfigSearchPathImpl.append = append  # type: ignore[method-assign]
 
@@ -91,6 +107,15 @@ def complaints_of(config: DictConfig) -> Iterator[Complaint]:
             yield from _of_job(value)
         elif name != "overrides":  # the lines as typed, which Hydra only records
             yield from _nested_targets(key, value)
+
+
+def _variable(name: str, *default: Any) -> Any:
+    """Returns what ``oc.env`` does, but raises ``ValueError`` for a secret, however it is named."""
+    held = os.environ.get(name, "")
+    is_path = held.startswith("/") and os.path.exists(held)
+    if (is_secret_name(name) and not is_path) or holds_secret(held):
+        raise ValueError(WOULD_REVEAL)
+    return oc.env(name, *default)
 
 
 def _of_search_path(provider: str, path: str) -> Iterator[Complaint]:
@@ -169,7 +194,9 @@ def _of_job(job: Mapping[str, Any]) -> Iterator[Complaint]:
     if not _JOB_NAME.fullmatch(str(job.get("name"))):
         yield Complaint("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
     for name, value in (job.get("env_set") or {}).items():
-        if value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
+        if is_secret_name(str(name)) or holds_secret(str(value)):
+            yield Complaint(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
+        elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
             cure = f"set it in the shell: export {name}=VALUE"
             reason = "is a variable of the environment, which no config may set"
             yield Complaint(f"hydra.job.env_set.{name}", value, reason, cure)

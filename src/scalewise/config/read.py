@@ -13,11 +13,13 @@ from scalewise.config import profiles, registry, tree
 from scalewise.config.near import meant
 from scalewise.config.schema import twin
 from scalewise.errors import Complaint, ConfigError
+from scalewise.redaction import HIDDEN, holds_secret
 from scalewise.run import Run
 
 _PLAIN = ("name", "seed", "question", "resume", "trusted_packages")
 _ENVIRONMENT = re.compile(r"oc\.env\s*:\s*['\"]?([^,}'\"]*)")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|NETRC|\$\{", re.IGNORECASE)
+WOULD_REVEAL = "would write a secret of the environment into the run's folder"
+LEAVE_OUT = "leave it out: what needs it reads it from the environment"
 
 
 def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> Run:
@@ -76,6 +78,10 @@ def part(group: str, recorded: Mapping[str, object]) -> Any:
     complaints: list[Complaint] = []
     known = registry.targets().get(str(recorded.get("_target_")))
     values: object = dict(recorded)
+    if hidden := [key for key, value in recorded.items() if HIDDEN in str(value)]:
+        reason = "was a secret, which is not written down"
+        cure = "train again without it: what needs it reads it from the environment"
+        raise ConfigError.one(f"{group}.{hidden[0]}", recorded[hidden[0]], reason, cure)
     if known is not None:
         try:
             values = _plain(OmegaConf.merge(OmegaConf.structured(twin(known)), values))
@@ -101,7 +107,23 @@ def _values(config: DictConfig) -> dict[str, Any]:
     complaints += _of_entries(config, {key: raw[key] for key in known if key in raw}, "")
     if complaints:
         raise ConfigError(complaints)
-    return {key: _plain(config[key]) for key in known}
+    plain = {key: _plain(config[key]) for key in known}
+    if complaints := list(_secrets_in(plain, "")):
+        raise ConfigError(complaints)
+    return plain
+
+
+def _secrets_in(value: object, key: str) -> Iterator[Complaint]:
+    """Yields values and names that hold a secret, typed or put together by interpolations."""
+    if isinstance(value, str) and holds_secret(value):
+        yield Complaint(key, value, WOULD_REVEAL, LEAVE_OUT)
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from _secrets_in(str(name), key)
+            yield from _secrets_in(entry, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from _secrets_in(entry, f"{key}.{number}")
 
 
 def _raw(node: Any) -> object:
@@ -126,9 +148,8 @@ def _of_entries(config: Any, raw: Any, prefix: str) -> Iterator[Complaint]:
 
 
 def _of_interpolation(config: Any, name: Any, key: str, raw: str) -> Iterator[Complaint]:
-    if any(_SECRET.search(variable) for variable in _ENVIRONMENT.findall(raw)):
-        reason = "would write a secret of the environment into the run's folder"
-        yield Complaint(key, raw, reason, "leave it out: what needs it reads it there")
+    if any("${" in name for name in _ENVIRONMENT.findall(raw)):
+        yield Complaint(key, raw, WOULD_REVEAL, LEAVE_OUT)
         return
     try:
         _plain(config[name])
@@ -137,6 +158,8 @@ def _of_interpolation(config: Any, name: Any, key: str, raw: str) -> Iterator[Co
         if "recursi" in str(error).lower():
             said = "refers to itself"
         cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
+        if WOULD_REVEAL in said:
+            said, cure = WOULD_REVEAL, LEAVE_OUT
         yield Complaint(key, raw, said.strip('"'), cure)
 
 

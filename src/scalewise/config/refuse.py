@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from scalewise.config import registry, tree
 from scalewise.config.near import chosen, meant
 from scalewise.config.own import own_hydra
-from scalewise.config.read import read
+from scalewise.config.read import LEAVE_OUT, WOULD_REVEAL, read
 from scalewise.errors import Complaint, ConfigError, ScalewiseError, as_typed
+from scalewise.redaction import holds_secret
 from scalewise.run import Run
 
 LONGEST_SWEEP = 100
@@ -59,6 +60,9 @@ def unreadable(overrides: Iterable[object]) -> Iterator[Complaint]:
             yield Complaint("", "", reason, "leave it out")
         elif any("\ud800" <= character <= "\udfff" for character in text):
             yield Complaint("", "", f"the override {text!a} is not valid UTF-8", "retype it")
+        elif holds_secret(text):
+            key, _, value = text.partition("=")
+            yield Complaint(key, value, WOULD_REVEAL, LEAVE_OUT)
 
 
 def diagnose(overrides: Iterable[str], *, here: bool = True) -> list[Complaint]:

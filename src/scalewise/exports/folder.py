@@ -22,7 +22,7 @@ from scalewise.exports.card import card
 from scalewise.models.decoder import weights
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.hf.spec import HuggingFace, Init
-from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.files import read_json, write_json, write_text
 from scalewise.units import bytes_text
 
 CONVERSION = "conversion.json"
@@ -53,7 +53,7 @@ def write(told: Trained, to: Path, form: Form) -> list[str]:
     _name_classes(told, to)
     status, summary = (read_json(told.folder / f"{name}.json") for name in ("status", "summary"))
     library = "peft" if form is Form.alone else "transformers"
-    (to / "README.md").write_text(card(status, summary, told.step, library, said), "utf-8")
+    write_text(to / "README.md", card(status, summary, told.step, library, said))
     return [*said, *_write_tokenizer(told, to)]
 
 

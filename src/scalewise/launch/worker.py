@@ -14,6 +14,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.launch import words
 from scalewise.launch.processes import limit_memory
 from scalewise.launch.status import Ending
+from scalewise.redaction import redacted
 from scalewise.run import Run
 from scalewise.tracking.files import FACTS, write_json
 from scalewise.tracking.session import Session, open_session
@@ -68,8 +69,9 @@ def _attempt(
 
 def classify(error: BaseException, rank: int) -> Ending:
     """Returns the ending that an exception stands for."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    tail = tuple("".join(traceback.format_exception(error)).splitlines()[-LOG_LINES:])
+    reason = redacted(" ".join(str(error).split())) or type(error).__name__
+    said = redacted("".join(traceback.format_exception(error)))
+    tail = tuple(said.splitlines()[-LOG_LINES:])
     if isinstance(error, Interrupted):
         return Ending("interrupted", reason, rank, (), error.signal_number)
     if isinstance(error, KeyboardInterrupt):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from scalewise.redaction import redacted
 from scalewise.reports import findings, outline, overview, records
 from scalewise.reports.outline import Outline
 
@@ -26,7 +27,8 @@ def save(report: Outline, folder: Path) -> Path:
     path = folder / FILE
     draft = folder / f".{FILE}.{os.getpid()}"
     try:
-        draft.write_text(text, "utf-8", "backslashreplace")  # records may hold lone surrogates
+        # Records may hold lone surrogates.
+        draft.write_text(redacted(text), "utf-8", "backslashreplace")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

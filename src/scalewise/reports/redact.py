@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-HIDDEN = "[hidden]"
+from scalewise.redaction import HIDDEN, redacted
 
 _SECRET = "(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d)"  # noqa: S105 (a pattern)
 _HUB = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
@@ -12,12 +12,7 @@ _ASSIGNED = re.compile(
     rf"(?i)((?:{_SECRET}|{_HUB})[\"']?\s*[=:]\s*[\"']?)(?!{re.escape(HIDDEN)})[^\s\"',}}]+"
 )
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
-_IN_ADDRESS = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-_KNOWN_SHAPE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|AKIA[0-9A-Z]{16}|wandb_v1_\w{16,}"
-    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|[0-9a-f]{40,})\b"
-)
+_HEX = re.compile(r"\b[0-9a-f]{40,}\b")
 _HOME = re.compile(
     r"(?:/home/[^/\s\"':,;]+|/Users/[^/\s\"':,;]+|/root|[A-Z]:\\Users\\[^\\\s]+)(?=[/\\\s\"':,;)\]]|$)"
 )
@@ -31,14 +26,14 @@ def text(raw: str) -> str:
     Terminal colours and control characters go as well; a lone surrogate becomes ``?``.
     """
     shown = _CONTROL.sub("", raw.encode("utf-8", "replace").decode("utf-8"))
+    shown = redacted(shown)
     home = str(Path.home())
     if len(home) > 1:
         shown = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", shown)
     shown = _HOME.sub("~", shown)
     shown = _BEARER.sub(rf"\1{HIDDEN}", shown)
-    shown = _IN_ADDRESS.sub(HIDDEN, shown)
     shown = _ASSIGNED.sub(rf"\1{HIDDEN}", shown)
-    return _KNOWN_SHAPE.sub(HIDDEN, shown)
+    return _HEX.sub(HIDDEN, shown)
 
 
 def tree(value: object) -> object:

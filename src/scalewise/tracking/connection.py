@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from scalewise.errors import ConfigError, ScalewiseError
+from scalewise.redaction import redacted, remember
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -26,6 +27,7 @@ def connected(wait: int) -> Any:
     Raises ``ConfigError`` without a key that the server takes, ``ScalewiseError`` without a server
     that answers: the client itself would prompt, or try for minutes.
     """
+    hide_credentials()
     server = base_url()
     if not has_key(server):
         raise ConfigError.one("", "", f"there is no key for {shown(server)}", LOGIN)
@@ -50,7 +52,7 @@ def must_answer(server: str) -> None:
 
 def said(error: object) -> str:
     """Returns what went wrong at the server in one line, with what to do about it."""
-    text = " ".join(str(error).split())
+    text = redacted(" ".join(str(error).split()))
     if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
         code = int(status[1])
         what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
@@ -62,6 +64,17 @@ def said(error: object) -> str:
 def shown(server: str) -> str:
     """Returns an address without the name and password that it may hold."""
     return re.sub(r"(?<=://)[^/@]*@", "", server)
+
+
+def hide_credentials() -> None:
+    """Takes the name and password out of the server's address, which W&B writes into its files.
+
+    The client does not log in by them: it sends its own key.
+    """
+    server = base_url()
+    if shown(server) != server:
+        remember(server)
+        os.environ["WANDB_BASE_URL"] = shown(server)
 
 
 def base_url() -> str:

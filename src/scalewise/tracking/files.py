@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from scalewise.redaction import redacted
 from scalewise.tracking.names import METRICS
 
 FACTS = "wandb/facts.json"
@@ -22,10 +23,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes ``text`` so that a reader sees the old file or the new one, never a part."""
+    """Writes ``text`` so that a reader sees the old file or the new one, never a part.
+
+    Secrets of the environment are replaced by ``[hidden]``.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
+        file.write(redacted(text))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

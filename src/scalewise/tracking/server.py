@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from scalewise.errors import ScalewiseError
+from scalewise.redaction import redacted_tree
 from scalewise.tracking.connection import base_url, connected, must_answer, said
 from scalewise.tracking.session import define
 
@@ -112,7 +113,7 @@ class Server:
         project = os.environ.get("WANDB_PROJECT", project)
         try:
             with redirect_stdout(StringIO()):
-                known = wandb.sweep(dict(config), entity=entity, project=project)
+                known = wandb.sweep(redacted_tree(config), entity=entity, project=project)
         except Exception as error:  # the client raises many kinds
             raise ScalewiseError(f"W&B made no sweep: {said(error)}") from None
         # The client notes there where the server has put the sweep.

@@ -10,8 +10,9 @@ from typing import Any, Literal, cast
 
 from scalewise.errors import ScalewiseError
 from scalewise.output import print_lines
+from scalewise.redaction import redacted, redacted_tree
 from scalewise.run import Run
-from scalewise.tracking.connection import answers, base_url, has_key
+from scalewise.tracking.connection import answers, base_url, has_key, hide_credentials
 from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
 from scalewise.tracking.sweeps import flat_keys
@@ -68,7 +69,7 @@ class WandbSession(Session):
             mode=cast(Literal["online", "offline", "disabled"], mode.value),
             job_type=environment.get("WANDB_JOB_TYPE", "train"),
             tags=[*_tags_of(environment), *tracking.tags, *_part_tags(run)],
-            config={**_beside(run.as_dict()), **facts},
+            config=redacted_tree({**_beside(run.as_dict()), **facts}),
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,  # else a killed run leaves nothing
                 finish_timeout=FINISH_WAIT,
@@ -103,7 +104,7 @@ class WandbSession(Session):
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run with its exit code, so that W&B tells failure from success."""
-        self._run.summary.update({"status": status, "reason": reason})
+        self._run.summary.update({"status": status, "reason": redacted(reason)})
         self._run.finish(exit_code=exit_code)
 
 
@@ -188,6 +189,8 @@ def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session
     A server that refuses the run costs a line and the online mode, never the training.
     """
     try:
+        if run.tracking.tracks:
+            hide_credentials()
         mode = decide_mode(run.tracking)
     except Exception as error:  # W&B's settings files and variables may hold anything
         print_lines(f"W&B goes offline: {_short(error)}")
@@ -203,7 +206,7 @@ def open_session(run: Run, folder: Path, facts: Mapping[str, object]) -> Session
 
 
 def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return redacted(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
 def decide_mode(tracking: Wandb) -> Mode:

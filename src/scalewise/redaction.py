@@ -1,0 +1,302 @@
+"""Secrets of the environment, replaced by value in everything that is written or printed.
+
+What counts as a secret: environment variables that are named like one (``DB_PASS``,
+``WANDB_API_KEY``), passwords inside URLs and connection strings, long random values, the
+passwords of a netrc file, and the key files of W&B and Hugging Face. Values too short or too
+common to tell from ordinary text are left alone. Standard library only.
+"""
+
+import getpass
+import html
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
+
+HIDDEN = "[hidden]"
+"""What stands in place of a secret."""
+
+SHORTEST = 6
+"""Characters of the shortest value that is replaced wherever it occurs."""
+WHOLE_WORD = 12
+"""Shorter values are replaced only where no letter, digit or ``_`` is adjacent."""
+UNNAMED = 20
+"""Characters of the shortest random value under a name that says nothing."""
+PLAIN_WORD = 16
+"""A word or a number shorter than this is ordinary text, whatever the name of its variable."""
+PLAIN_WORDS = 24
+"""The same of several words, joined by ``-``, ``_``, ``.`` or blanks."""
+
+_WORD = re.compile(
+    r"(?:KEYS?|TOKEN|SECRETS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PASSCODE|PWD|AUTH|AUTHORIZATION"
+    r"|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|\b(?:DSN|JWT|PAT|SAS))$"
+)
+_NOT_SECRET = ("PWD", "OLDPWD")
+_OF_A_FILE = ("PATH", "FILE", "DIR", "SOCK", "HOME", "HELPER")
+_ASSIGNED = re.compile(
+    r"(?i)(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)"
+    r"[\"']?\s*[=:]\s*[\"']?([^\s;&,\"'}]+)"
+)
+_IN_ADDRESS = re.compile(r"://([^\s/:@]*):(\S+)@")
+_USER_IN_ADDRESS = re.compile(r"://([^\s/:@]{12,})@")
+_PLAIN = re.compile(r"(?:[A-Z]?[a-z]+|[A-Z]+)([-_. /:](?:[A-Z]?[a-z]+|[A-Z]+))*")
+_NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[+-]?\d+")
+_RANDOM = re.compile(r"[A-Za-z0-9+]+")
+
+KNOWN_SHAPES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{35}"
+    r"|A[KS]IA[0-9A-Z]{16}|npm_[A-Za-z0-9]{30,}|wandb_v1_\w{16,}|local-[0-9a-f]{40}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
+    r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+"""Keys of well-known services, by how they are spelt."""
+_ADDRESS = re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")
+
+
+def redacted(text: str) -> str:
+    """Returns ``text`` with every secret replaced by ``[hidden]``."""
+    pattern = _pattern(*_sources())
+    if pattern is not None:
+        text = pattern.sub(HIDDEN, text)
+    if "://" in text:
+        text = _ADDRESS.sub(HIDDEN, text)
+    return KNOWN_SHAPES.sub(HIDDEN, text)
+
+
+def redacted_tree(value: object) -> Any:
+    """Returns nested lists and mappings with :func:`redacted` applied to each string in them."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, Mapping):
+        return {redacted_tree(key): redacted_tree(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted_tree(entry) for entry in value]
+    return value
+
+
+def holds_secret(text: str) -> bool:
+    """Returns whether :func:`redacted` would change ``text``."""
+    return redacted(text) != text
+
+
+def is_secret_name(name: str) -> bool:
+    """Returns whether a variable or setting of this name holds a secret, by its words."""
+    if name.upper() in _NOT_SECRET:
+        return False
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    words = [word for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
+    if not words or words[-1] in _OF_A_FILE:
+        return False
+    if words[-1] == "TOKEN" and {"BOS", "EOS", "PAD", "UNK", "MASK"} & set(words):
+        return False
+    return any(_WORD.search(word) for word in words)
+
+
+def secrets() -> frozenset[str]:
+    """Returns every value that is replaced, of the environment and of key files."""
+    return _secrets(*_sources())
+
+
+def remember(value: str) -> None:
+    """Treats ``value`` as a secret for the rest of the process, though it left the environment."""
+    _remembered.update(_in_value("SECRET", value))
+
+
+_remembered: set[str] = set()
+
+Sources = tuple[tuple[tuple[str, str], ...], tuple[tuple[str, int, int], ...], frozenset[str]]
+
+
+def _sources() -> Sources:
+    """Returns what secrets come from, as a key of the caches below."""
+    files = []
+    for path in _key_files():
+        try:
+            known = os.stat(path)
+        except OSError:
+            continue
+        files.append((path, known.st_mtime_ns, known.st_size))
+    return tuple(os.environ.items()), tuple(files), frozenset(_remembered)
+
+
+def _key_files() -> Iterator[str]:
+    """Yields where W&B and Hugging Face keep keys, present or not."""
+    environment, home = os.environ, os.path.expanduser("~")
+    yield environment.get("NETRC") or f"{home}/.netrc"
+    yield f"{home}/_netrc"
+    config = environment.get("WANDB_CONFIG_DIR") or f"{home}/.config/wandb"
+    yield f"{config}/settings"
+    yield os.path.join(environment.get("WANDB_DIR", "."), "wandb", "settings")
+    cache_home = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    hub = environment.get("HF_HOME") or f"{cache_home}/huggingface"
+    yield environment.get("HF_TOKEN_PATH") or f"{hub}/token"
+
+
+@lru_cache(maxsize=4)
+def _secrets(
+    environment: tuple[tuple[str, str], ...],
+    files: tuple[tuple[str, int, int], ...],
+    remembered: frozenset[str],
+) -> frozenset[str]:
+    found = set(remembered)
+    for name, value in environment:
+        found.update(_in_value(name, value))
+    for path, _, _ in files:
+        with suppress(OSError, UnicodeDecodeError):
+            found.update(_in_file(Path(path)))
+    return frozenset(found)
+
+
+@lru_cache(maxsize=4)
+def _pattern(
+    environment: tuple[tuple[str, str], ...],
+    files: tuple[tuple[str, int, int], ...],
+    remembered: frozenset[str],
+) -> re.Pattern[str] | None:
+    """Returns the pattern of every secret as it may be spelt, the longest first; None for none."""
+    spelt = {
+        form: secret
+        for secret in _secrets(environment, files, remembered)
+        for form in _forms(secret)
+    }
+    if not spelt:
+        return None
+    alternatives = []
+    for form in sorted(spelt, key=len, reverse=True):
+        text = re.escape(form)
+        alone = len(spelt[form]) < WHOLE_WORD
+        alternatives.append(rf"(?<![A-Za-z0-9_]){text}(?![A-Za-z0-9_])" if alone else text)
+    return re.compile("|".join(alternatives))
+
+
+def _forms(secret: str) -> set[str]:
+    """Returns a secret as it stands in plain text, JSON, YAML, HTML, URLs and shell lines."""
+    escaped = html.escape(secret)
+    return {
+        secret,
+        json.dumps(secret)[1:-1],
+        json.dumps(secret, ensure_ascii=False)[1:-1],
+        repr(secret)[1:-1],
+        secret.replace("'", "''"),
+        secret.replace("'", "'\"'\"'"),
+        escaped,
+        escaped.replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),
+        html.escape(secret, quote=False),
+        quote(secret, safe=""),
+        quote(secret),
+        quote_plus(secret),
+    }
+
+
+def _in_value(name: str, value: str) -> Iterator[str]:
+    """Yields the secrets that one environment variable holds."""
+    named = is_secret_name(name)
+    if named and not (
+        value.startswith(("/", "~", ".")) and os.path.exists(os.path.expanduser(value))
+    ):
+        yield from _of_named(value)
+    yield from filter(_is_distinct, (found[1] for found in _ASSIGNED.finditer(value)))
+    yield from (found[0] for found in KNOWN_SHAPES.finditer(value))
+    if "://" in value:
+        yield from filter(_is_distinct, _in_address(name, value))
+    elif not named and _is_random(value):
+        yield value
+
+
+def _of_named(value: str) -> Iterator[str]:
+    """Yields a value under a secret's name, whole and in parts: ``Bearer abc``, ``sid=abc``."""
+    if not ("://" in value and urlsplit(value.split()[0]).hostname):
+        yield from filter(_is_distinct, [value.strip()])
+        parts = {part for part in re.split(r"[\s;,=]+", value) if len(part) >= WHOLE_WORD}
+        yield from filter(_is_distinct, parts)
+    if value.lstrip().startswith("{"):
+        try:
+            yield from filter(_is_distinct, _in_json(json.loads(value)))
+        except (ValueError, RecursionError):
+            return
+
+
+def _in_json(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            if isinstance(entry, str) and is_secret_name(name):
+                yield entry
+                yield from (line for line in entry.splitlines() if len(line) >= PLAIN_WORD)
+            else:
+                yield from _in_json(entry)
+
+
+def _in_address(name: str, value: str) -> Iterator[str]:
+    """Yields user names, passwords, keys in queries and paths of webhooks."""
+    for found in _IN_ADDRESS.finditer(value):
+        yield from (found[2], unquote(found[2]))
+    yield from (found[1] for found in _USER_IN_ADDRESS.finditer(value))
+    try:
+        parts = urlsplit(value.strip())
+    except ValueError:
+        return
+    yield from (text for key, text in parse_qsl(parts.query) if is_secret_name(key) or key == "sig")
+    host = parts.hostname or ""
+    hooked = "HOOK" in name.upper() or host.startswith("hooks.") or "webhook" in value.lower()
+    if hooked:
+        yield from (part for part in parts.path.split("/") if len(part) >= 8)
+    if is_secret_name(name) and parts.username:
+        yield parts.username
+
+
+def _in_file(path: Path) -> Iterator[str]:
+    text = path.read_text("utf-8")
+    if path.name == "settings":
+        for line in text.splitlines():
+            key, _, value = line.partition("=")
+            yield from _in_value(key.strip(), value.strip())
+    elif "netrc" in path.name or re.search(r"\bmachine\b", text):
+        yield from filter(_is_distinct, re.findall(r"\bpassword\s+(\S+)", text))
+    else:
+        yield from filter(_is_distinct, [text.strip()])
+
+
+def _is_distinct(value: str) -> bool:
+    """Returns whether a value can be told from ordinary text, so that it may be replaced."""
+    if len(value) < SHORTEST or value.lower() in _ordinary():
+        return False
+    if len(value) < PLAIN_WORD and _NUMBER.fullmatch(value):
+        return False
+    words = _PLAIN.fullmatch(value)
+    return words is None or len(value) >= (PLAIN_WORDS if words[1] else PLAIN_WORD)
+
+
+@cache
+def _ordinary() -> frozenset[str]:
+    """Returns names of this user, machine and folder, in lower case."""
+    home = os.path.expanduser("~")
+    found = {home, home.rpartition("/")[2], socket.gethostname()}
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        found.add(getpass.getuser())
+    return frozenset(text.lower() for text in found)
+
+
+def _is_random(value: str) -> bool:
+    """Returns whether a value is one long token of mixed cases and digits, as keys are."""
+    if len(value) < UNNAMED or not re.fullmatch(r"[A-Za-z0-9+/_=-]+", value):
+        return False
+    token = max(_RANDOM.findall(value), key=len, default="")
+    kinds = [_kind(character) for character in token]
+    if len(token) < UNNAMED or len(set(kinds)) < 3:
+        return False
+    changes = sum(one != other for one, other in pairwise(kinds))
+    return 2 * changes >= len(token) - 1
+
+
+def _kind(character: str) -> str:
+    return "digit" if character.isdigit() else "upper" if character.isupper() else "lower"
