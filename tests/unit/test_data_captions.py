@@ -13,6 +13,7 @@ import pytest
 import torch
 from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from tokenizers import Tokenizer
@@ -146,6 +147,22 @@ def test_what_is_no_picture_says_so(name: str, tmp_path: Path) -> None:
         np.save(tmp_path / name, held, allow_pickle=True)
     with pytest.raises(ValueError, match=reason):
         images.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("side", [9_500, 13_304, 20_000])
+def test_pictures_of_too_many_pixels_are_rejected(side: int, tmp_path: Path) -> None:
+    Image.new("1", (side, side)).save(tmp_path / "a.png")
+    open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(side, side, 3))
+    for name in ("a.png", "a.npy"):
+        with pytest.raises(ValueError, match=f"{name} .more than 89,478,485 pixels"):
+            images.read(tmp_path / name)
+
+
+def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", one=drawn())
+    (tmp_path / "a.npz").rename(tmp_path / "a.NPY")
+    with pytest.raises(ValueError, match=r"names what is no picture: a\.NPY .several arrays"):
+        images.read(tmp_path / "a.NPY")
 
 
 def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:

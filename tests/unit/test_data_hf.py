@@ -7,8 +7,11 @@ import sys
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from scalewise.data import reading
 from scalewise.data.hf import HuggingFace
 from scalewise.data.loader import Loader, Share
 from scalewise.data.rows import StreamedRows
@@ -89,6 +92,32 @@ def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
     np.testing.assert_array_equal(batches(start=5), whole[5:])
     ranks = [batches(rank=rank, ranks=2) for rank in range(2)]
     np.testing.assert_array_equal(list(itertools.chain(*zip(*ranks, strict=True))), whole)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind, capfd):
+    reading.note.cache_clear()
+    types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
+    column = pyarrow.array([*TEXTS, None]).cast(types.get(kind) or getattr(pyarrow, kind)())
+    (tmp_path / "pq").mkdir()
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "pq" / "train.parquet")
+    data = HuggingFace(path=str(tmp_path / "pq"), streaming=streaming, **SMALL)
+    expected = HuggingFace(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0).train
+    rows = data.prepare(300, 0).train
+    np.testing.assert_array_equal(rows.gather(range(9)), expected.gather(range(9)))
+    note = f"left out 1 record of {tmp_path / 'pq'} without text (null), the first: "
+    assert note + f"{tmp_path / 'pq'} train row {len(TEXTS) + 1}\n" in capfd.readouterr().err
+
+
+def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
+    table = {"id": [1], "parts": [["a"]], "raw": [b"a"], "text": ["a"]}
+    (tmp_path / "pq").mkdir()
+    parquet.write_table(pyarrow.table(table), tmp_path / "pq" / "train.parquet")
+    for field, kind in (("id", "int"), ("parts", "list"), ("raw", "bytes")):
+        match = rf"data\.field={field}: row 1 of .* has no text there but {kind}; it has: id, parts"
+        with pytest.raises(DataError, match=match):
+            HuggingFace(path=str(tmp_path / "pq"), field=field, **SMALL).prepare(300, 0)
 
 
 def test_a_stream_repeats_itself_and_goes_back():

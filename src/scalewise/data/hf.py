@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
+from scalewise.data.reading import Document, without_nulls
 from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
 from scalewise.errors import Complaint, ConfigError, DataError
 
@@ -136,24 +137,33 @@ class HuggingFace(Data):
             raise DataError.one("data.sequence", self.sequence, reason, cure) from error
         return rows
 
-    def _documents(self, split: str) -> Iterator[str]:
+    def _documents(self, split: str) -> Iterator[Document]:
         """Yields the texts of a split in its stored order; ``DataError`` if it cannot be read."""
         from datasets.exceptions import DatasetsError
 
         try:
-            dataset = self._dataset(split)
-            if self.field in (dataset.column_names or ()):
-                dataset = dataset.select_columns([self.field])  # the others need no decoding
-            for row in dataset:
-                text = row.get(self.field)
-                if not isinstance(text, str):
-                    reason = f"{self.path} has no text there; it has: {', '.join(row)}"
-                    raise DataError.one("data.field", self.field, reason, "name another data.field")
-                yield text
+            yield from without_nulls(self._texts(split), self.path, self.field)
         except (DatasetsError, ValueError, KeyError, OSError) as error:
             reason = f"split {split!r} cannot be read: {' '.join(str(error).split())}"
             cure = "check data.path, data.configuration and the split"
             raise DataError.one("data.path", self.path, reason, cure) from error
+
+    def _texts(self, split: str) -> Iterator[tuple[str, str | None]]:
+        """Yields each record's place and text, which may be null."""
+        dataset = self._dataset(split)
+        names: list[str] = list(dataset.column_names or ())
+        if self.field in names:
+            dataset = dataset.select_columns([self.field])  # the others need no decoding
+        for number, row in enumerate(dataset, 1):
+            text = row.get(self.field, 0)
+            if not isinstance(text, str | None):
+                known = f"; it has: {', '.join(names or row)}"
+                reason = f"{self.path} has no text there{known}"
+                if self.field in row:
+                    kind = type(text).__name__
+                    reason = f"row {number} of {self.path} has no text there but {kind}{known}"
+                raise DataError.one("data.field", self.field, reason, "name another data.field")
+            yield f"{self.path} {split} row {number}", text
 
     def _dataset(self, split: str) -> Any:
         """Returns the rows of a split, as the ``datasets`` library reads them."""

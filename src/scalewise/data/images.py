@@ -5,6 +5,8 @@ Shapes: C colours, H rows and W columns of pixels.
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """As Pillow calls those that are read: none of them starts a program. Portable pixmaps are PPM."""
+MAX_PIXELS = 89_478_485
+"""Pixels of the largest picture that is read, the limit of Pillow; bounds memory."""
 CURE = "pip install 'scalewise[images]', or give arrays of NumPy's (.npy)"
 
 
@@ -21,7 +25,7 @@ def read(path: Path) -> NDArray[np.uint8]:
     Arrays are ``pixels_HWC`` or ``pixels_HW`` of bytes; other pictures stand as their camera did.
     """
     try:
-        pixels = _array(path) if path.suffix == ".npy" else _picture(path)
+        pixels = _array(path) if path.suffix.lower() == ".npy" else _picture(path)
     except (OSError, EOFError) as error:
         raise ValueError(f"names a picture that cannot be read: {path.name} ({error})") from error
     except ValueError as error:
@@ -41,7 +45,11 @@ def read(path: Path) -> NDArray[np.uint8]:
 
 
 def _array(path: Path) -> NDArray[np.generic]:
-    found: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+    found: object = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(found, np.ndarray):
+        raise ValueError("several arrays in one file")
+    if math.prod(found.shape[:2]) > MAX_PIXELS:
+        raise OSError(f"more than {MAX_PIXELS:,} pixels")
     return found
 
 
@@ -49,14 +57,19 @@ def _picture(path: Path) -> NDArray[np.generic]:
     from PIL import Image, ImageOps  # of an extra
 
     try:
-        with Image.open(path, formats=FORMATS) as opened:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(path, formats=FORMATS)
+        with image as opened:
             if opened.mode.startswith(("I", "F")):
                 raise ValueError("its numbers are not of one byte")
             upright = ImageOps.exif_transpose(opened)
             if upright.has_transparency_data:
                 upright = upright.convert("RGBA")
             return np.asarray(upright.convert("RGB"))
-    except (Image.DecompressionBombError, SyntaxError) as error:  # of a header that is none
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise OSError(f"more than {MAX_PIXELS:,} pixels") from error
+    except SyntaxError as error:  # of a header that is none
         raise ValueError(str(error)) from error
 
 

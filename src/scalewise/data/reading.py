@@ -285,9 +285,9 @@ def documents(path: Path, field: str | None) -> Iterator[Document]:
     """
     try:
         if suffix_of(path) == ".jsonl":
-            yield from _present(_jsonl(path, str(field)), path, str(field))
+            yield from without_nulls(_jsonl(path, str(field)), str(path), str(field))
         elif suffix_of(path) == ".parquet":
-            yield from _present(_parquet(path, str(field)), path, str(field))
+            yield from without_nulls(_parquet(path, str(field)), str(path), str(field))
         else:
             chunks = text_chunks(path)
             first = next(chunks, "")  # opens the file
@@ -302,7 +302,9 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError.one("data.paths", path, reason, "mend or omit it")
 
 
-def _present(texts: Iterable[tuple[str, str | None]], path: Path, field: str) -> Iterator[Document]:
+def without_nulls(
+    texts: Iterable[tuple[str, str | None]], name: str, field: str
+) -> Iterator[Document]:
     """Yields documents of texts with their sources, and notes how many are null."""
     nulls: list[str] = []
     for source, text in texts:
@@ -312,7 +314,7 @@ def _present(texts: Iterable[tuple[str, str | None]], path: Path, field: str) ->
             yield Document((text,), source)
     if nulls:
         count = f"{len(nulls)} record{'s' * (len(nulls) > 1)}"
-        note(f"left out {count} of {path} without {field} (null), the first: {nulls[0]}")
+        note(f"left out {count} of {name} without {field} (null), the first: {nulls[0]}")
 
 
 @cache
