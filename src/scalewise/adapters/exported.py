@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig
-from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.adapters.layers import module_of
@@ -17,6 +16,7 @@ from scalewise.adapters.low_rank import Lora
 from scalewise.adapters.prompts import NAME, PREFIX, Prefix, VirtualTokens
 from scalewise.adapters.spec import Adapter
 from scalewise.errors import ConfigError
+from scalewise.models import safetensors_files
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.decoder.weights import Piece, is_llama, pieces
 
@@ -62,7 +62,7 @@ def save(
     config.task_type = task
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    safetensors_files.save(tensors, folder / "adapter_model.safetensors")
 
 
 def low_rank_config(spec: Lora, targets: Iterable[str], **more: Any) -> LoraConfig:

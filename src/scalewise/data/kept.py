@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from scalewise.data.base import Splits
 from scalewise.errors import DataError
+from scalewise.tracking.files import copy_file
 
 NAME = "tokenizer.json"
 
@@ -15,7 +15,7 @@ NAME = "tokenizer.json"
 def keep(splits: Splits, folder: Path) -> None:
     """Copies the tokenizer of a run's data into its folder, where the data are text."""
     if splits.tokenizer is not None:
-        shutil.copyfile(splits.tokenizer, folder / NAME)
+        copy_file(splits.tokenizer, folder / NAME)
 
 
 def check(splits: Splits, folder: Path) -> None:

@@ -6,11 +6,13 @@ Nothing is unpickled. Errors name the option, the file and a fix.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.errors import CheckpointError
@@ -123,3 +125,11 @@ def _problem(file: Path, error: Exception) -> tuple[str, str]:
         return f"{file.name} is a Git LFS pointer, not the weights", "run git lfs pull there"
     reason = f"{file.name} cannot be read as safetensors: it is truncated or of another format"
     return reason, AGAIN
+
+
+def save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Writes tensors with the permissions of the umask; ``save_file`` alone makes them private."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(S_IMODE(mode))

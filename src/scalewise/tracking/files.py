@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -27,9 +29,23 @@ def write_text(path: Path, text: str) -> None:
 
     Secrets of the environment are replaced by ``[hidden]``.
     """
+    with _replacing(path) as file:
+        file.write(redacted(text).encode("utf-8", errors="backslashreplace"))
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file so that a reader sees the old file or the new one, never a part."""
+    with source.open("rb") as given, _replacing(path) as file:
+        shutil.copyfileobj(given, file)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yields a new file that takes the place of ``path``; symbolic links are not followed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(redacted(text))
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from scalewise.errors import CheckpointError, Complaint, ConfigError
-from scalewise.models import initial
+from scalewise.models import initial, safetensors_files
 from scalewise.models.decoder.module import DecoderModule
 from scalewise.models.decoder.spec import LLAMA_SHAPE, Activation, Decoder, Norm, Position
 from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
@@ -296,6 +295,6 @@ def export(state: Mapping[str, Tensor], spec: Decoder, folder: str | Path) -> No
 def save(tensors: dict[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     """Writes tensors under Hugging Face's names and their ``config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    safetensors_files.save(tensors, folder / SINGLE)
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from scalewise.errors import ConfigError
 from scalewise.models.safetensors_files import INDEX
 
 KEY = "model.path"
-CONFIGURATION = ("config.json",)
+CONFIGURATION = ("config.json", "generation_config.json")
 WEIGHTS = ("*.safetensors", INDEX)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """With what decides how conversations are written."""

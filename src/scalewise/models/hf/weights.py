@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -21,7 +20,7 @@ from scalewise.models.hf.configuration import KEY, configuration
 from scalewise.models.hf.image_text import ImageTextModule
 from scalewise.models.hf.module import HuggingFaceModule
 from scalewise.models.hf.pretrained import PretrainedTensors
-from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, weight_files
+from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save, weight_files
 
 if TYPE_CHECKING:
     from scalewise.models.hf.spec import HuggingFace
@@ -162,8 +161,7 @@ def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None
             tensors[theirs] = constant
     tensors = revert_weight_conversion(skeleton.original(spec.path, spec.depth), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / SINGLE, metadata={"format": "pt"})
+    save({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE)
     config = configuration(spec.path, spec.depth)
     if spec.facts.tied_head is None and not config.is_encoder_decoder:
         config.tie_word_embeddings = False  # the checkpoint may hold a head of its own

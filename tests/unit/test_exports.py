@@ -1,0 +1,339 @@
+"""An exported folder: whole or absent, readable, and with the files of the model it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+)
+
+from scalewise.checkpoints.trained import SPECS, Trained
+from scalewise.data import templates
+from scalewise.data.base import Splits
+from scalewise.data.kept import keep
+from scalewise.errors import ConfigError
+from scalewise.exports import Form, folder, staging
+from scalewise.run import Run
+from scalewise.tracking.files import copy_file, read_json, write_json
+
+Compose = Callable[..., Run]
+
+SPECIAL = ["<|begin|>", "<|end_of_text|>", "<|eot|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SETTINGS = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 3}
+
+
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["hello how are you fine thanks"], trainer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as instruct models are: two ends, padding, a template, generation settings."""
+    at = tmp_path_factory.mktemp("instruct") / "model"
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        **SETTINGS,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = GenerationConfig(**SETTINGS, do_sample=True, temperature=0.6)
+    model.save_pretrained(at)
+    tokenizer().save(str(at / "tokenizer.json"))
+    said = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|eot|>",
+        "pad_token": "<|pad|>",
+        "padding_side": "left",
+        "model_max_length": 256,
+        "additional_special_tokens": ["<|user|>", "<|assistant|>"],
+    }
+    write_json(at / "tokenizer_config.json", said)
+    (at / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    write_json(at / "special_tokens_map.json", {"eos_token": {"content": "<|eot|>"}})
+    return at
+
+
+def trained(compose: Compose, at: Path, *overrides: str) -> Trained:
+    """Returns a run that has just begun."""
+    run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", here=False)
+    at.mkdir(exist_ok=True)
+    specs = {name: getattr(run, name) for name in SPECS}
+    return Trained(folder=at, checkpoint=None, seed=1, **specs)
+
+
+def of_text(model: Path, *more: str) -> tuple[str, ...]:
+    paths = f"data.paths=[{model.parent}/text.txt]"
+    (model.parent / "text.txt").write_text("hello how are you\n" * 100, "utf-8")
+    given = f"data.tokenizer={model}/tokenizer.json"
+    return ("data=text", paths, given, "data.end_of_text='<|end_of_text|>'", *more)
+
+
+def of_chat(model: Path, *more: str) -> tuple[str, ...]:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
+    row = json.dumps({"messages": messages}) + "\n"
+    (model.parent / "chat.jsonl").write_text(row * 40, "utf-8")
+    paths = f"data.paths=[{model.parent}/chat.jsonl]"
+    given = f"data.tokenizer={model}/tokenizer.json"
+    return ("data=chat", paths, given, "data.end_of_text='<|end_of_text|>'", *more)
+
+
+def hf(model: Path) -> tuple[str, ...]:
+    return ("model=hf", f"model.path={model}")
+
+
+DECODER = (
+    *("model=llama3_8b", "model.vocabulary=320", "model.context=256", "model.width=32"),
+    *("model.layers=2", "model.heads=4", "model.kv_heads=4", "model.feedforward=64"),
+    *("model.rope_scaling=false", "model.rope_theta=10000.0", "model.norm_epsilon=1e-6"),
+)
+
+
+def decoder(model: Path) -> tuple[str, ...]:
+    return (*DECODER, f"model.weights={model}")
+
+
+@pytest.mark.parametrize("data", [of_text, of_chat])
+@pytest.mark.parametrize("model", [hf, decoder])
+def test_an_export_generates_as_the_model_that_training_began_with(
+    model: Callable[[Path], tuple[str, ...]],
+    data: Callable[[Path], tuple[str, ...]],
+    instruct: Path,
+    compose: Compose,
+    tmp_path: Path,
+) -> None:
+    told = trained(compose, tmp_path / "run", *model(instruct), *data(instruct))
+    to = tmp_path / "out"
+    assert folder.write(told, to, Form.merged) == []
+    ours, theirs = AutoTokenizer.from_pretrained(to), AutoTokenizer.from_pretrained(instruct)
+    for name in ("bos_token", "eos_token", "pad_token", "padding_side", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.model_max_length == theirs.model_max_length
+    settings = read_json(to / "generation_config.json")
+    assert settings == read_json(instruct / "generation_config.json")
+    config = read_json(to / "config.json")
+    assert {key: config[key] for key in SETTINGS} == SETTINGS
+    prompts = [[{"role": "user", "content": text}] for text in ("hello", "how are you thanks")]
+    batches = [
+        each.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        for each in (ours, theirs)
+    ]
+    written = []
+    for at, batch in zip((to, instruct), batches, strict=True):
+        peer = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            written.append(peer.generate(**batch, max_new_tokens=16))
+    assert torch.equal(*written)
+
+
+def without_template(model: Path, to: Path) -> Path:
+    shutil.copytree(model, to)
+    (to / "chat_template.jinja").unlink()
+    return to
+
+
+def test_an_end_that_a_run_has_taught_is_added_to_those_of_its_model(
+    instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    """Without a template answers are written plainly, and end as ``data.end_of_text`` says."""
+    model = without_template(instruct, tmp_path / "model")
+    config = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 3}
+    for name in ("config.json", "generation_config.json"):
+        write_json(model / name, read_json(model / name) | config)
+    told = trained(compose, tmp_path / "run", *hf(model), *of_chat(model))
+    folder.write(told, tmp_path / "out", Form.merged)
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (made.eos_token, made.pad_token) == ("<|end_of_text|>", "<|pad|>")
+    assert made.chat_template == templates.PLAIN
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert peer.generation_config.eos_token_id == [2, 1]
+    assert peer.config.eos_token_id == [2, 1]
+
+
+def test_a_model_without_ends_stops_where_texts_end(
+    instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    bare = tmp_path / "tokenizer"
+    bare.mkdir()
+    shutil.copyfile(instruct / "tokenizer.json", bare / "tokenizer.json")
+    told = trained(compose, tmp_path / "run", *DECODER, *of_text(bare))
+    folder.write(told, tmp_path / "out", Form.merged)
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert made.eos_token == "<|end_of_text|>"
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert peer.generation_config.eos_token_id == 1
+
+
+def test_token_ids_keep_the_tokenizer_beside_the_weights(
+    instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    told = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
+    assert folder.write(told, tmp_path / "out", Form.merged) == []
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert made.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["pad_token", "no_pad_token"])
+def test_a_classifier_reads_batches(
+    padded: bool, instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    model = tmp_path / "tokenizer"
+    shutil.copytree(instruct, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    if not padded:
+        said = read_json(model / "tokenizer_config.json")
+        del said["pad_token"]
+        write_json(model / "tokenizer_config.json", said)
+    rows = [{"text": f"hello {n}", "label": ("no", "yes")[n % 2]} for n in range(40)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "texts.jsonl").write_text(lines, "utf-8")
+    data = ("data=labelled", f"data.paths=[{tmp_path}/texts.jsonl]", "data.classes=[no,yes]")
+    given = (f"data.tokenizer={model}/tokenizer.json", "data.end_of_text='<|end_of_text|>'")
+    line = (*DECODER, "model.classes=2", "objective=classification", *data, *given)
+    told = trained(compose, tmp_path / "run", *line)
+    folder.write(told, tmp_path / "out", Form.merged)
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert made.pad_token == ("<|pad|>" if padded else "<|end_of_text|>")
+    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    assert peer.config.pad_token_id == (3 if padded else 1)
+    texts = ["hello", "how are you fine thanks"]
+    with torch.no_grad():
+        made.padding_side = "right"
+        both = peer(**made(texts, padding=True, return_tensors="pt")).logits
+        alone = torch.cat([peer(**made(text, return_tensors="pt")).logits for text in texts])
+    torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_exported_files_have_the_permissions_of_the_umask(
+    instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    told = trained(compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora")
+    before = os.umask(0o027)
+    try:
+        for form in Form:
+            folder.write(told, tmp_path / form, form)
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.is_relative_to(tmp_path / "merged"):
+            assert path.stat().st_mode & 0o777 == 0o640, path
+    assert (tmp_path / "alone" / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "merged").stat().st_mode & 0o777 == 0o750
+
+
+class Killed(BaseException):
+    """Ends a test's export as a signal would."""
+
+
+def test_an_export_that_is_interrupted_leaves_nothing_at_its_name(tmp_path: Path) -> None:
+    to = tmp_path / "export"
+
+    def killed() -> None:
+        with staging.staged(to) as partial:
+            (partial / "half").write_text("a", "utf-8")
+            assert not to.exists()
+            raise Killed
+
+    with pytest.raises(Killed):
+        killed()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    to = tmp_path / "export"
+    half = tmp_path / ".partial-export"
+    (half / "base").mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "kept").write_text("kept", "utf-8")
+    (half / "link").symlink_to(tmp_path / "kept")
+    with staging.staged(to) as partial:
+        assert [*partial.iterdir()] == []
+        (partial / "whole").write_text("a", "utf-8")
+    assert [path.name for path in to.iterdir()] == ["whole"]
+    assert not half.exists()
+    assert (tmp_path / "kept").read_text("utf-8") == "kept"
+
+
+def test_two_exports_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    with staging.staged(tmp_path / "export") as partial:
+        (partial / "first").write_text("a", "utf-8")
+        with (
+            pytest.raises(ConfigError, match="is being written by another export"),
+            staging.staged(tmp_path / "export"),
+        ):
+            pass
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["first"]
+
+
+def test_links_at_the_names_of_an_export_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / ".partial-export").symlink_to(elsewhere)
+    with staging.staged(tmp_path / "export") as partial:
+        (partial / "file").write_text("a", "utf-8")
+    assert [*elsewhere.iterdir()] == []
+    (tmp_path / "link").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="is there already"), staging.staged(tmp_path / "link"):
+        pass
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    to = tmp_path / "export"
+    to.mkdir()
+    with staging.staged(to) as partial:  # an empty one is taken
+        (partial / "file").write_text("a", "utf-8")
+    with pytest.raises(ConfigError, match="is there already"), staging.staged(to):
+        pass
+    assert [path.name for path in to.iterdir()] == ["file"]
+
+
+def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious", "utf-8")
+    run.mkdir()
+    source = tmp_path / "tokenizer.json"
+    source.write_text("{}", "utf-8")
+    for name in ("tokenizer.json", "status.json"):
+        (run / name).symlink_to(victim)
+        (run / f".{name}.{os.getpid()}").symlink_to(victim)
+    keep(Splits(None, None, source), run)  # type: ignore[arg-type]  # rows are not asked for
+    write_json(run / "status.json", {"state": "ok"})
+    assert victim.read_text("utf-8") == "precious"
+    assert (run / "tokenizer.json").read_text("utf-8") == "{}"
+    assert not any(path.is_symlink() for path in run.iterdir())
+    copy_file(source, run / "again.json")
+    assert (run / "again.json").read_text("utf-8") == "{}"
