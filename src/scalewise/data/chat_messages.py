@@ -107,12 +107,12 @@ class Keys:
         self._notes = Counter[str]() if notes is None else notes
 
     def fields(
-        self, table: Mapping[str, Any], read: Collection[str], said: str | None = None
+        self, table: Mapping[str, Any], read: Collection[str], said: Collection[str] = ()
     ) -> dict[str, Any]:
         """Entries of a record or turn that are in ``read`` and hold something.
 
         Raises ``ValueError`` for an entry that may be content and is not in ``read``. A text that
-        is in ``said``, or has all of it, repeats what is read.
+        is in one of the texts ``said``, or has them all, repeats what is read.
         """
         found: dict[str, Any] = {}
         for key, value in table.items():
@@ -123,7 +123,7 @@ class Keys:
             elif (
                 key in METADATA
                 or _is_plain(key, value)
-                or (said is not None and isinstance(value, str) and _repeats(value, said))
+                or (isinstance(value, str) and _repeats(value, said))
             ):
                 self.ignore(key)
             else:
@@ -146,9 +146,11 @@ def _is_plain(key: str, value: object) -> bool:
     return isinstance(value, bool | int | float) and not MEANINGFUL.search(key)
 
 
-def _repeats(text: str, said: str) -> bool:
-    short, long = sorted(("".join(text.split()), "".join(said.split())), key=len)
-    return short in long
+def _repeats(text: str, said: Collection[str]) -> bool:
+    if not said:
+        return False
+    text, *texts = ("".join(each.split()) for each in (text, *said))
+    return any(text in each for each in texts) or all(each in text for each in texts)
 
 
 def turns(found: object, keys: Keys) -> tuple[Message, ...]:
@@ -283,7 +285,11 @@ def sound(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 def has_surrogate(value: object) -> bool:
     """Whether a JSON value has a text with a lone surrogate, which no encoding can write."""
     if isinstance(value, str):
-        return any("\ud800" <= letter <= "\udfff" for letter in value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return True
+        return False
     if isinstance(value, Mapping):
         return any(has_surrogate(item) for pair in value.items() for item in pair)
     return isinstance(value, list | tuple) and any(map(has_surrogate, value))

@@ -301,19 +301,27 @@ class _Turns:
             if asked and told.startswith(asked):
                 return len(asked) if self._whole.startswith(asked) else None
         # The generation prompt holds more than the answer begins with, as an opened thought.
-        message = self._messages[index]
-        texts = {"content", *({REASONING} & message.keys())}
-        try:
-            probes = [
-                self._render([*self._messages[:index], message | dict.fromkeys(texts, letter)])
-                for letter in ("A", "B")
-            ]
-        except ValueError:
+        header = self._header(index)
+        if header is None:
             return None
-        header = _common_start(*probes)
         if not (told.startswith(header) and self._whole.startswith(header)):
             return None
         return len(header)
+
+    def _header(self, index: int) -> str | None:
+        """Text up to an answer: what renderings with different answers begin with."""
+        message = self._messages[index]
+        texts = {"content", *({REASONING} & message.keys())}
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        for kept in (message, plain):
+            probes = [kept | dict.fromkeys(texts, letter) for letter in ("A", "B")]
+            try:
+                one, other = (self._render([*self._messages[:index], probe]) for probe in probes)
+            except ValueError:
+                continue
+            if one != other:
+                return _common_start(one, other)
+        return None
 
     def _stop(self, told: str) -> int:
         """Where the text up to a message ends within the whole text; 0 if it is not in there.

@@ -100,8 +100,7 @@ def conversation(record: dict[str, Any], keys: Keys) -> Conversation:
         raise ValueError(
             f"has no messages, conversations or instruction and output; it has {names}"
         )
-    said = " ".join(message.text for message in messages)
-    return assembled(record, sound(messages), keys, {*own, *OF_TEMPLATE, "system"}, said)
+    return assembled(record, sound(messages), keys, {*own, *OF_TEMPLATE, "system"})
 
 
 def assembled(
@@ -109,12 +108,12 @@ def assembled(
     messages: tuple[Message, ...],
     keys: Keys,
     read: set[str],
-    said: str,
 ) -> Conversation:
     """Messages with the system text, tools and other parts of their record.
 
-    ``read``: keys that are read here or in the messages; ``said``: what the messages say.
+    ``read``: keys that are read here or in the messages.
     """
+    said = [message.text for message in messages]
     given = keys.fields(record, read | CALL_OPTIONS, said)
     for key in sorted(CALL_OPTIONS & given.keys()):
         keys.ignore(key)
@@ -122,10 +121,10 @@ def assembled(
     if not isinstance(system, str):
         raise ValueError("has a system that is no text")
     if system.strip():
-        first = next((m.text for m in messages if m.role in ("system", "developer")), system)
-        if first != system:
+        others = [m.text for m in messages if m.role in ("system", "developer")]
+        if others and others[0] != system:
             raise ValueError("has a system, and another one in its turns")
-        if first is system:
+        if not others:
             messages = (Message("system", system), *messages)
     functions = [*(tools(given.get("tools")) or []), *(tools(given.get("functions")) or [])]
     documents = given.get("documents")

@@ -68,9 +68,8 @@ def _side(
         told = given if whole else (*asked, *given)
         if whole and not all(_is_in(said, given) for said in asked):
             raise ValueError(f"has a prompt that is not in its {key}")
-    said = " ".join(each.text for each in told)
     read = {*READ, *(OF_ALPACA | {"history"} if "instruction" in record else ())} - {"output"}
-    return assembled(record, sound(told), keys if key == SIDES[0] else Keys(), read, said)
+    return assembled(record, sound(told), keys if key == SIDES[0] else Keys(), read)
 
 
 def _is_in(one: Message, conversation: tuple[Message, ...]) -> bool:

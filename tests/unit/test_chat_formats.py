@@ -1,0 +1,553 @@
+"""Records of conversations and preferences: every key is read, noted or rejected."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from fixtures.chat_templates import CHATML, GEMMA, PARTS, TOKENIZERS, write_tokenizer
+from pyarrow import parquet
+from tokenizers import Tokenizer
+
+from scalewise.data import templates
+from scalewise.data.base import Splits
+from scalewise.data.chat import Chat
+from scalewise.data.chat_messages import ROLES, Conversation, Keys
+from scalewise.data.conversations import conversation
+from scalewise.data.preference import Preference
+from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.templates import Plain
+from scalewise.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}
+FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+CALL = {"id": "c1", "type": "function", "function": FUNCTION}
+TOOL = {"name": "weather", "description": "tells it", "parameters": {"type": "object"}}
+WRAPPED = {"type": "function", "function": TOOL}
+TALK = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]
+SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fraction": 0.0}
+
+
+def read(record: dict[str, Any], *ignored: str) -> Conversation:
+    return conversation(record, Keys(ignored))
+
+
+def tables(record: dict[str, Any], *ignored: str) -> list[dict[str, Any]]:
+    return [message.as_table() for message in read(record, *ignored).messages]
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "sharegpt system": ({"conversations": TALK, "system": "Arr."}, [system("Arr."), USER, ANSWER]),
+    "sharegpt empty system": ({"conversations": TALK, "system": ""}, [USER, ANSWER]),
+    "openai system": (
+        {"messages": [USER, ANSWER], "system": "Arr."},
+        [system("Arr."), USER, ANSWER],
+    ),
+    "same system twice": (
+        {"messages": [system("Arr."), USER, ANSWER], "system": "Arr."},
+        [system("Arr."), USER, ANSWER],
+    ),
+    "alpaca history": (
+        {"instruction": "hello", "output": "fine", "history": [["a", "b"], ["c", "d"]]},
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+            USER,
+            ANSWER,
+        ],
+    ),
+    "alpaca system and history": (
+        {
+            "instruction": "a",
+            "input": "b",
+            "output": "fine",
+            "system": "Arr.",
+            "history": [["x", "y"]],
+        },
+        [
+            system("Arr."),
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "a\n\nb"},
+            ANSWER,
+        ],
+    ),
+    "tool calls": (
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        [USER, {"role": "assistant", "tool_calls": [CALL]}],
+    ),
+    "old function call": (
+        {"messages": [USER, {"role": "assistant", "content": None, "function_call": FUNCTION}]},
+        [USER, {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]}],
+    ),
+    "sharegpt function call": (
+        {
+            "conversations": [
+                TALK[0],
+                {"from": "function_call", "value": json.dumps(FUNCTION)},
+                {"from": "observation", "value": "4"},
+                TALK[1],
+            ]
+        },
+        [
+            USER,
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": FUNCTION}]},
+            {"role": "tool", "content": "4"},
+            ANSWER,
+        ],
+    ),
+    "tool": (
+        {"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "c1"}, ANSWER]},
+        [USER, {"role": "tool", "content": "4", "tool_call_id": "c1"}, ANSWER],
+    ),
+    "reasoning": (
+        {"messages": [USER, ANSWER | {"reasoning": "hm"}]},
+        [USER, ANSWER | {"reasoning_content": "hm"}],
+    ),
+    "thinking": (
+        {"messages": [USER, ANSWER | {"thinking": "hm"}]},
+        [USER, ANSWER | {"reasoning_content": "hm"}],
+    ),
+    "names": ({"messages": [USER | {"name": "Ann"}, ANSWER]}, [USER | {"name": "Ann"}, ANSWER]),
+    "developer": (
+        {"messages": [{"role": "developer", "content": "Arr."}, USER, ANSWER]},
+        [{"role": "developer", "content": "Arr."}, USER, ANSWER],
+    ),
+    "parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hel"}, "lo"]},
+                ANSWER,
+            ]
+        },
+        [USER, ANSWER],
+    ),
+    "nulls": (
+        {
+            "messages": [USER | {"tool_calls": None, "name": None}, ANSWER | {"weight": None}],
+            "tools": None,
+        },
+        [USER, ANSWER],
+    ),
+    "roles in conversations": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_records_are_read(name: str) -> None:
+    record, expected = READ[name]
+    assert tables(record) == expected
+
+
+@pytest.mark.parametrize("tools", [[WRAPPED], [TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+@pytest.mark.parametrize("said", [{"messages": [USER, ANSWER]}, {"conversations": TALK}])
+def test_tools_are_read_in_every_form(tools: object, said: dict[str, Any]) -> None:
+    assert read(said | {"tools": tools}).tools == [WRAPPED]
+
+
+def test_old_functions_are_tools() -> None:
+    assert read({"messages": [USER, ANSWER], "functions": [TOOL]}).tools == [WRAPPED]
+
+
+def test_documents_and_template_variables_are_read() -> None:
+    more = {"documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"thinking": True}}
+    found = read({"messages": [USER, ANSWER]} | more)
+    assert found.documents == more["documents"]
+    assert found.variables == {"thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("switch", "train"),
+    [
+        ({"weight": 0}, False),
+        ({"weight": 1}, True),
+        ({"weight": 1.0}, True),
+        ({"train": False}, False),
+        ({"train": True}, True),
+        ({"training": False}, False),
+        ({"weight": 0, "train": False}, False),
+        ({}, True),
+    ],
+)
+def test_switches_of_answers(switch: dict[str, Any], train: bool) -> None:
+    messages = read({"messages": [USER, ANSWER | switch, USER, ANSWER]}).messages
+    assert [message.train for message in messages if message.role == "assistant"] == [train, True]
+
+
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": (
+        {"messages": [USER, ANSWER], "persona": "pirate"},
+        "has persona, which is not read",
+    ),
+    "key of a turn": ({"messages": [USER, ANSWER | {"audio": {"id": 1}}]}, "has audio, which"),
+    "refusal": ({"messages": [USER, ANSWER | {"refusal": "no"}]}, "has refusal, which is not read"),
+    "weight of a record": ({"messages": [USER, ANSWER], "weight": 0.5}, "has weight, which"),
+    "half a weight": ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "weight is not 0 or 1"),
+    "switches differ": (
+        {"messages": [USER, ANSWER | {"weight": 0, "train": True}]},
+        "weight and train is not",
+    ),
+    "a question to train on": (
+        {"messages": [USER | {"train": True}, ANSWER]},
+        "has a turn of 'user' to train on",
+    ),
+    "all off": ({"messages": [USER, ANSWER | {"weight": 0}]}, "all are switched off"),
+    "two systems": (
+        {"messages": [system("a"), USER, ANSWER], "system": "b"},
+        "has a system, and another one",
+    ),
+    "picture": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+                ANSWER,
+            ]
+        },
+        "a part of type 'image_url'",
+    ),
+    "pictures": (
+        {"messages": [USER, ANSWER], "images": ["a.png"]},
+        "has images, which is not read",
+    ),
+    "empty answer": (
+        {"messages": [USER, ANSWER | {"content": ""}, USER, ANSWER]},
+        "has an empty answer",
+    ),
+    "no content": ({"messages": [USER, {"role": "assistant"}]}, "a turn without a text"),
+    "a call without a name": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "a tool call without the name",
+    ),
+    "a call that is no JSON": (
+        {"conversations": [TALK[0], {"from": "function_call", "value": "weather()"}]},
+        "has a function_call that is not JSON",
+    ),
+    "tools that are no JSON": (
+        {"conversations": TALK, "tools": "weather"},
+        "has tools that is not JSON",
+    ),
+    "calls of a user": (
+        {"messages": [USER | {"tool_calls": [CALL]}, ANSWER]},
+        "has tool_calls, which is not read",
+    ),
+    "history of texts": (
+        {"instruction": "a", "output": "b", "history": ["x"]},
+        "has a history that is no list of pairs",
+    ),
+    "two texts of a turn": (
+        {"messages": [USER | {"value": "other"}, ANSWER]},
+        "different values in content and value",
+    ),
+    "two lists": (
+        {"messages": [USER, ANSWER], "conversations": TALK[:1]},
+        "has conversations, which",
+    ),
+    "surrogate in tools": (
+        {"messages": [USER, ANSWER], "tools": [{"name": "\ud83d"}]},
+        "has half a character",
+    ),
+    "surrogate in a call": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "\ud83d"}]}]},
+        "has half a character",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_records_are_rejected(name: str) -> None:
+    record, reason = REJECTED[name]
+    with pytest.raises(ValueError, match=reason):
+        read(record)
+
+
+def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
+    notes: Counter[str] = Counter()
+    keys = Keys(["persona", "history"], notes)
+    told = {"messages": [USER | {"id": 7}, ANSWER], "source": "web", "toxic": False, "id": "x"}
+    conversation(told | {"persona": "pirate"}, keys)
+    alpaca = {"instruction": "a", "output": "b", "history": [["c", "d"]]}
+    assert [message.text for message in conversation(alpaca, keys).messages] == ["a", "b"]
+    assert notes == {
+        f"key {key} is not read, times": count
+        for key, count in (("id", 2), ("source", 1), ("toxic", 1), ("persona", 1), ("history", 1))
+    }
+
+
+def test_a_text_that_repeats_the_conversation_is_no_content_of_its_own() -> None:
+    assert tables({"messages": [USER, ANSWER], "prompt": "hello"}) == [USER, ANSWER]
+    whole = "Below is an instruction.\n\nhello\n\nResponse: fine"
+    alpaca = {"instruction": "hello", "input": "", "output": "fine", "text": whole}
+    assert tables(alpaca) == [USER, ANSWER]
+    with pytest.raises(ValueError, match="has prompt, which is not read"):
+        read({"messages": [USER, ANSWER], "prompt": "other"})
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_name_of_a_role_is_read(name: str) -> None:
+    text = json.dumps(FUNCTION) if name == "function_call" else "text"
+    messages = read({"conversations": [{"from": name, "value": text}, *TALK]}).messages
+    assert messages[0].role == ROLES[name]
+
+
+# What is prepared from records, with and without a chat template.
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def lines(folder: Path, *records: dict[str, Any]) -> tuple[str]:
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return (str(path),)
+
+
+def with_template(folder: Path, template: str) -> dict[str, Any]:
+    file = write_tokenizer(folder / "tokenizer", TOKENIZERS["byte_level"](), template)
+    return {"tokenizer": str(file), "end_of_text": "</s>", "sequence": 128}
+
+
+def text_of(splits: Splits, row: int = 0) -> str:
+    (ids_S,) = splits.train.gather([row])
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    ids = [token if token >= 0 else ~token for token in ids_S.ravel().tolist()]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_history_is_trained_on_before_the_last_answer(tmp_path: Path) -> None:
+    record = {"instruction": "And Malta?", "output": "Second.", "history": [["Sicily?", "First."]]}
+    splits = Chat(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL).prepare(300, 0)
+    assert text_of(splits).startswith(
+        "### System:\nBe brief.\n\n### User:\nSicily?\n\n### Assistant:\nFirst.<|endoftext|>"
+        "### User:\nAnd Malta?\n\n### Assistant:\nSecond.<|endoftext|>"
+    )
+
+
+OF_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
+    "tools": ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
+    "tool calls": (
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+        "has tool_calls",
+    ),
+    "reasoning": (
+        {"messages": [USER, ANSWER | {"reasoning_content": "hm"}]},
+        "has reasoning_content",
+    ),
+    "name": ({"messages": [USER | {"name": "Ann"}, ANSWER]}, "has name"),
+    "documents": (
+        {"messages": [USER, ANSWER], "documents": [{"title": "a", "text": "b"}]},
+        "has documents, which",
+    ),
+}
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "chatml"])
+def test_what_a_template_does_not_write_is_rejected(plain: bool, tmp_path: Path) -> None:
+    template = Plain("</s>")
+    if not plain:
+        file = write_tokenizer(tmp_path, TOKENIZERS["byte_level"](), CHATML)
+        template = templates.beside(file)
+    for name, (record, reason) in OF_TEMPLATES.items():
+        with pytest.raises(ValueError, match=reason):
+            pytest.fail(f"{name} is written: {template(read(record))}")
+    assert template(read({"messages": [USER, ANSWER]}))
+    template.close()
+
+
+def test_a_system_text_that_the_template_does_not_write_is_rejected(tmp_path: Path) -> None:
+    silent = CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"
+    )
+    record = {"conversations": TALK, "system": "Talk like a sailor."}
+    options = {**SMALL, **with_template(tmp_path, silent)}
+    chat = Chat(paths=lines(tmp_path, record), **options)
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has a turn of 'system', which the chat templ"):
+        chat.prepare(1000, 0)
+    chat = Chat(paths=chat.paths, **{**options, **with_template(tmp_path, GEMMA)})
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is rejected by the chat template: no system"):
+        chat.prepare(1000, 0)
+
+
+def test_contents_are_parts_where_the_template_needs_them(tmp_path: Path) -> None:
+    options = {**SMALL, **with_template(tmp_path, PARTS)}
+    splits = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options).prepare(1000, 0)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
+    assert text_of(splits).startswith(expected)
+
+
+def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
+    records = [
+        {"messages": [USER, ANSWER | {"weight": 1}], "tools": None},
+        {"messages": [USER, {"role": "assistant", "content": "no"}], "tools": None},
+    ]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    splits = Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+    assert len(splits.train) == 2
+
+
+def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
+    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
+    assert chat.prepare(300, 0).note == chat.prepare(300, 0).note == "key id is not read, times: 1"
+
+
+def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
+    record = {"messages": [USER, ANSWER], "persona": "pirate"}
+    chat = Chat(paths=lines(tmp_path, record), **SMALL)
+    with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
+        chat.prepare(300, 0)
+    allowed = Chat(**{**vars(chat), "ignore_keys": ("persona",)})
+    assert allowed.prepare(300, 0).note == "key persona is not read, times: 1"
+
+
+def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(600):
+        deep = {"a": deep}
+    record = {"messages": [USER, ANSWER], "tools": [WRAPPED | {"deep": deep}]}
+    for options in (SMALL, with_template(tmp_path, CHATML)):
+        chat = Chat(paths=lines(tmp_path, record), **{**SMALL, **options})
+        with pytest.raises(DataError, match=r"a\.jsonl:1 "):
+            chat.prepare(1000, 0)
+
+
+# Preferences and questions with answers.
+
+
+def sides(record: dict[str, Any]) -> list[str]:
+    from scalewise.data import pairs
+
+    texts = pairs.written(record, Plain("."), Keys())
+    return ["".join(piece.text for piece in pieces) for pieces in texts]
+
+
+PREFERENCES = {
+    "system": {"prompt": "hello", "chosen": "fine", "rejected": "bad", "system": "Arr."},
+    "system of messages": {
+        "prompt": [system("Arr."), USER],
+        "chosen": [ANSWER],
+        "rejected": [ANSWER | {"content": "bad"}],
+    },
+    "turns": {
+        "conversations": TALK[:1],
+        "system": "Arr.",
+        "chosen": {"from": "gpt", "value": "fine"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+    "alpaca": {"instruction": "hello", "system": "Arr.", "chosen": "fine", "rejected": "bad"},
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_read_with_what_comes_before(name: str) -> None:
+    asked = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
+    assert sides(PREFERENCES[name]) == [f"{asked}fine.", f"{asked}bad."]
+
+
+def test_a_preference_has_its_history() -> None:
+    record = PREFERENCES["alpaca"] | {"history": [["a", "b"]]}
+    assert all(
+        "### User:\na\n\n### Assistant:\nb.### User:\nhello" in side for side in sides(record)
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"tools": [TOOL]}, "has tools, which needs a chat template"),
+        ({"persona": "pirate"}, "has persona, which is not read"),
+        ({"margin": 0.5}, "has margin, which is not read"),
+        (
+            {"chosen": [USER | {"content": "x"}, ANSWER], "rejected": [USER, ANSWER]},
+            "has a prompt that is not in its chosen",
+        ),
+        (
+            {"chosen": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+            "has tool_calls, which needs a chat template",
+        ),
+    ],
+)
+def test_preferences_drop_nothing(more: dict[str, Any], reason: str) -> None:
+    record = {"prompt": "hello", "chosen": "fine", "rejected": "bad"} | more
+    with pytest.raises(ValueError, match=reason):
+        sides(record)
+
+
+def test_preferences_note_metadata(tmp_path: Path) -> None:
+    record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
+    splits = Preference(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
+    assert splits.note == "key score_chosen is not read, times: 1"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (
+            {"messages": [USER, ANSWER | {"reasoning_content": "hm"}]},
+            "reasoning_content in its ans",
+        ),
+        ({"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which needs"),
+        ({"messages": [USER, ANSWER, USER, ANSWER | {"weight": 0}]}, "the last is switched off"),
+    ],
+)
+def test_questions_with_answers_drop_nothing(
+    record: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    data = Seq2SeqData(paths=lines(tmp_path, record), **SMALL)
+    with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
+        data.prepare(300, 0)
+
+
+def test_a_system_text_is_part_of_a_question(tmp_path: Path) -> None:
+    record = {"instruction": "hello", "output": "fine", "system": "Arr."}
+    splits = Seq2SeqData(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
+    ids = [~token for token in splits.train.gather([0])[0].tolist() if token < 0]
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    assert "Arr." in tokenizer.decode([token for token in ids if token < 300])
+
+
+# Chat templates that do not end.
+
+ENDLESS = {
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ (messages | length + 9) ** (10 ** 9) }}",
+    "text": "{{ 'a' * (messages | length * 10 ** 12) }}",
+    "doubling": "{% set n = namespace(a='ab') %}{% for i in range(99) %}"
+    "{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
+    "written": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "constant": "{{ 10 ** (10 ** 10) }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_template_is_named_with_its_record(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    options = {**SMALL, **with_template(tmp_path, ENDLESS[name])}
+    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
+    with pytest.raises(DataError) as error:
+        chat.prepare(1000, 0)
+    (complaint,) = error.value.complaints
+    assert complaint.key == "data.tokenizer"
+    assert str(complaint.value).endswith("tokenizer_config.json")
+    assert "takes " in complaint.reason
+    assert name == "constant" or complaint.reason.endswith(" at a.jsonl:1")
+
+
+def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
+    options = {**SMALL, **with_template(tmp_path, "{% for %}")}
+    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
+        chat.prepare(1000, 0)

@@ -1,0 +1,200 @@
+"""Token ids and labels of conversations: those of transformers for the same tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fixtures.chat_templates import (
+    CHATML,
+    CHATML_MARKED,
+    RAW_ARGUMENTS,
+    STRIPPING,
+    TEMPLATES,
+    THINKING,
+    TOKENIZERS,
+    write_tokenizer,
+)
+from transformers import AutoTokenizer
+
+from scalewise.data.base import Splits
+from scalewise.data.chat import Chat
+from scalewise.data.chat_rendering import Renderer, Request, Setup
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+SYSTEM = {"role": "system", "content": "Talk like a sailor."}
+TURNS = [
+    {"role": "user", "content": "hello how are you "},
+    {"role": "assistant", "content": "fine thanks"},
+    {"role": "user", "content": "weather in Oslo? 🙂"},
+    {"role": "assistant", "content": "4 degrees, naïve 🙂"},
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+CALLS = [
+    TURNS[0],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4 degrees"},
+    {"role": "assistant", "content": "It is 4 degrees."},
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, Any]) -> Splits:
+    file = write_tokenizer(folder / "tokenizer", TOKENIZERS[tokenizer](), template)
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    chat = Chat(
+        paths=(str(path),),
+        tokenizer=str(file),
+        end_of_text="</s>",
+        sequence=256,
+        validation_fraction=0,
+    )
+    return chat.prepare(1000, 0)
+
+
+def ids_of(splits: Splits, row: int, count: int) -> tuple[list[int], list[int]]:
+    """The first token ids of a row, and which of them are labels."""
+    (ids_S,) = splits.train.gather([row])
+    return np.where(ids_S < 0, ~ids_S, ids_S)[:count].tolist(), (ids_S >= 0)[:count].tolist()
+
+
+def learnt(splits: Splits, row: int = 0) -> str:
+    (ids_S,) = splits.train.gather([row])
+    loaded = AutoTokenizer.from_pretrained(splits.tokenizer.parent)
+    return loaded.decode(ids_S[ids_S >= 0].tolist(), clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_ids_are_those_of_apply_chat_template(tokenizer: str, tmp_path: Path) -> None:
+    names = TEMPLATES if tokenizer == "prepending" else ("llama2", "thinking")
+    for name in names:
+        template = TEMPLATES[name]
+        conversations = [TURNS[:2], TURNS]
+        if name not in ("gemma", "stripping"):
+            conversations.append([SYSTEM, *TURNS])
+        records = [{"messages": messages} for messages in conversations]
+        splits = prepared(tmp_path / name, template, tokenizer, *records)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name / "tokenizer")
+        for row, messages in enumerate(conversations):
+            expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+            assert ids_of(splits, row, len(expected))[0] == expected, (name, row)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_labels_are_the_assistant_mask_of_a_template_with_generation_marks(
+    tokenizer: str, tmp_path: Path
+) -> None:
+    splits = prepared(tmp_path, CHATML_MARKED, tokenizer, {"messages": TURNS})
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = theirs.apply_chat_template(
+        TURNS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, labels = ids_of(splits, 0, len(expected["input_ids"]))
+    assert ids == expected["input_ids"]
+    assert labels == [bool(it) for it in expected["assistant_masks"]]
+    assert any(labels)
+
+
+def test_answers_end_as_the_template_ends_them() -> None:
+    expected = {
+        "chatml": "fine thanks<|im_end|>\n4 degrees, naïve 🙂<|im_end|>\n",
+        "chatml_marked": "fine thanks<|im_end|>4 degrees, naïve 🙂<|im_end|>",
+        "llama2": " fine thanks </s> 4 degrees, naïve 🙂 </s>",
+        "llama3": "fine thanks<|eot|>4 degrees, naïve 🙂<|eot|>",
+        "gemma": "fine thanks</turn>\n4 degrees, naïve 🙂</turn>\n",
+        "phi": "fine thanks<|eot|>\n4 degrees, naïve 🙂<|eot|>\n</s>",
+        "zephyr": "fine thanks</s>\n4 degrees, naïve 🙂</s>\n",
+        "thinking": "<think>\n\n</think>\n\n4 degrees, naïve 🙂<|im_end|>\n",
+        "stripping": "fine thanks</s>4 degrees, naïve 🙂</s>",
+        "raw_arguments": "fine thanks</s>4 degrees, naïve 🙂</s>",
+    }
+    for name, template in TEMPLATES.items():
+        renderer = Renderer(Setup({"default": template}, SPECIAL_TOKENS, 10))
+        rendered = renderer.train(Request(TURNS, [True] * 4))
+        found = "".join(rendered.text[start:stop] for start, stop in rendered.spans)
+        assert found == expected[name], name
+
+
+def test_a_template_that_rewrites_earlier_answers_trains_on_the_last_and_says_so(
+    tmp_path: Path,
+) -> None:
+    splits = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
+    assert "4 degrees" in learnt(splits)
+    assert "fine" not in learnt(splits)
+    assert "answers not trained on, since the chat template rewrites them" in splits.note
+    assert splits.note.endswith(": 1")
+    again = prepared(tmp_path, THINKING, "byte_level", {"messages": TURNS})
+    assert again.note == splits.note  # of the cache
+
+
+def test_messages_after_the_last_answer_are_left_out_where_they_rewrite_it(tmp_path: Path) -> None:
+    splits = prepared(tmp_path, THINKING, "byte_level", {"messages": [*TURNS, TURNS[0]]})
+    assert learnt(splits).endswith("4 degrees, naïve 🙂<|im_end|>\n")
+    assert "messages left out that follow the last answer: 1" in splits.note
+
+
+def test_an_answer_that_the_template_shortens_is_counted(tmp_path: Path) -> None:
+    thought = {"role": "assistant", "content": "<think>hm</think>fine"}
+    splits = prepared(tmp_path, STRIPPING, "byte_level", {"messages": [TURNS[0], thought]})
+    assert learnt(splits) == "fine</s>"
+    assert "answers trained on without a part that the chat template leaves out: 1" in splits.note
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["object", "text"]
+)
+@pytest.mark.parametrize("template", [THINKING, RAW_ARGUMENTS], ids=["json", "raw"])
+def test_tool_calls_are_trained_on(template: str, arguments: object, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    splits = prepared(tmp_path, template, "byte_level", {"messages": messages, "tools": TOOLS})
+    assert '{"city": "Oslo"}' in learnt(splits)
+    assert "\\" not in learnt(splits)
+
+
+def test_tools_and_calls_give_the_ids_of_transformers(tmp_path: Path) -> None:
+    thought = {**CALLS[3], "reasoning_content": "cold"}
+    messages = [*CALLS[:3], thought]
+    splits = prepared(tmp_path, THINKING, "prepending", {"messages": messages, "tools": TOOLS})
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = theirs.apply_chat_template(messages, tools=TOOLS, return_dict=True)["input_ids"]
+    assert ids_of(splits, 0, len(expected))[0] == expected
+    assert '{"city": "Oslo"}' in learnt(splits)
+    assert "cold" in learnt(splits)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_answers_are_switched_off_one_by_one(
+    template: str, off: dict[str, object], tmp_path: Path
+) -> None:
+    messages = [TURNS[0], TURNS[1] | off, TURNS[2], TURNS[3] | {"weight": 1}]
+    splits = prepared(tmp_path, template, "byte_level", {"messages": messages})
+    assert learnt(splits).strip() == "4 degrees, naïve 🙂<|im_end|>"
+    messages = [TURNS[0], TURNS[1], TURNS[2], TURNS[3] | off]
+    splits = prepared(tmp_path / "last", template, "byte_level", {"messages": messages})
+    assert learnt(splits).strip() == "fine thanks<|im_end|>"
+
+
+def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": THINKING}]
+    file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["byte_level"](), CHATML)
+    config = json.loads(file.with_name("tokenizer_config.json").read_text())
+    config["chat_template"] = named
+    file.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")
+    chat = Chat(paths=(str(path),), tokenizer=str(file.parent), end_of_text="</s>", sequence=256)
+    splits = Chat(**{**vars(chat), "validation_fraction": 0}).prepare(1000, 0)
+    theirs = AutoTokenizer.from_pretrained(file.parent)
+    expected = theirs.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
+    assert ids_of(splits, 0, len(expected))[0] == expected
