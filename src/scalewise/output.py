@@ -6,19 +6,23 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from scalewise.redaction import redacted
 
 if TYPE_CHECKING:
     from scalewise.plain_console import PlainConsole
 
+Item = TypeVar("Item")
+
 ABSENT = "–"  # noqa: RUF001 (an en dash is meant)
 """What stands in a table for a number that is not known."""
 WIDTH = 150
 """Columns of a table that is written to a file."""
+MANY = 20
+"""So many items are worked through with a word about it."""
 
 
 JOINERS = "\u200c\u200d"
@@ -47,6 +51,19 @@ def print_lines(*lines: object, stderr: bool = False, end: str = "\n") -> None:
     """
     text = "\n".join(map(printable, lines))
     print(text, end=end, file=sys.stderr if stderr else sys.stdout, flush=True)
+
+
+def progress(items: Sequence[Item], verb: str, noun: str) -> Iterator[Item]:
+    """Yields the items, and says that they are worked through where they are many."""
+    if len(items) < MANY:
+        yield from items
+        return
+    if not os.isatty(1):
+        print_lines(f"{verb} {len(items)} {noun} ...")
+    with console().status("") as status:  # shown on a terminal alone
+        for number, item in enumerate(items, start=1):
+            status.update(f"{verb} {number} of {len(items)} {noun}")
+            yield item
 
 
 def console() -> PlainConsole:

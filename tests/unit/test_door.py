@@ -34,6 +34,8 @@ class Never(Verb):
         (["-m", "precision=fp32,fp4"], ["precision"]),
         (["sweep=learning_rate", "model.widht=1"], ["model.widht"]),
         (["optimizer.lr=1,2"], ["optimizer.lr"]),
+        (["~seed"], ["seed"]),
+        (["~question", "seed=-1"], ["question"]),
         (["-m", "callbacks.guard.factor=2,-1"], ["callbacks.guard.factor"]),
         (["optimizer.lr=${nowhere}"], ["optimizer.lr"]),
         (["question=${nowhere}"], ["question"]),

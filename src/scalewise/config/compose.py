@@ -1,6 +1,6 @@
 """Composition from Python: overrides in, a Run out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import hydra
@@ -43,14 +43,26 @@ def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
         return flat(unchecked(config, lines, []).as_dict())
 
 
+@cache
+def _names(group: str) -> frozenset[str]:
+    """Returns the suite's own options of a group."""
+    return frozenset(tree.names(group))
+
+
+@cache
+def _choices_at_rest() -> Mapping[str, str]:
+    """Returns the option that each group has by default."""
+    return compose(here=False).choices
+
+
 def changed(run: Run) -> list[dict[str, object]]:
     """Returns where a run differs from the defaults: ``key``, ``default``, ``value``.
 
     First the options chosen, then the fields that differ from what those options give.
     """
-    usual = compose(here=False).choices
+    usual = _choices_at_rest()
     chosen = {group: run.choices[group] for group in tree.CLOSED if group in run.choices}
-    ours = {group: name for group, name in chosen.items() if name in tree.names(group)}
+    ours = {group: name for group, name in chosen.items() if name in _names(group)}
     strange = tuple(f"{group}." for group in chosen if group not in ours)  # of a user's folder
     rows: list[dict[str, object]] = [
         {"key": group, "default": usual.get(group), "value": choice}

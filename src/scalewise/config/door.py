@@ -23,7 +23,9 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from scalewise import output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
+from scalewise.config.composition_cache import composed_once
 from scalewise.config.near import meant
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
@@ -163,6 +165,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     try:
         prepare()
         with (
+            composed_once(),
             hydra_policy.enforced(),
             nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag(),
         ):
@@ -373,7 +376,8 @@ def _validated(
     jobs: list[Job] = []
     complaints: dict[str, Complaint] = {}
     failed: Exception | None = None
-    for number, overrides in enumerate(job_overrides, start=first):
+    checking = output.progress(job_overrides, "checking", "jobs")
+    for number, overrides in enumerate(checking, start=first):
         try:
             composed = loader.load_sweep_config(config, list(overrides))
         except Exception as error:  # Hydra's: the whole line is looked at again, all jobs of it

@@ -1,5 +1,6 @@
 """Where conf/, experiments/ and sweeps/ are: inside the installed package, else in the checkout."""
 
+from functools import cache
 from pathlib import Path
 
 from scalewise.errors import ConfigError
@@ -30,6 +31,7 @@ CLOSED = tuple(group for group in GROUPS if group != "callbacks")
 """Groups whose choice must be one of the registered specs."""
 
 
+@cache
 def root() -> Path:
     """Returns the folder that holds ``conf``, ``experiments`` and ``sweeps``."""
     package = Path(__file__).resolve().parents[1]

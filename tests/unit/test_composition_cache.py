@@ -1,0 +1,177 @@
+"""Jobs of a sweep share what Hydra composes, and get what it composes for each alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from fixtures.verbs import Noted
+from hydra import compose as hydra_compose
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig, OmegaConf
+
+from scalewise.config import composition_cache, door
+from scalewise.config.composition_cache import composed_once
+from scalewise.config.own import own_hydra
+from scalewise.config.read import read
+from scalewise.errors import ConfigError
+from scalewise.run import Run
+
+pytestmark = pytest.mark.usefixtures("workstation")
+
+LINES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("seed=2",),
+    ("seed=3", "optimizer.lr=1e-3"),
+    ("optimizer.lr=1e-3", "optimizer=sgd"),
+    ("optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.5"),
+    ("experiment=smoke",),
+    ("experiment=smoke", "seed=2", "model.layers=1"),
+    ("experiment=smoke", "model=decoder_10m"),
+    ("model=decoder_10m", "experiment=smoke"),
+    ("callbacks=[]",),
+    ("callbacks=[guard,early_stopping]", "trainer.validate_every=10"),
+    ("+callbacks.mine={_target_: lightning.pytorch.callbacks.Timer}",),
+    ("~callbacks.guard",),
+    ("callbacks.guard.factor=7",),
+    ("name='a [b] ${seed}'", "seed=5"),
+    ("question=${name}",),
+    ("trainer.max_steps=${seed}", "seed=11"),
+    ("tracking.tags=[a,b]",),
+    ("tracking.tags=[]",),
+    ("parallelism=ddp", "parallelism.ranks=2"),
+    ("precision=bf16_mixed", "memory=checkpoint_full"),
+    ("hydra.sweep.subdir=x${hydra.job.num}", "seed=3"),
+    ("+hydra.job.env_copy=[HOME]",),
+    ("hydra/launcher=packed", "seed=4"),
+    ("optimizer={lr: 0.5}",),
+    ("model.widht=1",),
+    ("modle=x",),
+    ("model=nosuch",),
+    ("optimizer.lr=fast",),
+    ("optimizer.lr=1,2",),
+    ("+seed=1",),
+    ("~seed",),
+    ("+inject=raise",),
+    ("hydra.searchpath=[file:///nowhere]", "seed=6"),
+    ("sweep=learning_rate",),
+)
+
+
+@pytest.fixture(autouse=True)
+def _prepared() -> None:
+    door.prepare()
+
+
+def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) -> object:
+    """What composing gives: the whole config with its flags and the Run of it, or the error."""
+    try:
+        config = loader.load_sweep_config(master, list(overrides))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    flags = [(OmegaConf.is_struct(node), OmegaConf.is_readonly(node)) for node in nodes(config)]
+    raw = OmegaConf.to_container(config, resolve=False)
+    try:
+        run: object = read(config, overrides)
+    except ConfigError as error:
+        run = str(error)
+    return raw, flags, run
+
+
+def nodes(config: DictConfig) -> list[DictConfig]:
+    found = [config]
+    for _, value in config.items_ex(resolve=False):
+        if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
+            found += nodes(value)
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
+def test_shared_compositions_equal_those_of_each_alone(seed: int) -> None:
+    with own_hydra() as loader:
+        master = hydra_compose("config", ["seed=1"], return_hydra_config=True)
+        alone = [outcome(loader, master, line) for line in LINES]
+        order = [*range(len(LINES)), *range(len(LINES))]
+        random.Random(seed).shuffle(order)
+        with composed_once():
+            for place in order:
+                assert outcome(loader, master, LINES[place]) == alone[place], LINES[place]
+    assert any(isinstance(found, tuple) and len(found) == 2 for found in alone)
+    assert any(isinstance(found, tuple) and isinstance(found[-1], Run) for found in alone)
+
+
+def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition_cache, "KEPT", 2)
+    lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
+    with own_hydra() as loader:
+        master = hydra_compose("config", [], return_hydra_config=True)
+        alone = [outcome(loader, master, line) for line in lines]
+        with composed_once():
+            for _ in range(2):
+                assert [outcome(loader, master, line) for line in lines] == alone
+
+
+def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Noted]:
+    """How often Hydra composes for a sweep of so many seeds, and what the sweep was."""
+    composed = []
+    compose = composition_cache._compose
+
+    def counted(*given: object, **named: object) -> object:
+        composed.append(given)
+        return compose(*given, **named)
+
+    monkeypatch.setattr(composition_cache, "_compose", counted)
+    noted = Noted()
+    line = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
+    assert door.open_door(noted, line) == 0
+    monkeypatch.undo()
+    return len(composed), noted
+
+
+def test_jobs_that_differ_in_values_are_composed_once(
+    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few, _ = compositions(2, monkeypatch)
+    many, noted = compositions(12, monkeypatch)
+    assert many == few, "the number of jobs costs no composition"
+    assert len(noted.runs) == 24
+    assert noted.runs[-1].seed == 11
+    for run in noted.runs[::7]:
+        assert run == compose(*run.overrides)
+
+
+def test_jobs_that_choose_other_options_read_no_file_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hydra._internal.config_repository import ConfigRepository
+
+    loaded: list[str] = []
+    load = ConfigRepository.load_config
+
+    def counted(self: ConfigRepository, config_path: str) -> object:
+        loaded.append(config_path)
+        return load(self, config_path)
+
+    with own_hydra() as loader:
+        master = hydra_compose("config", [], return_hydra_config=True)
+        monkeypatch.setattr(ConfigRepository, "load_config", counted)
+        with composed_once():
+            for name in ("sgd", "lion", "adamw"):
+                loader.load_sweep_config(master, [f"optimizer={name}"])
+    assert len(loaded) == len(set(loaded))
+    assert {"optimizer/sgd", "optimizer/lion", "optimizer/adamw"} <= set(loaded)
+
+
+def test_nothing_stays_replaced() -> None:
+    from hydra._internal import config_loader_impl, defaults_list
+
+    with composed_once(), composed_once():
+        assert config_loader_impl.create_defaults_list is not composition_cache._list_defaults
+    loader = config_loader_impl.ConfigLoaderImpl
+    assert config_loader_impl.create_defaults_list is composition_cache._list_defaults
+    assert defaults_list._create_interpolation_map is composition_cache._map_choices
+    assert loader._compose_config_from_defaults_list is composition_cache._compose
+    assert loader._parse_overrides_and_create_caching_repo is composition_cache._parse
