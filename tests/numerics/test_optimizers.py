@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from scalewise import compose
 from scalewise.config import tree
+from scalewise.layouts.optimizer_state import allocate, put
+from scalewise.layouts.optimizer_state import tensors as state_tensors
 from scalewise.models.base import Weight
 from scalewise.optimizers import AdamW, Optimizer
 from scalewise.optimizers.adam import AdamW4bit, AdamW8bit
@@ -226,13 +228,57 @@ def test_an_optimizer_goes_on_from_a_checkpoint(name: str, job: Job) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_4bit"])
-def test_moments_of_few_bits_are_encoded_anew(name: str, job: Job) -> None:
-    """A checkpoint holds them as numbers, which any layout can cut; codes differ by a rounding."""
+def test_moments_of_few_bits_go_on_under_another_layout(name: str, job: Job) -> None:
+    """A checkpoint holds them as numbers, which any layout can cut."""
     parts = (*STEPS, *WIDE, f"optimizer={name}", "checkpoint.every=2")
     whole = job.of(*parts)
-    for layout in ("single", "fsdp"):
-        resumed = job.of(*parts, f"parallelism={layout}", resume=whole.checkpoint(2))
-        assert resumed.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-4)
+    resumed = job.of(*parts, "parallelism=fsdp", resume=whole.checkpoint(2))
+    assert resumed.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("spec", [AdamW8bit(), AdamW4bit()], ids=["8bit", "4bit"])
+def test_decoded_moments_get_the_same_codes_again(spec: Optimizer, kind: torch.dtype) -> None:
+    """Whatever the gradients were, and in every aligned slice of a weight."""
+    torch.manual_seed(0)
+    chance = torch.Generator().manual_seed(1)
+    weight, small = (nn.Parameter(torch.randn(n, 256).to(kind)) for n in (96, 3))
+    optimizer = spec.over([{"params": [weight, small], "weight_decay": 0.0}])
+    for _ in range(5):
+        for parameter in (weight, small):
+            sizes = 10.0 ** torch.randint(-12, 4, (len(parameter), 1), generator=chance)
+            gradient = torch.randn(parameter.shape, generator=chance) * sizes
+            parameter.grad = gradient.to(kind)
+        optimizer.step()
+    saved = state_tensors([optimizer], {weight: "w", small: "s"})
+    for part in (slice(0, 96), slice(0, 48), slice(64, 96)):
+        rows = nn.Parameter(weight.detach()[part].clone())
+        other = spec.over([{"params": [rows, small], "weight_decay": 0.0}])
+        known = {key: value.shape for key, value in saved.items()}
+        known |= {f"{slot}/w": rows.shape for slot in ("exp_avg", "exp_avg_sq")}
+        room = allocate([other], {rows: "w", small: "s"}, known)
+        for key, value in room.items():
+            held = saved[key]
+            value.copy_(held[part] if held.shape == weight.shape else held)
+        put([other], {rows: "w", small: "s"}, room)
+        again = state_tensors([other], {rows: "w", small: "s"})
+        for key, value in again.items():
+            held = saved[key]
+            assert value.dtype == held.dtype
+            assert torch.equal(value, held[part] if held.shape == weight.shape else held), key
+
+
+def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 256))
+    numbers = torch.randn_like(weight)
+    held = AdamW8bit().over([{"params": [weight], "weight_decay": 0.0}])
+    put([held], {weight: "w"}, {"exp_avg/w": numbers.clone(), "exp_avg_sq/w": numbers.square()})
+    once = state_tensors([held], {weight: "w"})
+    torch.testing.assert_close(once["exp_avg/w"], numbers, rtol=0.1, atol=0.02)
+    put([held], {weight: "w"}, {key: value.clone() for key, value in once.items()})
+    twice = state_tensors([held], {weight: "w"})
+    assert all(torch.equal(twice[key], once[key]) for key in once)
 
 
 @pytest.mark.parametrize(

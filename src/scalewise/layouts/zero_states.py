@@ -131,6 +131,8 @@ def _masters(zero: Any) -> list[Tensor]:
 
 def _allocate(zero: Any, slots: list[str], steps: float) -> None:
     """Makes the state that DeepSpeed would make at the first step, all zeros."""
+    if isinstance(zero.optimizer, DeepSpeedCPUAdam):
+        _advance(zero.optimizer, int(steps))
     for group, master in enumerate(_masters(zero)):
         with _in_memory(zero, group):
             zero.optimizer.state[master] = {slot: torch.zeros_like(master) for slot in slots}
@@ -139,6 +141,18 @@ def _allocate(zero: Any, slots: list[str], steps: float) -> None:
             elif steps:
                 zero.optimizer.state[master][STEP] = torch.tensor(steps, device=master.device)
     _link(zero)
+
+
+def _advance(optimizer: DeepSpeedCPUAdam, steps: int) -> None:
+    """Brings the kernel's bias corrections to where so many steps leave them.
+
+    It multiplies the powers of the betas up step by step, in fp32. Asked for a later step at once
+    it takes ``pow``, which differs in the last places: a resumed run would not go on bit by bit.
+    """
+    group, number = optimizer.param_groups[0], [torch.zeros(1) for _ in range(4)]
+    fixed = (0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *number)
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *fixed)
 
 
 def _link(zero: Any) -> None:

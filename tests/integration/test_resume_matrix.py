@@ -1,0 +1,93 @@
+"""A resumed run ends bit by bit as an undisturbed one, whatever the options."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fixtures.doors import same_weights
+from fixtures.jobs import Job
+from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
+from fixtures.matrix import FURTHER
+
+from scalewise import ConfigError, compose
+from scalewise.checkpoints import store
+from scalewise.config import tree
+
+STEPS = 6
+SEED = 23
+"""Of the steps at which runs are killed; printed with each."""
+SMALL = (
+    *SHAPE,
+    *LLAMA,
+    f"trainer.max_steps={STEPS}",
+    "trainer.global_batch=8",
+    "trainer.micro_batch=2",
+    "trainer.log_every=1",
+    "trainer.validate_every=3",
+    "trainer.validation_rows=4",
+    "checkpoint.every=1",
+    "checkpoint.keep=0",
+)
+WIDE = ("model.width=128", "model.feedforward=384")
+"""Matrices that are large enough for moments of few bits, on each of two ranks too."""
+CODED = ("adamw_8bit", "adamw_4bit")
+
+
+def of_group(group: str) -> dict[str, tuple[str, ...]]:
+    """Returns every option of a group with the overrides that it needs beside it."""
+    plain = {name: (f"{group}={name}",) for name in tree.names(group)}
+    return {**plain, **FURTHER.get(group, {})}
+
+
+def kinds() -> dict[str, tuple[str, ...]]:
+    """Returns every option of these groups on one rank, and every strategy by itself."""
+    found: dict[str, tuple[str, ...]] = {}
+    for group in ("optimizer", "adapter", "quantization", "precision"):
+        found |= {f"{group}={name}": parts for name, parts in of_group(group).items()}
+    found |= {f"parallelism={name}": parts for name, parts in LAYOUTS.items()}
+    for name in CODED:
+        found[f"optimizer={name}"] = (*WIDE, f"optimizer={name}")
+        for layout in ("ddp", "fsdp", "hsdp", "tensor", "pipeline_one_f_one_b", "fsdp_4"):
+            found[f"{layout}, {name}"] = (*LAYOUTS[layout], *WIDE, f"optimizer={name}")
+    for name in ("muon", "adafactor", "schedule_free", "lion"):
+        found[f"fsdp, {name}"] = (*LAYOUTS["fsdp"], *of_group("optimizer")[name])
+    for name in ("nf4", "int8"):
+        found[f"fsdp, {name}"] = (*LAYOUTS["fsdp"], *of_group("quantization")[name])
+    for layout in ("deepspeed_zero2_offload", "deepspeed_zero3_offload"):
+        found[f"parallelism={layout}"] = (f"parallelism={layout}",)
+    del found["optimizer=module"]  # of a user's module, which brings its own
+    return found
+
+
+KINDS = kinds()
+USUAL = ("optimizer=adamw_8bit", "fsdp, adamw_4bit")
+
+
+def marked(kind: str) -> tuple[pytest.MarkDecorator, ...]:
+    layout = kind.removeprefix("parallelism=").split(",")[0]
+    return marks(layout) if kind in USUAL else (*marks(layout), pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marked(kind)) for kind in KINDS])
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    kind: str, job: Job, request: pytest.FixtureRequest
+) -> None:
+    parts = (*SMALL, *KINDS[kind])
+    try:
+        compose(parts)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if "offload" in kind:
+        request.getfixturevalue("native_code")
+    step = random.Random(f"{SEED} {kind}").randint(2, STEPS - 1)
+    print(f"{kind}: killed after step {step} (seed {SEED})")
+    whole = job.of(*parts)
+    killed = job.of(*parts, "+inject=kill", f"callbacks.inject.step={step}", status="failed")
+    assert killed.checkpoints
+    resumed = job.of(*parts, resume=killed.checkpoint(killed.checkpoints[-1]))
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert resumed.column(key) == whole.column(key), key
+    for part in store.TENSORS:
+        ends = [store.whole(run.checkpoint(STEPS), part) for run in (resumed, whole)]
+        assert same_weights(*ends), part
