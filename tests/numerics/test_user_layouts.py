@@ -101,6 +101,30 @@ def test_layouts_learn_the_same(
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks", "shuffle"),
+    [
+        (("parallelism=ddp",), 2, True),
+        pytest.param(("parallelism=ddp",), 4, False, marks=LONG),
+        pytest.param(FSDP, 2, True, marks=LONG),
+        pytest.param(("parallelism=hsdp",), 4, True, marks=LONG),
+        pytest.param(("parallelism=deepspeed_zero2",), 2, False, marks=(LONG, needs_deepspeed)),
+    ],
+)
+def test_ranks_share_an_iterable_dataset(
+    layout: tuple[str, ...], ranks: int, shuffle: bool, job: Job
+) -> None:
+    """Shuffled anew each epoch, or in order."""
+    stream = (f"+data.arguments.shuffle={shuffle}", "+data.arguments.stream=true")
+    stream += ("+data.arguments.rows=24",)
+    alone = job.of(*YOURS, *stream)
+    run = job.of(*YOURS, *stream, *layout, f"+data.arguments.batch_size={ROWS // ranks}")
+    for key in ("train/loss", "train/grad_norm", "val/loss", "train/tokens"):
+        assert run.column(key) == pytest.approx(alone.column(key), rel=1e-5), key
+    for name, weight in alone.weights().items():
+        torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
 def test_it_goes_on_bit_by_bit(step: int, job: Job) -> None:
     """In the first epoch, at its end (8 batches), and in the second."""

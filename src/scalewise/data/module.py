@@ -21,6 +21,9 @@ class UserData(Data):
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What its class is called with."""
 
+    split_iterable: bool = True
+    """Whether each rank reads every N-th row of iterable datasets; false: they split by rank."""
+
     sequence = 1
     of_user = True
 

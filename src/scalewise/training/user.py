@@ -125,7 +125,9 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         )
         layout_of(trainer).adopt(run, module)
         layout = run.parallelism
-        share_out(trainer, layout.data_rank(place.rank), layout.data_parallel_size)
+        assert isinstance(run.data, UserData)
+        rank, ranks = layout.data_rank(place.rank), layout.data_parallel_size
+        share_out(trainer, rank, ranks, streams=run.data.split_iterable)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
             if resume and trainer.global_step == start and place.rank == 0:

@@ -1,0 +1,119 @@
+"""Ranks read different rows of a user's loaders, and as many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from fixtures.yours import Stream
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from scalewise.training.share import SharedStream, share_out
+
+
+class Numbers(IterableDataset[int]):
+    """Has no length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+class Counted(Numbers):
+    """Has one."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def trainer() -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        plugins=[LightningEnvironment()],
+    )
+
+
+def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:
+    """What the trainer of a rank makes of a loader, which it is given in each epoch."""
+    made, mode = trainer(), cast(Any, None)
+    share_out(made, rank, ranks, streams=streams)
+    once = made._data_connector._prepare_dataloader(loader, False, mode)
+    return made._data_connector._prepare_dataloader(once, False, mode)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 12, 13])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
+    shares = [list(SharedStream(Numbers(count), rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    order = [item for group in zip(*shares, strict=True) for item in group]
+    assert order[:count] == list(range(count))
+    assert order[count:] == [number % count for number in range(-count % ranks)]
+
+
+def test_a_stream_is_as_long_as_what_it_shares() -> None:
+    assert len(SharedStream(Counted(13), 0, 4)) == 4
+    assert SharedStream(Counted(13), 0, 4).count == 13
+    with pytest.raises(TypeError):
+        len(SharedStream(Numbers(13), 0, 4))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_ranks_read_together_what_one_reads(workers: int) -> None:
+    """Workers shuffle by generators that Lightning seeds by rank where nobody else has."""
+    rows = TensorDataset(torch.arange(24))
+
+    def read(rank: int, ranks: int) -> list[int]:
+        seed_everything(1, workers=True, verbose=False)
+        loader = DataLoader(Stream(rows, shuffle=True), batch_size=2, num_workers=workers)
+        loader = prepared(loader, rank, ranks)
+        _auto_add_worker_init_fn(loader, rank)
+        return [int(number) for (batch,) in loader for number in batch]
+
+    shares = [read(rank, 2) for rank in range(2)]
+    assert [len(share) for share in shares] == [12, 12]
+    assert sorted(shares[0] + shares[1]) == sorted(read(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_workers_in_order_share_every_row_out() -> None:
+    rows = TensorDataset(torch.arange(24))
+    found = []
+    for rank in range(2):
+        loader = DataLoader(Stream(rows, shuffle=False), batch_size=2, num_workers=2)
+        shared = prepared(loader, rank, 2)
+        found += [int(number) for (batch,) in shared for number in batch]
+    assert sorted(found) == list(range(24))
+
+
+def test_batches_of_another_loader_are_shared_out() -> None:
+    batches = [torch.tensor([number]) for number in range(4)]
+    assert [list(prepared(iter(batches), rank, 2)) for rank in range(2)] == [
+        batches[::2],
+        batches[1::2],
+    ]
+
+
+def test_a_loader_is_shared_out_once() -> None:
+    assert list(prepared(DataLoader(Numbers(4), batch_size=None), 1, 2)) == [1, 3]
+
+
+def test_what_splits_by_itself_is_left_alone() -> None:
+    """As ``datasets.distributed.split_dataset_by_node`` marks it, or as the user says."""
+    by_node = Numbers(4)
+    by_node._distributed = object()  # type: ignore[attr-defined]
+    loader = DataLoader(by_node, batch_size=None)
+    assert list(prepared(loader, 1, 2)) == [0, 1, 2, 3]
+    loader = DataLoader(Numbers(4), batch_size=None)
+    assert list(prepared(loader, 1, 2, streams=False)) == [0, 1, 2, 3]
