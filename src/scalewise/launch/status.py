@@ -125,7 +125,7 @@ def cures(ending: Ending, run: Run, *, resumable: bool) -> list[dict[str, str]]:
         found.append((longer, "Twice the time, if it was slow and not stuck."))
         if run.checkpoint.every is None:
             found.append(("checkpoint.every=100", "Leaves something to resume from."))
-    elif ending.status == "failed" and "lower optimizer.lr" in ending.reason:
+    elif "lower optimizer.lr" in ending.reason and not run.objective.of_user:
         lr = getattr(run.optimizer, "lr", 0.0)
         found.append((f"optimizer.lr={lr / 3:.1g}", "A third of the learning rate."))
     elif ending.status == "interrupted" and resumable:
