@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from scalewise.config.compose import changed, compose
+from scalewise.failures import survived
 from scalewise.launch import started
 from scalewise.launch.job import Order, Result, execute
 from scalewise.run import Run
@@ -33,6 +34,7 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     order = Order(run, command, changed=tuple(changed(run)), sizing=sizing)
     result = execute(order, Path(folder).absolute())
     if started.leads():
-        files.write([result.folder])
+        with survived("no report"):
+            files.write([result.folder])
         after_training(result.folder, [result.folder])
     return result

@@ -8,16 +8,20 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from scalewise import output
-from scalewise.errors import ScalewiseError
+from scalewise.errors import EXIT_CODES, ScalewiseError
+from scalewise.failures import describe
 from scalewise.launch import started
 from scalewise.output import print_lines
 from scalewise.verbs import usage
 from scalewise.verbs.usage import VERBS
 
+TRACEBACK = "HYDRA_FULL_ERROR"
+"""Environment variable that asks for tracebacks, as in any Hydra application."""
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 """What a folder that is somebody else's, read-only, or no folder at all answers with."""
 
@@ -37,6 +41,7 @@ def command() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of one command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    output.open_standard_streams()
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our child processes run no code of this folder
     # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -47,14 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ScalewiseError as error:
             print_lines(*f"scalewise: {error}".split("\n"), stderr=True)
             return error.exit_code
-        except OSError as error:
-            if error.errno not in UNWRITABLE or error.filename is None:
-                raise
-            print_lines(f"scalewise: {error.filename}: {error.strerror}", stderr=True)
-            return 2
         except KeyboardInterrupt:
             print_lines("scalewise: interrupted", stderr=True)
             return 130
+        except (SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of code in Rust is no Exception
+            return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> int:
+    """Prints an exception that nobody has handled in one line; returns the exit code."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
+        print_lines(f"scalewise: {error.filename}: {error.strerror}", stderr=True)
+        return EXIT_CODES["refused"]
+    print_lines(f"scalewise: {describe(error)}", stderr=True)
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    elif not isinstance(error, OSError):
+        print_lines(f"scalewise: {TRACEBACK}=1 scalewise ... shows the traceback", stderr=True)
+    return EXIT_CODES["out_of_memory" if isinstance(error, MemoryError) else "failed"]
 
 
 def _dispatch(given: list[str]) -> int:

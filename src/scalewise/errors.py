@@ -93,3 +93,7 @@ class Interrupted(ScalewiseError):  # noqa: N818 (what happened, not an error of
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
         super().__init__(message)
+
+
+class Pruned(ScalewiseError):  # noqa: N818 (what happened, as Optuna names it)
+    """The study had seen enough of this trial; what it measured is kept."""

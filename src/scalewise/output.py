@@ -73,6 +73,20 @@ def console() -> PlainConsole:
     return PlainConsole(width=None if os.isatty(1) else WIDTH)
 
 
+def open_standard_streams() -> None:
+    """Opens the standard streams that are closed on the null device.
+
+    Else the next file or socket that is opened takes their place, and is read or written as such.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
 @contextmanager
 def shielded() -> Iterator[None]:
     """Prints what can be printed of stdout and stderr, and drops the rest without a word."""

@@ -20,10 +20,13 @@ from fixtures.reports import (
 
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, records
+from scalewise.reports.layout import NO_CHART
 
 
 def text_of(path: Path) -> str:
-    return path.read_text("utf-8")
+    text = path.read_text("utf-8")
+    assert NO_CHART not in text
+    return text
 
 
 def words(source: str) -> str:

@@ -14,15 +14,15 @@ from optuna.trial import TrialState
 
 from scalewise.config.own import own_hydra
 from scalewise.config.search_axes import read
-from scalewise.errors import ConfigError
-from scalewise.launch.worker import classify
+from scalewise.errors import ConfigError, Pruned
+from scalewise.launch.classify import classify
 from scalewise.study import outcome, record, study
 from scalewise.study.outcome import Outcome
 from scalewise.study.space import Axis, Choice, Interval, first, grid, overrides
 from scalewise.study.spec import Search
 from scalewise.study.storage import TrialLink, link_in
 from scalewise.study.study import Study
-from scalewise.training.callbacks.pruning import Judge, Pruned
+from scalewise.training.callbacks.pruning import Judge
 
 LR = Interval("optimizer.lr", 1e-5, 1e-1, log=True)
 PRECISION = Choice("precision", ("fp32", "bf16_mixed"))

@@ -8,8 +8,8 @@ import torch
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.launch import words
+from scalewise.launch.classify import LOG_LINES, classify
 from scalewise.launch.status import Ending
-from scalewise.launch.worker import LOG_LINES, classify
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.launch import rank, words
+from scalewise.launch.classify import classify
 from scalewise.launch.spec import Launch
 from scalewise.launch.status import Ending
 
@@ -37,8 +38,6 @@ def run(task: Callable[[], None], ranks: int, folder: Path) -> None:
 
 
 def _serve(task: Callable[[], None], folder: Path) -> None:
-    from scalewise.launch.worker import classify
-
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     rank.begin(folder, GRACE)

@@ -95,9 +95,12 @@ def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> Non
 def _begin(partial: Path, rest: Packed, parts: Iterable[str]) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     for leftover in partial.parent.glob(".partial-*"):
+        if leftover.is_symlink():
+            leftover.unlink()
         shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()  # not one that is there
     for part in parts:
-        (partial / part).mkdir(parents=True)
+        (partial / part).mkdir()
     (partial / TRAINING).write_bytes(rest.content)
 
 

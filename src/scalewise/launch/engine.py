@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import processes, signals
+from scalewise.launch.classify import classify
 from scalewise.launch.job import Order, Result, execute, isolated
 
 INTERRUPTED = range(129, 160)
@@ -58,13 +58,16 @@ class InTurn:
 
 
 def executed(task: Task, began: Began) -> Result:
-    """Returns how a task ended; a refusal and a signal are endings like others."""
+    """Returns how a task ended; whatever is raised is an ending like others."""
     try:
         with signals.raised("before the job began"):
             began(task)
             return execute(task.order, task.folder)
-    except ConfigError as error:
-        reason = "; ".join(str(complaint) for complaint in error.complaints)
-        return Result("refused", reason, error.exit_code, task.folder, {})
-    except Interrupted as error:
-        return Result("interrupted", str(error), error.exit_code, task.folder, {})
+    except Exception as error:
+        return failed(task, error)
+
+
+def failed(task: Task, error: Exception) -> Result:
+    """Returns the result of a task that ended by an exception, without a status of its own."""
+    ending = classify(error, None)
+    return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from scalewise.checkpoints import store
 from scalewise.errors import ConfigError, Interrupted
 from scalewise.launch import locks, one_node, signals, words
+from scalewise.launch.classify import classify
 from scalewise.launch.job import (
     Order,
     Result,
@@ -70,6 +71,9 @@ def _run_rank(
                 ending = attempt(tracked(order, own, resume), own, resume, known)
     except Interrupted as error:
         ending = Ending("interrupted", str(error), None, (), error.signal_number)
+    except Exception as error:  # whatever it is, the job has a status
+        ending = classify(error, rank)
+        words.leave(own, rank, ending)
     if ending.bereft and status:
         time.sleep(BEREFT_WAIT)  # until the others have left word
         ending = words.cause(own, world_size) or ending

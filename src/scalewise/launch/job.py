@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from scalewise.errors import ConfigError, Interrupted
+from scalewise import atomic
+from scalewise.errors import ConfigError
+from scalewise.failures import survived
 from scalewise.launch import locks, processes, signals, started, words
+from scalewise.launch.classify import classify
 from scalewise.launch.config_hash import config_hash
 from scalewise.launch.spec import Isolation
 from scalewise.launch.status import Ending, Status, git_state
@@ -150,17 +153,15 @@ def claim(folder: Path) -> Path:
     """Makes a folder for one job and returns it; a second job of the same second gets ``-2``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+            own.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                (own / "overrides.txt").open("x", encoding="utf-8").close()
+                return own
     except OSError as error:
         reason = f"cannot be made: {error.strerror}"
         raise ConfigError.one("hydra.run.dir", folder, reason, "run in another folder") from error
-    for number in range(1, 1000):
-        own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        own.mkdir(exist_ok=True)
-        try:
-            (own / "overrides.txt").open("x", encoding="utf-8").close()
-        except FileExistsError:
-            continue
-        return own
     raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
 
 
@@ -179,15 +180,39 @@ def begin(
 ) -> Status:
     """Writes what a job is before it starts, and returns its status.
 
-    ``earlier`` is the ``status.json`` of the attempt that this one follows.
+    ``earlier`` is the ``status.json`` of the attempt that this one follows. Raises ``ConfigError``
+    on a disk too full to write how the job ends, and leaves nothing that was not there before.
     """
+    try:
+        return _begin(order, folder, resume, earlier or {})
+    except OSError as error:
+        if error.errno not in atomic.DISK_FULL:
+            raise
+        words.remove(folder)
+        if not earlier:
+            _unclaim(folder)
+        reason, cure = "the disk is full", "free some space, or run in another folder"
+        raise ConfigError.one("hydra.run.dir", folder, reason, cure) from error
+
+
+def _unclaim(folder: Path) -> None:
+    """Removes what ``claim`` and ``_begin`` made, and the folders unless they hold more."""
+    for name in ("overrides.txt", "resolved.yaml", "status.json", locks.FILE):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / "checkpoints").rmdir()
+    with suppress(OSError):
+        for each in (folder, *folder.parents[:2]):
+            each.rmdir()
+
+
+def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str, Any]) -> Status:
     run = order.run
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
     (folder / "checkpoints").mkdir(exist_ok=True)
     words.clear(folder)
-    before = earlier or {}
     status = Status(
         verb=order.verb,
         name=run.name,
@@ -206,6 +231,7 @@ def begin(
         **git_state(),
     )
     status.write(folder)
+    status.reserve(folder)
     return status
 
 
@@ -230,8 +256,8 @@ def _attempts(
         try:
             with signals.raised("before training began"):
                 ending = _attempt(order, folder, resume, status, number)
-        except Interrupted as error:
-            ending = Ending("interrupted", str(error), None, (), error.signal_number)
+        except Exception as error:  # whatever it is, the job has a status
+            ending = classify(error, None)
         if ending.status not in ("failed", "timeout") or number >= allowed:
             return ending, number
         from scalewise.checkpoints import store
@@ -299,7 +325,8 @@ def facts(
 def end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
     """Writes how a job ended, and returns it."""
     with signals.ignored():
-        status.ended_as(ending, order.run, attempts, folder).write(folder)
+        with survived(f"status.json of {folder} stays as it is"):
+            status.ended_as(ending, order.run, attempts, folder).write(folder)
         words.remove(folder)
     summary = read_json(folder / "summary.json")
     return Result(ending.status, ending.reason, ending.exit_code, folder, summary)

@@ -19,7 +19,7 @@ import psutil
 
 from scalewise import output
 from scalewise.errors import ConfigError
-from scalewise.launch import processes, signals
+from scalewise.launch import signals
 from scalewise.launch.engine import INTERRUPTED, Began, Task, executed
 from scalewise.launch.job import Result
 
@@ -111,6 +111,5 @@ def _run(task: Task) -> tuple[int, Result]:
         # Ranks are told how this process would start others, and know nothing of loky.
         usual, *_ = multiprocessing.get_all_start_methods()
         multiprocessing.set_start_method(usual, force=True)
-    processes.start_nursery(task.order.run.imports)
     with output.shielded():
         return task.number, executed(task, lambda _: None)

@@ -10,7 +10,7 @@ from scalewise.errors import EXIT_CODES, ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import packing, signals
 from scalewise.launch.crew import Crew
-from scalewise.launch.engine import INTERRUPTED, Began, Task, imports
+from scalewise.launch.engine import INTERRUPTED, Began, Task, failed, imports
 from scalewise.launch.job import Result
 from scalewise.launch.packing import Demand, Room
 from scalewise.launch.seat import VISIBLE, Seat
@@ -62,8 +62,13 @@ def _run(
             own, slots = slots[: demand.slots], slots[demand.slots :]
             left -= demand.memory
             taken[task.number] = own, demand.memory
-            began(task)
-            crew.start(task, _seat(own, len(room.slots), on_cuda))
+            try:
+                began(task)
+                crew.start(task, _seat(own, len(room.slots), on_cuda))
+            except OSError as error:  # no process, pipe or disk space for it; others may find some
+                own, memory = taken.pop(task.number)
+                slots, left = sorted([*slots, *own]), left + memory
+                yield task, failed(task, error)
             continue
         for task, result in crew.ended():
             own, memory = taken.pop(task.number)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalewise.launch import one_node, words
+from scalewise.launch.classify import classify
 from scalewise.launch.seat import Seat, compute_in
 from scalewise.launch.status import Ending
 from scalewise.run import Run
@@ -37,8 +38,13 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object] |
     """
     from scalewise.launch.worker import attempt
 
-    begin(folder, run.launch.grace)
-    end(attempt(run, folder, resume, facts))
+    try:
+        begin(folder, run.launch.grace)
+        ending = attempt(run, folder, resume, facts)
+    except Exception as error:  # before training was tried
+        ending = classify(error, int(os.environ["RANK"]))
+        words.leave(folder, int(os.environ["RANK"]), ending)
+    end(ending)
 
 
 def begin(folder: Path, grace: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -14,12 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from scalewise import atomic
 from scalewise.errors import EXIT_CODES
+from scalewise.failures import survived
 from scalewise.hardware import this_machine
 from scalewise.launch import spared
 from scalewise.run import Run
 from scalewise.tracking.files import FACTS, read_json, write_json
 
+ENDING_BYTES = 49152
+"""Bytes reserved for what the end of a job adds to its status: reason, log tail, overrides."""
 VERSIONS = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
 
 
@@ -97,13 +102,26 @@ class Status:
             attempts=attempts,
             rank=ending.rank,
             log_tail=ending.log_tail,
-            cures=tuple(cures(ending, run, resumable=_saved(folder))),
+            cures=_cures(ending, run, folder),
             wandb=read_json(folder / FACTS) or self.wandb,
         )
 
     def write(self, folder: Path) -> None:
         """Writes ``status.json``, whole or not at all."""
         write_json(folder / "status.json", asdict(self))
+
+    def reserve(self, folder: Path) -> None:
+        """Reserves disk space for the status that the job will end with.
+
+        Raises ``OSError`` where that is not free.
+        """
+        atomic.reserve(folder / "status.json", ENDING_BYTES + 2 * len(json.dumps(asdict(self))))
+
+
+def _cures(ending: Ending, run: Run, folder: Path) -> tuple[dict[str, str], ...]:
+    with survived("no override is suggested"):
+        return tuple(cures(ending, run, resumable=_saved(folder)))
+    return ()
 
 
 def _saved(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from scalewise import output
 from scalewise.hardware import this_machine
 from scalewise.launch import processes, seat
-from scalewise.launch.engine import executed
+from scalewise.launch.engine import executed, failed
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,7 +34,11 @@ def main(descriptor: int, parent: int, *imports: str) -> None:
         orders.send(None)  # ready
         while True:
             task, own = orders.recv()
-            seat.take(own)
+            try:
+                seat.take(own)
+            except OSError as error:
+                orders.send(failed(task, error))
+                continue
             this_machine.cache_clear()  # a job tells of the share that it has
             orders.send(executed(task, lambda _: None))
 

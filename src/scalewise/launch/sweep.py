@@ -7,14 +7,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from scalewise.errors import ConfigError, Interrupted
+from scalewise import atomic
+from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.failures import survived
 from scalewise.launch import locks, signals
 from scalewise.launch.config_hash import config_hash
-from scalewise.launch.engine import INTERRUPTED, Engine, Task
+from scalewise.launch.engine import INTERRUPTED, Engine, Task, failed
 from scalewise.launch.job import Result
 from scalewise.launch.locks import FolderLock, InUseError, this_process
 from scalewise.launch.resumed_sweep import earlier
 from scalewise.tracking.files import read_json, write_json
+
+RESERVED_BYTES = 65536
+"""Bytes reserved for reasons that jobs end for, beyond twice the record as it begins."""
 
 
 def execute_all(
@@ -45,24 +50,26 @@ def execute_all(
             _note(rows[task.number], results[task.number], folder)
     record["jobs"] = [rows[number] for number in sorted(rows)]
     record["varying"] = _varying([row["varied"] for row in record["jobs"]])
-    write_json(folder / "sweep.json", record)
+    _reserve(folder, record, left)
 
     def began(task: Task) -> None:
         rows[task.number]["status"] = "running"
-        write_json(folder / "sweep.json", record)
+        _write(folder, record)
         announce(task, len(tasks))
 
     ended: list[Result] = []
+    left_to_run = [task for task in tasks if task.number not in results]
     try:
         with signals.raised("between the jobs of the sweep"):
-            left_to_run = [task for task in tasks if task.number not in results]
             for task, result in engine.results(left_to_run, began):
                 ended.append(result)
                 results[task.number] = result
                 _note(rows[task.number], result, folder)
-                write_json(folder / "sweep.json", record)
-                report(task, result)
+                _write(folder, record)
+                with survived(f"job {task.number} is not told of"):
+                    report(task, result)
     except ConfigError:
+        atomic.release(folder / "sweep.json")
         if not ended:
             _restore(folder, left)
         raise
@@ -70,8 +77,17 @@ def execute_all(
         for row in rows.values():
             if row["status"] == "waiting":
                 row["status"] = "interrupted"
-        write_json(folder / "sweep.json", record)
+        _write(folder, record)
+        atomic.release(folder / "sweep.json")
         raise
+    except ScalewiseError:
+        atomic.release(folder / "sweep.json")
+        raise
+    except Exception as error:  # of the engine, and so of every job that it has not ended
+        for task in left_to_run:
+            if task.number not in results:
+                results[task.number] = failed(task, error)
+                _note(rows[task.number], results[task.number], folder)
     stopped = next((result for result in ended if result.exit_code in INTERRUPTED), None)
     for task in tasks:
         if task.number not in results:
@@ -81,7 +97,8 @@ def execute_all(
                 "interrupted", stopped.reason, stopped.exit_code, task.folder, {}
             )
     record["ended"] = _now()
-    write_json(folder / "sweep.json", record)
+    _write(folder, record)
+    atomic.release(folder / "sweep.json")
     return [results[task.number] for task in tasks]
 
 
@@ -102,6 +119,26 @@ def claimed(folder: Path) -> FolderLock:
             return lock
         lock.release()
     raise ConfigError.one("hydra.sweep.dir", folder, "holds a sweep already", "give another")
+
+
+def _write(folder: Path, record: Mapping[str, Any]) -> None:
+    with survived(f"sweep.json of {folder} stays as it is"):
+        write_json(folder / "sweep.json", record)
+
+
+def _reserve(folder: Path, record: Mapping[str, Any], left: dict[str, Any]) -> None:
+    """Writes the record and reserves disk space to write it again; raises ``ConfigError``."""
+    file = folder / "sweep.json"
+    try:
+        write_json(file, record)
+        atomic.reserve(file, RESERVED_BYTES + 2 * file.stat().st_size)
+    except OSError as error:
+        if error.errno not in atomic.DISK_FULL:
+            raise
+        if not left:
+            file.unlink(missing_ok=True)
+        reason, cure = "the disk is full", "free some space, or run in another folder"
+        raise ConfigError.one("hydra.sweep.dir", folder, reason, cure) from error
 
 
 def _restore(folder: Path, left: dict[str, Any]) -> None:

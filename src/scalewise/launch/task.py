@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalewise import output
-from scalewise.errors import ConfigError, Interrupted, ScalewiseError
+from scalewise.errors import EXIT_CODES, ConfigError, Interrupted, ScalewiseError
+from scalewise.failures import describe, survived
 from scalewise.launch import orders, signals, squeue, started
+from scalewise.launch.classify import classify
 from scalewise.launch.engine import INTERRUPTED, Task
 from scalewise.launch.job import Result, begin, claim, end
 from scalewise.launch.status import Ending
@@ -35,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         except ScalewiseError as error:
             print_lines(*f"scalewise: {error}".split("\n"), stderr=True)
             return error.exit_code
+        except Exception as error:
+            print_lines(f"scalewise: {describe(error)}", stderr=True)
+            return EXIT_CODES["failed"]
         if started.leads():
             with signals.ignored():  # a requeue sends them to those whom it ends
                 count = folder / f"{number}-timeouts.json"
@@ -54,11 +59,10 @@ def _result(task: Task) -> Result:
             from scalewise.launch.in_place import run_rank
 
             return run_rank(task.order, task.folder, again=again)
-    except ConfigError as error:
-        reason = "; ".join(str(complaint) for complaint in error.complaints)
-        ending = Ending("refused", reason, int(os.environ["RANK"]))
     except Interrupted as error:
         ending = Ending("interrupted", str(error), None, (), error.signal_number)
+    except Exception as error:  # whatever it is, the job has a status
+        ending = classify(error, int(os.environ["RANK"]))
     if not started.leads():
         return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
     earlier = read_json(task.folder / "status.json")
@@ -71,7 +75,9 @@ def _report(folder: Path) -> None:
     """Writes the job's report: who submitted it may have left."""
     from scalewise.reports import files  # of the floor above
 
-    print_lines(f"report {files.write([folder])[-1]}")
+    with survived("no report"):
+        for page in files.write([folder]):
+            print_lines(f"report {page}")
 
 
 def _goes_on(count: Path, timeouts: int, result: Result) -> bool:

@@ -6,44 +6,57 @@ import faulthandler
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from scalewise import atomic
+from scalewise.failures import survived
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
 
 _FOLDER = ".ranks"
+WORD_BYTES = 16384
+"""Bytes reserved for a rank's word: a reason and the last lines of its traceback."""
 FRAMES = 4
 
 
 def clear(folder: Path) -> None:
     """Makes room under a run's ``folder`` for the words of one attempt."""
-    remove(folder)
+    _remove(folder)
     (folder / _FOLDER).mkdir()
 
 
 def remove(folder: Path) -> None:
-    """Removes the words; the status has what matters of them."""
+    """Removes the words, and the space reserved for the status, which has what matters of them."""
+    _remove(folder)
+    atomic.release(folder / "status.json")
+
+
+def _remove(folder: Path) -> None:
     shutil.rmtree(folder / _FOLDER, ignore_errors=True)
 
 
+def reserve(folder: Path, rank: int) -> None:
+    """Reserves the disk space that ``leave`` needs, if it is free."""
+    with suppress(OSError):
+        atomic.reserve(folder / _FOLDER / f"{rank}.json", WORD_BYTES)
+
+
 def leave(folder: Path, rank: int, ending: Ending) -> None:
-    """Leaves the word of one rank; a full disk costs the word and nothing else."""
-    try:
-        write_json(
-            folder / _FOLDER / f"{rank}.json",
-            {
-                "time": time.time(),
-                "status": ending.status,
-                "reason": ending.reason,
-                "log_tail": list(ending.log_tail),
-                "signal_number": ending.signal_number,
-                "bereft": ending.bereft,
-            },
-        )
-    except OSError:
-        traceback.print_exc()
+    """Leaves the word of one rank; a full disk costs the log's tail, or the word."""
+    for log_tail in (list(ending.log_tail), []):
+        word = {
+            "time": time.time(),
+            "status": ending.status,
+            "reason": ending.reason,
+            "log_tail": log_tail,
+            "signal_number": ending.signal_number,
+            "bereft": ending.bereft,
+        }
+        with survived(f"rank {rank} cannot write how it ended"):
+            write_json(folder / _FOLDER / f"{rank}.json", word)
+            return
 
 
 def said(folder: Path) -> list[Ending]:

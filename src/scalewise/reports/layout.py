@@ -4,6 +4,7 @@ A chart is laid out in pixels here, not by the renderer, whose text widths are n
 room for names and numbers is set aside by counting characters, with slack.
 """
 
+import html
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from typing import Any
 
 import altair as alt
 
+from scalewise.failures import describe
 from scalewise.reports import numbers, svg
 
 WIDE, NARROW = 780, 328
 INK, GREY, GRID, PAGE = "var(--ink)", "var(--ink2)", "var(--grid)", "var(--bg)"
+NO_CHART = "This chart could not be drawn"
 CHARACTER = 7.0
 """Pixels that a character of a name takes, on the safe side."""
 
@@ -61,8 +64,11 @@ class Picture:
         return self._rendered(NARROW)
 
     def _rendered(self, width: int) -> str:
-        made = self.draw(width)
-        return svg.render(made.chart, made.sheet.tables, f"{self.ident}-{width}", self.sentence)
+        try:
+            made = self.draw(width)
+            return svg.render(made.chart, made.sheet.tables, f"{self.ident}-{width}", self.sentence)
+        except Exception as error:  # the report stands without a chart
+            return f"<p>{NO_CHART}: {html.escape(describe(error))}</p>"
 
 
 def twice(draw: Callable[[int], Drawing], ident: str, sentence: str) -> Picture:

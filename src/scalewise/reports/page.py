@@ -1,13 +1,12 @@
 """Writes ``report.html``: one file, no network, the same bytes for the same records."""
 
-import os
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scalewise.redaction import redacted
 from scalewise.reports import findings, outline, overview, records
 from scalewise.reports.outline import Outline
+from scalewise.tracking.files import write_text
 
 FILE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -23,15 +22,8 @@ def write(folder: Path) -> Path:
 
 def save(report: Outline, folder: Path) -> Path:
     """Writes ``report`` as a page into ``folder``, whole or not at all, and returns its path."""
-    text = build(report)
     path = folder / FILE
-    draft = folder / f".{FILE}.{os.getpid()}"
-    try:
-        # Records may hold lone surrogates.
-        draft.write_text(redacted(text), "utf-8", "backslashreplace")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_text(path, build(report))
     return path
 
 

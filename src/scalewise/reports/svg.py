@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
-import vl_convert
+
+from scalewise.reports import renderer
 
 _VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
 _HEAD = re.compile(r"^<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>")
@@ -42,7 +43,7 @@ def render(
     """
     spec: dict[str, Any] = chart.to_dict() | {"datasets": dict(tables)}
     spec, restored = _without_pairs(spec)
-    raw = vl_convert.vegalite_to_svg(spec, vl_version=_VERSION).translate(restored)
+    raw = renderer.svg(spec, _VERSION).translate(restored)
     head = _HEAD.match(raw)
     if head is None:
         raise AssertionError("the renderer wrote no viewBox")

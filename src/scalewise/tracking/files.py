@@ -4,14 +4,13 @@ import csv
 import io
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
+from scalewise import atomic
 from scalewise.redaction import redacted
 from scalewise.tracking.names import METRICS
 
@@ -29,26 +28,12 @@ def write_text(path: Path, text: str) -> None:
 
     Secrets of the environment are replaced by ``[hidden]``.
     """
-    with _replacing(path) as file:
-        file.write(redacted(text).encode("utf-8", errors="backslashreplace"))
+    atomic.write(path, redacted(text).encode("utf-8", errors="backslashreplace"))
 
 
 def copy_file(source: Path, path: Path) -> None:
     """Copies a file so that a reader sees the old file or the new one, never a part."""
-    with source.open("rb") as given, _replacing(path) as file:
-        shutil.copyfileobj(given, file)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file that takes the place of ``path``; symbolic links are not followed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    atomic.copy(source, path)
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -89,8 +74,13 @@ class MetricsFile:
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Appends rows; a metric that a row lacks is left empty."""
-        with self._path.open("a", encoding="utf-8", newline="") as file:
+        with open(self._path, "a", encoding="utf-8", newline="", opener=_no_link) as file:
             csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file, but not through a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scalewise.errors import Complaint, ConfigError
+from scalewise.failures import survived
 from scalewise.tracking.files import read_json
 
 
@@ -33,11 +34,12 @@ def after_training(folder: Path, results: Iterable[Path]) -> None:
     told = (read_json(result / "status.json").get("wandb") for result in results)
     if any(isinstance(facts, dict) and facts.get("mode") == "online" for facts in told):
         sys.stdout.flush()
-        subprocess.run(  # noqa: S603 (a list of our own words)
-            [sys.executable, "-P", "-m", "scalewise", "publish", str(folder)],
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        with survived("not published"):
+            subprocess.run(  # noqa: S603 (a list of our own words)
+                [sys.executable, "-P", "-m", "scalewise", "publish", str(folder)],
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
 
 
 def _checked(arguments: Sequence[str]) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalewise.errors import Complaint, ConfigError
+from scalewise.errors import EXIT_CODES, Complaint, ConfigError
 from scalewise.output import print_lines
 from scalewise.reports import files
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = [Path(argument).expanduser() for argument in arguments]
     if absent := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ConfigError(Complaint("", "", f"{name} is no folder") for name in absent)
-    for path in files.write(folders):
+    pages = files.write(folders)
+    for path in pages:
         print_lines(path)
-    return 0
+    return 0 if len(pages) == len(folders) else EXIT_CODES["failed"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalewise import output
+from scalewise.failures import survived
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result
 from scalewise.output import print_lines
@@ -130,9 +131,11 @@ def _place(order: Order) -> str:
 
 def _report(folders: Sequence[Path]) -> None:
     """Writes the reports of these folders and prints where the last one's is."""
-    from scalewise.reports import files
+    with survived("no report"):
+        from scalewise.reports import files
 
-    print_lines(f"report {_short(files.write(folders)[-1])}")
+        for page in files.write(folders)[-1:]:
+            print_lines(f"report {_short(page)}")
 
 
 def _short(path: Path) -> str:

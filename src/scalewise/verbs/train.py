@@ -9,6 +9,7 @@ from pathlib import Path
 from scalewise.config.compose import changed
 from scalewise.config.door import End, Job, Verb, open_door
 from scalewise.errors import ConfigError
+from scalewise.failures import survived
 from scalewise.launch import engines, resumed_sweep, signals, started
 from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result, execute
@@ -128,7 +129,8 @@ class Train(Verb):
             report=_told,
             kept=kept,
         )
-        show.table(tasks, results)
+        with survived("no table of the jobs"):
+            show.table(tasks, results)
         show.sweep_ended(results, folder)
         publish.after_training(folder, [result.folder for result in results])
         return [End(result.exit_code, result.objective) for result in results]

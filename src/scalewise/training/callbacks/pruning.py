@@ -9,17 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from scalewise.errors import ScalewiseError
+from scalewise.errors import Pruned
 from scalewise.output import print_lines
 from scalewise.study.storage import TrialLink
 from scalewise.training.callbacks.recorder import Recorder
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
-
-
-class Pruned(ScalewiseError):  # noqa: N818 (what happened, as Optuna names it)
-    """The study had seen enough of this trial; what it measured is kept."""
 
 
 class Pruning(Callback):

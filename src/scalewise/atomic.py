@@ -1,0 +1,105 @@
+"""Files that are written whole or not at all, also on a full disk. Stdlib only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes ``content`` so that a reader sees the old file or the new one, never a part.
+
+    Follows no link at ``path``. On a full disk it uses the space that ``reserve`` took, if any.
+    """
+    try:
+        _write_new(path, content)
+    except OSError as error:
+        if error.errno not in DISK_FULL or not _write_reserved(path, content):
+            raise
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copies the content of ``source`` as ``write`` writes it."""
+    with source.open("rb") as content, _Partial(path) as file:
+        shutil.copyfileobj(content, file)
+
+
+def reserve(path: Path, size: int) -> None:
+    """Takes ``size`` bytes of disk for writing ``path`` on a full disk.
+
+    Raises ``OSError`` and takes nothing where they are not free.
+    """
+    # Random bytes: a file system that compresses would take no space for zeros.
+    _write_new(_reserved(path), os.urandom(size))
+
+
+def release(path: Path) -> None:
+    """Frees the space reserved for ``path``."""
+    with suppress(OSError):
+        _reserved(path).unlink()
+
+
+def _reserved(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
+
+
+class _Partial:
+    """A new file beside ``path`` that takes its name when the block ends without an exception."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self._file = os.fdopen(os.open(self._partial, _NEW, 0o666), "wb")
+
+    def __enter__(self) -> BinaryIO:
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._partial.replace(self._path)
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    with _Partial(path) as file:
+        file.write(content)
+
+
+def _write_reserved(path: Path, content: bytes) -> bool:
+    """Writes over the reserved blocks, renames them to ``path`` and reserves what that freed.
+
+    Returns False, and keeps the old file, where nothing was reserved or ``content`` is larger.
+    """
+    reserved = _reserved(path)
+    try:
+        descriptor = os.open(reserved, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "wb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if len(content) > size:
+            return False
+        file.write(content)
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    reserved.replace(path)
+    for part in range(8, 0, -1):
+        with suppress(OSError):
+            reserve(path, size * part // 8)
+            break
+    return True

@@ -1,0 +1,70 @@
+"""Unexpected exceptions as one line: type, message and place. Stdlib only."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from scalewise.errors import ScalewiseError
+from scalewise.output import print_lines
+from scalewise.redaction import redacted
+
+LONGEST = 2000
+"""Characters of a message that are kept."""
+
+
+def describe(error: BaseException) -> str:
+    """Returns ``Type: message (file:line in function)``; the place is that of the user's code."""
+    line = f"{type(error).__name__}: {message(error)}"
+    place = user_place(error)
+    return f"{line} ({place})" if place else line
+
+
+def message(error: BaseException) -> str:
+    """Returns the message of an exception in one line, its type's name where it has none."""
+    return redacted(" ".join(str(error).split()))[:LONGEST] or type(error).__name__
+
+
+def user_place(error: BaseException) -> str:
+    """Returns the innermost place outside of installed packages; empty where there is none."""
+    folders = _installed()
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in folders):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def _installed() -> list[Path]:
+    """Returns the folders of Python, of what is installed, and of scalewise itself."""
+    own = Path(__file__).parent
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return [
+        *(Path(sysconfig.get_path(name)) for name in names),
+        own,
+        own.with_name("hydra_plugins"),
+    ]
+
+
+class survived:  # noqa: N801 (a context manager, as contextlib.suppress)
+    """Prints an exception of the block as one line and goes on after it; ``what`` is missing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        reason = str(error) if isinstance(error, ScalewiseError) else describe(error)
+        print_lines(f"{self._what}: {reason}", stderr=True)
+        return True

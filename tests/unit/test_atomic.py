@@ -1,0 +1,152 @@
+"""Files that are written whole or not at all, beside planted links and on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from scalewise import atomic
+from scalewise.launch import words
+from scalewise.launch.status import Ending
+from scalewise.tracking.files import MetricsFile, read_json, write_json
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 blocks."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", f"size={64 * BLOCK}", "tmpfs", str(folder)]
+    mounted = subprocess.run(line, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with (folder / "fill").open("wb", 0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(BLOCK))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"fill"}
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    planted = ("x", f".x.{os.getpid()}", ".x.tmp", "x.tmp", ".x.reserve", "metrics.csv", "copy")
+    for name in planted:
+        (folder / name).symlink_to(victim)
+    atomic.write(folder / "x", b"ours")
+    atomic.reserve(folder / "x", 100)
+    (tmp_path / "source").write_text("copied")
+    atomic.copy(tmp_path / "source", folder / "copy")
+    MetricsFile(folder / "metrics.csv").append([{"step": 1}])
+    assert victim.read_text() == "theirs"
+    assert (folder / "x").read_text() == "ours"
+    assert (folder / "copy").read_text() == "copied"
+    assert not (folder / "x").is_symlink()
+
+
+def test_rows_are_not_appended_through_a_link(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.csv")
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "victim").write_text("theirs")
+    (tmp_path / "metrics.csv").symlink_to("victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        file.append([{"step": 1}])
+    assert (tmp_path / "victim").read_text() == "theirs"
+
+
+def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        atomic.write(tmp_path / "x", b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(disk: Path) -> None:
+    atomic.write(disk / "x", b"old")
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as caught:
+        atomic.write(disk / "x", bytes(2 * BLOCK))
+    assert caught.value.errno == errno.ENOSPC
+    assert (disk / "x").read_bytes() == b"old"
+    assert names(disk) == {"x"}
+
+
+def test_reserved_space_is_written_again_and_again(disk: Path) -> None:
+    atomic.write(disk / "x", b"old")
+    atomic.reserve(disk / "x", 8 * BLOCK)
+    fill(disk)
+    for size in (1, 2, 3, 4):
+        atomic.write(disk / "x", bytes([size]) * size * BLOCK)
+        assert (disk / "x").read_bytes() == bytes([size]) * size * BLOCK
+        (disk / "fill").unlink()
+        fill(disk)
+    atomic.release(disk / "x")
+    assert names(disk) == {"x"}
+
+
+def test_what_is_larger_than_the_reserve_is_not_written_in_part(disk: Path) -> None:
+    atomic.write(disk / "x", b"old")
+    atomic.reserve(disk / "x", BLOCK)
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        atomic.write(disk / "x", bytes(2 * BLOCK))
+    assert (disk / "x").read_bytes() == b"old"
+    atomic.write(disk / "x", b"new")
+    assert (disk / "x").read_bytes() == b"new"
+
+
+def test_space_that_is_not_free_is_not_reserved(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        atomic.reserve(disk / "x", BLOCK)
+    assert names(disk) == set()
+
+
+def test_reserve_is_used_wherever_new_blocks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, without a file system of its own."""
+    atomic.reserve(tmp_path / "x", BLOCK)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(atomic, "_write_new", full)
+    write_json(tmp_path / "x", {"status": "failed"})
+    assert read_json(tmp_path / "x") == {"status": "failed"}
+    assert names(tmp_path) == {"x"}
+    with pytest.raises(OSError, match="quota"):
+        write_json(tmp_path / "x", {})
+
+
+def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
+    words.clear(disk)
+    words.reserve(disk, 3)
+    fill(disk)
+    tail = ("x" * 500,) * 12
+    words.leave(disk, 3, Ending("failed", "the disk is full", 3, tail))
+    assert words.said(disk) == [Ending("failed", "the disk is full", 3, tail)]
+    words.leave(disk, 3, Ending("failed", "again", 3, ("é" * 5000,)))
+    assert words.said(disk) == [Ending("failed", "again", 3)]
+    words.remove(disk)
+    assert names(disk) == set()

@@ -1,0 +1,255 @@
+"""Unexpected exceptions: one line each, wherever they are raised, and the rest goes on."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from scalewise import cli, failures
+from scalewise.errors import ScalewiseError
+from scalewise.failures import describe, survived
+from scalewise.launch import job, packed
+from scalewise.launch.classify import classify
+from scalewise.launch.engine import Began, Task, executed
+from scalewise.launch.job import Order, Result
+from scalewise.launch.packing import Demand, Room
+from scalewise.launch.sweep import execute_all
+from scalewise.reports import renderer
+from scalewise.reports.layout import NO_CHART, Picture
+from scalewise.run import Run
+from scalewise.tracking.files import read_json
+
+Compose = Callable[..., Run]
+TOO_MANY = OSError(errno.EMFILE, "Too many open files")
+REASON = "OSError: [Errno 24] Too many open files"
+
+
+def raise_too_many(*_: object, **__: object) -> None:
+    raise TOO_MANY
+
+
+class TestOneLine:
+    def test_names_the_file_and_line_of_user_code(self, tmp_path: Path) -> None:
+        file = tmp_path / "theirs.py"
+        file.write_text("import json\n\ndef happen():\n    json.loads('{')\n")
+        spec = importlib.util.spec_from_file_location("theirs", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        with pytest.raises(ValueError, match="property name") as caught:
+            module.happen()
+        assert describe(caught.value).startswith("JSONDecodeError: Expecting property name")
+        assert describe(caught.value).endswith(f" ({file}:4 in happen)")
+        assert classify(caught.value, 1).reason == describe(caught.value)
+
+    def test_names_no_place_in_installed_packages(self) -> None:
+        error = ZeroDivisionError("by\nzero")
+        assert describe(error) == "ZeroDivisionError: by zero"
+
+    def test_is_of_bounded_length(self) -> None:
+        assert len(describe(ValueError("x" * 10**6))) < failures.LONGEST + 100
+
+
+def test_survived_prints_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with survived("no report"):
+        raise_too_many()
+    with survived("no report"):
+        raise ScalewiseError("not now")
+    with pytest.raises(KeyboardInterrupt), survived("no report"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"no report: {REASON}")
+
+
+class Panic(BaseException):
+    """As PyO3's, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ZeroDivisionError("by zero"), 1, "ZeroDivisionError: by zero"),
+        (Panic("index out of bounds"), 1, "Panic: index out of bounds"),
+        (MemoryError(), 3, "MemoryError: MemoryError"),
+        (TOO_MANY, 1, REASON),
+        (PermissionError(errno.EACCES, "Permission denied", "runs"), 2, "runs: Permission denied"),
+    ],
+)
+def test_a_command_ends_in_one_line(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def dispatch(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    monkeypatch.delenv(cli.TRACEBACK, raising=False)
+    assert cli.main(["plan"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(f"scalewise: {said}")
+    assert "Traceback" not in err
+    if code != 2:
+        monkeypatch.setenv(cli.TRACEBACK, "1")
+        cli.main(["plan"])
+        assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.fixture
+def order(compose: Compose) -> Order:
+    return Order(compose("experiment=smoke", "tracking=none"))
+
+
+def test_a_launcher_that_fails_ends_the_status(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_attempt", raise_too_many)
+    result = job.execute(order, tmp_path / "run")
+    assert (result.status, result.exit_code) == ("failed", 1)
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["status"] == "failed"
+    assert str(status["reason"]).startswith(REASON)
+    assert status["ended"] is not None
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"overrides.txt", "resolved.yaml", "status.json", "checkpoints"}
+
+
+def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(job.Status, "reserve", full)
+    folder = tmp_path / "runs" / "name" / "run"
+    (tmp_path / "kept").touch()
+    task = Task(0, order, folder)
+    result = executed(task, lambda _: None)
+    assert result.status == "refused"
+    assert f"hydra.run.dir={folder}"[:60] in result.reason
+    assert "the disk is full" in result.reason
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_job_that_cannot_begin_has_failed(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scalewise.launch.engine.execute", raise_too_many)
+    result = executed(Task(0, order, tmp_path / "0"), lambda _: None)
+    assert result.status == "failed"
+    assert result.reason.startswith(REASON)
+
+
+class Breaking:
+    """An engine that ends one job and then fails."""
+
+    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+        began(tasks[0])
+        yield tasks[0], Result("ok", "", 0, tasks[0].folder, {})
+        raise_too_many()
+
+
+def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(order: Order, tmp_path: Path) -> None:
+    tasks = [Task(number, order, tmp_path / str(number)) for number in range(3)]
+    results = execute_all(
+        tasks,
+        tmp_path,
+        Breaking(),
+        command="",
+        question="",
+        announce=lambda *_: None,
+        report=raise_too_many,  # costs what is told, and nothing else
+    )
+    assert [result.status for result in results] == ["ok", "failed", "failed"]
+    record = read_json(tmp_path / "sweep.json")
+    assert record["ended"] is not None
+    rows = record["jobs"]
+    assert isinstance(rows, list)
+    assert [row["status"] for row in rows] == ["ok", "failed", "failed"]
+    assert rows[2]["reason"].startswith(REASON)
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+
+
+class Crew:
+    """Supervisors of which the first cannot be started."""
+
+    stopped = 0
+
+    def __init__(self) -> None:
+        self.under_way: list[Task] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.under_way)
+
+    def start(self, task: Task, seat: object) -> None:
+        if task.number == 0:
+            raise_too_many()
+        self.under_way.append(task)
+
+    def ended(self) -> Iterator[tuple[Task, Result]]:
+        task = self.under_way.pop()
+        yield task, Result("ok", "", 0, task.folder, {})
+
+
+def test_a_packed_job_without_a_process_costs_no_other(order: Order, tmp_path: Path) -> None:
+    waiting = [(Task(n, order, tmp_path / str(n)), Demand(1, 1)) for n in range(3)]
+    room = Room((0,), 1)
+    found = packed._run(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
+    assert {task.number: result.status for task, result in found} == {0: "failed", 1: "ok", 2: "ok"}
+
+
+class TestRenderer:
+    @pytest.fixture(autouse=True)
+    def own(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.Renderer]:
+        own = renderer.Renderer()
+        monkeypatch.setattr(renderer, "svg", own.svg)
+        yield own
+        own.close()
+
+    def test_that_dies_is_tried_again_once(
+        self, own: renderer.Renderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        tries = tmp_path / "tries"
+        dying = tmp_path / "dying"
+        dying.write_text(f"#!/bin/sh\necho x >> {tries}\nkill -ABRT $$\n")
+        dying.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(dying))
+        for reason in ("died: SIGABRT", "died: SIGABRT", "has died before", "has died before"):
+            with pytest.raises(renderer.RenderError, match=reason):
+                own.svg({}, "6.1")
+        assert tries.read_text().split() == ["x", "x"]
+
+    def test_that_is_missing_costs_charts_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.executable", "/nowhere/python")
+
+        def draw(_: int) -> None:
+            renderer.svg({}, "6.1")
+
+        text = Picture(draw, "ident", "sentence").wide  # type: ignore[arg-type]
+        assert text.startswith(f"<p>{NO_CHART}: RenderError: no process")
+
+    def test_tells_why_a_chart_is_none_and_draws_the_next(self, own: renderer.Renderer) -> None:
+        with pytest.raises(renderer.RenderError, match="conversion failed"):
+            own.svg({"mark": {"type": 3}}, "6.1")
+        chart = {"data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
+        assert own.svg(chart, "6.1").startswith("<svg")
+
+    def test_has_no_answer_left_after_a_signal(
+        self, own: renderer.Renderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        process = own._started()
+        assert process.stdout is not None
+        monkeypatch.setattr(process.stdout, "readline", lambda: signal.raise_signal(signal.SIGINT))
+        with suppress(KeyboardInterrupt):
+            own.svg({"mark": "point"}, "6.1")
+        assert process.poll() is not None
+        assert own._started() is not process
