@@ -139,6 +139,11 @@ READ: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [USER, ANSWER],
     ),
+    "system prompt": (
+        {"conversations": TALK, "system_prompt": "Arr."},
+        [system("Arr."), USER, ANSWER],
+    ),
+    "conversation": ({"conversation": [USER, ANSWER]}, [USER, ANSWER]),
     "roles in conversations": ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
 }
 
@@ -449,6 +454,22 @@ PREFERENCES = {
 }
 
 
+ULTRAFEEDBACK = {
+    "prompt": "hello",
+    "prompt_id": "x",
+    "chosen": [USER, ANSWER],
+    "rejected": [USER, ANSWER | {"content": "bad"}],
+    "messages": [USER, ANSWER],
+    "score_chosen": 9.0,
+}
+
+
+def test_preferences_may_repeat_what_they_chose() -> None:
+    asked = "### User:\nhello\n\n### Assistant:\n"
+    assert sides(ULTRAFEEDBACK) == [f"{asked}fine.", f"{asked}bad."]
+    assert sides({**ULTRAFEEDBACK, "prompt": None}) == sides(ULTRAFEEDBACK)
+
+
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_preferences_are_read_with_what_comes_before(name: str) -> None:
     asked = "### System:\nArr.\n\n### User:\nhello\n\n### Assistant:\n"
@@ -456,10 +477,10 @@ def test_preferences_are_read_with_what_comes_before(name: str) -> None:
 
 
 def test_a_preference_has_its_history() -> None:
-    record = PREFERENCES["alpaca"] | {"history": [["a", "b"]]}
-    assert all(
-        "### User:\na\n\n### Assistant:\nb.### User:\nhello" in side for side in sides(record)
-    )
+    begin = "### User:\na\n\n### Assistant:\nb.### User:\nhello"
+    for name in ("alpaca", "system"):
+        record = PREFERENCES[name] | {"history": [["a", "b"]]}
+        assert all(begin in side for side in sides(record)), name
 
 
 @pytest.mark.parametrize(
@@ -468,6 +489,8 @@ def test_a_preference_has_its_history() -> None:
         ({"tools": [TOOL]}, "has tools, which needs a chat template"),
         ({"persona": "pirate"}, "has persona, which is not read"),
         ({"margin": 0.5}, "has margin, which is not read"),
+        ({"messages": [USER, ANSWER]}, "has messages, which is not read"),
+        ({"instruction": "other"}, "has instruction, which is not read"),
         (
             {"chosen": [USER | {"content": "x"}, ANSWER], "rejected": [USER, ANSWER]},
             "has a prompt that is not in its chosen",

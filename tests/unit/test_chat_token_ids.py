@@ -89,6 +89,20 @@ def test_ids_are_those_of_apply_chat_template(tokenizer: str, tmp_path: Path) ->
             assert ids_of(splits, row, len(expected))[0] == expected, (name, row)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer"])
+def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path / "tokenizer", TOKENIZERS["prepending"](), TEMPLATES["llama2"])
+    config = json.loads(file.with_name("tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": kind, "pad_token": "<pad>"}  # which the file lacks
+    file.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + "\n")
+    chat = Chat(paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0)
+    vocabulary = len(TOKENIZERS["prepending"]().get_vocab())
+    expected = AutoTokenizer.from_pretrained(file.parent).apply_chat_template(TURNS)["input_ids"]
+    assert ids_of(chat.prepare(vocabulary, 0), 0, len(expected))[0] == expected
+
+
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_labels_are_the_assistant_mask_of_a_template_with_generation_marks(
     tokenizer: str, tmp_path: Path

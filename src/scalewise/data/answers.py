@@ -184,14 +184,19 @@ def _written(files: Iterable[Path], spec: Chat) -> tuple[list[Written], list[Bad
     template = template_of(spec)
     try:
         for file in files:
-            for told in records(file, lambda record: spec.written(record, template)):
-                if isinstance(told, Bad):
-                    bad.append(told)
+            for one in records(file, lambda record: spec.written(record, template)):
+                if isinstance(one, Bad):
+                    bad.append(one)
                 else:
-                    found.append(told)
+                    found.append(one)
     finally:
         template.close()
-    return found, bad, [f"{note}: {count:,}" for note, count in template.notes.items() if count]
+    return found, bad, told(template)
+
+
+def told(template: Template) -> list[str]:
+    """The notes of a template with their counts."""
+    return [f"{note}: {count:,}" for note, count in template.notes.items() if count]
 
 
 def _parted(found: Sequence[Written], fraction: float) -> dict[str, list[Written]]:

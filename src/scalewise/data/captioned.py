@@ -64,11 +64,12 @@ def write(spec: Captions, files: Sequence[Path], folder: Path) -> None:
     if spec.validation_fraction:
         found["validation"] = []
     bad: list[Bad] = []
+    template = Plain(spec.end_of_text)  # for its notes: captions are written as they stand
     with ExitStack() as opened:
         pixels = {
             split: opened.enter_context(open(folder / f"{split}.{PIXELS}", "wb")) for split in found
         }
-        for told in _told(files, spec):
+        for told in _told(files, spec, template):
             if isinstance(told, Bad):
                 bad.append(told)
                 continue
@@ -80,14 +81,13 @@ def write(spec: Captions, files: Sequence[Path], folder: Path) -> None:
             pixels_CHW.tofile(pixels[split])
             found[split].append(pieces)
     answers.check(bad, found, spec)
-    answers.keep(found, spec.tokenization, spec.kind, folder)
+    answers.keep(found, spec.tokenization, spec.kind, folder, answers.told(template))
 
 
 def _told(
-    files: Sequence[Path], spec: Captions
+    files: Sequence[Path], spec: Captions, template: Plain
 ) -> Iterator[Bad | tuple[NDArray[np.uint8], answers.Written]]:
     """Yields the picture and the caption of each record, or what is bad about it."""
-    template = Plain(spec.end_of_text)  # not read: captions are written as they stand
     for file in files:
 
         def told(
@@ -108,7 +108,8 @@ def splits(folder: Path, spec: Captions) -> Splits:
     note = (
         f"of {count:,} captions, data.sequence={spec.sequence}: {cut:,} cut (longer)" if cut else ""
     )
-    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", note)
+    notes = "\n".join(filter(None, [note, *meta["notes"]]))
+    return Splits(rows["train"], rows.get("validation"), folder / "tokenizer.json", notes)
 
 
 def _rows(folder: Path, split: str, spec: Captions, end: int) -> CaptionedRows:

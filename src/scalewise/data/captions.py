@@ -58,6 +58,9 @@ class Captions(Chat):
     def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
         """Returns the caption, all of which is learnt; raises ``ValueError``."""
         told = self.text(record, self.caption)
+        for key in record:
+            if key not in (self.picture, self.caption):
+                self.keys(template).ignore(key)
         if any("\ud800" <= letter <= "\udfff" for letter in told):
             raise ValueError("has half a character (a lone surrogate)")
         return ([Piece(told + self.end_of_text, learnt=True)],)

@@ -38,14 +38,17 @@ SWITCHES = ("weight", "train", "training")
 
 METADATA = frozenset(
     """
-    annotations author authors avatar categories category channel conversation_hash
-    conversation_id country created created_at custom_id data_source dataset dataset_name date
-    datetime difficulty domain domains file filename generator hash hashed_ip header id idx index
-    item_id key lang language languages license message_id meta metadata model model_name
-    name_of_source num_tokens num_turns origin original_index parent_id prompt_id quality
-    question_id rank rating record_id row_id sample_id score scores session_id source source_id
-    split subject subset tag tags task task_id task_name task_type template_name time timestamp
-    title token_count tokens topic topics turn turns type url user_id uuid version
+    annotations author authors avatar avatarUrl categories category channel complexity
+    conversation_hash conversation_id country created created_at custom_id custom_instruction
+    data_source data_type dataset dataset_id dataset_name date datetime detoxify_moderation
+    difficulty doc_id domain domains evolution_type example_id file filename generator hash
+    hashed_ip header id idx index instance_id item_id key lang language languages length lengths
+    level license message_id meta metadata model model_name n_tokens name_of_source num_messages
+    num_tokens num_turns openai_moderation origin original_index pair_id parent_id prompt_id
+    quality question_id rank rating record_id redacted row_id sample_id scenario score scores
+    session_id skip_prompt_formatting source source_id split split_name style subcategory subject
+    subset tag tags task task_id task_name task_type template_name time timestamp title
+    token_count tokens tone topic topics toxic turn turns type uid url user_id uuid version views
     """.split()  # noqa: SIM905
 )
 """Keys that describe a record or a turn and are no part of what is said."""

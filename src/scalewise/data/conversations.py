@@ -25,6 +25,9 @@ from scalewise.errors import DataError
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
 OF_TEMPLATE = frozenset({"tools", "functions", "documents", "chat_template_kwargs"})
 """Keys of a record that the chat template reads."""
+TURNS = ("messages", "conversations", "conversation")
+"""Keys of a record's list of turns."""
+SYSTEM = ("system", "system_prompt")
 OF_ALPACA = frozenset({"instruction", "input", "output"})
 CALL_OPTIONS = frozenset({"parallel_tool_calls", "tool_choice", "temperature", "top_p", "seed"})
 """Keys of requests to the OpenAI API that say nothing of the conversation."""
@@ -86,10 +89,9 @@ def records(path: Path, write: Callable[[dict[str, Any]], Written]) -> Iterator[
 def conversation(record: dict[str, Any], keys: Keys) -> Conversation:
     """Returns a record's conversation; raises ``ValueError`` with what is wrong with it."""
     record = keys.without_ignored(record)
-    if record.get("messages") is not None:
-        messages, own = turns(record["messages"], keys), {"messages"}
-    elif record.get("conversations") is not None:
-        messages, own = turns(record["conversations"], keys), {"conversations"}
+    named = next((key for key in TURNS if record.get(key) is not None), None)
+    if named:
+        messages, own = turns(record[named], keys), {named}
     elif "instruction" in record and "output" in record:
         if not isinstance(record["output"], str | None):
             raise ValueError("has an instruction, input or output that is no text")
@@ -100,7 +102,7 @@ def conversation(record: dict[str, Any], keys: Keys) -> Conversation:
         raise ValueError(
             f"has no messages, conversations or instruction and output; it has {names}"
         )
-    return assembled(record, sound(messages), keys, {*own, *OF_TEMPLATE, "system"})
+    return assembled(record, sound(messages), keys, own)
 
 
 def assembled(
@@ -111,13 +113,15 @@ def assembled(
 ) -> Conversation:
     """Messages with the system text, tools and other parts of their record.
 
-    ``read``: keys that are read here or in the messages.
+    ``read``: keys that are read in the messages.
     """
     said = [message.text for message in messages]
-    given = keys.fields(record, read | CALL_OPTIONS, said)
+    given = keys.fields(record, {*read, *SYSTEM, *OF_TEMPLATE, *CALL_OPTIONS}, said)
     for key in sorted(CALL_OPTIONS & given.keys()):
         keys.ignore(key)
-    system = given.get("system", "")
+    system = next((given[key] for key in SYSTEM if key in given), "")
+    if any(given.get(key, system) != system for key in SYSTEM):
+        raise ValueError(f"has different texts in {' and '.join(SYSTEM)}")
     if not isinstance(system, str):
         raise ValueError("has a system that is no text")
     if system.strip():
@@ -143,13 +147,18 @@ def alpaca_question(record: Mapping[str, Any]) -> tuple[Message, ...]:
     asked, given = (record.get(key) or "" for key in ("instruction", "input"))
     if not isinstance(asked, str) or not isinstance(given, str):
         raise ValueError("has an instruction, input or output that is no text")
-    earlier: list[Message] = []
+    return (*earlier(record), Message("user", f"{asked}\n\n{given}" if given else asked))
+
+
+def earlier(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Returns the turns of a record's ``history``, a list of questions with their answers."""
+    found: list[Message] = []
     history = record.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_text, pair))):
             raise ValueError("has a history that is no list of pairs of texts")
-        earlier += [Message("user", pair[0]), Message("assistant", pair[1])]
-    return (*earlier, Message("user", f"{asked}\n\n{given}" if given else asked))
+        found += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return tuple(found)
 
 
 def _is_text(value: object) -> bool:

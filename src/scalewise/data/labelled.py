@@ -44,8 +44,9 @@ class Labelled(Chat):
             if record.get(key) is None:
                 raise ValueError(f"has no {key}; it has {', '.join(map(str, record)) or 'nothing'}")
         text, label = record[self.text], record[self.label]
-        for key in record.keys() - {self.text, self.label}:
-            self.keys(template).ignore(key)
+        for key in record:
+            if key not in (self.text, self.label):
+                self.keys(template).ignore(key)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"has no words in {self.text}")
         return (classed(text, self._number(label)),)

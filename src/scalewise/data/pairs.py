@@ -11,13 +11,11 @@ from itertools import takewhile
 from typing import Any
 
 from scalewise.data.chat_messages import Conversation, Keys, Message, message, sound, turns
-from scalewise.data.conversations import OF_ALPACA, OF_TEMPLATE, alpaca_question, assembled
+from scalewise.data.conversations import TURNS, alpaca_question, assembled, earlier
 from scalewise.data.templates import Piece, Template
 
 SIDES = ("chosen", "rejected")
 """What files call the two answers, the preferred one first."""
-TURNS = ("messages", "conversations")
-READ = {*SIDES, *TURNS, *OF_TEMPLATE, "prompt", "system"}
 
 
 def written(record: dict[str, Any], template: Template, keys: Keys) -> tuple[list[Piece], ...]:
@@ -27,8 +25,8 @@ def written(record: dict[str, Any], template: Template, keys: Keys) -> tuple[lis
     what is wrong.
     """
     record = keys.without_ignored(record)
-    asked = _asked(record, keys)
-    chosen, rejected = (template(_side(record, key, asked, keys)) for key in SIDES)
+    asked, read = _asked(record, keys)
+    chosen, rejected = (template(_side(record, key, asked, keys, read)) for key in SIDES)
     alike = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
     if not all(side[alike:] and side[alike].learnt for side in (chosen, rejected)):
         raise ValueError("has no two answers to one prompt")
@@ -38,19 +36,24 @@ def written(record: dict[str, Any], template: Template, keys: Keys) -> tuple[lis
     )
 
 
-def _asked(record: Mapping[str, Any], keys: Keys) -> tuple[Message, ...]:
-    """Returns the messages before the answers; none where the answers hold them."""
-    found = [record[key] for key in TURNS if record.get(key) is not None]
+def _asked(record: Mapping[str, Any], keys: Keys) -> tuple[tuple[Message, ...], set[str]]:
+    """Returns the messages before the answers, and the keys of the record that hold them.
+
+    Answers that are whole conversations may have none before them.
+    """
     prompt = record.get("prompt")
-    if prompt is not None:
-        return (Message("user", prompt),) if isinstance(prompt, str) else turns(prompt, keys)
-    if found:
-        return turns(found[0], keys)
-    return alpaca_question(record) if record.get("instruction") is not None else ()
+    if isinstance(prompt, str):
+        return (*earlier(record), Message("user", prompt)), {"prompt", "history"}
+    named = next((key for key in ("prompt", *TURNS) if record.get(key) is not None), None)
+    if named:
+        return turns(record[named], keys), {named}
+    if record.get("instruction") is not None:
+        return alpaca_question(record), {"instruction", "input", "history"}
+    return (), set()
 
 
 def _side(
-    record: Mapping[str, Any], key: str, asked: tuple[Message, ...], keys: Keys
+    record: Mapping[str, Any], key: str, asked: tuple[Message, ...], keys: Keys, read: set[str]
 ) -> Conversation:
     """Returns the conversation with one of the answers."""
     answer = record.get(key)
@@ -66,10 +69,14 @@ def _side(
         given = turns(answer, keys)
         whole = given[0].role != "assistant"
         told = given if whole else (*asked, *given)
-        if whole and not all(_is_in(said, given) for said in asked):
+        # UltraFeedback's messages are those of the chosen side.
+        checked = () if read == {"messages"} and key != SIDES[0] else asked
+        if whole and not all(_is_in(said, given) for said in checked):
             raise ValueError(f"has a prompt that is not in its {key}")
-    read = {*READ, *(OF_ALPACA | {"history"} if "instruction" in record else ())} - {"output"}
-    return assembled(record, sound(told), keys if key == SIDES[0] else Keys(), read)
+    repeated = {name for name in TURNS if name not in read and record.get(name) == record[SIDES[0]]}
+    return assembled(
+        record, sound(told), keys if key == SIDES[0] else Keys(), {*SIDES, *read, *repeated}
+    )
 
 
 def _is_in(one: Message, conversation: tuple[Message, ...]) -> bool:

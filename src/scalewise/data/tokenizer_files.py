@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import shlex
 import warnings
 from collections.abc import Iterator
@@ -101,11 +102,19 @@ def _convert(path: str, file: Path, folder: Path) -> None:
         if own is None:
             raise _not_converted(path, file.parent, error) from error
         tokenizer = own
-    # transformers adds special tokens that a file lacks; a model has no embeddings for them.
     if own is not None and tokenizer.get_vocab_size() > own.get_vocab_size():
-        tokenizer = own
+        tokenizer = _without_added(tokenizer, own)
     assert isinstance(tokenizer, Tokenizer)
     tokenizer.save(str(folder / FILE))
+
+
+def _without_added(tokenizer: Tokenizer, own: Tokenizer) -> Tokenizer:
+    """A tokenizer without special tokens that its file lacks: no model has embeddings for them."""
+    stored = json.loads(tokenizer.to_str())
+    known = own.get_vocab()
+    stored["added_tokens"] = [it for it in stored["added_tokens"] if it["content"] in known]
+    reduced = type(own).from_str(json.dumps(stored))
+    return reduced if reduced.get_vocab_size() <= own.get_vocab_size() else own
 
 
 def load(path: str, file: Path) -> Tokenizer:
