@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from scalewise import inputs
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError
 from scalewise.launch import locks
@@ -285,3 +286,56 @@ def test_a_config_that_cannot_be_read_is_no_difference(
 ) -> None:
     (tmp_path / "resolved.yaml").write_text(content)
     assert list(differences(compose(), tmp_path)) == []
+
+
+def written(run: Run, folder: Path) -> Path:
+    """Writes what a run records of itself before it starts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
+    inputs.record(run.as_dict(), folder)
+    return folder
+
+
+def reasons(run: Run, folder: Path) -> dict[str, str]:
+    return {complaint.key: complaint.reason for complaint in differences(run, folder)}
+
+
+def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: Path) -> None:
+    for disk in ("disk1", "disk2"):
+        (tmp_path / disk).mkdir()
+        (tmp_path / disk / "text.txt").write_text("some text")
+        (tmp_path / disk / "tokenizer.json").write_text("{}")
+
+    def on(disk: str) -> Run:
+        files = f"data.paths=[{disk}/text.txt]", f"data.tokenizer={disk}/tokenizer.json"
+        return compose("data=text", *files)
+
+    folder = written(on("disk1"), tmp_path / "runs" / "a")
+    assert reasons(on("disk2"), folder) == {}
+    assert reasons(on(str(tmp_path / "disk1")), folder) == {}
+    (tmp_path / "disk2" / "text.txt").write_text("other text")
+    other = "was trained on files of other content"
+    assert reasons(on("disk2"), folder) == {"data.paths": f"the checkpoint under {folder} {other}"}
+    (tmp_path / "disk1" / "tokenizer.json").write_text("{ }")
+    changed = f"its files have changed since the checkpoint under {folder} was trained on them"
+    assert reasons(on("disk1"), folder) == {"data.tokenizer": changed}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_runs_of_earlier_versions_had_no_special_tokens(
+    compose: Compose, tmp_path: Path, given: bool
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "x.txt").write_text("some text")
+    line = [f"data.tokenizer={'tokenizer.json' if given else 'null'}"]
+    run = compose("data=text", "data.paths=[x.txt]", *line)
+    values = yaml.safe_load(yaml.safe_dump(run.as_dict()))
+    del values["data"]["special_tokens"]
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    found = [complaint.key for complaint in differences(run, tmp_path)]
+    assert found == ["data.special_tokens"] * given
+    if given:
+        (complaint,) = differences(run, tmp_path)
+        assert complaint.cure == "set data.special_tokens=false, or resume=null"
+        line.append("data.special_tokens=false")
+    assert not list(differences(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))

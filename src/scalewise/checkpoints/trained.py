@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from scalewise import inputs
 from scalewise.adapters import Adapter
 from scalewise.checkpoints import store
 from scalewise.config import registry
@@ -146,6 +147,7 @@ def resolved(folder: Path) -> Mapping[str, Any]:
         values = None
     if isinstance(values, Mapping):
         values = {"quantization": UNPACKED, **values}  # written before there was that group
+        inputs.add_missing(values)
     if not isinstance(values, Mapping) or not {*SPECS, "seed"} <= set(values):
         reason = f"{folder} is no folder of a run: it has no readable resolved.yaml"
         raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")

@@ -42,16 +42,18 @@ Written = tuple[list[Piece], ...]
 """What a record is: a conversation, or the two of a pair."""
 
 
-def identity(spec: Chat, files: Sequence[Path]) -> dict[str, object]:
-    """Returns what decides the ids: files, template, tokenizer, and what is held out."""
+def identity(spec: Chat, files: Mapping[Path, str]) -> dict[str, object]:
+    """Returns what decides the ids: template, tokenizer, what is held out, and files.
+
+    ``files``: with their digests, in the order in which they are read.
+    """
     template = [] if spec.tokenizer is None else sources(tokenizer_path(spec.tokenizer))
-    stats = [(str(file), file.stat()) for file in map(Path.absolute, files)]
     return {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
         "template": [[it.name, sha256(it.read_bytes()).hexdigest()] for it in template],
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "files": [[digest, file.suffix.lower()] for file, digest in files.items()],
         "validation_fraction": spec.validation_fraction,
         "max_bad_rows": spec.max_bad_rows,
         "end_of_text": spec.end_of_text,

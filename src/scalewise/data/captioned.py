@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data import answers, images
+from scalewise.data import answers, content, images
 from scalewise.data.base import Splits
 from scalewise.data.captions import Captions
 from scalewise.data.conversations import Bad, records
@@ -44,15 +43,16 @@ class CaptionedRows(PaddedRows):
         return np.asarray(self._pixels[np.asarray(indices)])
 
 
-def identity(spec: Captions, files: Sequence[Path]) -> dict[str, object]:
+def identity(spec: Captions, files: Mapping[Path, str]) -> dict[str, object]:
     """Returns what decides the rows: files, pictures, tokenizer, and what is held out."""
-    seen = hashlib.sha256()
-    for file in files:
-        for told in records(file, partial(spec.seen, file.parent)):
-            if isinstance(told, Path) and told.is_file():
-                stat = told.stat()
-                seen.update(f"{told.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return answers.identity(spec, files) | {PIXELS: seen.hexdigest()}
+    pictures = [
+        found
+        for file in files
+        for found in records(file, partial(spec.seen, file.parent))
+        if isinstance(found, Path) and found.is_file()
+    ]
+    seen = content.combined(content.digests(pictures))
+    return answers.identity(spec, files) | {PIXELS: seen}
 
 
 def write(spec: Captions, files: Sequence[Path], folder: Path) -> None:

@@ -44,15 +44,15 @@ class Captions(Chat):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns a row a record, and those held out: spread evenly over all."""
-        from scalewise.data import captioned
+        from scalewise.data import captioned, content
         from scalewise.data.cache import cached
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
         self.tokenization.check(vocabulary)
-        files = matching(self.paths)
+        files = content.by_content(matching(self.paths))
         identity = captioned.identity(self, files)
-        folder = cached(self.kind, identity, partial(captioned.write, self, files))
+        folder = cached(self.kind, identity, partial(captioned.write, self, list(files)))
         return captioned.splits(folder, self)
 
     def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:

@@ -69,15 +69,15 @@ class Chat(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns a row a record, and those held out: spread evenly over all."""
-        from scalewise.data import answers
+        from scalewise.data import answers, content
         from scalewise.data.cache import cached
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
         self.tokenization.check(vocabulary)
-        files = matching(self.paths)
+        files = content.by_content(matching(self.paths))
         folder = cached(
-            self.kind, answers.identity(self, files), partial(answers.write, self, files)
+            self.kind, answers.identity(self, files), partial(answers.write, self, list(files))
         )
         return answers.splits(folder, self)
 

@@ -113,12 +113,14 @@ class HuggingFace(Data):
         return Path(self.path).expanduser()
 
     def _identity(self) -> dict[str, object]:
+        from scalewise.data import content
+
         names = ("path", "configuration", "revision", "split", "validation_split", "field")
         identity: dict[str, object] = {name: getattr(self, name) for name in names}
         if self._folder.is_dir():
             files = sorted(path for path in self._folder.rglob("*") if path.is_file())
-            stats = [(str(file.absolute()), file.stat()) for file in files]
-            identity["files"] = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+            parts = [str(file.relative_to(self._folder)) for file in files]
+            identity["path"] = [*zip(parts, content.digests(files), strict=True)]
         return identity
 
     def _stream(self, tokenizer: Path, train: Documents) -> StreamedRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,15 +69,15 @@ class Text(Data):
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:
         """Returns the packed rows of the files, and of what is held out of them."""
+        from scalewise.data import content
         from scalewise.data.tokenized import Source, splits, tokenized
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
-        files = matching(self.paths)
-        stats = [(str(file.absolute()), file.stat()) for file in files]
+        files = content.by_content(matching(self.paths))
         parts = self._parts(files)
         identity = {
-            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            "files": [[digest, suffix_of(file)] for file, digest in files.items()],
             "field": self.field,
             "validation_fraction": self.validation_fraction,
         }
@@ -97,24 +97,37 @@ class Text(Data):
     def _tokenization(self) -> Tokenization:
         return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens)
 
-    def _parts(self, files: list[Path]) -> dict[str, Documents]:
-        """Returns the documents of each split."""
-        fraction = self.validation_fraction
+    def _parts(self, digests: Mapping[Path, str]) -> dict[str, Documents]:
+        """Returns the documents of each split: of files by their digests, or within each file.
+
+        A single file is split within itself, and so are files that are all the same.
+        """
+        fraction, files = self.validation_fraction, list(digests)
         if not fraction:
             return {"train": partial(_all, files, self.field)}
-        if len(files) == 1:
-            one = partial(_of_one, files[0], self.field, fraction)
-            return {"train": partial(one, held=False), "validation": partial(one, held=True)}
-        held = held_out(map(str, files), fraction)
+        if len({*digests.values()}) == 1:
+            parts = partial(_within, files, self.field, fraction)
+            return {"train": partial(parts, held=False), "validation": partial(parts, held=True)}
+        held = held_out(digests.values(), fraction)
+        sides: dict[bool, list[Path]] = {False: [], True: []}
+        for file, digest in digests.items():
+            sides[digest in held].append(file)
         return {
-            "train": partial(_all, [file for file in files if str(file) not in held], self.field),
-            "validation": partial(_all, [file for file in files if str(file) in held], self.field),
+            "train": partial(_all, sides[False], self.field),
+            "validation": partial(_all, sides[True], self.field),
         }
 
 
 def _all(files: list[Path], field: str | None) -> Iterator[Document]:
     for file in files:
         yield from documents(file, field)
+
+
+def _within(
+    files: list[Path], field: str | None, fraction: float, *, held: bool
+) -> Iterator[Document]:
+    for file in files:
+        yield from _of_one(file, field, fraction, held=held)
 
 
 def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> Iterator[Document]:

@@ -27,6 +27,7 @@ VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tikto
 """Files of vocabularies that transformers converts."""
 OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json")
 """Files beside a vocabulary that decide what transformers makes of it."""
+TEMPLATES = ("chat_template.jinja",)
 
 
 def tokenizer_path(path: str) -> Path:
@@ -38,6 +39,16 @@ def tokenizer_path(path: str) -> Path:
     if given.is_dir() or (_is_vocabulary(given) and given.is_file()):
         return (given if given.is_dir() else given.parent) / FILE
     return given
+
+
+def files(path: str) -> list[Path]:
+    """Returns the files of the tokenizer that ``data.tokenizer`` names, sorted by name."""
+    file = tokenizer_path(path)
+    if file.name != FILE:
+        return [file] if file.is_file() else []
+    names = (FILE, *VOCABULARIES, *OTHERS, *TEMPLATES)
+    found = {it for name in names for it in file.parent.glob(name)}
+    return sorted(it for it in found if it.is_file())
 
 
 def complaints(path: str) -> Iterator[Complaint]:
@@ -60,10 +71,8 @@ def resolved(path: str) -> Path:
     file = tokenizer_path(path)
     if file.is_file() and (file.name != FILE or not file.with_name(CONFIG).is_file()):
         return file
-    names = (FILE, *VOCABULARIES, *OTHERS)
-    files = sorted({found for name in names for found in file.parent.glob(name)})
     try:
-        digests = {found.name: _digest(found) for found in files if found.is_file()}
+        digests = {found.name: _digest(found) for found in files(path)}
     except OSError as error:
         reason = f"cannot be read: {error.strerror} ({error.filename})"
         raise DataError.one(KEY, path, reason, "mend the file") from error

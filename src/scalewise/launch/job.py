@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from scalewise import atomic
+from scalewise import atomic, inputs
 from scalewise.errors import ConfigError
 from scalewise.failures import survived
 from scalewise.launch import locks, processes, signals, started, words
@@ -211,6 +211,7 @@ def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str,
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
+    inputs.record(run.as_dict(), folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
     words.clear(folder)
     status = Status(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from scalewise import inputs
 from scalewise.checkpoints import store
 from scalewise.config import registry
 from scalewise.errors import CheckpointError, Complaint, as_typed
@@ -89,6 +90,9 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     if not earlier:
         return
     now = run.as_dict()
+    inputs.add_missing(earlier, now)
+    read_then = inputs.recorded_digests(folder)
+    read_now = inputs.digests(now) if read_then else {}
     # None stands for a micro batch a rank: what must not differ is how many rows that makes.
     earlier["trainer"] = {"global_batch": _global_batch(earlier)}
     now["trainer"] = {"global_batch": run.global_batch}
@@ -115,9 +119,23 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
             continue
         for key in keys or sorted({*before, *after}):
             # A list is empty where there was no such key.
-            if key not in _FREE and (before.get(key) or None) != (after.get(key) or None):
-                name = f"{group}.{key}" if key else group
+            name = f"{group}.{key}" if key else group
+            same = (before.get(key) or None) == (after.get(key) or None)
+            if key in _FREE:
+                continue
+            if name in read_then:
+                if read_now.get(name) != read_then[name]:
+                    yield _of_other_content(folder, name, after.get(key), same=same)
+            elif not same:
                 yield _of_another(folder, name, after.get(key), before.get(key))
+
+
+def _of_other_content(folder: Path, key: str, now: object, *, same: bool) -> Complaint:
+    """Returns the complaint about input files of other content than those of a checkpoint."""
+    reason = f"the checkpoint under {folder} was trained on files of other content"
+    if same:
+        reason = f"its files have changed since the checkpoint under {folder} was trained on them"
+    return Complaint(key, now, reason, f"give {key} with the same files, or resume=null")
 
 
 def _of_another(folder: Path, key: str, now: object, then: object) -> Complaint:

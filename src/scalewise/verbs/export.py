@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     from scalewise.exports.staging import check_free
 
     check_free(to)
-    told = trained.recorded(folder, options["step"])
+    told = trained.recorded(folder, options["step"], options)
     lacks = exports.write(told, to, Form(options["adapter"]))
     for line in (f"exported step {told.step} of {folder.name}", *lacks, f"result {to}"):
         print_lines(line)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalewise import inputs
 from scalewise.config.near import meant
 from scalewise.config.read import part
 from scalewise.errors import Complaint, ConfigError
@@ -27,7 +28,7 @@ def read(
         *(
             Complaint(key, value, "no such key", meant(key, list(defaults)))
             for key, value in options(arguments).items()
-            if key not in defaults
+            if key not in (*defaults, *inputs.READERS)
         ),
         *wrong,
     ]
@@ -45,17 +46,46 @@ def options(arguments: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def recorded(folder: Path, step: str = "last", *, beginning: bool = False) -> Trained:
+def recorded(
+    folder: Path,
+    step: str = "last",
+    given: Mapping[str, str] | None = None,
+    *,
+    beginning: bool = False,
+) -> Trained:
     """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
 
-    ``beginning``: whether step 0 is asked for, of which no checkpoint is kept.
+    ``given``: options, among them paths of the run's inputs where they have moved. ``beginning``:
+    whether step 0 is asked for, of which no checkpoint is kept.
     """
     from scalewise.checkpoints import trained
 
-    values = trained.resolved(folder)
+    values = inputs.located(trained.resolved(folder), folder, _paths(given or {}))
     found = None if beginning else trained.checkpoint(folder, step)
     parts = [part(group, values[group]) for group in trained.SPECS]
     if any(isinstance(spec, UserModule) for spec in parts):
         reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
         raise ConfigError.one("", "", f"{folder} {reason}", cure)
     return trained.Trained(folder, found, int(values["seed"]), *parts)
+
+
+def _paths(given: Mapping[str, str]) -> dict[str, object]:
+    """Returns the options that are paths of inputs, with values as Hydra reads them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    found: dict[str, object] = {}
+    for key in inputs.READERS:
+        if key in given:
+            try:
+                value = OverridesParser.create().parse_override(f"{key}={given[key]}").value()
+            except HydraException as error:
+                reason = f"cannot be read: {str(error).splitlines()[0]}"
+                raise ConfigError.one(key, given[key], reason, f"set \"{key}='FILE'\"") from error
+            several = key.endswith("paths")
+            found[key] = [str(it) for it in _listed(value)] if several else str(value)
+    return found
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,80 @@
+"""Digests of the content of files: the same files are the same data wherever they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from scalewise.data.cache import cached
+from scalewise.data.reading import unreadable
+
+SAMPLED_BYTES = 64 * 2**20
+"""Weights in larger files are read in samples, not as a whole."""
+SAMPLES, SAMPLE_BYTES = 64, 2**18
+"""Samples of a large file, evenly spread, the first and the last bytes included."""
+
+
+def digests(files: Sequence[Path]) -> list[str]:
+    """Returns the SHA-256 of each file, remembered while their sizes and times stay.
+
+    Raises ``DataError`` for a file that cannot be read.
+    """
+    if not files:
+        return []
+    try:
+        stats = [(str(file.absolute()), file.stat()) for file in files]
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from error
+    key = {"files": [[name, it.st_size, it.st_mtime_ns, it.st_ino] for name, it in stats]}
+
+    def read(folder: Path) -> None:
+        found = [_digest(file) for file in files]
+        (folder / "digests.json").write_text(json.dumps(found), encoding="utf-8")
+
+    folder = cached("digests", key, read)
+    found: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
+    return found
+
+
+def by_content(files: Sequence[Path]) -> dict[Path, str]:
+    """Returns the digest of each file, in an order that names and folders do not decide."""
+    found = dict(zip(files, digests(files), strict=True))
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0].name)))
+
+
+def combined(parts: Iterable[str]) -> str:
+    """Returns one digest of several strings in their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def sampled(files: Sequence[Path]) -> list[str]:
+    """Returns a digest of each file, of large ones by their size and samples of their bytes."""
+    return [
+        _digest(file) if file.stat().st_size <= SAMPLED_BYTES else _of_samples(file)
+        for file in files
+    ]
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _of_samples(file: Path) -> str:
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for start in _starts(size):
+            content.seek(start)
+            found.update(content.read(SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+def _starts(size: int) -> Iterator[int]:
+    for sample in range(SAMPLES):
+        yield (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)

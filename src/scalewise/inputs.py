@@ -1,0 +1,183 @@
+"""The files that a run reads: recorded by content, found again from any folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scalewise.config import registry
+from scalewise.data import content, tokenizer_files
+from scalewise.data.reading import matching
+from scalewise.errors import Complaint, ConfigError
+from scalewise.tracking.files import read_json, write_json
+
+FILE = "inputs.json"
+"""Where a run folder records its launch folder and the digests of its input files."""
+
+
+def _files(patterns: object) -> list[Path]:
+    return matching([str(it) for it in patterns]) if isinstance(patterns, Sequence) else []
+
+
+def _of_records(patterns: object) -> list[str]:
+    return sorted(content.digests(_files(patterns)))
+
+
+def _of_shards(patterns: object) -> list[str]:
+    return content.digests(_files(patterns))
+
+
+def _of_tokenizer(path: object) -> list[str]:
+    return sorted(content.digests(tokenizer_files.files(str(path))))
+
+
+def _of_dataset(path: object) -> list[str]:
+    return sorted(content.digests(matching([str(Path(str(path)) / "**" / "*")])))
+
+
+def _of_model(path: object) -> list[str]:
+    folder = Path(str(path)).expanduser()
+    files = (
+        [folder] if folder.is_file() else [folder / "config.json", *folder.glob("*.safetensors")]
+    )
+    return sorted(content.sampled([it for it in files if it.is_file()]))
+
+
+READERS: Mapping[str, Callable[[object], list[str]]] = {
+    "data.paths": _of_records,
+    "data.validation_paths": _of_shards,
+    "data.tokenizer": _of_tokenizer,
+    "data.path": _of_dataset,
+    "model.path": _of_model,
+    "model.weights": _of_model,
+}
+"""Keys that name files, and digests of what they hold; none where there are no such files."""
+
+
+def digests(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a digest of the content of each input of a resolved config that lies here."""
+    found = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _inputs(values)}
+    return {key: digest for key, digest in found.items() if digest is not None}
+
+
+def _digest(key: str, part: Mapping[str, Any]) -> str | None:
+    """Returns the digest of one input of a group; None where there are no such files."""
+    reader = READERS[key]
+    if key == "data.paths" and "validation_paths" in part:
+        reader = _of_shards  # rows are in the order of the shards
+    parts = reader(part[key.partition(".")[2]])
+    return content.combined(parts) if parts else None
+
+
+def _inputs(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for key in READERS:
+        group, _, name = key.partition(".")
+        part = values.get(group)
+        if isinstance(part, Mapping) and part.get(name):
+            yield key, part[name]
+
+
+def record(values: Mapping[str, Any], folder: Path) -> None:
+    """Writes the launch folder of a run and the digests of its inputs into its folder."""
+    at = {"launch_folder": os.getcwd(), "run_folder": str(folder.absolute())}
+    write_json(folder / FILE, {**at, "digests": digests(values)})
+
+
+def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) -> None:
+    """Adds to the resolved config of an earlier version what it did without a key for.
+
+    Documents had no special tokens, which only matters where a tokenizer is given.
+    """
+    data = values.get("data")
+    if not isinstance(data, Mapping) or "special_tokens" in data:
+        return
+    registry.discover()
+    kind = registry.targets().get(str(data.get("_target_")))
+    if not hasattr(kind, "special_tokens"):
+        return
+    given = (now or {}).get("data")
+    if data.get("tokenizer") is not None:
+        values["data"] = {**data, "special_tokens": False}
+    elif isinstance(given, Mapping) and "special_tokens" in given:
+        values["data"] = {**data, "special_tokens": given["special_tokens"]}
+
+
+def recorded_digests(folder: Path) -> Mapping[str, str]:
+    """Returns the digests that a run folder records; none in folders of earlier versions."""
+    found = read_json(folder / FILE).get("digests")
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+
+
+def launch_folders(folder: Path) -> list[Path]:
+    """Returns where relative paths of a run may lie.
+
+    First its launch folder as recorded, and as it would be if it moved with the run; then the
+    current one.
+    """
+    known = read_json(folder / FILE)
+    found: list[Path] = []
+    if isinstance(launch := known.get("launch_folder"), str):
+        found.append(Path(launch))
+        relative = os.path.relpath(str(known.get("run_folder")), launch)
+        parts = Path(relative).parts
+        if ".." not in parts and folder.absolute().parts[-len(parts) :] == parts:
+            found.append(folder.absolute().parents[len(parts) - 1])
+    return list(dict.fromkeys([*found, Path.cwd()]))
+
+
+def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
+    """Returns the resolved config of a run with the paths where its inputs lie now.
+
+    ``given`` holds paths that a user gives instead. Raises ``ConfigError`` for given files of
+    other content than the run has read.
+    """
+    known = recorded_digests(folder)
+    found = {key: dict(part) if isinstance(part, Mapping) else part for key, part in values.items()}
+    wrong = []
+    for key, _ in _inputs(values):
+        group, _, name = key.partition(".")
+        if key in given:
+            found[group][name] = given[key]
+            here = _digest(key, found[group])
+            if key in known and here != known[key]:
+                reason = (
+                    "no such files" if here is None else "holds other content than the run read"
+                )
+                wrong.append(Complaint(key, given[key], reason, f"give {key} with the same files"))
+            continue
+        found[group][name] = _found_again(key, found[group], folder, known.get(key))
+    known_keys = dict(_inputs(values))
+    wrong += [
+        Complaint(key, value, "is no path that the run has read", "leave it out")
+        for key, value in given.items()
+        if key not in known_keys
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return found
+
+
+def _found_again(key: str, part: Mapping[str, Any], folder: Path, known: str | None) -> object:
+    """Returns the paths of an input where it lies now, with the known content if possible."""
+    name = key.partition(".")[2]
+    first = None
+    for base in launch_folders(folder):
+        place = _joined(base, part[name], folder)
+        digest = _digest(key, {**part, name: place})
+        if digest is not None and digest == (known or digest):
+            return place
+        first = first or (place if digest else None)
+    return first or part[name]
+
+
+def _joined(base: Path, value: object, folder: Path) -> object:
+    """Returns paths as they are from a launch folder; absolute ones move with it."""
+    if isinstance(value, str):
+        launch = read_json(folder / FILE).get("launch_folder")
+        path = Path(value).expanduser()
+        if isinstance(launch, str) and path.is_absolute() and path.is_relative_to(launch):
+            path = path.relative_to(launch)
+        return str(base / path)
+    return [_joined(base, it, folder) for it in value] if isinstance(value, Sequence) else value

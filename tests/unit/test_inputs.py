@@ -1,0 +1,226 @@
+"""Files that a run has read: found again by content, from any folder."""
+
+import json
+import os
+import shutil
+from itertools import chain
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from scalewise import inputs
+from scalewise.config import registry
+from scalewise.data import content
+from scalewise.data.text import Text
+from scalewise.data.tokens import Tokens
+from scalewise.errors import ConfigError
+from scalewise.verbs import trained
+
+SMALL = {"vocabulary": 300, "sequence": 8}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+
+
+def write_texts(folder, count=12):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        (folder / f"{number}.txt").write_text(f"file number {number}\n" * 40)
+
+
+def both_splits(data):
+    splits = data.prepare(300, 0)
+    return [rows.gather(range(len(rows))).tolist() for rows in (splits.train, splits.validation)]
+
+
+def values(**data):
+    return {"data": {"_target_": registry.target(Text), **data}, "seed": 1}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with texts and a run that was started there with relative paths."""
+    write_texts(tmp_path / "project" / "texts")
+    monkeypatch.chdir(tmp_path / "project")
+    run = tmp_path / "project" / "runs" / "a"
+    run.mkdir(parents=True)
+    inputs.record(values(paths=["texts/*.txt"]), run)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "project"
+
+
+def paths_found(run, **given):
+    found = inputs.located(values(paths=["texts/*.txt"]), run, given)
+    return found["data"]["paths"]
+
+
+def test_held_out_files_depend_on_content_alone(tmp_path, monkeypatch):
+    write_texts(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for file in (tmp_path / "two").iterdir():
+        file.rename(file.with_name(f"renamed-{os.urandom(4).hex()}.txt"))
+    shutil.copytree(tmp_path / "one", tmp_path / "a" / "b")
+    os.rename(tmp_path / "a" / "b" / "3.txt", tmp_path / "a" / "3.txt")
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    monkeypatch.chdir(tmp_path)
+    spellings = (
+        ("one/*.txt",),
+        (f"{tmp_path}/one/*.txt",),
+        ("./one/../one/*",),
+        ("link/*.txt",),
+        ("two/*.txt",),
+        ("a/**/*.txt",),
+        tuple(f"one/{number}.txt" for number in range(11, -1, -1)),
+    )
+    expected = None
+    for number, paths in enumerate(spellings):
+        monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / f"cache-{number % 2}"))
+        found = both_splits(Text(paths=paths, validation_fraction=0.3, **SMALL))
+        expected = expected or found
+        assert found == expected, paths
+
+
+def test_the_same_files_elsewhere_are_cached_once(tmp_path):
+    write_texts(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tokenizers = {
+        Text(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL).prepare(300, 0).tokenizer
+        for name in ("one", "two")
+    }
+    assert len(tokenizers) == 1
+
+
+def test_copies_of_one_file_fall_on_one_side(tmp_path):
+    write_texts(tmp_path / "one")
+    for number in range(12):
+        copy = tmp_path / "one" / f"{number}-copy.txt"
+        shutil.copy(tmp_path / "one" / f"{number}.txt", copy)
+    data = Text(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **SMALL)
+    splits = data.prepare(300, 0)
+    tokenizer = Tokenizer.from_file(str(splits.tokenizer))
+    train, held = (tokenizer.decode([*chain(*rows)]) for rows in both_splits(data))
+    for number in range(12):
+        line = f"number {number}\nfile number {number}\n"
+        assert (line in train) != (line in held), number
+
+
+def test_files_that_are_all_the_same_are_split_within(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("".join(f"line {number}\n" for number in range(300)))
+    train, held = both_splits(Text(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.2, **SMALL))
+    assert 0 < len(held) < len(train) / 3
+
+
+def test_relative_paths_are_those_of_the_launch_folder(project):
+    assert paths_found(project / "runs" / "a") == [f"{project}/texts/*.txt"]
+
+
+def test_a_project_that_moved_is_found_with_its_run(project, tmp_path):
+    project.rename(tmp_path / "moved")
+    run = tmp_path / "moved" / "runs" / "a"
+    assert paths_found(run) == [f"{tmp_path}/moved/texts/*.txt"]
+
+
+def test_a_run_that_was_copied_alone_finds_its_launch_folder(project, tmp_path):
+    shutil.copytree(project / "runs" / "a", tmp_path / "copy")
+    assert paths_found(tmp_path / "copy") == [f"{project}/texts/*.txt"]
+
+
+def test_the_place_with_the_known_content_is_taken(project, tmp_path, monkeypatch):
+    shutil.copytree(project / "texts", tmp_path / "texts")
+    (project / "texts" / "3.txt").write_text("other content")
+    assert paths_found(project / "runs" / "a") == [f"{tmp_path}/texts/*.txt"]
+
+
+def test_absolute_paths_move_with_the_project(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(project)
+    told = values(paths=[f"{project}/texts/*.txt"])
+    inputs.record(told, project / "runs" / "a")
+    monkeypatch.chdir(tmp_path)
+    project.rename(tmp_path / "moved")
+    found = inputs.located(told, tmp_path / "moved" / "runs" / "a", {})
+    assert found["data"]["paths"] == [f"{tmp_path}/moved/texts/*.txt"]
+
+
+def test_given_paths_are_checked_by_content(project, tmp_path):
+    run = project / "runs" / "a"
+    shutil.copytree(project / "texts", tmp_path / "same")
+    write_texts(tmp_path / "other", count=3)
+    assert paths_found(run, **{"data.paths": ["same/*"]}) == ["same/*"]
+    for paths, reason in ((["other/*"], "holds other content"), (["none/*"], "no such files")):
+        with pytest.raises(ConfigError, match=f"data.paths=.*: {reason}"):
+            paths_found(run, **{"data.paths": paths})
+    with pytest.raises(ConfigError, match=r"model.path=x: is no path that the run has read"):
+        paths_found(run, **{"model.path": "x"})
+
+
+def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeypatch):
+    run = project / "runs" / "a"
+    (run / inputs.FILE).unlink()
+    assert paths_found(run) == ["texts/*.txt"]
+    monkeypatch.chdir(project)
+    assert paths_found(run) == [f"{project}/texts/*.txt"]
+
+
+def test_names_of_the_hub_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = {"model": {"path": "gpt2"}, "data": {"path": "roneneldan/TinyStories"}}
+    inputs.record(told, tmp_path)
+    assert inputs.recorded_digests(tmp_path) == {}
+    assert inputs.located(told, tmp_path, {}) == told
+
+
+def test_shards_are_told_apart_by_their_order(tmp_path):
+    for name, first in (("a.bin", 0), ("b.bin", 100)):
+        np.arange(first, first + 50, dtype="<u2").tofile(tmp_path / name)
+    one = inputs.digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
+    (tmp_path / "a.bin").rename(tmp_path / "c.bin")
+    two = inputs.digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
+    assert one != two
+    assert Tokens(paths=(f"{tmp_path}/*.bin",), sequence=8).prepare(200, 0).train
+
+
+def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "SAMPLED_BYTES", 1000)
+    monkeypatch.setattr(content, "SAMPLE_BYTES", 16)
+    weights = np.random.default_rng(0).bytes(5000)
+    found = []
+    for name, data in (("a", weights), ("b", weights), ("c", weights[:-1] + b"x"), ("d", b"y" * 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(data)
+        (tmp_path / name / "config.json").write_text("{}")
+        found.append(inputs.digests({"model": {"path": str(tmp_path / name)}})["model.path"])
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+    (tmp_path / "a" / "README.md").write_text("says nothing of the weights")
+    assert inputs.digests({"model": {"path": str(tmp_path / "a")}})["model.path"] == found[0]
+
+
+def test_options_of_commands_are_read_as_overrides():
+    options = {"data.paths": "['a b.txt',c.txt]", "data.tokenizer": "x/tokenizer.json", "step": "1"}
+    found = trained._paths(options)
+    assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
+    assert trained._paths({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
+    with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be read"):
+        trained._paths({"data.paths": "[a"})
+
+
+def test_documents_of_earlier_versions_had_no_special_tokens():
+    told = values(paths=["x"], tokenizer="t.json")
+    inputs.add_missing(told)
+    assert told["data"]["special_tokens"] is False
+    trained_one, now = values(paths=["x"], tokenizer=None), values(special_tokens=True)
+    inputs.add_missing(trained_one, now)
+    assert trained_one["data"]["special_tokens"] is True
+    tokens = {"data": {"_target_": registry.target(Tokens)}}
+    inputs.add_missing(tokens)
+    assert set(tokens["data"]) == {"_target_"}
+
+
+def test_the_record_is_json_that_names_the_launch_folder(project):
+    record = json.loads((project / "runs" / "a" / inputs.FILE).read_text())
+    assert record["launch_folder"] == str(project)
+    assert list(record["digests"]) == ["data.paths"]
