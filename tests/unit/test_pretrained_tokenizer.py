@@ -9,6 +9,7 @@ import pytest
 from fixtures.checkpoints import DESCRIBED
 from fixtures.refusals import assert_refused
 from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.config.compose import compose
 from scalewise.data.corpus import Corpus
@@ -36,13 +37,22 @@ READY = {
 }
 
 
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of the model that ``DESCRIBED`` has the config of."""
+    folder = tmp_path_factory.mktemp("weights")
+    config = AutoConfig.from_pretrained(DESCRIBED)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder / "model.safetensors"
+
+
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Weights, with a tokenizer beside them, and data; relative paths begin there."""
     folder = tmp_path / "weights"
     folder.mkdir()
     shutil.copy(DESCRIBED / "config.json", folder)
-    (folder / "model.safetensors").touch()
+    shutil.copy(weights, folder)
     Tokenization(300, end_of_text=END).train(lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
     )

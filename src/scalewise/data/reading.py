@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import has_magic
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,9 @@ RECORDS = frozenset({".jsonl", ".parquet"})
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a plain text file that are decoded at once."""
+
+MOST_LISTED = 10_000
+"""Files of a folder that are looked at to suggest a pattern for it."""
 
 BOMS = {
     codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark it begins with
@@ -148,10 +151,11 @@ def path_complaints(
 def _absent(path: Path, suffixes: frozenset[str], example: str) -> tuple[str, str]:
     """Returns why a path names no file, and a pattern to give instead."""
     if path.is_dir():
-        below = (suffix_of(file) for file in matching([str(path / "**" / "*")]))
+        files = (suffix_of(Path(name)) for _, _, names in os.walk(path) for name in names)
+        below = islice(files, MOST_LISTED)
         known = Counter(suffix for suffix in below if suffix in suffixes).most_common(1)
         name = f"**/*{known[0][0]}" if known else Path(example).name
-        return "is a folder", f"{path}/{name}"
+        return "is a folder", str(path / name)
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, which does not exist", example
     return ("is no regular file" if path.exists() else "no such file"), example
