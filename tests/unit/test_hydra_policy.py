@@ -1,15 +1,21 @@
 """Nothing below ``hydra`` runs code that is not the suite's, wherever a config comes from."""
 
+import copy
 import logging
 import os
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 
-from scalewise.config import hydra_policy
+from scalewise.config import door, hydra_policy
 from scalewise.config.compose import compose
 from scalewise.config.door import Job, Verb, open_door
+from scalewise.config.own import own_hydra
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -183,3 +189,55 @@ def test_other_applications_compose_as_before() -> None:
     with hydra_policy.enforced(), hydra_policy.enforced():
         assert ConfigLoaderImpl.load_configuration is not before[0]
     assert (ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append) == before
+
+
+NAMES = st.sampled_from(["x", "params", "handlers", "root", "engine", "0", "class", "_args_"])
+LEAVES = st.sampled_from([1, None, True, "x", "${data}", "${oc.env:HOME}", "ext://sys.stdout"])
+TARGETED = st.sampled_from(
+    [
+        {"_target_": "os.makedirs", "name": "evil"},
+        {"_target_": "${oc.decode:os.makedirs}"},
+        {"_target_": "hydra_plugins.scalewise_launcher.ScalewiseLauncher", "x": 1},
+        {"_target_": None, "_partial_": True},
+        {"_target_": ["os.makedirs"]},
+    ]
+)
+WRAPPED = st.recursive(
+    TARGETED,
+    lambda inner: st.one_of(
+        st.builds(lambda name, value, leaf: {"y": leaf, name: value}, NAMES, inner, LEAVES),
+        st.builds(lambda value, leaf: [leaf, value], inner, LEAVES),
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def hydra_node() -> DictConfig:
+    """The ``hydra`` node of the defaults, open for anything."""
+    door.prepare()
+    with own_hydra():
+        found = hydra.compose("config", return_hydra_config=True).hydra
+    plain = OmegaConf.to_container(found, resolve=False)
+    return OmegaConf.create({"hydra": plain})
+
+
+PLACES = (
+    *("callbacks", "callbacks.x", "launcher.x", "sweeper.x", "sweeper.params.x", "job_logging.x"),
+    *("hydra_logging.handlers.x.y", "help.x", "run.x", "runtime.choices.x", "env.x", "new"),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    place=st.sampled_from(PLACES),
+    value=WRAPPED,
+)
+def test_a_target_anywhere_is_found(hydra_node: DictConfig, place: str, value: object) -> None:
+    config = copy.deepcopy(hydra_node)
+    OmegaConf.update(config, f"hydra.{place}", value, merge=False, force_add=True)
+    assert list(hydra_policy.complaints_of(config))
+
+
+def test_the_defaults_name_no_foreign_target(hydra_node: DictConfig) -> None:
+    assert list(hydra_policy.complaints_of(hydra_node)) == []

@@ -1,0 +1,108 @@
+"""No secret of the environment is in any file, line or request, whatever a run does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import yaml
+from fixtures.doors import TINY, UNTRACKED, Doors, Ended
+from fixtures.wandb_server import WandbServer
+from fixtures.wandb_views import Views
+
+LONG = pytest.mark.exhaustive
+PLANTED = {
+    "PLANTED_DB_PASS": "hunter2-prod-9931",
+    "PLANTED_GH_AUTH": "Bearer abCD1234efGH5678ijKL",
+    "PLANTED_DATABASE_URL": "postgres://app:s3cr3tPW99@db.example/x",
+    "PLANTED_WEBHOOK": "https://hooks.slack.com/services/T0AAAAAA1/B0BBBBBB2/cCdDeEfF3344",
+    "PLANTED_QUOTES": "no-secret-by-name",
+    "PLANTED_QUOTED_SECRET": "a\"b'c<d>&e\\f-77",
+    "PLANTED_RANDOM": "Zk3nQ9vX2mB7tR5wY8cL1pD4",
+    "WANDB_API_KEY": "fedcba9876543210fedcba9876543210fedcba98",
+}
+PARTS = (
+    "hunter2-prod",
+    "abCD1234efGH",
+    "s3cr3tPW99",
+    "cCdDeEfF3344",
+    "e\\f-77",
+    "e\\\\f-77",
+    "Zk3nQ9vX2mB7",
+    "fedcba9876543210",
+    "KEYofBASEurl55",
+)
+"""What tells that a secret got out, in whatever form."""
+
+
+def assert_nowhere(ended: Iterable[Ended], server: WandbServer | None = None) -> None:
+    """No part of a secret is in what was printed, in the folder, or at the server."""
+    texts: dict[str, bytes] = {}
+    for number, each in enumerate(ended):
+        texts[f"output {number}"] = each.said.encode()
+        texts |= {str(p): p.read_bytes() for p in each.cwd.rglob("*") if p.is_file()}
+    if server is not None:
+        texts["inputs"] = repr(server.inputs).encode()
+        texts["alerts"] = repr(server.alerts).encode()
+        for name, run in server.runs.items():
+            texts[f"run {name}"] = repr((run.history, run.summary, run.config)).encode()
+            texts |= {f"{name}/{file}": content for file, content in run.files.items()}
+    found = [
+        (where, part) for where, text in texts.items() for part in PARTS if part.encode() in text
+    ]
+    assert found == []
+
+
+def test_a_failing_run_that_tells_its_environment(scalewise: Doors) -> None:
+    with WandbServer(handlers=Views().handlers) as server:
+        address = server.url.replace("://", "://user:KEYofBASEurl55@")
+        env = {**PLANTED, "WANDB_BASE_URL": address}
+        accident = "+callbacks.tell._target_=fixtures.accidents.TellEnvironment"
+        logged = ("hydra/job_logging=default", "hydra.output_subdir=.hydra")
+        run = scalewise(*TINY, *logged, "trusted_packages=[fixtures]", accident, env=env)
+        assert run.code == 1
+        assert run.folder.status["wandb"]["mode"] == "online"
+        assert "cannot connect with ['[hidden]'" in run.folder.status["reason"]
+        assert "no-secret-by-name" in run.out
+        shown = scalewise(str(run.folder.path), verb="status", env=env)
+        page = scalewise(str(run.folder.path), verb="report", env=env).ok()
+        assert_nowhere([run, shown, page], server)
+
+
+@LONG
+def test_every_command(scalewise: Doors) -> None:
+    own = scalewise.cwd / "own" / "experiments"
+    own.mkdir(parents=True)
+    question = "${oc.${tracking.project}:PLANTED_DB_PASS}"
+    content = {"tracking": {"project": "env"}, "question": question}
+    (own / "x.yaml").write_text(yaml.safe_dump(content), "utf-8")
+    found = [
+        scalewise(*line, verb=verb, env=PLANTED).refused("secret")
+        for verb in ("train", "plan")
+        for line in (
+            ("-cd", "own", "experiment=x"),
+            (*UNTRACKED, f"question={PLANTED['PLANTED_DB_PASS']}"),
+            ("-m", *UNTRACKED, "seed=1,2", f"name={PLANTED['PLANTED_RANDOM']}"),
+            (*UNTRACKED, "question=${oc.env:PLANTED_WEBHOOK}"),
+        )
+    ]
+    assert not (scalewise.cwd / "runs").exists()
+    found.append(scalewise(*UNTRACKED, "checkpoint.every=4", env=PLANTED).ok())
+    run = str(found[-1].folder.path)
+    found.append(scalewise("-m", *UNTRACKED, "seed=1,2", env=PLANTED).ok())
+    found += [
+        scalewise(*line, verb=verb, env=PLANTED)
+        for verb, *line in (
+            ("status", run),
+            ("report", run),
+            ("evaluate", run),
+            ("export", run, "to=exported"),
+            ("plan", *UNTRACKED),
+            ("plan", "-m", *UNTRACKED, "seed=1,2"),
+            ("explain", run, run),
+            ("doctor",),
+            ("train", "--cfg", "job", "--resolve", *UNTRACKED),
+            ("publish", run),
+        )
+    ]
+    assert_nowhere(found)
