@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
 )
+from transformers.activations import ACT2FN
 
+from scalewise.models.decoder import beside as beside_of
+from scalewise.models.decoder import config_keys
 from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
 from scalewise.models.decoder.weights import to_hugging_face
 
@@ -124,3 +130,125 @@ def test_a_file_has_the_configuration_of_its_folder_if_there_is_one(tmp_path: Pa
     assert list(begun.complaints()) == []
     beside(tmp_path, LlamaConfig(**EIGHT))
     assert "model.heads" in [complaint.key for complaint in begun.complaints()]
+
+
+CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) -> None:
+    """Fails where transformers adds a key: decide then what it changes."""
+    keys = CLASSES[kind]().to_dict().keys() | CLASSES[kind].attribute_map
+    fixed = config_keys.FIXED[kind] | config_keys.FIXED_FOR_ALL
+    known = config_keys.HARMLESS | fixed.keys() | {*config_keys.COMPARED[kind]}
+    assert keys - known - config_keys.ALIASES.keys() == set()
+    assert not config_keys.HARMLESS & {*fixed, *config_keys.COMPARED[kind]}
+    defaults = CLASSES[kind]().to_dict()
+    for key, values in config_keys.FIXED[kind].items():
+        assert defaults[key] == values[0], key
+    assert CLASSES["gpt2"].attribute_map == config_keys.ALIASES
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> None:
+    config = CLASSES[kind]()
+    needed = {"hidden_size", "num_attention_heads"}
+    read = beside_of._of_gpt2 if kind == "gpt2" else beside_of._of_llama
+    given = {key: getattr(config, key) for key in needed} | {"model_type": kind}
+    assert read(given) == read(config.to_dict())
+
+
+def test_activations_that_are_accepted_are_the_decoder_s() -> None:
+    x = torch.linspace(-6, 6, 1001)
+    for name in config_keys.TANH_GELU:
+        wanted = torch.nn.functional.gelu(x, approximate="tanh")
+        torch.testing.assert_close(ACT2FN[name](x), wanted, rtol=1e-5, atol=1e-6)
+    for name in config_keys.SILU:
+        torch.testing.assert_close(ACT2FN[name](x), torch.nn.functional.silu(x))
+
+
+SAME: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"hidden_act": "swish"}),
+    ("llama", {"head_dim": 16}),
+    ("llama", {"rms_norm_eps": 1e-2}),
+    ("llama", {"rope_theta": 100.0}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    ("llama", {"rope_scaling": {**ROTATION, "rope_theta": 100.0}, "rope_parameters": OTHER_BASE}),
+    ("llama", {"rope_scaling": {**ROTATION, "original_max_position_embeddings": 8}}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"pretraining_tp": 2}),
+    ("mistral", {"sliding_window": 4}),
+    ("mistral", {"sliding_window": None}),
+    ("gpt2", {}),
+    ("gpt2", {"activation_function": "gelu_fast"}),
+    ("gpt2", {"reorder_and_upcast_attn": True}),
+    ("gpt2", {"layer_norm_epsilon": 1e-2}),
+    ("gpt2", {"n_inner": 64}),
+    ("gpt2", {"tie_word_embeddings": False}),
+]
+OTHER: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"hidden_act": "gelu"}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {**ROTATION, "partial_rotary_factor": 0.5}}),
+    ("llama", {"partial_rotary_factor": 0.5}),
+    ("llama", {"logits_scaling": 8.0}),
+    ("llama", {"residual_multiplier": 0.2}),
+    ("llama", {"final_logit_softcapping": 1.0}),
+    ("llama", {"is_causal": False}),
+    ("mistral", {"hidden_act": "relu"}),
+    ("gpt2", {"activation_function": "relu"}),
+    ("gpt2", {"activation_function": "gelu"}),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [*SAME, *OTHER], ids=[f"{kind}-{it}" for kind, it in [*SAME, *OTHER]]
+)
+def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Suggested values of the decoder's own options are taken until nothing is left."""
+    sizes = OF_GPT2 if kind == "gpt2" else SIZES
+    config = AutoConfig.for_model(kind, **sizes | more, bos_token_id=0, eos_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        theirs = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in theirs.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    if "rope_scaling" in more:  # as files of transformers 4 have it
+        text.pop("rope_parameters")
+    (tmp_path / "config.json").write_text(json.dumps(text | more), "utf-8")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tied = bool(config.tie_word_embeddings)
+    begun = dataclasses.replace(GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied)
+    while found := list(begun.complaints()):
+        assert all(complaint.cure for complaint in found)
+        if (kind, more) in OTHER:
+            assert "model.weights" in [complaint.key for complaint in found]
+            return
+        values = {}
+        for complaint in found:
+            key, _, value = complaint.cure.removeprefix("set model.").partition("=")
+            values[key] = json.loads(value)
+        begun = dataclasses.replace(begun, **values)
+    tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
+    with torch.no_grad():
+        ours, wanted = begun.build(1).eval()(tokens), theirs(tokens).logits
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_key_names_itself_and_a_way_out(tmp_path: Path) -> None:
+    config = {**OLD, "residual_multiplier": 0.2, "note": None}
+    begun = dataclasses.replace(LLAMA, weights=beside(tmp_path, config))
+    (complaint,) = begun.complaints()
+    assert "residual_multiplier=0.2" in complaint.reason
+    assert "model=hf" in complaint.cure
+    assert "remove residual_multiplier" in complaint.cure

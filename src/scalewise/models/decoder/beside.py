@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import Complaint
+from scalewise.models.decoder.config_keys import (
+    ALIASES,
+    COMPARED,
+    FIXED,
+    FIXED_FOR_ALL,
+    HARMLESS,
+    LLAMAS,
+    ROTATION,
+)
 
 if TYPE_CHECKING:
     from scalewise.models.decoder.spec import Decoder
 
-LLAMAS = ("llama", "mistral")
-"""Architectures of Llama's shape in every operator; others have its names and other operators."""
 KEY = "model.weights"
+SHORT = 40
+"""Characters of a value in a message."""
 
 
 def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
@@ -27,20 +36,23 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return
+    elsewhere = f"set model=hf model.path={file.parent}"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = config.get("model_type", "")
-        told = _of_gpt2(config) if kind == "gpt2" else _of_llama(config)
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        alike = kind in (LLAMAS if spec.position == "rope" else ("gpt2",))
+        read = _of_gpt2 if kind == "gpt2" else _of_llama
+        told = read(config) if alike else {}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = f"has a config.json that cannot be read ({type(error).__name__}: {error})"
         yield Complaint(KEY, weights, reason, "fetch it again")
         return
-    elsewhere = f"set model=hf model.path={file.parent}"
-    if kind not in (LLAMAS if spec.position == "rope" else ("gpt2",)):
+    if not alike:
         reason = f"is of {kind or 'no known kind'} by its config.json, "
         reason += f"and a decoder with model.position={spec.position} is not"
         yield Complaint(KEY, weights, reason, f"{elsewhere}, or choose a model of its kind")
         return
+    yield from _other_operators(config, kind, weights, elsewhere)
     stretch = told.pop("stretch", "default")
     if stretch not in ("default", "llama3"):
         reason = f"stretches rotary wavelengths by {stretch}, which the decoder does not"
@@ -51,41 +63,85 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
         yield Complaint("model.context", spec.context, reason, f"set model.context={window}")
     for name, value in told.items():
         own = {"kv_heads": spec.key_heads, "head_width": spec.head_size}
-        has = own.get(name, getattr(spec, name))
+        has = own[name] if name in own else getattr(spec, name)
         if has != value:
             text = str(value).lower() if isinstance(value, bool) else value
             reason = f"is {text} in the config.json of {weights}"
             yield Complaint(f"model.{name}", has, reason, f"set model.{name}={text}")
 
 
+def _other_operators(
+    config: Mapping[str, Any], kind: str, weights: str, elsewhere: str
+) -> Iterator[Complaint]:
+    """Yields keys with which transformers would compute what the decoder does not.
+
+    A key that is not known here may be one.
+    """
+    fixed = FIXED[kind] | FIXED_FOR_ALL
+    known = HARMLESS | {*COMPARED[kind], *(ALIASES if kind == "gpt2" else ())}
+    rotation = _rotation(config) if kind in LLAMAS else {}
+    for table, others in ((config, known), (rotation, ROTATION)):
+        for key, value in table.items():
+            said = f"{key}={str(value)[:SHORT]} in its config.json"
+            if value in (None, {}, []):  # not set
+                continue
+            if key in fixed and value not in fixed[key]:
+                reason = f"has {said}, and the decoder computes with {fixed[key][0]}"
+                yield Complaint(KEY, weights, reason, elsewhere)
+            elif key not in fixed and key not in others:
+                reason = f"has {said}, which may change what the weights compute"
+                yield Complaint(KEY, weights, reason, f"{elsewhere}, or remove {key} there")
+
+
+def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the table of rotary wavelengths: of two, transformers takes ``rope_scaling``.
+
+    Before transformers 5 the base stood beside a table of the scaling.
+    """
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
 def _of_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``Decoder``."""
+    config = config | {ALIASES[key]: config[key] for key in config.keys() & ALIASES}
+    width = config.get("n_embd", 768)
     return {
         "heads": config.get("n_head", 12),
         "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "vocabulary": config.get("vocab_size", 50257),
+        "width": width,
+        "layers": config.get("n_layer", 12),
+        "feedforward": config.get("n_inner") or 4 * width,
+        "context": config.get("n_positions", 1024),
     }
 
 
 def _of_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``Decoder``, ``stretch`` (a kind of rope scaling) and ``window``."""
-    heads = config["num_attention_heads"]
-    # One table since transformers 5, before it the base stood beside a table of the scaling.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    mistral = config.get("model_type") == "mistral"
+    rope = _rotation(config)
     stretch = rope.get("rope_type", rope.get("type", "default"))
     told = {
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_width": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_heads": config.get("num_key_value_heads", 8 if mistral else None) or heads,
+        "head_width": config.get("head_dim") or width // heads,
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "vocabulary": config.get("vocab_size", 32000),
+        "width": width,
+        "layers": config.get("num_hidden_layers", 32),
+        "feedforward": config.get("intermediate_size", 14336 if mistral else 11008),
         "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         "rope_scaling": stretch == "llama3",
         "stretch": stretch,
-        "window": config.get("sliding_window"),
+        "window": config.get("sliding_window", 4096) if mistral else None,
     }
     if stretch == "llama3":
+        own = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
         told |= {
             "rope_factor": rope["factor"],
             "rope_low_frequency": rope["low_freq_factor"],
             "rope_high_frequency": rope["high_freq_factor"],
-            "rope_original_context": rope["original_max_position_embeddings"],
+            "rope_original_context": config.get("original_max_position_embeddings", own),
         }
     return told
