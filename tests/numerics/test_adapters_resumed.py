@@ -246,15 +246,21 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
         ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not trained here"),
         ({"init_lora_weights": "olora"}, "is of a kind that is not trained here"),
         ({"alpha_pattern": {"q_proj": 5}}, "has another rank or alpha than the rest"),
+        ({"alpha_pattern": [5]}, "has no sound r, lora_alpha or alpha_pattern"),
+        ({"r": None}, "has no sound r, lora_alpha or alpha_pattern"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         (complaint,) = said(line)
         assert reason in complaint
+    (folder / "adapter_config.json").write_text(json.dumps(config)[:-9])
+    (complaint,) = said(line)
+    assert "adapter_config.json is truncated" in complaint
     (folder / "adapter_config.json").write_text(json.dumps(config))
     held = folder / "adapter_model.safetensors"
     held.write_bytes(held.read_bytes()[:-9])
     (complaint,) = said(line)
-    assert "cannot be read" in complaint
+    assert "adapter_model.safetensors cannot be read as safetensors: it is truncated" in complaint
+    assert "copy the folder again" in complaint
     held.rename(folder / "adapter_model.bin")
     (complaint,) = said(line)
     assert "pickles are not read" in complaint

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import isclose, sqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scalewise.adapters import layers
@@ -22,6 +21,7 @@ from scalewise.errors import CheckpointError, Complaint
 from scalewise.models.base import Model
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.decoder.weights import Piece, bare, pieces
+from scalewise.models.safetensors_files import AGAIN, SafetensorsFiles
 from scalewise.tracking.files import read_json
 
 KEY = "adapter.resume"
@@ -47,15 +47,16 @@ class PeftFolder:
         assert isinstance(model, Decoder)
         self.path, self.model = path, model
         self.config: dict[str, Any] = dict(read_json(path / CONFIG))
+        if not self.config:
+            reason = f"{CONFIG} is truncated or no JSON object"
+            raise CheckpointError.one(KEY, path, reason, AGAIN)
         if not (path / WEIGHTS).is_file():
             cure = "save it with safe_serialization=True"
             raise CheckpointError.one(KEY, path, f"has no {WEIGHTS}; pickles are not read", cure)
-        try:
-            self.file = cast(Any, safe_open(path / WEIGHTS, "pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError.one(KEY, path, f"cannot be read: {error}") from error
-        held: list[str] = self.file.keys()
-        self.names = {bare(name.removeprefix("base_model.model.")): name for name in held}
+        self.file = SafetensorsFiles([path / WEIGHTS], KEY, path)
+        self.names = {
+            bare(name.removeprefix("base_model.model.")): name for name in self.file.names
+        }
         self.pieces = {ours: piece for piece in pieces(model) for ours in piece.ours}
         self.rows = {weight.name: weight.shape[0] for weight in model.census()}
         self.layers = {weight.name: layers.name_of(weight) for weight in model.census()}
@@ -63,15 +64,14 @@ class PeftFolder:
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of a tensor in the file, by its bare name; None: it has no such."""
         known = self.names.get(name)
-        return None if known is None else tuple(self.file.get_slice(known).get_shape())
+        return None if known is None else self.file.shape(known)
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor of the file; raises ``CheckpointError`` where there is none."""
         if name not in self.names:
             reason = f"lacks {name}"
             raise CheckpointError.one(KEY, self.path, reason, "set the model that it belongs to")
-        tensor: Tensor = self.file.get_tensor(self.names[name])
-        return tensor
+        return self.file.read(self.names[name])
 
     def ties(self, embedding: Tensor) -> bool:
         """Returns whether the head is an embedding that has been trained."""
@@ -151,12 +151,17 @@ def spec(path: Path, model: Model, now: Adapter) -> Adapter:
         raise CheckpointError.one(
             KEY, path, reason, "choose LoRA, rsLoRA, DoRA, PiSSA, IA3, prompt or prefix tuning"
         )
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)
-    for module in folder.names:
-        if module.endswith(".lora_A.weight") and not _scaled_alike(folder, found, module):
-            reason = f"{module} has another rank or alpha than the rest"
-            raise CheckpointError.one(KEY, path, reason, "give one of a single rank and alpha")
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        found = kind(rank=rank, alpha=alpha, targets=targets, trained=trained)
+        products = [name for name in folder.names if name.endswith(".lora_A.weight")]
+        other = next((it for it in products if not _scaled_alike(folder, found, it)), None)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        reason = f"{CONFIG} has no sound r, lora_alpha or alpha_pattern ({type(error).__name__})"
+        raise CheckpointError.one(KEY, path, reason, AGAIN) from error
+    if other is not None:
+        reason = f"{other} has another rank or alpha than the rest"
+        raise CheckpointError.one(KEY, path, reason, "give one of a single rank and alpha")
     return found
 
 

@@ -81,7 +81,7 @@ def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]
 def _resolved(checkpoint: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load((checkpoint.parents[1] / "resolved.yaml").read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml") from error
     if not isinstance(values, Mapping) or not {"model", "adapter", "optimizer"} <= values.keys():
         raise ConfigError.one(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -177,9 +176,11 @@ def load(path: Path) -> dict[str, Any]:
     verify(path)
     try:
         state = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError.one("resume", path, f"cannot be read: {reason}") from error
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # torch raises many kinds for a file of another program
+        reason = f"cannot be read: {TRAINING} is damaged or holds objects, which are not loaded"
+        raise CheckpointError.one("resume", path, reason, "use an earlier checkpoint") from error
     if not isinstance(state, dict):
         raise CheckpointError.one("resume", path, f"{TRAINING} is of another program")
     return state
