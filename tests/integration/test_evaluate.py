@@ -32,6 +32,7 @@ SMOKE = (
 LONG = pytest.mark.exhaustive
 CASES = {
     "plain": (),
+    "smoothed": ("objective.label_smoothing=0.3",),
     "lora": ("adapter=lora", "adapter.targets=[.*]"),
     "dora": ("adapter=dora", "adapter.targets=[.*]"),
     "ia3": ("adapter=ia3",),

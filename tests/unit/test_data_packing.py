@@ -14,7 +14,7 @@ from scalewise.data.base import FIRST
 from scalewise.data.chat import Chat
 from scalewise.data.loader import Share, ValidationLoader, tensors
 from scalewise.data.packing import PackedTexts, best_fit
-from scalewise.data.rows import PaddedRows, RandomRows
+from scalewise.data.rows import AnsweredRows, PaddedRows, RandomRows
 from scalewise.objectives import IGNORED
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction": 0.2}
@@ -90,6 +90,16 @@ def test_rows_of_one_text_have_no_places() -> None:
     rows = PaddedRows(*stored([1, 2, 3]), sequence=4, end=0)
     (batch,) = ValidationLoader(rows, Share(1, 1))
     assert batch.keys() == {"inputs", "labels"}
+
+
+def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
+    texts = stored([1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7])
+    assert PaddedRows(*texts, sequence=4, end=0).filled == pytest.approx(10 / 15)
+    assert PackedTexts(*texts, sequence=4, end=0).filled == pytest.approx(10 / 10)
+    ids_N = np.array([~1, ~2, 3, ~4, 5, 6, 7], np.int32)
+    starts, rows = np.array([0, 3, 7]), np.array([0, 1])
+    answered = AnsweredRows(ids_N, starts, rows, sequence=4, end=0, target=2)
+    assert answered.filled == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
 def test_random_rows_hold_several_texts() -> None:

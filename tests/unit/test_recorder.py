@@ -84,6 +84,19 @@ def test_a_line_shows_the_phases_that_there_are(
     assert status_line([row(1, times), row(2, times)], compose(), 2).endswith(told)
 
 
+def test_a_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
+    run = compose()
+    rates = Recorder(run, 0, [], filled=0.25)._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    every, real = (
+        rates[f"throughput/{name}"] for name in ("tokens_per_s", "unpadded_tokens_per_s")
+    )
+    assert real == pytest.approx(every / 4)
+    shown = status_line([row(1, PIPELINE) | rates], run, 2)
+    assert f"{every:,.0f} tok/s ({real:,.0f} without padding)" in shown
+    full = Recorder(run, 0, [])._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    assert "padding" not in status_line([row(1, PIPELINE) | full], run, 2)
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_terminal_holds_the_peak_against_what_was_foreseen(
     measured: bool, compose: Composed, capsys: pytest.CaptureFixture[str]

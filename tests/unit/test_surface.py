@@ -148,6 +148,7 @@ def test_metric_keys() -> None:
         "train/lr",
         "throughput/tokens_per_s",
         "throughput/tokens_per_s_per_device",
+        "throughput/unpadded_tokens_per_s",
         "throughput/tflops_per_s_per_device",
         "throughput/mfu",
         "time/step_s",

@@ -57,6 +57,7 @@ class PackedTexts(PaddedRows):
         self._rows = [texts[row] for row in best_fit(lengths, self._width)]
         tokens = int(lengths.sum())
         one_each, now = (tokens / (count * self._width) for count in (len(texts), len(self)))
+        self.filled = now
         self.told = f"packed into {len(self):,} rows, {now:.1%} full (one a row: {one_each:.1%})"
 
     def __len__(self) -> int:

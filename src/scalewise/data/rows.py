@@ -54,7 +54,8 @@ class PackedRows:
 class PaddedRows:
     """One text a row, of ids of which those below zero are no labels; cut, or filled with ``~end``.
 
-    Text i is ``ids_N[starts[i] : starts[i + 1]]``. A row of a pair has two of them.
+    Text i is ``ids_N[starts[i] : starts[i + 1]]``. A row of a pair has two of them. ``filled`` is
+    the share of the rows' places that no padding takes.
     """
 
     streamed = False
@@ -75,7 +76,10 @@ class PaddedRows:
         self._width, self._end = sequence + 1, end
         self.all_texts = len(starts) - 1
         self.left_out = self.all_texts - texts.size
-        self.cut = int((np.diff(starts)[texts] > self._width).sum())
+        lengths = np.diff(starts)[texts]
+        self.cut = int((lengths > self._width).sum())
+        places = lengths.size * self._width
+        self.filled = float(lengths.clip(max=self._width).sum() / places) if places else 1.0
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -119,6 +123,9 @@ class AnsweredRows(PaddedRows):
         self.target, self._source = target, sequence - target
         lengths = [[*map(len, self._parts(text))] for text in texts]
         self.cut = int((np.array(lengths) > [self._source, target]).any(1).sum())
+        if lengths:
+            read = np.minimum(lengths, [self._source, target])
+            self.filled = float(read.sum() / (len(lengths) * sequence))
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns ``tokens_BS``, the rows at ``indices``, S = sequence."""

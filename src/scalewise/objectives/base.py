@@ -99,6 +99,11 @@ class Objective(ABC):
         """Returns what the model as it was at first is asked about a batch; None: nothing."""
         return None
 
+    @property
+    def unregularized(self) -> Objective:
+        """Returns the objective that held-out rows are measured by, without regularization."""
+        return self
+
     @abstractmethod
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns what adds up over tokens whose labels are not ``IGNORED``, in fp32."""

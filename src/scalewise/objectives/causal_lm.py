@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from scalewise.config.registry import option
@@ -31,6 +31,11 @@ class CausalLM(Objective):
             yield Complaint(
                 "objective.label_smoothing", self.label_smoothing, "is a share, in [0, 1)"
             )
+
+    @property
+    def unregularized(self) -> CausalLM:
+        """Returns the same without label smoothing."""
+        return replace(self, label_smoothing=0.0)
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the cross-entropy of all labels, a scalar."""

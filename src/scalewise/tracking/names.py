@@ -37,15 +37,22 @@ _ROWS = (
     Metric("val/kl", "nats/token", "The same, of the answers to the held-out prompts"),
     Metric("train/accuracy", "", "Share of the step's rows whose class is told rightly"),
     Metric("val/accuracy", "", "The same, of the held-out rows"),
-    Metric("train/tokens", "tokens", "Tokens trained on so far, over all ranks"),
+    Metric(
+        "train/tokens", "tokens", "Tokens trained on so far, padding included, all ranks"
+    ),
     Metric("train/grad_norm", "", "Norm of the whole gradient before clipping"),
     Metric("train/lr", "", "Learning rate of the first parameter group"),
     Metric(
         "throughput/tokens_per_s",
         "tokens/s",
-        "Tokens of a step over its time, all ranks",
+        "Tokens of a step over its time, all ranks; padding is counted",
     ),
     Metric("throughput/tokens_per_s_per_device", "tokens/s", "The same, for one device"),
+    Metric(
+        "throughput/unpadded_tokens_per_s",
+        "tokens/s",
+        "The same of all ranks without padding, by the mean length of the training rows",
+    ),
     Metric(
         "throughput/tflops_per_s_per_device",
         "TFLOP/s",

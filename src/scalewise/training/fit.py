@@ -74,7 +74,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
         if splits.note:
             print_lines(splits.note, stderr=True)
     module = TrainingModule(run, steps)
-    recorder = Recorder(run, start, [])
+    recorder = Recorder(run, start, [], getattr(splits.train, "filled", 1.0))
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
     if terminal:
         plan = {"steps": steps, **record(run)}

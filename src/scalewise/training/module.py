@@ -85,7 +85,7 @@ class TrainingModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds what is measured of one micro batch, and its labels or pairs."""
-        objective = self.run.objective
+        objective = self.run.objective.unregularized
         if self._answering:
             batch = self._answering.likeliest(batch, self.asked)
         batch = self._with_reference(batch)

@@ -103,7 +103,7 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``Decoder``."""
-    config = config | {ALIASES[key]: config[key] for key in config.keys() & ALIASES}
+    config = {**config, **{ALIASES[key]: config[key] for key in config.keys() & ALIASES}}
     width = config.get("n_embd", 768)
     return {
         "heads": config.get("n_head", 12),

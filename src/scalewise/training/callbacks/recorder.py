@@ -38,8 +38,9 @@ class Recorder(Callback):
     is the last.
     """
 
-    def __init__(self, run: Run, start_step: int, sinks: list[Sink]) -> None:
-        self.run, self.sinks = run, sinks
+    def __init__(self, run: Run, start_step: int, sinks: list[Sink], filled: float = 1.0) -> None:
+        """``filled``: share of the training rows' places that hold tokens, not padding."""
+        self.run, self.sinks, self.filled = run, sinks, filled
         self.start = start_step
         self._measured: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
@@ -220,6 +221,7 @@ class Recorder(Callback):
             "train/tokens": step * run.tokens_per_step,
             "throughput/tokens_per_s": run.tokens_per_step / total,
             "throughput/tokens_per_s_per_device": run.tokens_per_step / total / run.world_size,
+            "throughput/unpadded_tokens_per_s": run.tokens_per_step * self.filled / total,
             **self.flop_rates(total),
             "time/step_s": total,
             **{f"time/{phase}_s": times.get(phase) for phase in TIMES},

@@ -73,10 +73,14 @@ def status_line(rows: list[Row], run: Run, steps: int, peak: str = "") -> str:
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
     tokens = run.tokens_per_step * len(rows) / seconds
+    rate = f"{tokens:,.0f} {'rows/s' if run.objective.of_user else 'tok/s'}"
+    if (real := last.get("throughput/unpadded_tokens_per_s")) is not None:
+        share = real / last["throughput/tokens_per_s"]
+        rate += f" ({tokens * share:,.0f} without padding)" if share < 1 else ""
     parts = [
         f"{bar(last['step'] / steps)} {last['step']:>{len(str(steps))}}/{steps}",
         f"loss {loss:.4f}",
-        f"{tokens:,.0f} {'rows/s' if run.objective.of_user else 'tok/s'}",
+        rate,
         f"grad {last['train/grad_norm']:.3g}",
         f"lr {last['train/lr']:.2e}",
         f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
