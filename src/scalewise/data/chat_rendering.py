@@ -24,6 +24,8 @@ GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 """The mark that transformers looks for to return an assistant mask."""
 TEXT_FACTOR, TEXT_ALLOWANCE = 100, 1_000_000
 """Characters of a rendered text, at most: a factor of its conversation's, and a constant."""
+TIMED_MESSAGES = 50
+"""Each message is rendered with all before it: a long conversation takes its time."""
 REASONING = "reasoning_content"
 MEMORY = 1 << 30
 """Bytes that rendering may allocate."""
@@ -35,7 +37,7 @@ Span = tuple[int, int]
 class Setup:
     """What one tokenizer renders with: ``templates`` by name and ``special_tokens`` by attribute.
 
-    ``seconds``: CPU time that one conversation may take.
+    ``seconds``: CPU time that ``TIMED_MESSAGES`` messages of one conversation may take.
     """
 
     templates: dict[str, str]
@@ -348,9 +350,11 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
 
-def _answer(renderer: Renderer, text: str) -> dict[str, Any]:
+def _answer(renderer: Renderer, text: str, seconds: float) -> dict[str, Any]:
     try:
         line = json.loads(text)
+        messages = len(line["request"]["messages"]) if line["request"] else 0
+        signal.setitimer(signal.ITIMER_PROF, seconds * max(1, messages / TIMED_MESSAGES))
         if line["request"] is None:
             renderer.compile()
             return {}
@@ -380,8 +384,7 @@ def main() -> None:
 
     _limit_memory()
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, setup.seconds)
-        answer = json.dumps(_answer(renderer, line))
+        answer = json.dumps(_answer(renderer, line, setup.seconds))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, file=answers, flush=True)
 

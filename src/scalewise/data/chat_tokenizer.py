@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.data.templates import CONFIG, OWN_FILE, source_beside, word
+from scalewise.data.tokenizer_files import of_transformers
 from scalewise.errors import DataError
 
 
@@ -19,11 +20,11 @@ def load(file: Path) -> Any:
     if not any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE)):
         return None
     source, config = source_beside(file)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if config and file.name == "tokenizer.json":
         try:
-            loaded = AutoTokenizer.from_pretrained(str(file.parent), local_files_only=True)
+            loaded = of_transformers(file.parent)
             if hasattr(loaded, "backend_tokenizer"):
                 return loaded
         except Exception:  # noqa: S110  # a class or a setting that transformers lacks

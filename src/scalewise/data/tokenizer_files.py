@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalewise.data.cache import cached
 from scalewise.errors import Complaint, DataError
@@ -106,7 +106,7 @@ def _convert(path: str, file: Path, folder: Path) -> None:
     if file.is_file():
         own = load(path, file)
     try:
-        tokenizer = _of_transformers(file.parent)
+        tokenizer = _backend(file.parent)
     except Exception as error:  # of many kinds, of many classes
         if own is None:
             raise _not_converted(path, file.parent, error) from error
@@ -137,8 +137,8 @@ def load(path: str, file: Path) -> Tokenizer:
         raise DataError.one(KEY, path, reason) from error
 
 
-def _of_transformers(folder: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
+def of_transformers(folder: Path) -> Any:
+    """Returns the tokenizer that transformers loads from a folder, without its messages."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -147,11 +147,17 @@ def _of_transformers(folder: Path) -> Tokenizer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 str(folder), use_fast=True, local_files_only=True, trust_remote_code=False
             )
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _backend(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    loaded = of_transformers(folder)
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"{type(loaded).__name__} has no tokenizer.json")
