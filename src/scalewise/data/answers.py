@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from scalewise.data.chat import Chat
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the content of the cached files changes for the same key."""
 TOGETHER, TOGETHER_CHARACTERS = 1000, 2_000_000
 """Conversations that are tokenized at once, and the characters after which no more are added."""
