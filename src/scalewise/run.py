@@ -265,19 +265,23 @@ class Run:
 
     def _of_specs(self) -> Iterator[Complaint]:
         for part in fields(self):
-            spec = getattr(self, part.name)
-            if not hasattr(spec, "complaints"):
-                continue
-            if absurd := list(_beyond(part.name, spec)):
-                yield from absurd
-                continue
-            found = list(spec.complaints())
-            yield from found
-            known = {complaint.key for complaint in found}
-            for entry in fields(spec):
-                key, value = f"{part.name}.{entry.name}", getattr(spec, entry.name)
-                if isinstance(value, float) and not isfinite(value) and key not in known:
-                    yield Complaint(key, value, "must be a finite number")
+            yield from spec_complaints(part.name, getattr(self, part.name))
+
+
+def spec_complaints(group: str, spec: object) -> Iterator[Complaint]:
+    """Yields what is wrong with one spec by itself."""
+    if not hasattr(spec, "complaints"):
+        return
+    if absurd := list(_beyond(group, spec)):
+        yield from absurd
+        return
+    found = list(spec.complaints())
+    yield from found
+    known = {complaint.key for complaint in found}
+    for entry in fields(spec):  # type: ignore[arg-type]  # a spec is a dataclass
+        key, value = f"{group}.{entry.name}", getattr(spec, entry.name)
+        if isinstance(value, float) and not isfinite(value) and key not in known:
+            yield Complaint(key, value, "must be a finite number")
 
 
 def _beyond(group: str, spec: object) -> Iterator[Complaint]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 
 from scalewise import cli
 from scalewise.launch import progress, squeue
-from scalewise.tracking.files import write_json
+from scalewise.tracking import recorded
+from scalewise.tracking.files import read_json, write_json
 from scalewise.tracking.names import METRICS
 from scalewise.verbs import status as verb
 
@@ -62,6 +65,58 @@ def test_one_that_has_ended(tmp_path: Path) -> None:
     (job,) = progress.of(tmp_path / "run")
     assert (job.seconds_left, job.seconds_silent, job.under_way) == (None, None, False)
     assert verb.remark(job) == "it broke"
+
+
+def test_one_that_ends_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status is read while it runs, and its process is gone when that is looked for."""
+    here = {"host": socket.gethostname(), "process": 2**22 + 1, "started": "2026-01-01T00:00:00"}
+    a_job(tmp_path / "run", "running", **here)
+    sweep = a_sweep(tmp_path / "sweep", "running")
+    process = {"pid": 2**22 + 1, "started": 1.0, "host": socket.gethostname()}
+    record = {**read_json(sweep / "sweep.json"), "process": process, "ended": None}
+    write_json(sweep / "sweep.json", record)
+    a_job(sweep / "0", "running", **here)
+
+    def ends(pid: object, started: object) -> bool:
+        for folder in (tmp_path / "run", sweep / "0"):
+            write_json(folder / "status.json", {"status": "ok", "name": "a-run", **here})
+        write_json(sweep / "sweep.json", {**record, "ended": "2026-01-01T00:01:00"})
+        return False
+
+    monkeypatch.setattr(recorded, "lives", ends)
+    assert [job.state for job in progress.of(sweep)] == ["ok"]
+    write_json(tmp_path / "run" / "status.json", {"status": "running", "name": "a-run", **here})
+    assert [job.state for job in progress.of(tmp_path / "run")] == ["ok"]
+
+
+def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
+    a_job(tmp_path / "run", "running", rows=3)
+    stop = threading.Event()
+
+    def write() -> None:
+        step = 3
+        while not stop.is_set():
+            step += 1
+            content = {"status": "running", "name": "a-run", "reason": "x" * (step % 7 * 3000)}
+            write_json(tmp_path / "run" / "status.json", content)
+            with (tmp_path / "run" / "metrics.csv").open("a", encoding="utf-8") as file:
+                for part in (f"\n{step},", f"{step}.5", "," * (len(METRICS) - 2), "\n"):
+                    file.write(part)
+                    file.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [progress.of(tmp_path / "run")[0] for _ in range(300)]
+    finally:
+        stop.set()
+        writer.join()
+    assert {job.state for job in seen} == {"running"}
+    steps = [job.step for job in seen]
+    assert steps == sorted(step or 0 for step in steps)
+    assert all(job.loss in ((job.step or 0) + 0.5, 9 - (job.step or 0) / 1000) for job in seen)
 
 
 def test_before_the_first_row(tmp_path: Path) -> None:

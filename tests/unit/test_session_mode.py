@@ -4,13 +4,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from scalewise.errors import ScalewiseError
 from scalewise.run import Run
-from scalewise.tracking import session
-from scalewise.tracking.connection import answers, has_key, shown
+from scalewise.tracking import connection, session
+from scalewise.tracking.connection import answers, connected, has_key, shown, while_answering
 from scalewise.tracking.session import Session, decide_mode, open_session
 from scalewise.tracking.spec import Mode, Wandb
 
@@ -19,8 +23,25 @@ DEAD = "http://127.0.0.1:9"
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server that takes connections and says nothing."""
+    """A server that knows nothing, and says so."""
+    yield from _serve(lambda connection: connection.sendall(b"HTTP/1.1 404 Not Found\r\n\r\n"))
+
+
+def _serve(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that takes every connection and does ``answer`` on it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def take(taken: socket.socket) -> None:
+            with taken, suppress(OSError):
+                answer(taken)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    taken, _ = listening.accept()
+                    threading.Thread(target=take, args=(taken,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
@@ -108,6 +129,62 @@ def test_a_server_that_is_not_there(server: str) -> None:
     assert answers(server)
     assert not answers(DEAD, wait=0.2)
     assert not answers("https://", wait=0.2)
+
+
+def _hang(taken: socket.socket) -> None:
+    while taken.recv(1000):
+        pass
+
+
+def _stream(head: bytes, taken: socket.socket) -> None:
+    taken.sendall(head)
+    while True:
+        taken.sendall(b"garbage " * 100)
+        time.sleep(0.01)
+
+
+BROKEN = {
+    "hangs": _hang,
+    "streams garbage": partial(_stream, b""),
+    "streams a header": partial(_stream, b"HTTP/1.1 200 OK\r\n"),
+    "streams a body": partial(_stream, b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_server_that_never_ends_an_answer_costs_five_seconds(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in _serve(BROKEN[how]):
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+        monkeypatch.setenv("WANDB_MODE", "online")
+        began = time.monotonic()
+        with pytest.raises(ScalewiseError, match=r"does not answer|Failed to verify"):
+            connected()
+        assert time.monotonic() - began < 8.0
+
+
+def test_a_request_has_a_limit_and_ends_early_when_nothing_answers() -> None:
+    release = threading.Event()
+    for url in _serve(_hang):
+        began = time.monotonic()
+        with (
+            patch.object(connection, "ANSWER_WAIT", 0.1),
+            pytest.raises(ScalewiseError, match="does not answer"),
+        ):
+            while_answering(url, release.wait, 60.0)
+        assert time.monotonic() - began < 5.0
+    release.set()
+
+
+def test_a_slow_request_goes_on_while_the_server_answers(server: str) -> None:
+    with patch.object(connection, "ANSWER_WAIT", 0.05):
+        assert while_answering(server, lambda: time.sleep(0.3) or "done", 60.0) == "done"
+        with pytest.raises(ScalewiseError, match="does not answer"):
+            while_answering(server, lambda: time.sleep(5), 0.3)
+        with pytest.raises(KeyError):
+            while_answering(server, lambda: {}["absent"], 1.0)
 
 
 def test_no_tracker_takes_everything() -> None:

@@ -46,6 +46,7 @@ AVERAGE = "average"
 """Folder of the moving average of the trained weights, by the names of ``model``."""
 _NAME = re.compile(r"step-(\d{8,})")
 
+EARLIER = "use an earlier checkpoint, or put a copy of this one back"
 Group = dist.ProcessGroup | None
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -180,10 +181,15 @@ def load(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # torch raises many kinds for a file of another program
         reason = f"cannot be read: {TRAINING} is damaged or holds objects, which are not loaded"
-        raise CheckpointError.one("resume", path, reason, "use an earlier checkpoint") from error
+        raise CheckpointError.one("resume", path, reason, EARLIER) from error
     if not isinstance(state, dict):
-        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program")
+        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program", EARLIER)
     return state
+
+
+def _unreadable(path: Path, name: str, error: object) -> CheckpointError:
+    reason = f"{name} cannot be read: {' '.join(str(error).split())[:200]}"
+    return CheckpointError.one("resume", path, reason, EARLIER)
 
 
 def shapes(path: Path, part: str) -> dict[str, torch.Size]:
@@ -195,7 +201,7 @@ def _metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
     try:
         known = HuggingFaceStorageReader(str(path / part)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError) as error:
-        raise CheckpointError.one("resume", path, f"cannot be read: {error}") from error
+        raise _unreadable(path, part, error) from error
     return {name: held for name, held in known.items() if isinstance(held, TensorStorageMetadata)}
 
 
@@ -214,7 +220,7 @@ def read(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
         with _alone():
             state_dict_loader.load({**into}, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, OSError) as error:
-        raise CheckpointError.one("resume", path, f"cannot be read: {error}") from error
+        raise _unreadable(path, part, error) from error
 
 
 def whole(path: Path, part: str = "model", names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -255,7 +261,7 @@ def verify(path: Path) -> int:
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError.one(
-            "resume", path, f"is no scalewise checkpoint (no {MANIFEST} of its format)"
+            "resume", path, f"is no scalewise checkpoint (no {MANIFEST} of its format)", EARLIER
         )
     if manifest.get("version") != VERSION:
         raise CheckpointError.one(
@@ -263,19 +269,19 @@ def verify(path: Path) -> int:
         )
     files, step = manifest.get("files"), manifest.get("step")
     if not (isinstance(files, dict) and TRAINING in files and isinstance(step, int)):
-        raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged")
+        raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged", EARLIER)
     for name, written in files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError.one("resume", path, f"lacks {name}")
+            raise CheckpointError.one("resume", path, f"lacks {name}", EARLIER)
         size = file.stat().st_size
         expected = written.get("bytes") if isinstance(written, dict) else None
         if size != expected:
             reason = f"is truncated: {name} has {size} of {expected} bytes"
-            raise CheckpointError.one("resume", path, reason, "use an earlier checkpoint")
+            raise CheckpointError.one("resume", path, reason, EARLIER)
         if _fingerprint(file) != written:
             reason = f"is damaged: the checksum of {name} differs"
-            raise CheckpointError.one("resume", path, reason, "use an earlier checkpoint")
+            raise CheckpointError.one("resume", path, reason, EARLIER)
     return step
 
 

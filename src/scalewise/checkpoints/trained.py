@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from scalewise import inputs
@@ -17,13 +17,14 @@ from scalewise.checkpoints import store
 from scalewise.config import registry
 from scalewise.data import kept
 from scalewise.data.base import Data, Splits
-from scalewise.errors import ConfigError
+from scalewise.errors import CheckpointError, ConfigError
 from scalewise.models.base import Model, Part, Weight
 from scalewise.objectives import Objective
 from scalewise.optimizers import Optimizer
 from scalewise.output import print_lines
 from scalewise.precision import Precision
 from scalewise.quantization import NoQuantization, Quantization
+from scalewise.tracking.files import RecordError, load_yaml
 from scalewise.trainer import Trainer
 
 SPECS = (
@@ -79,7 +80,10 @@ class Trained:
     def tokenizer(self) -> Path | None:
         """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
         own = self.folder / kept.NAME
-        return own if own.is_file() else self.splits().tokenizer
+        if not own.is_file():
+            return self.splits().tokenizer
+        kept.load(own)
+        return own
 
     def state(self, *, exact: bool = False) -> dict[str, Tensor]:
         """Returns the weights to give away, whole and unpacked, by the model's own names.
@@ -90,10 +94,11 @@ class Trained:
             began = self._begun()
             return began if exact else self.quantization.rounded(began, self.model)
         held = store.given_away(self.checkpoint)
-        if self.optimizer.averages:
-            held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
-        state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
-        state = self.quantization.unpacked(state, self.model)
+        with fitting(self.checkpoint):
+            if self.optimizer.averages:
+                held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
+            state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
+            state = self.quantization.unpacked(state, self.model)
         if exact and self.packed:
             began = self.model.build(self.seed).state_dict()
             state |= {weight.name: began[weight.name] for weight in self.packed}
@@ -103,7 +108,21 @@ class Trained:
         """Returns the same with what an adapter has learnt added to the model's own."""
         if self.checkpoint is None and self.adapter.resume is None:
             return self.state(exact=exact)
-        return self.adapter.merged(self.state(exact=exact), self.model)
+        with fitting(self.checkpoint):
+            merged = self.adapter.merged(self.state(exact=exact), self.model)
+        if self.adapter.merges:
+            self._check(merged)
+        return merged
+
+    def _check(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ``CheckpointError`` for weights that are missing or of another shape."""
+        whole = self.model.shape(Part(range(self.model.layers))).state_dict()
+        for name, weight in whole.items():
+            if name not in state:
+                raise _other_model(self.checkpoint, f"lacks {name}")
+            if state[name].shape != weight.shape:
+                sizes = f"{tuple(state[name].shape)}, the model has {tuple(weight.shape)}"
+                raise _other_model(self.checkpoint, f"holds {name} of shape {sizes}")
 
     def _begun(self) -> dict[str, Tensor]:
         """Returns the weights that training began with; of an adapter, those it began with."""
@@ -139,18 +158,41 @@ class Trained:
         return [weight for weight in census if rounds(weight, self.model)]
 
 
+@contextmanager
+def fitting(checkpoint: Path | None) -> Iterator[None]:
+    """Turns what an incomplete checkpoint makes of a model into a ``CheckpointError``."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except (KeyError, RuntimeError, ValueError, TypeError) as error:
+        if checkpoint is None:
+            raise
+        raise _other_model(checkpoint, " ".join(str(error).split())[:200]) from error
+
+
+def _other_model(checkpoint: Path | None, reason: str) -> CheckpointError:
+    cure = "choose another step=, or put a copy of the run's resolved.yaml back"
+    text = f"{checkpoint} does not fit the model of its run: {reason}"
+    return CheckpointError.one("", "", text, cure)
+
+
 def resolved(folder: Path) -> Mapping[str, Any]:
     """Returns the groups of a run's ``resolved.yaml``; raises ``ConfigError`` where it has none."""
-    try:
-        values = yaml.safe_load((folder / "resolved.yaml").read_text("utf-8"))
-    except (OSError, yaml.YAMLError):
-        values = None
-    if isinstance(values, Mapping):
-        values = {"quantization": UNPACKED, **values}  # written before there was that group
-        inputs.add_missing(values)
-    if not isinstance(values, Mapping) or not {*SPECS, "seed"} <= set(values):
-        reason = f"{folder} is no folder of a run: it has no readable resolved.yaml"
+    file = folder / "resolved.yaml"
+    if not file.exists():
+        reason = f"{folder} is no folder of a run: it has no resolved.yaml"
         raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
+    # Quantization was no group at first.
+    values: dict[str, Any] = {"quantization": UNPACKED, **load_yaml(file)}
+    if missing := [key for key in (*SPECS, "seed") if key not in values]:
+        raise RecordError.of(file, f"is damaged: it has no {missing[0]}")
+    for group in SPECS:
+        if not isinstance(values[group], Mapping):
+            raise RecordError.of(file, f"is damaged: {group} is no mapping")
+    if not isinstance(values["seed"], int):
+        raise RecordError.of(file, "is damaged: seed is no integer")
+    inputs.add_missing(values)
     return values
 
 

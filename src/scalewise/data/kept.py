@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from scalewise.data.base import Splits
 from scalewise.errors import DataError
-from scalewise.tracking.files import copy_file
+from scalewise.tracking.files import RecordError, copy_file, load_json
 
 NAME = "tokenizer.json"
 
@@ -23,7 +25,7 @@ def check(splits: Splits, folder: Path) -> None:
     kept = folder / NAME
     if splits.tokenizer is None or not kept.is_file():  # token ids, or written before it was kept
         return
-    if _meaning(splits.tokenizer) != _meaning(kept):
+    if load(splits.tokenizer) != load(kept):  # however they are formatted
         reason = (
             f"gives another tokenizer than {kept}, of which the weights of that run were made: "
             "what it was trained on has changed since"
@@ -32,6 +34,11 @@ def check(splits: Splits, folder: Path) -> None:
         raise DataError.one("data", splits.tokenizer, reason, cure)
 
 
-def _meaning(file: Path) -> object:
-    """Returns what a tokenizer.json says, however it is laid out."""
-    return json.loads(file.read_text("utf-8"))
+def load(file: Path) -> dict[str, Any]:
+    """Returns the content of a tokenizer.json; raises ``RecordError`` where it is damaged."""
+    content = load_json(file)
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no other class
+        raise RecordError.of(file, f"is no tokenizer: {error}") from None
+    return content

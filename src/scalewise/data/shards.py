@@ -47,10 +47,14 @@ def _open(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
     size = path.stat().st_size
     if path.suffix == ".npy":
         try:
-            ids = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            reason = f"is not a whole .npy file ({error})"
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # a damaged header makes numpy raise many kinds
+            said = " ".join(str(error).split())[:120] or type(error).__name__
+            reason = f"is not a whole .npy file ({said})"
             raise DataError.one(key, path, reason, "copy the file again") from error
+        if not isinstance(ids, np.ndarray):
+            reason = "is an .npz archive under the name of a .npy file"
+            raise DataError.one(key, path, reason, "save the flat ids by numpy.save")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             reason = f"holds {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
             raise DataError.one(key, path, reason, "save the flat ids")

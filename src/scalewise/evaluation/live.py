@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from scalewise.checkpoints.trained import Trained
+from scalewise.checkpoints.trained import Trained, fitting
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Part
 from scalewise.models.module import ModelModule
@@ -28,7 +28,9 @@ def model(told: Trained, device: torch.device, *, exact: bool = False) -> ModelM
         told.quantization.apply(module, told.model)
     module.to_empty(device=device)
     module.init_buffers()
-    module.load_state_dict(told.merged(exact=exact))
+    state = told.merged(exact=exact)
+    with fitting(told.checkpoint):
+        module.load_state_dict(state)
     held = torch.bfloat16 if told.precision.parameters is Number.bf16 else torch.float32
     return module.to(held).eval().requires_grad_(False)
 

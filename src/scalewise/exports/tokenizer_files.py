@@ -122,6 +122,7 @@ def _tokenizer_folder(told: Trained) -> Path | None:
 def _tokenizer_file(told: Trained, source: Path | None) -> Path | None:
     """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
     if (own := told.folder / kept.NAME).is_file():
+        kept.load(own)
         return own
     given = Path(getattr(told.data, "tokenizer", None) or "").expanduser()
     if given.is_file():

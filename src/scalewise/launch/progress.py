@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from scalewise.errors import ConfigError
 from scalewise.launch import squeue
 from scalewise.launch.job import attempts
 from scalewise.tracking import recorded
-from scalewise.tracking.files import read_json
+from scalewise.tracking.files import csv_rows, number_of, read_json, step_of
 
 TAIL_BYTES = 16384
 """What is read of the end of ``metrics.csv``: some tens of steps."""
@@ -55,7 +54,7 @@ class Progress:
 
 def of(folder: Path) -> list[Progress]:
     """Returns the jobs of a sweep's folder, or the one of a run's; refuses another folder."""
-    sweep: Any = read_json(folder / "sweep.json")
+    sweep: Any = recorded.read_ended(folder / "sweep.json", recorded.is_left)
     if sweep:
         known = squeue.of_sweep(folder)
         states = squeue.states() if known and squeue.present() else None
@@ -64,7 +63,7 @@ def of(folder: Path) -> list[Progress]:
             _of_job(folder, row, known.get(str(row["number"])), states, left=left)
             for row in recorded.jobs(folder, sweep)
         ]
-    if status := read_json(folder / "status.json"):
+    if status := recorded.read_ended(folder / "status.json", recorded.is_gone):
         state = "lost" if recorded.is_gone(status) else str(status.get("status"))
         return [_progress(folder, None, {}, status, state)]
     reason = f"{folder} is neither a run (status.json) nor a sweep (sweep.json)"
@@ -81,7 +80,7 @@ def _of_job(
 ) -> Progress:
     planned = sweep / str(row.get("planned_folder", row["folder"]))
     folder = next(iter(attempts(planned)), sweep / row["folder"])
-    status = read_json(folder / "status.json")
+    status = recorded.read_ended(folder / "status.json", recorded.is_gone)
     goes_on = row["status"] in ("running", "waiting") and job is None and not left
     if goes_on and status.get("status") == "interrupted":
         status = {}  # of an attempt before the one that is to begin
@@ -107,10 +106,10 @@ def _progress(
     planned = read_json(folder / "plan.json").get("steps")
     steps = planned if isinstance(planned, int) else None
     tries = status.get("attempts", 1)
-    step = int(rows[-1]["step"]) if rows else None
+    step = step_of(rows[-1]["step"]) if rows else None
     left = silent = None
     if state == "running":
-        times = [float(row["time/step_s"]) for row in rows if row.get("time/step_s")]
+        times = [t for row in rows if (t := number_of(row.get("time/step_s", ""))) is not None]
         if times and steps is not None and step is not None:
             left = (steps - step) * median(times)
         written = [folder / name for name in ("status.json", "metrics.csv")]
@@ -123,7 +122,7 @@ def _progress(
         str(status.get("reason") or GONE.get(state, "")),
         step,
         steps,
-        float(rows[-1]["train/loss"]) if rows and rows[-1].get("train/loss") else None,
+        number_of(rows[-1].get("train/loss", "")) if rows else None,
         left,
         silent,
         tries if isinstance(tries, int) else 1,
@@ -143,4 +142,5 @@ def _last_rows(file: Path) -> list[dict[str, str]]:
     whole = tail[: tail.rfind("\n") + 1].splitlines()
     if start > len(head):
         whole = whole[1:]  # the first is cut
-    return [row for row in csv.DictReader([head, *whole]) if (row.get("step") or "").isdigit()]
+    rows = csv_rows([head.rstrip("\r\n"), *whole])
+    return [row for row in rows if step_of(row.get("step", "")) is not None]

@@ -68,8 +68,8 @@ class Publication:
             run = deliver(self._server, told, entity, project)
             facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
             _note(told.folder / "status.json", facts)
-        except (ScalewiseError, OSError, ValueError) as error:  # a server, a disk, a damaged file
-            self._lost(told.folder, error)
+        except Exception as error:  # a server, a disk, a damaged file
+            self._lost(told.folder, _reason(error, told.folder))
             return None
         self._say(told.folder, str(run.url))
         return run
@@ -89,8 +89,8 @@ class Publication:
         try:
             self._link(folder)
             settle(self._server, Told.of(folder), run)
-        except (ScalewiseError, OSError, ValueError) as error:
-            self._lost(folder, error)
+        except Exception as error:  # as above
+            self._lost(folder, _reason(error, folder))
 
     def _link(self, folder: Path) -> None:
         """Writes a folder's page again, which knows now where W&B has it."""
@@ -108,6 +108,14 @@ class Publication:
         listed = self._count > 1 and folder in self._folders
         place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
         print_lines(f"{place}{_short(folder)}  {what}")
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Returns what went wrong, in one line; most other errors are of a file in the folder."""
+    if isinstance(error, ScalewiseError | OSError):
+        return " ".join(str(error).split())
+    kind = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"a file in {folder} is damaged ({kind}); put a copy of the folder back"
 
 
 def _note(path: Path, facts: dict[str, object]) -> None:

@@ -4,8 +4,6 @@ Nothing here fails on a file that is missing, half written or odd: what could no
 ``None`` or empty, because the page must be built above all when something went wrong.
 """
 
-import csv
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,7 @@ from pathlib import Path
 
 from scalewise.errors import ConfigError
 from scalewise.reports import redact
+from scalewise.tracking.files import csv_rows, number_of, read_json
 
 CURVES = (
     "train/loss",
@@ -258,21 +257,14 @@ def _series(path: Path) -> dict[str, Series]:
         lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
     except OSError:
         return {}
-    rows = list(csv.reader(line.replace("\0", "") for line in lines if line.endswith("\n")))
-    if not rows:
-        return {}
-    head, *body = rows
+    rows = csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])
     found = {}
     for key in CURVES:
-        if "step" not in head or key not in head:
-            continue
-        at, column = head.index("step"), head.index(key)
         pairs = [
             (int(step), value)
-            for row in body
-            if len(row) == len(head)
-            and (step := _finite(_parsed(row[at]))) is not None
-            and (value := _parsed(row[column])) is not None
+            for row in rows
+            if (step := _finite(number_of(row.get("step", "")))) is not None
+            and (value := number_of(row.get(key, ""))) is not None
         ]
         if pairs:
             kept = dict(pairs)  # a resumed run writes some steps twice: the later one holds
@@ -281,19 +273,8 @@ def _series(path: Path) -> dict[str, Series]:
     return found
 
 
-def _parsed(cell: str) -> float | None:
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
 def _json(path: Path) -> dict[str, object] | None:
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    return read_json(path) or None
 
 
 def _text(value: object) -> str:

@@ -10,16 +10,13 @@ from scalewise.errors import ScalewiseError
 from scalewise.reports import redact
 from scalewise.tracking.connection import connected
 
-TIMEOUT = 20
-"""Seconds that a request may take, its repetitions included."""
-
 
 class Service:
     """A connection; its queries are those that the client's own reports make."""
 
     def __init__(self) -> None:
         """Raises as :func:`connected` does."""
-        self._api = connected(TIMEOUT)
+        self._api = connected()
 
     def ask(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
         """Returns the data that answers a GraphQL query."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import netrc
 import os
+import queue
 import re
 import socket
+import ssl
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from scalewise.errors import ConfigError, ScalewiseError
@@ -16,13 +20,16 @@ from scalewise.redaction import redacted, remember
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
+ANSWER_WAIT = 5.0
+"""Seconds that one request may take, retries included, at a server that answers no other."""
 EARLIER_HOST = "api.wandb.ai"
 """The hosted service's name before it moved; the client still takes a login for it."""
+T = TypeVar("T")
 LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 
-def connected(wait: int) -> Any:
-    """Returns W&B's client, whose questions may take ``wait`` seconds, tries included.
+def connected() -> Any:
+    """Returns W&B's client.
 
     Raises ``ConfigError`` without a key that the server takes, ``ScalewiseError`` without a server
     that answers: the client itself would prompt, or try for minutes.
@@ -34,18 +41,55 @@ def connected(wait: int) -> Any:
     must_answer(server)
     import wandb
 
-    try:
-        api = wandb.Api(timeout=wait)
+    def log_in() -> Any:
+        api = wandb.Api(timeout=round(ANSWER_WAIT))
         _ = api.default_entity
+        return api
+
+    try:
+        return while_answering(server, log_in, ANSWER_WAIT)
+    except ScalewiseError:
+        raise
     except Exception as error:  # the client raises many kinds
         if " 401" in str(error):
             raise ConfigError.one("", "", f"{shown(server)} refuses the key", LOGIN) from None
         raise ScalewiseError(f"{shown(server)}: {said(error)}") from None
-    return api
+
+
+def while_answering(server: str, request: Callable[[], T], limit: float) -> T:
+    """Returns the result of a request to ``server``, which may take ``limit`` seconds.
+
+    The client has no bound of its own for a server that hangs or streams without end. Raises
+    ``ScalewiseError`` past the limit, and after ``ANSWER_WAIT`` if the server answers nothing else.
+    """
+    results: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+
+    def send() -> None:
+        try:
+            results.put((request(), None))
+        except BaseException as error:  # raised again below, in the thread that asked
+            results.put((None, error))
+
+    # Daemonic: a request that never ends does not keep the process.
+    threading.Thread(target=send, daemon=True, name="wandb-request").start()
+    deadline = time.monotonic() + limit
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            result, error = results.get(timeout=max(0.0, min(ANSWER_WAIT, left)))
+        except queue.Empty:
+            if time.monotonic() < deadline and answers(server):
+                continue
+            raise ScalewiseError(
+                f"{shown(server)} does not answer; try again when it does"
+            ) from None
+        if error is not None:
+            raise error
+        return cast(T, result)
 
 
 def must_answer(server: str) -> None:
-    """Raises ``ScalewiseError`` where nobody takes a connection: all else would wait long."""
+    """Raises ``ScalewiseError`` where nothing answers: all else would wait long."""
     if not answers(server):
         raise ScalewiseError(f"{shown(server)} does not answer; try again when it does")
 
@@ -105,22 +149,35 @@ def has_key(server: str) -> bool:
 
 
 def answers(server: str, wait: float = SERVER_WAIT) -> bool:
-    """Returns whether ``server`` takes a connection within ``wait`` seconds, DNS included."""
+    """Returns whether ``server`` speaks HTTP within ``wait`` seconds, DNS included."""
     parts = urlsplit(server)
+    secure = parts.scheme == "https"
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or (443 if secure else 80)
     except ValueError:  # no number: the client will say so
         return False
     reached = threading.Event()
 
     def connect() -> None:
         try:
-            socket.create_connection((parts.hostname, port), timeout=wait).close()
-        except OSError:
+            with socket.create_connection((parts.hostname, port), timeout=wait) as connection:
+                if _speaks_http(connection, parts.hostname or "", secure=secure):
+                    reached.set()
+        except (OSError, ValueError):
             return
-        reached.set()
 
     thread = threading.Thread(target=connect, daemon=True)  # a name server may never answer
     thread.start()
     thread.join(wait)
     return reached.is_set()
+
+
+def _speaks_http(connection: socket.socket, host: str, *, secure: bool) -> bool:
+    """Returns whether the other end answers a request without content."""
+    if secure:
+        # No key is sent here, so that the certificate is left to the client's own requests.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = context.wrap_socket(connection, server_hostname=host)
+    connection.sendall(f"HEAD / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    return connection.recv(len(b"HTTP/"), socket.MSG_WAITALL * (not secure)).startswith(b"HTTP")

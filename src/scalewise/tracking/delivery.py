@@ -10,12 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from scalewise.adapters.layers import is_added, module_of
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
-from scalewise.tracking.files import FACTS, read_json, read_metrics, write_json
+from scalewise.tracking.files import (
+    FACTS,
+    mapping_of,
+    read_json,
+    read_metrics,
+    read_yaml,
+    write_json,
+)
 from scalewise.tracking.server import Server
 from scalewise.tracking.session import Row, averaged, final, foreseen
 from scalewise.tracking.spec import Artifacts
@@ -57,39 +62,43 @@ class Told:
     @cached_property
     def wandb(self) -> dict[str, Any]:
         """Returns the facts of its newest W&B run; a run that was killed left them elsewhere."""
-        ended = cast(dict[str, Any], self.status.get("wandb") or {})
+        ended = mapping_of(self.status.get("wandb"))
         return ended if ended.get("id") else read_json(self.folder / FACTS)
 
     @property
     def ending(self) -> tuple[str, str, int]:
         """Returns status, reason and exit code; of a run whose process is gone, those of that."""
-        if self.status.get("exit_code") is None:
+        exit_code = self.status.get("exit_code")
+        if not isinstance(exit_code, int):
             return "failed", "its process is gone, and left no word of how it ended", 1
         status, reason = (str(self.status.get(key) or "") for key in ("status", "reason"))
-        return status, reason, int(self.status["exit_code"])
+        return status, reason, exit_code
 
     @cached_property
     def logs(self) -> list[Path]:
         """Returns the transaction logs of its attempts, the oldest first."""
         found = {path.resolve() for path in self.folder.glob("wandb/*run-*/run-*.wandb")}
-        if named := self.wandb.get("folder"):  # WANDB_DIR may have put it elsewhere
+        named = self.wandb.get("folder")  # WANDB_DIR may have put it elsewhere
+        if isinstance(named, str) and named:
             found |= {path.resolve() for path in Path(named).glob("run-*.wandb")}
         return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
 
     @cached_property
     def tracking(self) -> Mapping[str, Any]:
         """Returns the ``tracking`` part of its configuration."""
-        return cast(Mapping[str, Any], self._resolved.get("tracking") or {})
+        return mapping_of(self._resolved.get("tracking"))
 
     @property
     def trained_whole(self) -> list[str]:
         """Returns the patterns of modules that were trained whole beside an adapter."""
-        return list((self._resolved.get("adapter") or {}).get("trained") or [])
+        patterns = mapping_of(self._resolved.get("adapter")).get("trained")
+        return [str(pattern) for pattern in patterns] if isinstance(patterns, list) else []
 
     @cached_property
     def window(self) -> int:
         """Returns how many steps a row of W&B stands for."""
-        return int((self._resolved.get("trainer") or {}).get("log_every") or 1)
+        steps = mapping_of(self._resolved.get("trainer")).get("log_every")
+        return steps if isinstance(steps, int) and steps > 0 else 1
 
     @property
     def first_step(self) -> int:
@@ -99,11 +108,7 @@ class Told:
 
     @cached_property
     def _resolved(self) -> Mapping[str, Any]:
-        try:
-            found = yaml.safe_load((self.folder / "resolved.yaml").read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_yaml(self.folder / "resolved.yaml")
 
 
 def deliver(server: Server, told: Told, entity: str, project: str) -> Any:
@@ -136,7 +141,7 @@ def settle(server: Server, told: Told, found: Any) -> int:
     rest = _rest(told, found)
     before: dict[str, Any] = read_json(told.folder / MARKER)
     alerted = before.get("path") == marker["path"]
-    there = before["files"] if alerted else {}
+    there = mapping_of(before.get("files")) if alerted else {}
     if before == marker and not rest and found.state != "running":
         return 0
     artifacts = list(_artifacts(told, run_id))
@@ -185,7 +190,7 @@ def _tell(run: Any, told: Told) -> None:
     plan, summary = (read_json(told.folder / name) for name in ("plan.json", "summary.json"))
     status, reason, _ = told.ending
     run.summary.update({**foreseen(plan), "status": status, "reason": reason})
-    metrics = cast(Mapping[str, Any], summary.get("metrics") or {})
+    metrics = mapping_of(summary.get("metrics"))
     if metrics:
         run.summary.update(final(summary))
     named = {**tables.foreseen(plan), **tables.measured(plan, metrics)}
@@ -254,7 +259,7 @@ def _artifacts(told: Told, run_id: str) -> Iterator[tuple[Any, list[str], int]]:
         else:
             artifact.add_reference(f"file://{path.resolve()}", checksum=False)
         yield artifact, [*names, path.name], _bytes_of(path) if whole else 0
-    if (told.status.get("choices") or {}).get("adapter", "none") != "none":
+    if mapping_of(told.status.get("choices")).get("adapter", "none") != "none":
         file = told.folder / "wandb" / "adapter.safetensors"
         file.parent.mkdir(exist_ok=True)  # a run without a tracker has none
         _write_adapter(steps[-1], told.trained_whole, file)

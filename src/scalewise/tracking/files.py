@@ -4,18 +4,28 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
 from scalewise import atomic
+from scalewise.errors import ConfigError
 from scalewise.redaction import redacted
 from scalewise.tracking.names import METRICS
 
 FACTS = "wandb/facts.json"
 """What rank 0 tells about its W&B run while it trains, relative to the run's folder."""
+
+
+class RecordError(ConfigError):
+    """A file of a run folder that is missing or damaged."""
+
+    @classmethod
+    def of(cls, path: Path, reason: str, cure: str = "put a copy of it back") -> Self:
+        """Returns the error of one file."""
+        return cls.one("", "", f"{path} {reason}", cure)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -39,19 +49,50 @@ def copy_file(source: Path, path: Path) -> None:
 def read_json(path: Path) -> dict[str, object]:
     """Returns a JSON object, or an empty one where the file is absent or torn."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return load_json(path)
+    except RecordError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object; raises ``RecordError`` where the file is absent or damaged."""
+    return _loaded(path, json.loads)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Returns a YAML mapping; raises ``RecordError`` where the file is absent or damaged."""
+    return _loaded(path, yaml.safe_load)
+
+
+def _loaded(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError.of(path, "is missing") from None
+    except OSError as error:
+        raise RecordError.of(path, f"cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise RecordError.of(path, "is damaged: it is nested too deeply") from None
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise RecordError.of(path, f"is damaged: {why}") from None
+    if not isinstance(content, dict):
+        raise RecordError.of(
+            path, f"is damaged: it holds no mapping but a {type(content).__name__}"
+        )
+    return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns a YAML mapping, or an empty one where the file is absent or torn."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return load_yaml(path)
+    except RecordError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+DIGITS = 18
+"""Digits of the largest step: it is an integer of 64 bits."""
 
 
 class MetricsFile:
@@ -93,15 +134,50 @@ def _parsed(rows: Iterable[Mapping[str, str]]) -> list[dict[str, float | int | N
 
 
 def _number(text: str) -> float | int | None:
-    if text.isdigit():
-        return int(text)
-    return float(text) if text else None
+    step = step_of(text)
+    return number_of(text) if step is None else step
 
 
 def _rows(path: Path | None) -> list[dict[str, str]]:
     if path is None or not path.is_file():
         return []
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        rows = list(csv.DictReader(file))
-    whole = [row for row in rows if None not in row.values() and (row.get("step") or "").isdigit()]
+    try:
+        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    whole = [row for row in csv_rows(lines) if step_of(row.get("step", "")) is not None]
     return [{key: row[key] for key in METRICS if key in row} for row in whole]
+
+
+def csv_rows(lines: Sequence[str]) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file below its header; rows that are torn or damaged are left out.
+
+    Each line is parsed by itself, so that an open quote costs its own row only.
+    """
+    header, *body = [_cells(line) for line in lines] or [[]]
+    return [dict(zip(header, cells, strict=True)) for cells in body if len(cells) == len(header)]
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line.replace("\0", "")]), [])
+    except csv.Error:
+        return []
+
+
+def mapping_of(value: object) -> dict[str, Any]:
+    """Returns a mapping as it is, and an empty one in place of any other value."""
+    return value if isinstance(value, dict) else {}
+
+
+def step_of(text: str) -> int | None:
+    """Returns the number of a step, which has at most ``DIGITS`` digits; None for other text."""
+    return int(text) if text.isdecimal() and len(text) <= DIGITS else None
+
+
+def number_of(text: str) -> float | None:
+    """Returns the number that a cell holds; None for other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -37,9 +37,7 @@ _ROWS = (
     Metric("val/kl", "nats/token", "The same, of the answers to the held-out prompts"),
     Metric("train/accuracy", "", "Share of the step's rows whose class is told rightly"),
     Metric("val/accuracy", "", "The same, of the held-out rows"),
-    Metric(
-        "train/tokens", "tokens", "Tokens trained on so far, padding included, all ranks"
-    ),
+    Metric("train/tokens", "tokens", "Tokens trained on so far, padding included, all ranks"),
     Metric("train/grad_norm", "", "Norm of the whole gradient before clipping"),
     Metric("train/lr", "", "Learning rate of the first parameter group"),
     Metric(

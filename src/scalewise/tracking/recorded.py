@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def lives(pid: object, started: object) -> bool:
         process = psutil.Process(number)
         begun = process.create_time() <= at + CLOCKS_APART
         return number != os.getpid() and begun and process.status() != psutil.STATUS_ZOMBIE
-    except (ValueError, psutil.Error):
+    except (ValueError, OverflowError, psutil.Error):
         return False
 
 
@@ -91,6 +91,15 @@ def is_gone(status: Mapping[str, Any]) -> bool:
     """Returns whether a job that says that it runs has no process any more on this machine."""
     here = status.get("status") == "running" and status.get("host") == socket.gethostname()
     return here and not lives(status.get("process"), status.get("started"))
+
+
+def read_ended(file: Path, is_dead: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """Returns a record that its process keeps writing; the last one where the process is dead.
+
+    A process may write its end and exit between the first read and the look at the process.
+    """
+    record: dict[str, Any] = read_json(file)
+    return read_json(file) if is_dead(record) else record
 
 
 def is_left(record: Mapping[str, Any]) -> bool:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from scalewise.errors import ScalewiseError
 from scalewise.redaction import redacted_tree
-from scalewise.tracking.connection import base_url, connected, must_answer, said
+from scalewise.tracking.connection import (
+    ANSWER_WAIT,
+    answers,
+    base_url,
+    connected,
+    must_answer,
+    said,
+    while_answering,
+)
 from scalewise.tracking.session import define
 
-ANSWER_WAIT = 20
-"""Seconds that one question may take, tries included."""
+UPLOAD_WAIT = 60.0
+"""Seconds that one small file may take."""
 SYNC_WAIT = 300.0
 """Seconds that ``wandb sync`` may take for one run."""
 
+T = TypeVar("T")
 TRIES = {"GRAPHQL": "2", "FILE_STREAM": "3", "FILE_TRANSFER": "3"}
 """How often the client tries again, where the environment does not say."""
 OF_A_RUN = ("MODE", "RUN_ID", "RUN_GROUP", "NAME", "NOTES", "TAGS", "JOB_TYPE", "RESUME", "DIR")
@@ -34,7 +46,7 @@ class Server:
     def __init__(self) -> None:
         """Raises as :func:`connected` does."""
         self.url = base_url()
-        self._api = connected(ANSWER_WAIT)
+        self._api = connected()
         self.account = str(self._api.default_entity)
 
     def must_answer(self) -> None:
@@ -47,16 +59,21 @@ class Server:
 
         self._api.flush()  # it keeps what it has once seen
         try:
-            return self._api.run(path)
+            return self._ask(lambda: self._api.run(path))
         except CommError as error:
             if isinstance(error.exc, ValueError):  # it answered, and there is none
                 return None
             raise ScalewiseError(said(error)) from None
 
+    def _ask(self, request: Callable[[], T], limit: float = ANSWER_WAIT) -> T:
+        return while_answering(self.url, request, limit)
+
     def has_artifact(self, name: str) -> bool:
         """Returns whether ``entity/project/name:alias`` is there."""
         try:
-            return bool(self._api.artifact_exists(name))
+            return bool(self._ask(lambda: self._api.artifact_exists(name)))
+        except ScalewiseError:
+            raise
         except Exception as error:  # the client raises many kinds
             raise ScalewiseError(said(error)) from None
 
@@ -64,7 +81,10 @@ class Server:
         """Uploads files of ``folder`` to a run that ``known`` returned."""
         for name in names:
             try:
-                run.upload_file(str(folder / name), root=str(folder))
+                send = partial(run.upload_file, str(folder / name), root=str(folder))
+                self._ask(send, UPLOAD_WAIT)
+            except ScalewiseError:
+                raise
             except Exception as error:  # the client raises many kinds
                 if not isinstance(getattr(error, "exc", error), IndexError):  # not listed yet
                     raise ScalewiseError(said(error)) from None
@@ -82,24 +102,43 @@ class Server:
             with TemporaryDirectory(
                 prefix="scalewise-sync-"
             ) as scratch:  # for the client's own log
-                done = subprocess.run(  # noqa: S603 (a list of our own words)
-                    line,
-                    # It says there what went wrong.
-                    env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": scratch},
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=SYNC_WAIT,
-                    check=False,
-                )
+                code, stderr = self._sync(line, scratch)
         except subprocess.TimeoutExpired:
             raise ScalewiseError(f"not sent within {SYNC_WAIT:g} s") from None
-        errors = [text for text in done.stderr.splitlines() if "ERROR" in text]
-        if errors or done.returncode:
-            told = errors[-1] if errors else done.stderr or f"exit code {done.returncode}"
+        errors = [text for text in stderr.splitlines() if "ERROR" in text]
+        if errors or code:
+            told = errors[-1] if errors else stderr or f"exit code {code}"
             if "error while uploading" in told:
                 told = "the server dropped some of it; try again later"
             raise ScalewiseError(said(told))
+
+    def _sync(self, line: list[str], scratch: str) -> tuple[int, str]:
+        """Returns exit code and stderr; kills the command if the server stops answering."""
+        deadline = time.monotonic() + SYNC_WAIT
+        with subprocess.Popen(  # noqa: S603 (a list of our own words)
+            line,
+            # It says there what went wrong.
+            env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": scratch},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            while True:
+                try:
+                    _, stderr = process.communicate(timeout=ANSWER_WAIT)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() < deadline and answers(self.url):
+                        continue
+                    os.killpg(process.pid, signal.SIGKILL)  # and its service, which has the pipe
+                    if time.monotonic() < deadline:
+                        must_answer(self.url)
+                    raise
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)  # it is beyond a terminal's Ctrl-C
+                    raise
+                return process.returncode, stderr
 
     def sweep(self, config: Mapping[str, Any], entity: str | None, project: str) -> str:
         """Makes a sweep; returns its ``ENTITY/PROJECT/ID``.
@@ -142,7 +181,7 @@ class Server:
                     console="off",
                     finish_timeout=wait,
                     finish_timeout_raises=True,
-                    init_timeout=ANSWER_WAIT,
+                    init_timeout=round(ANSWER_WAIT),
                     x_disable_stats=True,
                     x_disable_meta=True,
                     x_save_requirements=False,
@@ -153,11 +192,13 @@ class Server:
             )
             define(run)
             yield run
-            run.finish(exit_code=exit_code)
+            self._ask(partial(run.finish, exit_code=exit_code), wait)
         except Exception as error:  # the client raises many kinds
-            if run is not None and wandb.run is run:
+            if run is not None and wandb.run is run and answers(self.url):
                 with suppress(Exception):
-                    run.finish(exit_code=exit_code)
+                    self._ask(partial(run.finish, exit_code=exit_code))
+            if isinstance(error, ScalewiseError):
+                raise
             raise ScalewiseError(said(error)) from None
 
 

@@ -17,10 +17,10 @@ from scalewise.tracking.names import METRICS
 from scalewise.tracking.spec import Mode, Wandb
 from scalewise.tracking.sweeps import flat_keys
 
-INIT_WAIT = 10.0
+INIT_WAIT = 5.0
 """Seconds that a server which took the connection has to take the run."""
-FINISH_WAIT = 30.0
-"""Seconds that finishing may take when the server has gone; what is left is on disk."""
+FINISH_WAIT = 5.0
+"""Seconds that finishing may take; what is left is on disk, and ``publish`` sends it."""
 
 ONE_RUN = ("WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME")
 """Variables that say which run a process is: an agent or a batch script sets them."""

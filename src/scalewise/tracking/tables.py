@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scalewise.tracking.files import mapping_of
 from scalewise.tracking.names import METRICS
 
 PAIRS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
@@ -22,10 +23,7 @@ class Table:
 
 def foreseen(plan: Mapping[str, Any]) -> dict[str, Table]:
     """Returns the tables of a ``plan.json``, by key: bytes of the fullest device, seconds."""
-    sent = [
-        (c["kind"], " ".join(c["axes"]), c["what"], c["bytes"], c["count"], c["bytes"] * c["count"])
-        for c in plan.get("collectives", ())
-    ]
+    sent = list(_sent(plan.get("collectives")))
     collectives = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
     tables = {
         "plan/ledger": Table(("line", "bytes_at_peak"), _items(plan, "ledger")),
@@ -41,7 +39,7 @@ def measured(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, T
     memory = [
         (key.removeprefix("memory/").removesuffix("_bytes"), metrics[key])
         for key in METRICS
-        if key.startswith("memory/") and metrics.get(key) is not None
+        if key.startswith("memory/") and isinstance(metrics.get(key), int | float)
     ]
     tables = {
         "memory/measured": Table(("part", "bytes"), memory),
@@ -53,12 +51,24 @@ def measured(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, T
     return {key: table for key, table in tables.items() if table.rows}
 
 
+def _sent(collectives: object) -> Iterator[tuple[object, ...]]:
+    """Yields the rows of collectives; a damaged one is left out."""
+    for entry in collectives if isinstance(collectives, list) else ():
+        c = mapping_of(entry)
+        size, count, axes = c.get("bytes"), c.get("count"), c.get("axes")
+        if isinstance(size, int) and isinstance(count, int) and isinstance(axes, list):
+            named = " ".join(map(str, axes))
+            yield str(c.get("kind")), named, str(c.get("what")), size, count, size * count
+
+
 def _items(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]:
-    return list((plan.get(key) or {}).items())
+    entries = mapping_of(plan.get(key)).items()
+    return [(name, value) for name, value in entries if isinstance(value, int | float)]
 
 
 def _compared(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     for said, key in PAIRS.items():
-        if plan.get(said) is not None and metrics.get(key):
-            ratio = plan[said] / metrics[key]
-            yield key, METRICS[key].unit, float(plan[said]), float(metrics[key]), ratio
+        planned, found = plan.get(said), metrics.get(key)
+        if isinstance(planned, int | float) and isinstance(found, int | float) and found:
+            ratio = planned / found
+            yield key, METRICS[key].unit, float(planned), float(found), ratio

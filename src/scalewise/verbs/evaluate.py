@@ -38,7 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     """Prints what it finds and keeps it in ``RUN/evaluation.json``; exit code 0."""
     wrong = list(_wrong({**DEFAULTS, **trained.options(arguments)}))
     folder, options = trained.read("evaluate", arguments, DEFAULTS, wrong)
-    told = trained.recorded(folder, options["step"], options, beginning=options["step"] == "0")
+    told = trained.recorded(
+        folder, options["step"], options, beginning=options["step"] == "0", reads_data=True
+    )
 
     import torch
 

@@ -49,7 +49,8 @@ def _read(arguments: Sequence[str]) -> list[RunRecord]:
         run = records.read_run(Path(argument).expanduser())
         if run is None:
             reason = f"{argument} is no folder of a run: it has no readable status.json"
-            complaints.append(Complaint("", "", reason))
+            cure = "give the folder of a run, or put a copy of the file back"
+            complaints.append(Complaint("", "", reason, cure))
         else:
             found.append(run)
     if complaints:

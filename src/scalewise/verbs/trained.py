@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from scalewise.config.near import meant
 from scalewise.config.read import part
 from scalewise.errors import Complaint, ConfigError
 from scalewise.objectives import UserModule
+from scalewise.run import spec_complaints
 
 if TYPE_CHECKING:
     from scalewise.checkpoints.trained import Trained
@@ -52,21 +53,49 @@ def recorded(
     given: Mapping[str, str] | None = None,
     *,
     beginning: bool = False,
+    reads_data: bool = False,
 ) -> Trained:
     """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
 
     ``given``: options, among them paths of the run's inputs where they have moved. ``beginning``:
-    whether step 0 is asked for, of which no checkpoint is kept.
+    whether step 0 is asked for, of which no checkpoint is kept. ``reads_data``: whether the caller
+    reads the data, which need not be there otherwise.
     """
     from scalewise.checkpoints import trained
 
     values = inputs.located(trained.resolved(folder), folder, _paths(given or {}))
     found = None if beginning else trained.checkpoint(folder, step)
-    parts = [part(group, values[group]) for group in trained.SPECS]
+    try:
+        parts = [part(group, values[group]) for group in trained.SPECS]
+    except ConfigError as error:
+        raise _of_record(folder, error.complaints) from None
     if any(isinstance(spec, UserModule) for spec in parts):
         reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
         raise ConfigError.one("", "", f"{folder} {reason}", cure)
+    named = zip(trained.SPECS, parts, strict=True)
+    complaints = [
+        complaint
+        for group, spec in named
+        if reads_data or group != "data"
+        for complaint in spec_complaints(group, spec)
+    ]
+    if complaints:
+        raise _of_record(folder, complaints)
     return trained.Trained(folder, found, int(values["seed"]), *parts)
+
+
+def _of_record(folder: Path, complaints: Iterable[Complaint]) -> ConfigError:
+    """Returns the error of values in ``resolved.yaml``, which names that file.
+
+    Paths of inputs are left as they are: the file is whole where these have moved.
+    """
+    file = folder / "resolved.yaml"
+    return ConfigError(
+        complaint
+        if complaint.key in inputs.READERS
+        else Complaint("", "", f"{file}: {complaint}", "put a copy of it back")
+        for complaint in complaints
+    )
 
 
 def _paths(given: Mapping[str, str]) -> dict[str, object]:

@@ -1,0 +1,191 @@
+"""Every file of a run or sweep folder, damaged in many ways, under every command that reads it.
+
+A command either works on what is left or rejects the folder: exit code 2 and a line that names the
+file and a fix. It never ends in a traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fixtures.damage import damages_of
+from fixtures.doors import TINY
+from fixtures.wandb_server import WandbServer
+from fixtures.wandb_views import Views
+
+from scalewise import cli
+
+SMALL = (*TINY, "launch.isolation=none", "hardware=cpu", "checkpoint.every=4")
+UNREAD = (".html", ".wandb", ".log")
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass(frozen=True)
+class Made:
+    """Folders that were trained once."""
+
+    run: Path
+    other: Path
+    sweep: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Made:
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SCALEWISE_CACHE", str(shared_cache))
+        patch.setenv("WANDB_MODE", "offline")
+        for line in (
+            (*SMALL, "name=run"),
+            (*SMALL, "name=other", "tracking=none", "trainer.max_steps=4"),
+            ("-m", *SMALL, "name=sweep", "tracking=none", "seed=1,2"),
+        ):
+            code, text = typed("train", *line)
+            assert code == 0, text
+    found = [next((folder / "runs" / name).iterdir()) for name in ("run", "other", "sweep")]
+    return Made(*found)
+
+
+def typed(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command in this process, in a terminal that takes UTF-8 alone."""
+    said = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    with redirect_stdout(said), redirect_stderr(said):
+        code = cli.main(list(arguments))
+    raw = said.buffer
+    assert isinstance(raw, io.BytesIO)
+    return code, raw.getvalue().decode()
+
+
+def cases_of(folder: Path) -> list[tuple[str, str]]:
+    """The damages of a folder: the file, relative to it, and the name of the damage."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    read = [path for path in files if path.suffix not in UNREAD]
+    read = [path for path in read if not path.is_relative_to(folder / "1")]  # as is job 0
+    return [(str(path.relative_to(folder)), name) for path in read for name in damages_of(path)]
+
+
+def line_of(command: str, folder: Path, made: Made) -> Sequence[str]:
+    train = ("train", *SMALL, "tracking=none")
+    return {
+        "status": ("status", str(folder)),
+        "report": ("report", str(folder)),
+        "explain": ("plan", "explain", str(folder), str(made.other)),
+        "evaluate": ("evaluate", str(folder), "rows=4"),
+        "export": ("export", str(folder)),
+        "publish": ("publish", str(folder)),
+        "resume": (*train, "name=run", f"resume={folder}", "trainer.max_steps=10"),
+        "resume_sweep": (*train, "-m", "name=sweep", "seed=1,2", f"resume_sweep={folder}"),
+    }[command]
+
+
+def assert_withstood(command: str, source: Path, case: tuple[str, str], made: Made) -> None:
+    """Runs a command on a copy of ``source`` with one file damaged."""
+    place, name = case
+    folder = Path.cwd() / "runs" / source.parent.name / source.name
+    shutil.rmtree(Path.cwd() / "runs", ignore_errors=True)
+    shutil.copytree(source, folder, symlinks=True)
+    file = folder / place
+    damages_of(file)[name](file)
+    try:
+        code, text = typed(*line_of(command, folder, made))
+    except BaseException as error:
+        raise AssertionError(f"{command}: {place} {name} raised") from error
+    what = f"{command}: {place} {name} gave {code}: {text}"
+    assert "Traceback" not in text, what
+    assert code in ((0, 1, 2) if command == "publish" else (0, 2)), what
+    if code == 2:
+        assert file.name in text or file.parent.name in text, what
+        assert ";" in text, what
+
+
+WEIGHTS = "checkpoints/step-00000008/model/shard-00001-model-00001-of-00001.safetensors"
+FAILED_ONCE = {
+    "status": [("metrics.csv", "long cell"), ("metrics.csv", "cells superscript")],
+    "explain": [("status.json", "deep")],
+    "report": [("metrics.csv", "long header")],
+    "evaluate": [
+        ("tokenizer.json", "deep"),
+        ("tokenizer.json", "utf-16"),
+        ("resolved.yaml", "bad utf-8"),
+        ("resolved.yaml", "model.width number"),
+        ("resolved.yaml", "model list"),
+        (WEIGHTS, "no tensors"),
+        (WEIGHTS, "other shapes"),
+        (WEIGHTS, "huge header"),
+        (WEIGHTS, "one tensor less"),
+    ],
+    "export": [("tokenizer.json", "truncated"), (WEIGHTS, "one tensor less")],
+    "resume": [("metrics.csv", "cells long"), ("tokenizer.json", "truncated")],
+    "resume_sweep": [("sweep.json", "jobs text"), ("0/status.json", "bad utf-8")],
+}
+SAMPLES = {
+    "status": (30, 8),
+    "explain": (20, 8),
+    "report": (3, 8),
+    "evaluate": (4, 8),
+    "export": (2, 4),
+    "resume": (1, 8),
+    "resume_sweep": (1, 8),
+}
+"""How many cases are drawn for ``make test``, and how many times 25 for the exhaustive tests."""
+
+
+@pytest.mark.parametrize("command", SAMPLES)
+def test_a_damaged_file_is_read_around_or_named(
+    command: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = made.sweep if command == "resume_sweep" else made.run
+    drawn = random.Random(command).sample(cases_of(source), SAMPLES[command][0])
+    for case in [*FAILED_ONCE[command], *drawn]:
+        assert_withstood(command, source, case, made)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("command", "part"), [(name, n) for name, (_, parts) in SAMPLES.items() for n in range(parts)]
+)
+def test_many_damaged_files(
+    command: str, part: int, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_sweep = command == "resume_sweep" or (part % 2 and command in ("status", "report"))
+    source = made.sweep if of_sweep else made.run
+    for case in random.Random(f"{command} {part}").sample(cases_of(source), 25):
+        assert_withstood(command, source, case, made)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("status.json", "wandb text"),
+        *(
+            pytest.param(case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("plan.json", "collectives text"),
+                ("summary.json", "metrics list"),
+                ("metrics.csv", "cells text"),
+                ("resolved.yaml", "tracking list"),
+                ("status.json", "choices text"),
+                ("checkpoints/best.json", "deep"),
+            )
+        ),
+    ],
+)
+def test_publish_withstands_a_damaged_file(
+    case: tuple[str, str], made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with WandbServer(handlers=Views().handlers) as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.delenv("WANDB_MODE")
+        assert_withstood("publish", made.run, case, made)
