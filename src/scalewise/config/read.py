@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -93,6 +95,15 @@ def part(group: str, recorded: Mapping[str, object]) -> Any:
     if complaints:
         raise ConfigError(complaints)
     return found
+
+
+def typed_value(key: str, text: str, cure: str) -> object:
+    """Returns the value of an override as Hydra reads it; raises ``ConfigError`` with ``cure``."""
+    try:
+        return OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException as error:
+        reason = f"cannot be read: {str(error).splitlines()[0]}"
+        raise ConfigError.one(key, text, reason, cure) from error
 
 
 def _values(config: DictConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalewise import inputs
 from scalewise.config.near import meant
-from scalewise.config.read import part
+from scalewise.config.read import part, typed_value
 from scalewise.errors import Complaint, ConfigError
 from scalewise.objectives import UserModule
 from scalewise.run import spec_complaints
@@ -100,17 +100,10 @@ def _of_record(folder: Path, complaints: Iterable[Complaint]) -> ConfigError:
 
 def _paths(given: Mapping[str, str]) -> dict[str, object]:
     """Returns the options that are paths of inputs, with values as Hydra reads them."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     found: dict[str, object] = {}
     for key in inputs.READERS:
         if key in given:
-            try:
-                value = OverridesParser.create().parse_override(f"{key}={given[key]}").value()
-            except HydraException as error:
-                reason = f"cannot be read: {str(error).splitlines()[0]}"
-                raise ConfigError.one(key, given[key], reason, f"set \"{key}='FILE'\"") from error
+            value = typed_value(key, given[key], f"set \"{key}='FILE'\"")
             several = key.endswith("paths")
             found[key] = [str(it) for it in _listed(value)] if several else str(value)
     return found
