@@ -103,11 +103,20 @@ def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path:
     assert ids_of(chat.prepare(vocabulary, 0), 0, len(expected))[0] == expected
 
 
+END_MARKED = CHATML_MARKED.replace(
+    "<|im_end|>{% endgeneration %}\n", "<|im_end|>\n{% endgeneration %}"
+)
+BARE_MARKED = CHATML_MARKED.replace(
+    "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML_MARKED, END_MARKED, BARE_MARKED], ids=list("abc"))
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_labels_are_the_assistant_mask_of_a_template_with_generation_marks(
-    tokenizer: str, tmp_path: Path
+    tokenizer: str, template: str, tmp_path: Path
 ) -> None:
-    splits = prepared(tmp_path, CHATML_MARKED, tokenizer, {"messages": TURNS})
+    splits = prepared(tmp_path, template, tokenizer, {"messages": TURNS})
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     expected = theirs.apply_chat_template(
         TURNS, return_dict=True, return_assistant_tokens_mask=True

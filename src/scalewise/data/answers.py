@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 
     from scalewise.data.chat import Chat
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the content of the cached files changes for the same key."""
 TOGETHER, TOGETHER_CHARACTERS = 1000, 2_000_000
 """Conversations that are tokenized at once, and the characters after which no more are added."""
 TOLD = 3
 """Bad records that an error names."""
 
+Span = tuple[int, int, bool]
+"""Characters from a start to a stop, and whether the template marks them."""
 Written = tuple[list[Piece], ...]
 """What a record is: a conversation, or the two of a pair."""
 
@@ -251,10 +253,10 @@ def _batches(texts: Iterable[list[Piece]]) -> Iterator[list[list[Piece]]]:
         yield batch
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[str, list[tuple[int, int]], int | None]]:
+def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[str, list[Span], int | None]]:
     """Yields each text that is tokenized by itself, the spans in it to learn, and a label."""
     text = ""
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     for piece in pieces:
         if piece.separate:
             yield text, spans, None
@@ -263,21 +265,24 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[str, list[tuple[int, int]
             yield "", [], piece.label
             return
         if piece.learnt:
-            spans.append((len(text), len(text) + len(piece.text)))
+            spans.append((len(text), len(text) + len(piece.text), piece.marked))
         text += piece.text
     yield text, spans, None
 
 
-def _masked(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> NDArray[np.int32]:
+def _masked(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.int32]:
     """The ids of a text, ``~t`` where a token has no character of a span.
 
-    As transformers' assistant masks: from the first to the last token that has one.
+    Of the tokens of a marked span's last character only the first is in it, as in the assistant
+    masks of transformers.
     """
     ids = np.array(encoding.ids, dtype=np.int32)
     offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(ids), dtype=bool)
-    for start, stop in spans:
+    for start, stop, marked in spans:
         (inside,) = np.nonzero((offsets_T2[:, 0] < stop) & (offsets_T2[:, 1] > start))
         if len(inside):
-            learnt[inside[0] : inside[-1] + 1] = True
+            has_last = offsets_T2[inside, 1] >= stop
+            last = inside[has_last.argmax()] if marked and has_last.any() else inside[-1]
+            learnt[inside[0] : last + 1] = True
     return np.where(learnt, ids, ~ids)

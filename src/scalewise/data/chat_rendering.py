@@ -49,13 +49,15 @@ class Setup:
 class Rendered:
     """A conversation as text, with the spans of characters to train on, in order.
 
-    ``rewritten``: answers that the template writes otherwise once the conversation goes on; they
-    are not in ``spans``. ``shortened``: answers of which it leaves out a part. ``omitted``:
-    messages after the last answer that are not in the text.
+    ``marked``: whether the template marks the spans. ``rewritten``: answers that the template
+    writes otherwise once the conversation goes on; they are not in ``spans``. ``shortened``:
+    answers of which it leaves out a part. ``omitted``: messages after the last answer that are not
+    in the text.
     """
 
     text: str
     spans: list[Span]
+    marked: bool = False
     rewritten: int = 0
     shortened: int = 0
     omitted: int = 0
@@ -127,7 +129,8 @@ class Renderer:
         turns = _Turns(self, request, messages, text)
         trained = [index for index in turns.answers if request.train[index]]
         rewritten = 0
-        if GENERATION.search(self._template(request)):
+        marked = bool(GENERATION.search(self._template(request)))
+        if marked:
             _, spans = self._render(request, messages, marks=True)
             if len(trained) < len(turns.answers):
                 spans = turns.trained(spans)
@@ -140,7 +143,8 @@ class Renderer:
             not all(contains(text, messages[index].get(key)) for key in ("content", REASONING))
             for index in trained
         )
-        return Rendered(text, [span for span in spans if span[0] < span[1]], rewritten, shortened)
+        spans = [span for span in spans if span[0] < span[1]]
+        return Rendered(text, spans, marked, rewritten, shortened)
 
     def _readable(self, request: Request) -> tuple[Messages, str]:
         """The form of the messages that the template writes best, and the text.

@@ -51,6 +51,8 @@ class Piece:
     text: str
     learnt: bool
     label: int | None = None
+    marked: bool = False
+    """Whether it is between generation marks of a template."""
     separate: bool = False
     """Whether the text is tokenized by itself, not joined with the pieces before it."""
 
@@ -188,7 +190,8 @@ class ChatTemplate(Template):
         found = self._rendered(conversation, prompt=False)
         text, at, pieces = found["text"], 0, []
         for start, stop in found["spans"]:
-            pieces += [Piece(text[at:start], False), Piece(text[start:stop], True)]
+            answer = Piece(text[start:stop], True, marked=found["marked"])
+            pieces += [Piece(text[at:start], False), answer]
             at = stop
         for note, key in ((REWRITTEN, "rewritten"), (SHORTENED, "shortened"), (OMITTED, "omitted")):
             self.notes[note] += found[key]
