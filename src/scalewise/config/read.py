@@ -125,22 +125,29 @@ def _values(config: DictConfig) -> dict[str, Any]:
     if complaints:
         raise ConfigError(complaints)
     plain = {key: _plain(config[key]) for key in known}
-    if complaints := list(_secrets_in(plain, "")):
+    texts = list(_texts_in(plain, ""))
+    if holds_secret("\n".join(text for _, text in texts)):  # one search: each costs 0.1 ms
+        complaints = [
+            Complaint(key, text, WOULD_REVEAL, LEAVE_OUT)
+            for key, text in texts
+            if holds_secret(text)
+        ]
+    if complaints:
         raise ConfigError(complaints)
     return plain
 
 
-def _secrets_in(value: object, key: str) -> Iterator[Complaint]:
-    """Yields values and names that hold a secret, typed or put together by interpolations."""
-    if isinstance(value, str) and holds_secret(value):
-        yield Complaint(key, value, WOULD_REVEAL, LEAVE_OUT)
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yields each text of a plain config, names of entries too, with the key that it is under."""
+    if isinstance(value, str):
+        yield key, value
     elif isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from _secrets_in(str(name), key)
-            yield from _secrets_in(entry, f"{key}.{name}".lstrip("."))
+            yield key, str(name)
+            yield from _texts_in(entry, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
         for number, entry in enumerate(value):
-            yield from _secrets_in(entry, f"{key}.{number}")
+            yield from _texts_in(entry, f"{key}.{number}")
 
 
 def _raw(node: Any) -> object:
