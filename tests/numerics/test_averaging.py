@@ -86,8 +86,10 @@ def test_the_average_is_given_away(single: Folder) -> None:
 
 def layout(name: str) -> tuple[str, ...]:
     parts = LAYOUTS[name]
-    ranks = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism.data_parallel_size
-    return (*parts, f"trainer.micro_batch={12 // ranks}")
+    spec = compose([*RUN, *parts, "trainer.micro_batch=12"]).parallelism
+    rows = 12 // spec.data_parallel_size
+    pieces = [f"parallelism.pipeline_micro_batches={rows}"] * name.startswith("pipeline")
+    return (*parts, f"trainer.micro_batch={rows}", *pieces)
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

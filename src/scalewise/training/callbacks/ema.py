@@ -28,7 +28,7 @@ class EMAWeightAveraging(Averaging, Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._weights: dict[str, Tensor] = {}
-        """What is averaged, by its name in the whole model; tied weights have several names."""
+        """What is averaged, by its name in this rank's module; tied weights have several names."""
         self._average: dict[str, Tensor] = {}
         """Empty before the first update."""
         self._raw: list[Tensor] = []
@@ -38,9 +38,8 @@ class EMAWeightAveraging(Averaging, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks the weights up: by now they are sharded, and no forward pass has gathered them."""
-        layout = layout_of(trainer)
         self._weights = {
-            layout.canonical(name): tensor
+            name: tensor
             for name, tensor in pl_module.state_dict(keep_vars=True).items()
             if self._is_averaged(tensor)
         }
@@ -80,6 +79,11 @@ class EMAWeightAveraging(Averaging, Callback):
             return
         for weight, average in self._pairs():
             average.lerp_(weight.float(), 1 - self.decay)
+
+    def _named(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Returns the average by names in the whole model: one for both ends of a pipeline."""
+        canonical = layout_of(trainer).canonical
+        return {canonical(name): average for name, average in self._average.items()}
 
     def _allocated(self) -> dict[str, Tensor]:
         """Returns uninitialized averages; names of one tied weight share one tensor."""
@@ -121,7 +125,7 @@ class EMAWeightAveraging(Averaging, Callback):
     ) -> None:
         """Adds the average, which the strategy writes next to the weights."""
         if self._average:
-            checkpoint[store.AVERAGE] = dict(self._average)
+            checkpoint[store.AVERAGE] = self._named(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -133,4 +137,8 @@ class EMAWeightAveraging(Averaging, Callback):
             raise CheckpointError.one("resume", path, reason, "set resume=null")
         if store.has(path, store.AVERAGE):
             self._average = self._allocated()
-            store.read(path, store.AVERAGE, self._average)
+            held = self._named(trainer)
+            store.read(path, store.AVERAGE, held)
+            for name, average in self._average.items():
+                if (read := held[layout_of(trainer).canonical(name)]) is not average:
+                    norms.local(average).copy_(norms.local(read))
