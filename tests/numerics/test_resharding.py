@@ -57,6 +57,25 @@ def written(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Wri
 
 
 @pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline_zbv_zero_bubble",
+        pytest.param("pipeline_shard_zbv_zero_bubble", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_both_ends_of_a_folded_pipeline_are_read(
+    layout: str, tmp_path: Path, shared_cache: Path
+) -> None:
+    """The first rank has the first and the last stage, which both hold the tied embedding."""
+    job = Job(tmp_path, shared_cache)
+    tied = (*SHAPE, *LLAMA, *STEPS, "model.tied=true", *LAYOUTS[layout], "trainer.micro_batch=4")
+    whole = job.of(*tied)
+    resumed = job.of(*tied, resume=whole.checkpoint(2))
+    assert resumed.column("train/loss") == whole.column("train/loss")
+    assert same_weights(resumed.weights(), whole.weights())
+
+
+@pytest.mark.parametrize(
     ("wrote", "reads"),
     [
         pytest.param(one, other, marks=() if (one, other) in USUAL else pytest.mark.exhaustive)

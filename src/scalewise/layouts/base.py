@@ -211,8 +211,14 @@ class Layout(Strategy):
         """Reads the weights into the module; returns the rest of a checkpoint folder."""
         self._resumed = Path(checkpoint_path)
         checkpoint = store.load(self._resumed)
-        checkpoint["state_dict"] = self.lightning_module_state_dict()
-        store.read(self._resumed, "model", checkpoint["state_dict"])
+        checkpoint["state_dict"] = held = self.lightning_module_state_dict()
+        store.read(self._resumed, "model", held)
+        assert self.lightning_module is not None
+        module = self.lightning_module.state_dict()
+        if len(module) > len(held):  # a folded pipeline has both ends of a tied weight
+            with torch.no_grad():
+                for name, tensor in module.items():
+                    norms.local(tensor).copy_(norms.local(held[self.canonical(name)]))
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

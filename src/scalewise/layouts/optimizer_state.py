@@ -55,8 +55,13 @@ def put(optimizers: Iterable[Optimizer], names: Names, states: Mapping[str, Tens
     for key, value in states.items():
         slot, _, name = key.partition("/")
         held.setdefault(name, {})[slot] = value
+    given: set[str] = set()
     for optimizer, parameter in _parameters(optimizers):
-        state = held.get(names[parameter], {})
+        name = names[parameter]
+        state = held.get(name, {})
+        if name in given:  # a folded pipeline has both ends of a tied weight, stepped apart
+            state = {slot: value.clone() for slot, value in state.items()}
+        given.add(name)
         if state:
             optimizer.state[parameter] = {
                 slot: value.reshape(()) if _is_scalar(value, parameter) else value
