@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from scalewise.errors import ScalewiseError
+from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.output import print_lines
 from scalewise.redaction import redacted
 
@@ -49,7 +49,10 @@ def _installed() -> list[Path]:
 
 
 class survived:  # noqa: N801 (a context manager, as contextlib.suppress)
-    """Prints an exception of the block as one line and goes on after it; ``what`` is missing."""
+    """Prints an exception of the block as one line and goes on after it; ``what`` is missing.
+
+    A signal is passed on.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -63,7 +66,7 @@ class survived:  # noqa: N801 (a context manager, as contextlib.suppress)
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, Interrupted):
             return False
         reason = str(error) if isinstance(error, ScalewiseError) else describe(error)
         print_lines(f"{self._what}: {reason}", stderr=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from fixtures.doors import TINY, UNTRACKED, Doors, Ended, Folder, Opened, same_w
 from fixtures.jobs import Job
 
 from scalewise.checkpoints import store
+from scalewise.errors import ConfigError
 
 ACCIDENTS = {
     "none": ("ok", 0, ""),
@@ -192,6 +195,25 @@ def test_a_full_disk_costs_that_checkpoint_only(
     assert kept, "the first fits"
     assert store.latest(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
     assert not list((failed.path / "checkpoints").glob(".partial-*"))
+
+
+def test_a_disk_that_is_full_soon_leaves_a_true_status_and_nothing_else(
+    small_disk: Path, shared_cache: Path
+) -> None:
+    job = Job(small_disk, shared_cache)
+    filler = small_disk / "filler"
+    disk = os.statvfs(small_disk)
+    filler.write_bytes(bytes(disk.f_bavail * disk.f_frsize - 150 * 1024))
+    failed = job("parallelism=ddp", status="failed")
+    assert "No space left on device" in failed.status["reason"]
+    assert failed.status["ended"] is not None
+    assert not [path for path in failed.path.rglob("*") if path.name.startswith(".")]
+    shutil.rmtree(failed.path)
+    with filler.open("ab") as file:
+        file.write(bytes(130 * 1024))
+    with pytest.raises(ConfigError, match="the disk is full"):
+        job("parallelism=ddp")
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == [filler]
 
 
 def test_restarts_are_counted(job: Job) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scalewise import cli, failures
-from scalewise.errors import ScalewiseError
+from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.failures import describe, survived
 from scalewise.launch import job, packed
 from scalewise.launch.classify import classify
@@ -62,8 +62,9 @@ def test_survived_prints_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None
         raise_too_many()
     with survived("no report"):
         raise ScalewiseError("not now")
-    with pytest.raises(KeyboardInterrupt), survived("no report"):
-        raise KeyboardInterrupt
+    for error in (KeyboardInterrupt(), Interrupted(15, "SIGTERM")):
+        with pytest.raises(type(error)), survived("no report"):
+            raise error
     assert capsys.readouterr().err.splitlines()[0].startswith(f"no report: {REASON}")
 
 

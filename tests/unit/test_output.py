@@ -2,8 +2,10 @@
 
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -52,3 +54,21 @@ def test_characters_that_an_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     with output.shielded():
         print("a ━ b")
     assert held.getvalue() == b"a ? b\n"
+
+
+CLOSED = """
+import os, sys
+from scalewise import output
+output.open_standard_streams()
+print("dropped", sys.stdin.read(), file=sys.stderr)
+opened = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+os.write(opened, b"only this")
+"""
+
+
+def test_files_do_not_take_the_place_of_closed_streams(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    shell = 'exec "$@" <&- >&- 2>&-'
+    line = ["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, str(file)]
+    assert subprocess.run(line, check=False).returncode == 0
+    assert file.read_bytes() == b"only this"

@@ -183,3 +183,9 @@ def test_only_trusted_modules_of_the_current_folder_are_found(
         assert found is not None
         assert found.origin is not None
         assert not found.origin.startswith(str(tmp_path)), "an installed module comes first"
+
+
+def test_a_constructor_that_fails_names_its_line(compose: Compose) -> None:
+    run = compose(*YOURS[:1], "objective.target=fixtures.yours.Broken", *YOURS[2:])
+    with pytest.raises(ConfigError, match=r"no such table \(.*fixtures/yours.py:\d+ in __init__\)"):
+        built(run)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from scalewise.errors import DataError
+from scalewise.failures import message
 
 
 def cache_folder() -> Path:
@@ -44,7 +45,8 @@ def cached(
             if not folder.is_dir():
                 _build(folder, build)
     except OSError as error:
-        reason = f"the cache cannot be written: {error.strerror} ({error.filename})"
+        said = f"{error.strerror} ({error.filename})" if error.filename else message(error)
+        reason = f"the cache cannot be written: {said}"
         cure = "point SCALEWISE_CACHE to a writable folder with space"
         raise DataError.one("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
     return folder

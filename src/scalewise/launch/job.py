@@ -181,16 +181,16 @@ def begin(
     """Writes what a job is before it starts, and returns its status.
 
     ``earlier`` is the ``status.json`` of the attempt that this one follows. Raises ``ConfigError``
-    on a disk too full to write how the job ends, and leaves nothing that was not there before.
+    on a disk too full to write how the job ends; an exception leaves nothing that is new.
     """
     try:
         return _begin(order, folder, resume, earlier or {})
-    except OSError as error:
-        if error.errno not in atomic.DISK_FULL:
-            raise
+    except Exception as error:
         words.remove(folder)
         if not earlier:
             _unclaim(folder)
+        if not (isinstance(error, OSError) and error.errno in atomic.DISK_FULL):
+            raise
         reason, cure = "the disk is full", "free some space, or run in another folder"
         raise ConfigError.one("hydra.run.dir", folder, reason, cure) from error
 

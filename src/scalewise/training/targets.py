@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from scalewise.config.registry import target
 from scalewise.errors import Complaint, ConfigError
+from scalewise.failures import message, user_place
 from scalewise.trust import TRUSTED_PACKAGES
 
 Named = TypeVar("Named")
@@ -69,7 +70,7 @@ def named(
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
-        said = " ".join(str(error).split()) or type(error).__name__
+        said = _reason(error)
         cure = _cure(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError.one(key, path, f"cannot be imported: {said}", cure) from error
     # Looked at before it is called: a trusted package has callables that run files.
@@ -104,5 +105,10 @@ def made(key: str, cls: type[Named], arguments: Mapping[str, object]) -> Named:
 
 def refused(key: str, cls: type, arguments: object, error: Exception) -> Complaint:
     """Returns the complaint about arguments at which a class raised an error."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return Complaint(key, arguments, f"{target(cls)} refuses these: {said}")
+    return Complaint(key, arguments, f"{target(cls)} refuses these: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """Returns the message of an exception and the place in the user's code that raised it."""
+    place = user_place(error)
+    return f"{message(error)} ({place})" if place else message(error)
