@@ -140,6 +140,18 @@ def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_signal_while_a_job_begins_leaves_nothing(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(job.Status, "write", interrupted)
+    result = executed(Task(0, order, tmp_path / "runs" / "name" / "run"), lambda _: None)
+    assert (result.status, result.exit_code) == ("interrupted", 143)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_job_that_cannot_begin_has_failed(
     order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

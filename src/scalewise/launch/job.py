@@ -185,7 +185,7 @@ def begin(
     """
     try:
         return _begin(order, folder, resume, earlier or {})
-    except Exception as error:
+    except BaseException as error:  # a signal as well
         words.remove(folder)
         if not earlier:
             _unclaim(folder)
@@ -231,8 +231,8 @@ def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str,
         micro_batch={} if order.sizing is None else _sizing(order.sizing),
         **git_state(),
     )
-    status.write(folder)
     status.reserve(folder)
+    status.write(folder)  # last: from here on there is a run
     return status
 
 
