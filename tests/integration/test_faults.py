@@ -233,7 +233,9 @@ def test_a_callback_that_cannot_be_made_is_refused(job: Job) -> None:
         "+callbacks.late._target_=lightning.pytorch.callbacks.Timer",
         "+callbacks.late.duration=soon",
     )
-    assert "callbacks.late" in job(*bad, status="refused").status["reason"]
+    with pytest.raises(ConfigError, match=r"callbacks\.late"):
+        job(*bad)
+    assert not list(job.path.glob("job/*"))
 
 
 def test_data_refused_within_a_sweep_stops_nobody(scalewise: Doors) -> None:

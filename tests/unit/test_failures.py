@@ -120,7 +120,8 @@ def test_a_launcher_that_fails_ends_the_status(
     assert str(status["reason"]).startswith(REASON)
     assert status["ended"] is not None
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"overrides.txt", "resolved.yaml", "status.json", "checkpoints"}
+    made = {"overrides.txt", "resolved.yaml", "inputs.json", "status.json", "checkpoints"}
+    assert left == made
 
 
 def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(

@@ -197,7 +197,8 @@ def begin(
 
 def _unclaim(folder: Path) -> None:
     """Removes what ``claim`` and ``_begin`` made, and the folders unless they hold more."""
-    for name in ("overrides.txt", "resolved.yaml", "status.json", locks.FILE):
+    made = ("overrides.txt", "resolved.yaml", inputs.FILE, "status.json", locks.FILE)
+    for name in made:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         (folder / "checkpoints").rmdir()

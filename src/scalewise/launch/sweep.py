@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +51,6 @@ def execute_all(
             _note(rows[task.number], results[task.number], folder)
     record["jobs"] = [rows[number] for number in sorted(rows)]
     record["varying"] = _varying([row["varied"] for row in record["jobs"]])
-    _reserve(folder, record, left)
 
     def began(task: Task) -> None:
         rows[task.number]["status"] = "running"
@@ -61,6 +61,7 @@ def execute_all(
     left_to_run = [task for task in tasks if task.number not in results]
     try:
         with signals.raised("between the jobs of the sweep"):
+            _first_write(folder, record)
             for task, result in engine.results(left_to_run, began):
                 ended.append(result)
                 results[task.number] = result
@@ -126,17 +127,15 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
         write_json(folder / "sweep.json", record)
 
 
-def _reserve(folder: Path, record: Mapping[str, Any], left: dict[str, Any]) -> None:
+def _first_write(folder: Path, record: Mapping[str, Any]) -> None:
     """Writes the record and reserves disk space to write it again; raises ``ConfigError``."""
     file = folder / "sweep.json"
     try:
+        atomic.reserve(file, RESERVED_BYTES + 2 * len(json.dumps(record, default=str)))
         write_json(file, record)
-        atomic.reserve(file, RESERVED_BYTES + 2 * file.stat().st_size)
     except OSError as error:
         if error.errno not in atomic.DISK_FULL:
             raise
-        if not left:
-            file.unlink(missing_ok=True)
         reason, cure = "the disk is full", "free some space, or run in another folder"
         raise ConfigError.one("hydra.sweep.dir", folder, reason, cure) from error
 
@@ -146,7 +145,7 @@ def _restore(folder: Path, left: dict[str, Any]) -> None:
     if left:
         write_json(folder / "sweep.json", left)
     else:
-        (folder / "sweep.json").unlink()
+        (folder / "sweep.json").unlink(missing_ok=True)
 
 
 def _record(folder: Path, left: dict[str, Any], command: str, question: str) -> dict[str, Any]:
