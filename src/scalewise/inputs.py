@@ -10,11 +10,14 @@ from typing import Any
 from scalewise.config import registry
 from scalewise.data import content, tokenizer_files
 from scalewise.data.reading import matching
-from scalewise.errors import Complaint, ConfigError
+from scalewise.errors import Complaint, ConfigError, DataError
 from scalewise.tracking.files import read_json, write_json
 
 FILE = "inputs.json"
 """Where a run folder records its launch folder and the digests of its input files."""
+
+
+OTHER = "holds other content than the run has read"
 
 
 def _files(patterns: object) -> list[Path]:
@@ -125,6 +128,19 @@ def launch_folders(folder: Path) -> list[Path]:
         if ".." not in parts and folder.absolute().parts[-len(parts) :] == parts:
             found.append(folder.absolute().parents[len(parts) - 1])
     return list(dict.fromkeys([*found, Path.cwd()]))
+
+
+def check_data(data: object, folder: Path) -> None:
+    """Raises ``DataError`` for data files of other content than the run in ``folder`` has read."""
+    known = recorded_digests(folder)
+    here = digests({"data": vars(data)}) if known else {}
+    wrong = [
+        Complaint(key, vars(data)[key.partition(".")[2]], OTHER, f"give {key} with the same files")
+        for key in known
+        if key.startswith("data.") and here.get(key) != known[key]
+    ]
+    if wrong:
+        raise DataError(wrong)
 
 
 def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data.base import Splits
 from scalewise.data.corpus_classes import CorpusClasses
@@ -109,3 +109,16 @@ def test_embedded_texts_are_of_either_class_as_often() -> None:
     assert len(labels_B) == len(rows_BS)
     assert 0.4 < labels_B.mean() < 0.6
     assert len(splits.train) > 5 * len(splits.validation) > 0
+
+
+def test_texts_get_the_special_tokens_of_their_tokenizer(tmp_path: Path) -> None:
+    words = {word: number for number, word in enumerate(["[CLS]", "[SEP]", "[UNK]", "a", "b"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    tokenizer.save(str(tmp_path / "own.json"))
+    own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "[SEP]"}
+    splits = labelled(tmp_path / "a.jsonl", {"text": "b a", "label": "yes"}, **own).prepare(5, 0)
+    (ids_S,) = splits.train.gather([0])
+    assert [~ids_S[at] for at in range(4)] == tokenizer.encode("b a").ids == [0, 4, 3, 1]
+    assert ids_S[4] == 1

@@ -6,7 +6,7 @@ import os
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from scalewise.data import tokenizing
 from scalewise.data.corpus import Corpus
@@ -117,6 +117,28 @@ def test_a_given_tokenizer_is_used(tmp_path):
     data = Text(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
     splits = data.prepare(400, 0)
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
+
+
+@pytest.mark.parametrize("kind", ["text", "corpus"])
+def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
+    (tmp_path / "a.txt").write_text(STORY)
+    made = Tokenization(300, end_of_text="<bos>").train(lambda: iter([STORY]))
+    made.add_special_tokens(["</s>"])
+    made.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    made.save(str(tmp_path / "own.json"))
+    own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "</s>", "sequence": 8}
+    note = "documents begin with <bos>, as the tokenizer adds it"
+    if kind == "corpus":
+        assert Corpus(megabytes=0.3, **own).prepare(400, 0).note == note
+        return
+    splits = Text(paths=(f"{tmp_path}/a.txt",), **own).prepare(400, 0)
+    assert splits.note == f"{note}; data.special_tokens=false leaves it out"
+    assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
+    plain = Text(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own).prepare(400, 0)
+    assert plain.note == ""
+    assert plain.train.gather([0])[0].tolist() == made.encode(STORY).ids[1:10]
 
 
 def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):

@@ -14,7 +14,7 @@ from scalewise.config import registry
 from scalewise.data import content
 from scalewise.data.text import Text
 from scalewise.data.tokens import Tokens
-from scalewise.errors import ConfigError
+from scalewise.errors import ConfigError, DataError
 from scalewise.verbs import trained
 
 SMALL = {"vocabulary": 300, "sequence": 8}
@@ -155,6 +155,16 @@ def test_given_paths_are_checked_by_content(project, tmp_path):
             paths_found(run, **{"data.paths": paths})
     with pytest.raises(ConfigError, match=r"model.path=x: is no path that the run has read"):
         paths_found(run, **{"model.path": "x"})
+
+
+def test_data_of_other_content_are_rejected(project, monkeypatch):
+    run, data = project / "runs" / "a", Text(paths=(f"{project}/texts/*.txt",))
+    inputs.check_data(data, run)
+    (project / "texts" / "3.txt").write_text("other content")
+    with pytest.raises(DataError, match=r"data\.paths=.*: holds other content than the run"):
+        inputs.check_data(data, run)
+    (run / inputs.FILE).unlink()
+    inputs.check_data(data, run)
 
 
 def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeypatch):

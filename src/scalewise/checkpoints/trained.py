@@ -75,6 +75,7 @@ class Trained:
         """Returns the rows that the run read; raises ``DataError`` where they are others."""
         found = self.data.prepare(self.model.vocabulary, self.seed)
         kept.check(found, self.folder)
+        inputs.check_data(self.data, self.folder)
         return found
 
     def tokenizer(self) -> Path | None:

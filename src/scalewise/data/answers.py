@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from scalewise.data.base import Data, Splits
 from scalewise.data.conversations import Bad, records
-from scalewise.data.encoding import encode_texts
+from scalewise.data.encoding import encode_texts, special_ids
 from scalewise.data.packing import PackedTexts
 from scalewise.data.rows import AnsweredRows, ClassedRows, PaddedRows
 from scalewise.data.templates import Piece, Plain, Template, beside, sources
@@ -223,8 +223,10 @@ def _ids(
 ) -> Iterator[NDArray[np.int32]]:
     """Yields the ids of each conversation; ``~t`` is the token t of what is not learnt.
 
-    Raises ``DataError`` for a text that the tokenizer at ``path`` cannot encode.
+    A text with a label gets the special tokens of the tokenizer's post-processor. Raises
+    ``DataError`` for a text that the tokenizer at ``path`` cannot encode.
     """
+    before, after = (~np.array(ids, dtype=np.int32) for ids in special_ids(tokenizer))
     for some in _batches(texts):
         runs = [list(_joined(pieces)) for pieces in some]
         flat = [text for parts in runs for text, _, label in parts if label is None]
@@ -236,7 +238,7 @@ def _ids(
                 if label is None:
                     ids.append(_masked(next(encodings), spans))
                 else:
-                    ids.append(np.array([label], dtype=np.int32))
+                    ids = [before, *ids, after, np.array([label], dtype=np.int32)]
             yield np.concatenate(ids)
 
 

@@ -74,7 +74,7 @@ class Corpus(Data):
             training=train,
             tokenization=self.tokenization,
         )
-        return splits(tokenized(source, vocabulary), self.sequence, validation=True)
+        return splits(tokenized(source, vocabulary), self.sequence, validation=True, hint="")
 
     def sizes(self, root: Path) -> dict[str, int]:
         """Returns the bytes of each source by its path under ``root``, in order while they fit."""

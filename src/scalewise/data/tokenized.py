@@ -22,6 +22,7 @@ from scalewise.units import count_text, seconds_text
 
 FORMAT = 3
 """Raised when the content of the cached files changes for the same key."""
+LEAVE_OUT = "; data.special_tokens=false leaves it out"
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,27 @@ def too_short(split: str, tokens: int, sequence: int) -> ConfigError:
     )
 
 
-def splits(folder: Path, sequence: int, *, validation: bool) -> Splits:
-    """Returns the rows of both splits of a tokenized folder, or of ``train`` alone."""
+def splits(folder: Path, sequence: int, *, validation: bool, hint: str = LEAVE_OUT) -> Splits:
+    """Returns the rows of both splits of a tokenized folder, or of ``train`` alone.
+
+    ``hint``: how special tokens are left out, for the note about them.
+    """
     return Splits(
         packed(folder, "train", sequence),
         packed(folder, "validation", sequence) if validation else None,
         folder / "tokenizer.json",
-        special_tokens_note(folder),
+        special_tokens_note(folder, hint),
     )
 
 
-def special_tokens_note(folder: Path) -> str:
+def special_tokens_note(folder: Path, hint: str = LEAVE_OUT) -> str:
     """Returns which special tokens stand around each document, empty where there are none."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     before, after = (" ".join(tokens) for tokens in meta["special_tokens"])
     parts = [f"begin with {before}"] * bool(before) + [f"end with {after}"] * bool(after)
     if not parts:
         return ""
-    how = "as the tokenizer adds it; data.special_tokens=false leaves it out"
-    return f"documents {' and '.join(parts)}, {how}"
+    return f"documents {' and '.join(parts)}, as the tokenizer adds it{hint}"
 
 
 def _write(source: Source, folder: Path) -> None:

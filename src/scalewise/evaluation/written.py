@@ -14,6 +14,7 @@ from scalewise.data import images
 from scalewise.data.answers import template_of
 from scalewise.data.base import Splits
 from scalewise.data.chat import Chat
+from scalewise.data.encoding import special_ids
 from scalewise.data.seq2seq import Seq2SeqData
 from scalewise.data.templates import asking
 from scalewise.errors import ConfigError
@@ -62,6 +63,8 @@ def written(
         text = asking(template, text)
         template.close()
     begun = tokenizer.encode(text, add_special_tokens=False).ids
+    if not isinstance(told.data, Chat) and getattr(told.data, "special_tokens", True):
+        begun = special_ids(tokenizer)[0] + begun
     found = continued(
         module,
         begun,
