@@ -22,6 +22,8 @@ pytest_plugins = [
 ]
 
 ROOT = Path(__file__).parents[1]
+EXTENSIONS = cache_folder() / "extensions"
+"""Compiled code in the cache of the user, which a test's own environment does not name."""
 
 settings.register_profile(
     "ci",
@@ -51,10 +53,9 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def native_code(shared_cache: Path) -> None:
     """Lets DeepSpeed's compiled code outlive a session: it takes minutes to make."""
-    kept = cache_folder() / "extensions"
-    kept.mkdir(parents=True, exist_ok=True)
+    EXTENSIONS.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # another worker was first
-        (shared_cache / "extensions").symlink_to(kept)
+        (shared_cache / "extensions").symlink_to(EXTENSIONS)
 
 
 @pytest.fixture(autouse=True)
