@@ -21,7 +21,9 @@ def _break(server: WandbServer, how: str) -> None:
     server.streams_garbage = how == "streams garbage"
 
 
-@pytest.mark.parametrize("how", ["hangs", "streams garbage"])
+@pytest.mark.parametrize(
+    "how", ["hangs", pytest.param("streams garbage", marks=pytest.mark.exhaustive)]
+)
 def test_a_broken_server_costs_five_seconds_at_each_end(how: str, scalewise: Doors) -> None:
     with WandbServer(handlers=Views().handlers) as server:
         env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}

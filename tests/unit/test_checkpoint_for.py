@@ -12,7 +12,7 @@ import yaml
 
 from scalewise import inputs
 from scalewise.checkpoints import store
-from scalewise.errors import CheckpointError
+from scalewise.errors import CheckpointError, ConfigError
 from scalewise.launch import locks
 from scalewise.launch.resume import checkpoint_for, differences, locked_checkpoint
 from scalewise.run import Run
@@ -286,6 +286,17 @@ def test_a_config_that_cannot_be_read_is_no_difference(
 ) -> None:
     (tmp_path / "resolved.yaml").write_text(content)
     assert list(differences(compose(), tmp_path)) == []
+
+
+@pytest.mark.parametrize("trainer", [0.5, {}, {"micro_batch": "text"}, [], "text"], ids=repr)
+def test_a_config_without_its_batch_is_named(
+    compose: Compose, tmp_path: Path, trainer: object
+) -> None:
+    values = {**compose().as_dict(), "trainer": trainer}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.yaml is damaged") as caught:
+        list(differences(compose(), tmp_path))
+    assert "put a copy of it back" in str(caught.value)
 
 
 def written(run: Run, folder: Path) -> Path:

@@ -16,7 +16,7 @@ from scalewise.launch import locks
 from scalewise.launch.locks import InUseError, Owner
 from scalewise.output import print_lines
 from scalewise.run import Run
-from scalewise.tracking.files import read_json, read_yaml
+from scalewise.tracking.files import RecordError, read_json, read_yaml
 from scalewise.tracking.recorded import is_at_work, start_of_run
 
 Alike = tuple[tuple[str, tuple[str, ...] | None], ...]
@@ -94,7 +94,11 @@ def differences(run: Run, folder: Path) -> Iterator[Complaint]:
     read_then = inputs.recorded_digests(folder)
     read_now = inputs.digests(now) if read_then else {}
     # None stands for a micro batch a rank: what must not differ is how many rows that makes.
-    earlier["trainer"] = {"global_batch": _global_batch(earlier)}
+    try:
+        earlier["trainer"] = {"global_batch": _global_batch(earlier)}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        reason = "is damaged: the batch of its trainer and parallelism is not there"
+        raise RecordError.of(folder / "resolved.yaml", reason) from None
     now["trainer"] = {"global_batch": run.global_batch}
     own: Alike = (
         ("objective", ("_target_", "target", "arguments")),
@@ -154,8 +158,7 @@ def _global_batch(earlier: Mapping[str, Any]) -> int | None:
     kind = registry.targets().get(layout.pop("_target_", ""))
     if kind is None:
         return None
-    rows: int = trainer["micro_batch"] * kind(**layout).data_parallel_size
-    return rows
+    return int(trainer["micro_batch"]) * int(kind(**layout).data_parallel_size)
 
 
 def _part(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
