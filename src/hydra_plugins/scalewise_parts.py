@@ -15,6 +15,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
+from scalewise import bounded_yaml
+
 _read: dict[tuple[Path, int, int], ConfigResult] = {}
 """What was read, by file, its time and size: a sweep composes as often as it has jobs."""
 
@@ -44,6 +46,7 @@ class PartSource(FileConfigSource):
         """Returns a part over its schema; what is no part, or contradicts it, is left to Hydra."""
         try:
             text = file.read_text("utf-8")
+            bounded_yaml.check(text)
             match _LOADER(text).get_single_data():
                 case {"defaults": [str(schema), "_self_"], **own} if schema.startswith("/schema/"):
                     name = f"{schema[1:].removesuffix('@_here_')}.yaml"

@@ -135,11 +135,22 @@ class Hardware:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 yield Complaint(f"hardware.{key}", value, "must be positive")
+        for key in _NOT_NEGATIVE:
+            if (value := getattr(self, key)) is not None and value < 0:
+                yield Complaint(f"hardware.{key}", value, "must be 0 or more")
         for key in ("product_share", "attention_share", "bandwidth_share"):
             if (share := getattr(self, key)) > 1:
                 yield Complaint(f"hardware.{key}", share, "is a share: at most 1")
 
 
+_NOT_NEGATIVE = (
+    "tf32_tflops",
+    "bf16_tflops",
+    "fp16_tflops",
+    "fp8_tflops",
+    "context_gib",
+    "launch_us",
+)
 _POSITIVE = (
     "memory_gib",
     "fp32_tflops",

@@ -36,10 +36,16 @@ from scalewise.quantization.spec import NoQuantization, Quantization, census, ce
 from scalewise.schedules import Schedule
 from scalewise.tracking.spec import Wandb
 from scalewise.trainer import Trainer
-from scalewise.units import LARGEST
+from scalewise.units import GIB, LARGEST
 
 NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,128}")
 """What a run may be called: W&B takes no more, and it becomes the name of a folder."""
+SECONDS = ("launch.timeout", "launch.grace")
+LONGEST = 10**9
+"""Seconds that are waited for at most, 30 years: clocks of the kernel take no more than 290."""
+MOST_LAYERS = 10_000
+MOST_RANKS = 2**20
+"""Of ranks along one axis, and of layers, plans count each."""
 
 
 @dataclass(frozen=True)
@@ -285,12 +291,26 @@ def spec_complaints(group: str, spec: object) -> Iterator[Complaint]:
 
 
 def _beyond(group: str, spec: object) -> Iterator[Complaint]:
-    """Yields the integers of a spec that no machine counts in."""
+    """Yields the numbers of a spec that no machine counts in, or no clock waits for."""
     for entry in fields(spec):  # type: ignore[arg-type]  # a spec is a dataclass
-        value = getattr(spec, entry.name)
-        if isinstance(value, int) and abs(value) > LARGEST:
-            reason = "is beyond what 64 bits hold, 2**63 - 1"
-            yield Complaint(f"{group}.{entry.name}", value, reason)
+        key, value = f"{group}.{entry.name}", getattr(spec, entry.name)
+        if not isinstance(value, int | float) or not isfinite(value):
+            continue
+        if abs(value) > LARGEST:
+            yield Complaint(key, value, "is beyond what 64 bits hold, 2**63 - 1")
+        elif abs(value) > (most := _most(key)):
+            yield Complaint(key, value, f"must be at most {most:,}", f"set {key}={most}")
+
+
+def _most(key: str) -> int:
+    """Returns the largest number that a field can have."""
+    if key.endswith("_gib"):
+        return LARGEST // GIB
+    if key in SECONDS:
+        return LONGEST
+    if key == "model.layers":
+        return MOST_LAYERS
+    return MOST_RANKS if key.startswith("parallelism.") else LARGEST
 
 
 def _plain(value: object) -> object:

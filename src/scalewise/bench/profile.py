@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from scalewise import bounded_yaml
 from scalewise.hardware import Hardware
 from scalewise.launch.status import versions
 from scalewise.parallelism.ring import Link
@@ -48,7 +49,7 @@ def is_free(file: Path) -> bool:
 
 def figures(file: Path) -> dict[str, object]:
     """Returns the figures of a profile that was measured, but those learnt from runs."""
-    held: dict[str, object] = yaml.safe_load(file.read_text("utf-8"))
+    held: dict[str, object] = bounded_yaml.load(file.read_text("utf-8"))
     return {key: value for key, value in held.items() if key not in ("defaults", *LEARNT)}
 
 

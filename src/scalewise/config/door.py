@@ -23,12 +23,13 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise import output
+from scalewise import bounded_yaml, output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.composition_cache import composed_once
 from scalewise.config.near import meant
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
+from scalewise.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.output import shield_logs
 from scalewise.run import Run
 
@@ -108,6 +109,8 @@ class Passage:
     """What the verb itself raised."""
     folder: Path | None = None
     """The folder of a multirun."""
+    absent: list[Path] = field(default_factory=list)
+    """That folder and its parents as far as they were not there before, the innermost first."""
     given: bool = False
     """Whether that folder was named by the user, and not by the time of day."""
     claimed: bool = False
@@ -129,6 +132,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     arguments = overrides_first(arguments)
     flags = flags_of(arguments)
     away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
+    made: list[Path] = []
     passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
@@ -152,7 +156,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         except Exception as error:  # Hydra would print about it
             passage.raised.append(error)
         finally:  # a signal is no Exception
-            _remove_empty(folder)
+            remove_empty(made)
 
     _passages.append(passage)
     program = hydra.main(
@@ -165,6 +169,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     try:
         prepare()
         with (
+            made_by_hydra(made),
             composed_once(),
             hydra_policy.enforced(),
             nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag(),
@@ -180,8 +185,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     finally:
         gc.enable()
         verb.release_many()
-        if passage.folder is not None:
-            _remove_empty(passage.folder)
+        remove_empty(passage.absent)
         _passages.remove(passage)
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
@@ -261,6 +265,7 @@ def flags_of(arguments: Sequence[str]) -> Namespace:
 
 def prepare() -> None:
     """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
+    bounded_yaml.bound_omegaconf()
     Plugins.instance()  # whatever is installed has its names by now: one has a joblib too
     schema.store()
     mount.mount(_passages[-1].own if _passages else None)
@@ -317,7 +322,11 @@ def claimed_folder(config: DictConfig) -> Path:
 def _remember(config: DictConfig, folder: Path) -> Path:
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(folder)
-    _passages[-1].folder = folder
+    passage = _passages[-1]
+    passage.absent = [*missing(folder), *passage.absent]
+    if passage.folder not in (None, folder):  # a new one beside that which was proposed
+        passage.absent.insert(0, folder)
+    passage.folder = folder
     return folder
 
 
@@ -426,15 +435,3 @@ def _exit_code(codes: Sequence[int]) -> int:
     """Returns 0, the code that all unsuccessful jobs share, or 1 where they differ."""
     bad = set(codes) - {0}
     return bad.pop() if len(bad) == 1 else int(bool(bad))
-
-
-def _remove_empty(folder: Path) -> None:
-    """Removes the folders that Hydra made for a job that never was."""
-    own = folder / "multirun.yaml"
-    if folder.is_dir() and list(folder.iterdir()) == [own]:
-        own.unlink()
-    for candidate in (folder, *folder.parents[:2]):
-        try:
-            candidate.rmdir()
-        except OSError:
-            return

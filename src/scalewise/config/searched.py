@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +14,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from scalewise.config import door, mount, refuse, search_axes
+from scalewise.config.composition_cache import composed_once
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
-from scalewise.errors import ConfigError
+from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
-from scalewise.study.space import Axis
+from scalewise.study.space import Axis, Choice, Interval
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,29 @@ class Searched:
     """The name of that sweeper."""
 
 
+MOST_CHECKED = 200
+"""Jobs of a grid that are validated one by one; of more, each value is checked by its type."""
+
+
+def _check_values(space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[str]) -> None:
+    """Raises ``ConfigError`` for values with which a job could not run."""
+    grid = [[f"{axis.key}={v}" for v in axis.values] for axis in space if isinstance(axis, Choice)]
+    intervals = [axis for axis in space if isinstance(axis, Interval)]
+    validated = not intervals and prod(map(len, grid)) <= MOST_CHECKED
+    jobs = [*product(*grid)] if validated else [(line,) for values in grid for line in values]
+    jobs += [(f"{axis.key}={end}",) for axis in intervals for end in (axis.low, axis.high)]
+    complaints: dict[str, Complaint] = {}
+    for job in jobs:
+        config = hydra.compose("config", overrides=[*fixed, *job], return_hydra_config=True)
+        try:
+            if validated:
+                read(config, [*lines, *job], here=False)
+        except ConfigError as error:
+            complaints |= {str(complaint): complaint for complaint in error.complaints}
+    if complaints:
+        raise ConfigError(complaints.values())
+
+
 def searched(arguments: Sequence[str]) -> Searched:
     """Returns what ``scalewise train ARGUMENTS`` would search; raises ``ConfigError``."""
     flags = door.flags_of(arguments)
@@ -44,7 +70,7 @@ def searched(arguments: Sequence[str]) -> Searched:
     mount.mount(*own)
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
-    with own_hydra() as loader:
+    with composed_once(), own_hydra() as loader:
         try:
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(flags.overrides)
             typed = list(zip(parsed, flags.overrides, strict=True))
@@ -63,6 +89,7 @@ def searched(arguments: Sequence[str]) -> Searched:
             ]
             space, fixed = search_axes.read([*lines, *own_lines, *swept], loader)
             run = read(config, fixed, here=False)
+            _check_values(space, single, fixed)
             name = Path(config.hydra.sweep.dir).parent.name
             option = str(config.hydra.runtime.choices["hydra/sweeper"])
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over

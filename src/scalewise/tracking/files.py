@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import yaml
 
-from scalewise import atomic
+from scalewise import atomic, bounded_yaml
 from scalewise.errors import ConfigError
 from scalewise.redaction import redacted
 from scalewise.tracking.names import METRICS
@@ -61,7 +61,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Returns a YAML mapping; raises ``RecordError`` where the file is absent or damaged."""
-    return _loaded(path, yaml.safe_load)
+    return _loaded(path, bounded_yaml.load)
 
 
 def _loaded(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:

@@ -109,11 +109,13 @@ def flat_keys() -> set[str]:
     """Returns the keys that a ``wandb agent`` puts into the config of the run it starts."""
     import yaml
 
+    from scalewise import bounded_yaml
+
     path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     if path is None:
         return set()
     try:
         with open(path, encoding="utf-8") as file:
-            return set(yaml.safe_load(file))
+            return set(bounded_yaml.load(file.read()))
     except (OSError, TypeError, yaml.YAMLError):
         return set()

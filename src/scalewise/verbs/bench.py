@@ -16,6 +16,7 @@ from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
+from scalewise.new_folders import missing, remove_empty
 from scalewise.output import print_lines
 
 BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")
@@ -38,11 +39,14 @@ def main(arguments: Sequence[str]) -> int:
         runs |= {of: compose((*own, *overrides), here=False) for of, own in worlds}
         hardware = next(iter(runs.values())).hardware
         kept = record.place(name, hardware) if options.record else None
-        folder = claim(Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+        planned = Path("runs") / f"bench_{name}" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+        absent = missing(planned)
+        folder = claim(planned)
         try:
             result = benchmark.measure(runs, options, folder)
         except BaseException:
             shutil.rmtree(folder)
+            remove_empty(absent)
             raise
         content = record.of(result, command_line("bench", tuple(arguments)))
         for path in (folder / f"{name}.json", *([kept] if kept else [])):

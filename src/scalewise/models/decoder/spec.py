@@ -213,6 +213,10 @@ class Decoder(Model):
             "kv_heads",
             "head_width",
             "rope_theta",
+            "rope_factor",
+            "rope_low_frequency",
+            "rope_high_frequency",
+            "rope_original_context",
             "norm_epsilon",
             "initial_std",
         ]

@@ -1,0 +1,78 @@
+"""YAML of files that anybody may have written: aliases and nesting are bounded before it is read.
+
+Nine lists of nine aliases each are a few hundred bytes and a billion entries once something walks
+through them. Nesting of some ten thousand brackets crashes the parser in C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_ENTRIES = 200_000
+"""Scalars and containers of a file, those behind an alias counted at each place."""
+DEEPEST = 100
+"""Containers inside each other."""
+
+
+class UnboundedError(yaml.YAMLError):
+    """A file that is larger than any config, or refers to itself."""
+
+
+def load(text: str) -> Any:
+    """Returns the content of a YAML document of plain values; raises ``yaml.YAMLError``."""
+    check(text)
+    return yaml.load(text, Loader=_SAFE_LOADER)  # noqa: S506 (a safe loader)
+
+
+def check(text: str) -> None:
+    """Raises ``UnboundedError`` for a document with too many entries, or nested too deep."""
+    if "&" not in text and text.count("[") + text.count("{") < DEEPEST and len(text) < MOST_ENTRIES:
+        return
+    sizes: dict[str, int] = {}
+    open_containers: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=_SAFE_LOADER):
+        anchor, size = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_containers.append((anchor, 1))
+            if len(open_containers) > DEEPEST:
+                raise UnboundedError(f"is nested deeper than {DEEPEST} levels")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_containers.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor not in sizes:
+                raise UnboundedError(f"refers to itself, or to what is not there, by *{anchor}")
+            size = sizes[anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+        if size:
+            if anchor is not None:
+                sizes[anchor] = size
+            outer, held = open_containers[-1]
+            open_containers[-1] = outer, held + size
+            if held + size > MOST_ENTRIES:
+                raise UnboundedError(f"has more than {MOST_ENTRIES:,} entries, with its aliases")
+
+
+_SAFE_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+def bound_omegaconf() -> None:
+    """Makes ``OmegaConf.load``, by which Hydra reads files, check each document first."""
+    from omegaconf import _utils
+
+    loader: Any = _utils.get_yaml_loader()
+    if issubclass(loader, _Checked):
+        return
+    bounded = type("BoundedLoader", (_Checked, loader), {})
+    _utils.get_yaml_loader = lambda: bounded  # type: ignore[assignment]  # a subclass
+
+
+class _Checked:
+    """Reads a stream whole and checks it before the parser sees it."""
+
+    def __init__(self, stream: Any) -> None:
+        text = stream if isinstance(stream, str) else stream.read()
+        check(text if isinstance(text, str) else text.decode("utf-8"))
+        super().__init__(text)  # type: ignore[call-arg]  # of the loader behind it

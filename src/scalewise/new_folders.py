@@ -1,0 +1,54 @@
+"""Folders that a command makes, so that a command that is rejected takes away those alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from scalewise.errors import ConfigError
+
+
+def missing(folder: Path) -> list[Path]:
+    """Returns the folder and its parents as far as they do not exist, the innermost first."""
+    path = folder.absolute()
+    return [p for p in (path, *path.parents) if p.name != ".." and not p.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Removes those of the folders that exist and are empty, in their order."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def made_by_hydra(made: list[Path]) -> Iterator[None]:
+    """Adds to ``made`` the folders that Hydra makes within the block, the innermost first.
+
+    Raises ``ConfigError`` there for one that cannot be made.
+    """
+    from hydra.core import utils
+
+    kind: Any = type(Path())
+
+    class Recorded(kind):  # type: ignore[misc]  # the class of this system's paths
+        """A path that notes what it makes."""
+
+        def mkdir(self, *args: Any, **kwargs: Any) -> None:
+            absent = missing(Path(self))
+            try:
+                super().mkdir(*args, **kwargs)
+            except OSError as error:
+                reason = f"cannot be made: {error.strerror}"
+                cure = "give hydra.run.dir=DIR where you may write"
+                raise ConfigError.one("hydra.run.dir", str(self), reason, cure) from None
+            finally:
+                made.extend(absent)
+
+    before, utils.Path = utils.Path, Recorded  # type: ignore[attr-defined]  # imported there
+    try:
+        yield
+    finally:
+        utils.Path = before  # type: ignore[attr-defined]  # imported there

@@ -1,0 +1,84 @@
+"""YAML that expands or nests beyond reason is rejected at once, by the name of its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from fixtures.reports import make_run
+
+from scalewise import bounded_yaml, cli
+from scalewise.bounded_yaml import UnboundedError
+from scalewise.tracking.files import read_yaml
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+MAPPED = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}\n" for n in range(1, 40)
+)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} [{{<<: *a0}}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
+)
+BAD = {
+    "lists": BOMB,
+    "mappings": MAPPED,
+    "merge keys": MERGED,
+    "deep flow": "question: " + "[" * 100_000 + "]" * 100_000,
+    "deep and cut off": "question: " + "[" * 100_000,
+    "deep blocks": "".join(f"{' ' * n}k:\n" for n in range(700)),
+    "self": "question: &a [*a]",
+    "unknown alias": "question: *nowhere",
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_a_document_without_bounds_is_rejected(text: str) -> None:
+    with pytest.raises(yaml.YAMLError if text.endswith("nowhere") else UnboundedError):
+        bounded_yaml.load(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: 1",
+        "a: &x [1, 2]\nb: *x\nc: {d: *x}",
+        "- {a: [{b: [c]}]}",
+        "a: &x {y: 1}\nb: {<<: *x}",
+    ],
+)
+def test_another_is_read_as_yaml_reads_it(text: str) -> None:
+    assert bounded_yaml.load(text) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize(
+    ("file", "choice"),
+    [
+        ("experiments/bad.yaml", "experiment=bad"),
+        ("sweep/bad.yaml", "sweep=bad"),
+        ("model/bad.yaml", "model=bad"),
+        ("hydra/launcher/bad.yaml", "hydra/launcher=bad"),
+    ],
+)
+def test_files_of_a_users_folder(
+    text: str, file: str, choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    assert cli.main(["plan", "-cd", str(tmp_path), choice]) == 2
+    assert "scalewise: refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_resolved_configs_of_runs(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", steps=4)
+    (run / "resolved.yaml").write_text(text)
+    assert read_yaml(run / "resolved.yaml") == {}
+    for verb in ("evaluate", "export"):
+        assert cli.main([verb, str(run)]) == 2
+    assert "resolved.yaml" in capsys.readouterr().err

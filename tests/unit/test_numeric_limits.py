@@ -1,0 +1,123 @@
+"""Numbers that no run can have: each is rejected by its key, or the run can be planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Iterator
+from types import UnionType
+from typing import Any
+
+import pytest
+
+from scalewise.config import registry, tree
+from scalewise.errors import ConfigError
+from scalewise.plan.plan import planned
+from scalewise.run import Run
+
+FLOATS = (1e23, -1e23, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e-300, 0.0, 1e10)
+INTEGERS = (2**63 - 1, -(2**63), -1, 0, 10**30, 2**40)
+NEGATIVE = {"optimizer.beta2_decay"}
+"""Fields in which a negative number means something."""
+WITH = {
+    "prefix": ("data.sequence=128",),
+    "prompt": ("data.sequence=128",),
+    "schedule_free": ("schedule=constant",),
+    "classification": ("data=corpus_classes",),
+    "grpo": ("data=reversal",),
+    "fp4": ("adapter=lora",),
+    "int8": ("adapter=lora",),
+    "nf4": ("adapter=lora",),
+}
+"""What options need beside them."""
+
+
+def values_of(hint: Any) -> tuple[float, ...]:
+    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return (FLOATS if float in kinds else ()) + (INTEGERS if int in kinds else ())
+
+
+def runs(group: str, compose: Callable[..., Run]) -> Iterator[Run]:
+    """A run for each class of options of a group, where one composes without files."""
+    seen: set[type] = set()
+    machine = () if group == "hardware" else ("hardware=h100",)
+    for name in tree.names(group):
+        try:
+            run = compose(f"{group}={name}", *machine, *WITH.get(name, ()), here=False)
+        except ConfigError:
+            continue
+        if type(getattr(run, group)) not in seen:
+            seen.add(type(getattr(run, group)))
+            yield run
+
+
+@pytest.mark.parametrize("group", tree.CLOSED)
+def test_every_number_of_every_option_is_bounded(group: str, compose: Callable[..., Run]) -> None:
+    tried = 0
+    for run in runs(group, compose):
+        spec = getattr(run, group)
+        hints = typing.get_type_hints(type(spec))
+        for entry in dataclasses.fields(spec):
+            for value in values_of(hints[entry.name]):
+                key = f"{group}.{entry.name}"
+                changed = dataclasses.replace(spec, **{entry.name: value})
+                check(dataclasses.replace(run, **{group: changed}), key, value)
+                tried += 1
+    assert tried or group in UNNUMBERED, group
+
+
+UNNUMBERED = {"precision", "compile", "tracking", "plan"}
+"""Groups without a number."""
+
+
+def check(run: Run, key: str, value: float) -> None:
+    told = f"{key}={value}"
+    run = run.settled()
+    complaints = list(run.complaints())
+    if complaints:
+        assert all(complaint.key for complaint in complaints), told
+        return
+    assert math.isfinite(value), told
+    assert value >= 0 or key in NEGATIVE, told
+    assert abs(value) < 2**63, told
+    if run.objective.of_user or run.objective.by_trace:
+        return
+    rejected = ""
+    try:
+        planned(run)
+    except ConfigError as error:
+        rejected = str(error)
+    assert not rejected or key in rejected, told
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launch.timeout=1e23",
+        "launch.timeout=1e10",
+        "launch.timeout=-1",
+        "launch.timeout=.inf",
+        "launch.timeout=nan",
+        "launch.grace=1e23",
+        "launch.memory_limit_gib=1e23",
+        "launch.memory_limit_gib=-0.5",
+        "launch.max_restarts=-1",
+        "hardware.memory_gib=1e23",
+        "model.layers=1000000000000",
+        "parallelism=mesh parallelism.tensor=1000000000000",
+        "callbacks.guard.factor=1e400",
+    ],
+)
+def test_a_number_beyond_its_limit_is_rejected_by_its_key(
+    override: str, compose: Callable[..., Run]
+) -> None:
+    lines = override.split()
+    with pytest.raises(ConfigError) as caught:
+        compose("experiment=smoke", *lines)
+    assert lines[-1].partition("=")[0] in [complaint.key for complaint in caught.value.complaints]
+
+
+def test_every_class_of_options_is_tried() -> None:
+    registry.discover()
+    assert set(registry.OPTIONS) >= set(tree.CLOSED)
