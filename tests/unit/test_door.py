@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from fixtures.verbs import Noted
 
+from scalewise import cli
 from scalewise.config.door import Verb, open_door
 from scalewise.config.refuse import diagnose
 from scalewise.errors import ConfigError
@@ -148,3 +149,45 @@ def test_a_signal_leaves_nothing(
     with pytest.raises(Signalled):
         open_door(Stops(), line)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["train", "name=../../x"],
+        ["train", "-m", "name=../../x", "seed=1,2"],
+        ["train", "optimizer.lr=-1"],
+        ["train", "-m", "optimizer.lr=-1,-2"],
+        ["train", "hydra.run.dir=/proc/x"],
+        ["train", "hydra.run.dir=a.txt/b"],
+        ["train", "-m", "seed=1,2", "hydra.sweep.dir=/proc/x"],
+        ["train", "hydra.run.dir=there", "seed=-1"],
+        ["train", "hydra.run.dir=there/new", "seed=-1"],
+        ["train", "callbacks=[ema]", "callbacks.ema.decay=2"],
+        ["plan", "-m", "name=../../x", "seed=1,2"],
+        ["bench", "planner", "data=/etc/passwd"],
+        ["wandb-sweep", "-m", "seed=a,b"],
+        ["wandb-sweep", "-m", "trainer.max_steps=-1,5"],
+        ["wandb-sweep", "-m", "optimizer.lr=interval(-1,1)", "seed=x"],
+    ],
+    ids=" ".join,
+)
+def test_a_rejected_command_leaves_folders_as_they_were(
+    line: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "a" / "work"
+    for empty in ("there", "runs", "../x", "../../x"):
+        (work / empty).mkdir(parents=True)
+    (work / "a.txt").write_text("text")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(work)
+    assert cli.main([line[0], "experiment=smoke", *line[1:]] if line[0] != "bench" else line) == 2
+    assert "scalewise: refused" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    for empty in ("there", "runs"):
+        (work / empty).rmdir()
+    assert cli.main([line[0], "experiment=smoke", *line[1:]] if line[0] != "bench" else line) == 2
+    assert sorted(path.name for path in work.iterdir()) == ["a.txt"]
