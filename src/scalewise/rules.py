@@ -10,6 +10,7 @@ from scalewise.data.tokenizing import SMALLEST_VOCABULARY
 from scalewise.errors import Complaint
 from scalewise.hardware import DeviceKind, ranks_on_this_machine, this_machine
 from scalewise.precision import Number
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -86,7 +87,7 @@ def _of_tokenizer(run: Run) -> Iterator[Complaint]:
     if file := run.model.tokenizer():
         cure, end = f"set data.tokenizer={file}", end_beside(file)
         if end not in ("", getattr(run.data, "end_of_text", end)):
-            cure += f" data.end_of_text='{end}'"
+            cure += " " + typed("data.end_of_text", end)
     reason = f"trains one anew, whose ids mean nothing to the weights of {run.model.pretrained}"
     yield Complaint("data.tokenizer", None, reason, cure)
 

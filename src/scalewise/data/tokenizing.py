@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from scalewise.data import tokenizer_files
 from scalewise.data.reading import Document
 from scalewise.errors import Complaint, DataError
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ class Tokenization:
     def complaints(self) -> Iterator[Complaint]:
         """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
         if not self.end_of_text:
-            cure = f"give data.end_of_text='{END_OF_TEXT}'"
+            cure = f"give {typed('data.end_of_text', END_OF_TEXT)}"
             yield Complaint("data.end_of_text", "", "is empty: texts have to end", cure)
         if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
             reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
@@ -64,7 +65,8 @@ class Tokenization:
         tokenizer = tokenizer_files.load(self.tokenizer, file)
         if tokenizer.token_to_id(self.end_of_text) is None:
             reason = f"{self.tokenizer} has no such token to put between documents"
-            cure = "give data.end_of_text='</s>', or what that tokenizer calls it"
+            given = typed("data.end_of_text", "</s>")
+            cure = f"give {given}, or what that tokenizer calls it"
             raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
         tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
         tokenizer.no_padding()

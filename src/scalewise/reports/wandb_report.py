@@ -16,7 +16,7 @@ from scalewise.reports import markdown, outline, records
 from scalewise.reports.outline import Outline
 from scalewise.reports.records import RunRecord, SweepRecord
 from scalewise.reports.service import Service
-from scalewise.tracking.files import read_json, write_json, write_text
+from scalewise.tracking.files import json_text, read_json, write_json, write_text
 
 FILE = "report_spec.json"
 PROJECT = "scalewise"
@@ -37,7 +37,7 @@ def build(folder: Path) -> Path:
 def save(report: Outline, folder: Path) -> Path:
     """Writes ``report`` as a W&B report into ``folder`` and returns its path."""
     content = content_of(report, place_of(folder))
-    write_text(folder / FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / FILE, json_text(content, indent=1, ascii_only=False) + "\n")
     return folder / FILE
 
 
@@ -129,7 +129,7 @@ def publish(folder: Path, *, entity: str | None, project: str) -> str:
         "description": content["description"],
         "displayName": content["title"],
         "type": "runs",
-        "spec": json.dumps(content["spec"]),
+        "spec": json_text(content["spec"]),
     }
     ident = service.ask(gql.upsert_view, sent)["upsertView"]["view"]["id"]
     words = re.sub(r"\W+", "-", content["title"]).strip("-") or "report"

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,21 @@ class RecordError(ConfigError):
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(content, indent=2, default=str) + "\n")
+    write_text(path, json_text(content, indent=2) + "\n")
+
+
+def json_text(content: object, *, indent: int | None = None, ascii_only: bool = True) -> str:
+    """Returns content as JSON; NaN and infinities, for which JSON has no number, become null."""
+    plain = _finite(content)
+    return json.dumps(plain, indent=indent, default=str, ensure_ascii=ascii_only, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
