@@ -66,7 +66,7 @@ def bound_omegaconf() -> None:
     if issubclass(loader, _Checked):
         return
     bounded = type("BoundedLoader", (_Checked, loader), {})
-    _utils.get_yaml_loader = lambda: bounded  # type: ignore[assignment]  # a subclass
+    _utils.get_yaml_loader = lambda: bounded
 
 
 class _Checked:

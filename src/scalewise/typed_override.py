@@ -6,12 +6,16 @@ import re
 import shlex
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w/.*?@%+-]*")
+_SPECIAL_IN_DOUBLE_QUOTES = re.compile(r'["$`\\!]')
 _WORDS = {"null", "true", "false", "nan", "inf"}
 
 
 def typed(key: str, value: object) -> str:
     """Returns ``key=value`` as one word of a shell that Hydra reads back as ``value``."""
-    return shlex.quote(f"{key}={_for_hydra(value)}")
+    word = f"{key}={_for_hydra(value)}"
+    if "'" in word and not _SPECIAL_IN_DOUBLE_QUOTES.search(word):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def _for_hydra(value: object) -> str:

@@ -79,7 +79,7 @@ REASON = "trains one anew, whose ids mean nothing to the weights of weights"
 @pytest.mark.parametrize("data", LINES)
 def test_no_tokenizer_is_trained_for_weights_that_are_there(data: str, files: Path) -> None:
     line = named(LINES[data])
-    assert_refused([*BEGUN, *line], "data.tokenizer", REASON, "set " + " ".join(GIVEN))
+    assert_refused([*BEGUN, *line], "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*BEGUN, *line, *GIVEN])
     compose([*DECODER, *line])
 
