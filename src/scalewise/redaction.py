@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[
 _RANDOM = re.compile(r"[A-Za-z0-9+]+")
 
 KNOWN_SHAPES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{35}"
     r"|A[KS]IA[0-9A-Z]{16}|npm_[A-Za-z0-9]{30,}|wandb_v1_\w{16,}|local-[0-9a-f]{40}"
     r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
