@@ -94,10 +94,10 @@ def test_preparing_imports_no_torch(tmp_path):
             "data.vocabulary=256: a byte-level tokenizer has 256 bytes and an end-of-text token; "
             "give data.vocabulary=257 or more",
         ),
-        (Text(), "data.paths=[]: is empty; give data.paths=['my/*.txt']"),
+        (Text(), "data.paths=[]: is empty; give 'data.paths=[my/*.txt]'"),
         (
             Text(paths=("nowhere/*.txt",)),
-            "data.paths=nowhere/*.txt: no such file; give data.paths=['my/*.txt']",
+            "data.paths=nowhere/*.txt: no such file; give 'data.paths=[my/*.txt]'",
         ),
         (
             Text(paths=(__file__,), validation_fraction=1),
@@ -109,7 +109,7 @@ def test_preparing_imports_no_torch(tmp_path):
             "data.tokenizer=none.json: no such file; "
             "give the path of a tokenizer.json, or data.tokenizer=null to train one",
         ),
-        (Tokens(), "data.paths=[]: is empty; give data.paths=['my/*.bin']"),
+        (Tokens(), "data.paths=[]: is empty; give 'data.paths=[my/*.bin]'"),
         (
             Tokens(paths=(__file__,)),
             f"data.paths={__file__}: unknown suffix '.py'; use one of .bin .npy",
@@ -140,7 +140,7 @@ def test_held_out_shards_are_looked_for_too(tmp_path):
     np.zeros(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = Tokens(paths=(f"{tmp_path}/*.bin",), validation_paths=("nowhere.bin",))
     expected = "data.validation_paths=nowhere.bin: no such file; "
-    assert said(data) == [expected + "give data.validation_paths=['held/*.bin']"]
+    assert said(data) == [expected + "give 'data.validation_paths=[held/*.bin]'"]
 
 
 def test_sound_specs_have_no_complaint(tmp_path):

@@ -92,7 +92,7 @@ def test_ids_that_are_ready_go_with_weights(data: str, files: Path) -> None:
 @pytest.mark.parametrize("data", ["corpus", "hf", "text", "chat"])
 def test_models_of_transformers_keep_their_tokenizer(data: str, files: Path) -> None:
     line = [*OF_TRANSFORMERS, *named(LINES[data])]
-    assert_refused(line, "data.tokenizer", REASON, "set " + " ".join(GIVEN))
+    assert_refused(line, "data.tokenizer", REASON, f'set {GIVEN[0]} "{GIVEN[1]}"')
     compose([*line, "model.init=random"])
 
 

@@ -64,7 +64,7 @@ class Chat(Data):
             cure = "give data.max_bad_rows=0"
             yield Complaint("data.max_bad_rows", self.max_bad_rows, "is below zero", cure)
         if not self.paths:
-            yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.jsonl']")
+            yield Complaint("data.paths", "[]", "is empty", "give 'data.paths=[my/*.jsonl]'")
         yield from path_complaints("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
 
     def prepare(self, vocabulary: int, seed: int) -> Splits:

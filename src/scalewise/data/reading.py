@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import Complaint, DataError
 from scalewise.output import print_lines
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -163,10 +164,7 @@ def _absent(path: Path, suffixes: frozenset[str], example: str) -> tuple[str, st
 
 def _override(key: str, path: str) -> str:
     """Returns an override of a list of one path, as typed in a POSIX shell."""
-    if not has_magic(path.replace("*", "")) and "'" not in path:
-        return f"{key}=['{path}']"
-    quoted = path.replace("'", "\\'")
-    return shlex.quote(f"{key}=['{quoted}']")
+    return typed(key, [path])
 
 
 def text_chunks(path: Path) -> Iterator[str]:

@@ -60,7 +60,7 @@ class Text(Data):
             cure = "give data.validation_fraction=0.05"
             yield Complaint("data.validation_fraction", self.validation_fraction, reason, cure)
         if not self.paths:
-            yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.txt']")
+            yield Complaint("data.paths", "[]", "is empty", "give 'data.paths=[my/*.txt]'")
         yield from path_complaints("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
         records = [path for path in matching(self.paths) if suffix_of(path) in RECORDS]
         if records and not self.field:

@@ -44,7 +44,7 @@ class Tokens(Data):
         """Yields absent or unknown files and a sequence that is not positive."""
         yield from self.not_positive("sequence")
         if not self.paths:
-            yield Complaint("data.paths", "[]", "is empty", "give data.paths=['my/*.bin']")
+            yield Complaint("data.paths", "[]", "is empty", "give 'data.paths=[my/*.bin]'")
         yield from path_complaints("data.paths", self.paths, SUFFIXES, "my/*.bin")
         held = self.validation_paths
         yield from path_complaints("data.validation_paths", held, SUFFIXES, "held/*.bin")

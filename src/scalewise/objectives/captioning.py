@@ -35,7 +35,7 @@ class Captioning(Seq2Seq):
             yield Complaint("model", chosen, "reads no pictures", cure)
         if not shows:
             chosen = run.choices.get("data", type(run.data).__name__)
-            cure = "set data=captions data.paths=['my/*.jsonl'], or data=shapes"
+            cure = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
             yield Complaint("data", chosen, "has no pictures", cure)
         if reads and shows and reads != shows:
             reason = f"is not the side of the pictures that the model reads, {reads}"

@@ -47,7 +47,7 @@ class DPO(LogProbabilities):
         if not run.data.pairs:
             chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has no pairs of answers to compare"
-            cure = "set data=preference data.paths=['my/*.jsonl'], or objective=causal_lm"
+            cure = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
             yield Complaint("data", chosen, reason, cure)
 
     @property

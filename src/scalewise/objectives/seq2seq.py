@@ -56,5 +56,5 @@ class Seq2Seq(CausalLM):
         if not run.data.target_length:
             chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has no answers apart from what an encoder reads"
-            cure = "set data=seq2seq data.paths=['my/*.jsonl'], or objective=causal_lm"
+            cure = "set data=seq2seq 'data.paths=[my/*.jsonl]', or objective=causal_lm"
             yield Complaint("data", chosen, reason, cure)
