@@ -68,7 +68,12 @@ def named(parts: list[str]) -> list[str]:
     return [*found, *(["model.tied=false"] if "model.classes=2" in parts else [])]
 
 
-OF_WEIGHTS = ["model.width=32", "model.kv_heads=2", "model.norm_epsilon=1e-6"]
+OF_WEIGHTS = [
+    "model.width=32",
+    "model.kv_heads=2",
+    "model.norm_epsilon=1e-6",
+    "model.feedforward=64",
+]
 DECODER = ["model=decoder_nano", "model.vocabulary=4096", *OF_WEIGHTS]
 BEGUN = [*DECODER, "model.weights=weights"]
 OF_TRANSFORMERS = ["model=hf", "model.path=weights", "data.sequence=32", "data.vocabulary=257"]
@@ -126,7 +131,7 @@ def test_a_name_of_the_hub_is_cured_by_its_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(files))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = [*OF_TRANSFORMERS, "model.path=somebody/taught", "data=corpus"]
-    found = f"set data.tokenizer={snapshot}/tokenizer.json data.end_of_text="
+    found = f'set data.tokenizer={snapshot}/tokenizer.json "data.end_of_text='
     assert_refused(line, "data.tokenizer", "trains one anew", found)
     (files / "weights" / "tokenizer.json").unlink()
     assert_refused(line, "data.tokenizer", "trains one anew", "give data.tokenizer=PATH")
