@@ -56,23 +56,3 @@ def check(text: str) -> None:
 
 
 _SAFE_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-
-
-def bound_omegaconf() -> None:
-    """Makes ``OmegaConf.load``, by which Hydra reads files, check each document first."""
-    from omegaconf import _utils
-
-    loader: Any = _utils.get_yaml_loader()
-    if issubclass(loader, _Checked):
-        return
-    bounded = type("BoundedLoader", (_Checked, loader), {})
-    _utils.get_yaml_loader = lambda: bounded
-
-
-class _Checked:
-    """Reads a stream whole and checks it before the parser sees it."""
-
-    def __init__(self, stream: Any) -> None:
-        text = stream if isinstance(stream, str) else stream.read()
-        check(text if isinstance(text, str) else text.decode("utf-8"))
-        super().__init__(text)  # type: ignore[call-arg]  # of the loader behind it

@@ -11,7 +11,17 @@ PACKAGE = SOURCE / "scalewise"
 FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "lightning", "hydra", "omegaconf", "wandb", "peft"}
 FLOORS = {
-    0: ("atomic", "errors", "failures", "units", "output", "plain_console", "redaction"),
+    0: (
+        "atomic",
+        "bounded_yaml",
+        "errors",
+        "failures",
+        "output",
+        "plain_console",
+        "redaction",
+        "typed_override",
+        "units",
+    ),
     1: (
         "adapters",
         "quantization",

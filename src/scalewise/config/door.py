@@ -23,13 +23,14 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from scalewise import bounded_yaml, output
+from scalewise import output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
+from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import composed_once
 from scalewise.config.near import meant
+from scalewise.config.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
-from scalewise.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.output import shield_logs
 from scalewise.run import Run
 
@@ -265,7 +266,7 @@ def flags_of(arguments: Sequence[str]) -> Namespace:
 
 def prepare() -> None:
     """Registers schemas, resolvers, experiments and sweeps with Hydra; may be called again."""
-    bounded_yaml.bound_omegaconf()
+    bound_omegaconf()
     Plugins.instance()  # whatever is installed has its names by now: one has a joblib too
     schema.store()
     mount.mount(_passages[-1].own if _passages else None)

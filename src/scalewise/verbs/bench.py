@@ -12,11 +12,11 @@ from typing import cast
 from scalewise.bench import figures, record
 from scalewise.bench.options import Benchmark, split
 from scalewise.config.compose import compose
+from scalewise.config.new_folders import missing, remove_empty
 from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.launch.job import claim
 from scalewise.launch.status import command_line
-from scalewise.new_folders import missing, remove_empty
 from scalewise.output import print_lines
 
 BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core import utils
+
 from scalewise.errors import ConfigError
 
 
@@ -29,8 +31,6 @@ def made_by_hydra(made: list[Path]) -> Iterator[None]:
 
     Raises ``ConfigError`` there for one that cannot be made.
     """
-    from hydra.core import utils
-
     kind: Any = type(Path())
 
     class Recorded(kind):  # type: ignore[misc]  # the class of this system's paths
