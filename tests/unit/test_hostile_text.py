@@ -23,10 +23,10 @@ from scalewise.verbs import show, show_plan, show_study, usage
 
 SOURCE = Path(output.__file__).parent
 HOSTILE = (
-    "[/work/a.txt] [bold]b[/] [/] 'callbacks=[]' :smile: \N{PARTY POPPER} \x1b[31mred\x1b[0m "
+    "[/data/a.txt] [bold]b[/] [/] 'callbacks=[]' :smile: \N{PARTY POPPER} \x1b[31mred\x1b[0m "
     "\x1b]0;title\x07 \r\n\t\x00\x9b1m \N{RIGHT-TO-LEFT OVERRIDE}\u2028 \ud800 <img src=x>"
 )
-SEEN = ("[/work/a.txt]", "[bold]b[/]", "callbacks=[]", ":smile:", "\N{PARTY POPPER}", "\\x1b[31m")
+SEEN = ("[/data/a.txt]", "[bold]b[/]", "callbacks=[]", ":smile:", "\N{PARTY POPPER}", "\\x1b[31m")
 
 
 @pytest.fixture(autouse=True)
@@ -177,16 +177,16 @@ def test_reading_commands_on_run_folders_with_hostile_strings(
 def test_status_shows_what_a_sweep_varies_as_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    varying = {"data.paths": ["[/work/a.txt]", "[/work/b.txt]"]}
+    varying = {"data.paths": ["[/data/a.txt]", "[/data/b.txt]"]}
     sweep = make_sweep(tmp_path / "sweep", varying, lambda n, v: {"steps": 4})
     assert cli.main(["status", str(sweep)]) == 0
-    assert "[/work/a.txt]" in capsys.readouterr().out
+    assert "[/data/a.txt]" in capsys.readouterr().out
 
 
 @pytest.fixture
 def task(compose: Callable[..., Run], tmp_path: Path) -> Task:
     run = compose("experiment=smoke")
-    order = Order(run, HOSTILE, varied={"data.paths": "[/work/a.txt]", HOSTILE: HOSTILE})
+    order = Order(run, HOSTILE, varied={"data.paths": "[/data/a.txt]", HOSTILE: HOSTILE})
     return Task(0, order, tmp_path)
 
 

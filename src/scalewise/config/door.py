@@ -5,18 +5,16 @@ jobs are validated before the first starts.
 """
 
 import gc
-import io
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import hydra
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -27,11 +25,11 @@ from scalewise import output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import composed_once
+from scalewise.config.flags import flags_of, overrides_first
 from scalewise.config.near import meant
 from scalewise.config.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
-from scalewise.output import shield_logs
 from scalewise.run import Run
 
 
@@ -146,7 +144,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         folder = Path(hydra_config.runtime.output_dir)
         with read_write(config), open_dict(config):
             config.hydra = hydra_config
-        shield_logs()
+        output.shield_logs()
         try:
             if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
                 cure = "add -m: a sweep of one job"
@@ -227,41 +225,6 @@ def _foreign(launcher: str) -> Iterator[Complaint]:
         if not cure.startswith("did you mean"):
             cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
         yield Complaint("hydra/launcher", launcher, reason, cure)
-
-
-def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Returns the overrides, then Hydra's flags with their values.
-
-    Hydra takes overrides in one piece alone: a flag between two of them makes the rest unknown.
-    """
-    words = [_Argument(argument) for argument in arguments]
-    for place, word in enumerate(words):
-        if word in ("--info", "-i") and words[place + 1 : place + 2] and "=" in words[place + 1]:
-            words[place] = _Argument("--info=all")  # else Hydra reads an override as its value
-    overrides = flags_of(words).overrides
-    flags = [word for word in words if not any(word is override for override in overrides)]
-    return [*map(str, overrides), *map(str, flags)]
-
-
-class _Argument(str):
-    """An argument that is told from an equal one by its identity."""
-
-    __slots__ = ()
-
-
-def flags_of(arguments: Sequence[str]) -> Namespace:
-    """Returns Hydra's flags and the overrides, in any order.
-
-    Raises ``ConfigError`` for a flag that Hydra lacks.
-    """
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            return get_args_parser().parse_intermixed_args(list(arguments))
-    except SystemExit as error:
-        reason = said.getvalue().strip().rpartition("error: ")[2]
-        cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
-        raise ConfigError.one("", "", reason, cure) from error
 
 
 def prepare() -> None:

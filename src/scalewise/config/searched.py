@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from scalewise.config import door, mount, refuse, search_axes
 from scalewise.config.composition_cache import composed_once
+from scalewise.config.flags import flags_of
 from scalewise.config.own import own_hydra
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
@@ -64,7 +65,7 @@ def _check_values(space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[s
 
 def searched(arguments: Sequence[str]) -> Searched:
     """Returns what ``scalewise train ARGUMENTS`` would search; raises ``ConfigError``."""
-    flags = door.flags_of(arguments)
+    flags = flags_of(arguments)
     door.prepare()
     own = [Path(flags.config_dir).absolute()] if flags.config_dir else []
     mount.mount(*own)
