@@ -17,7 +17,7 @@ from fixtures.wandb_views import Views
 
 LONG = pytest.mark.exhaustive
 KEY = "0123456789abcdef0123456789abcdef01234567"
-READS = {"Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
+READS = {"HEAD", "Viewer", "GetDefaultEntity", "Run", "ServerFeaturesQuery"}
 OF_REPORTS = set(Views().handlers)
 FILES = {"resolved.yaml", "overrides.txt", "status.json", "plan.json", "summary.json"}
 FILES |= {"metrics.csv", "report.html"}

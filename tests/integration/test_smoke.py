@@ -55,6 +55,7 @@ def test_files_are_laid_out_as_promised(folder: Folder) -> None:
     assert {path.name for path in folder.path.iterdir()} == {
         "resolved.yaml",
         "overrides.txt",
+        "inputs.json",
         "status.json",
         "plan.json",
         "metrics.csv",

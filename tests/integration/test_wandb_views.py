@@ -15,7 +15,8 @@ from fixtures.wandb_server import ENTITY, WandbServer
 from fixtures.wandb_views import Views
 
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.reports import service, wandb_report, workspace
+from scalewise.reports import wandb_report, workspace
+from scalewise.tracking import connection
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -193,7 +194,7 @@ class TestRefused:
     def test_by_the_server(
         self, server: WandbServer, folder: Path, code: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(service, "TIMEOUT", 2)  # the client tries again after 429 and 500
+        monkeypatch.setattr(connection, "ANSWER_WAIT", 2)  # the client repeats after 429 and 500
         before = (folder / "sweep.json").read_bytes()
         server.faults["upsertView"] = code
         with pytest.raises(ScalewiseError, match="W&B refused") as caught:

@@ -143,7 +143,10 @@ def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> It
 
 
 def _line_start(file: Path, limit: int) -> int:
-    """Returns where the last line begins that begins at ``limit`` characters or before."""
+    """Returns where the last line begins that begins at ``limit`` characters or before.
+
+    A first line that is longer is cut at ``limit``.
+    """
     start = seen = 0
     for chunk in text_chunks(file):
         if (at := chunk.rfind("\n", 0, limit - seen)) >= 0:
@@ -151,7 +154,7 @@ def _line_start(file: Path, limit: int) -> int:
         seen += len(chunk)
         if seen >= limit:
             break
-    return start
+    return start or limit
 
 
 def _part(chunks: Iterable[str], cut: int, *, held: bool) -> Iterator[str]:

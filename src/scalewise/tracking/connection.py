@@ -53,6 +53,8 @@ def connected() -> Any:
     except Exception as error:  # the client raises many kinds
         if " 401" in str(error):
             raise ConfigError.one("", "", f"{shown(server)} refuses the key", LOGIN) from None
+        if "did not respond in time" in str(error):
+            raise ScalewiseError(_silence(server)) from None
         raise ScalewiseError(f"{shown(server)}: {said(error)}") from None
 
 
@@ -80,9 +82,7 @@ def while_answering(server: str, request: Callable[[], T], limit: float) -> T:
         except queue.Empty:
             if time.monotonic() < deadline and answers(server):
                 continue
-            raise ScalewiseError(
-                f"{shown(server)} does not answer; try again when it does"
-            ) from None
+            raise ScalewiseError(_silence(server)) from None
         if error is not None:
             raise error
         return cast(T, result)
@@ -92,6 +92,14 @@ def must_answer(server: str) -> None:
     """Raises ``ScalewiseError`` where nothing answers: all else would wait long."""
     if not answers(server):
         raise ScalewiseError(f"{shown(server)} does not answer; try again when it does")
+
+
+def _silence(server: str) -> str:
+    """Returns why no request is answered: a failing server, whose client tries again, or none."""
+    status = http_status(server) or 0
+    if status >= 500:
+        return f"{shown(server)}: {said(f'HTTP {status}')}"
+    return f"{shown(server)} does not answer; try again when it does"
 
 
 def said(error: object) -> str:
@@ -150,34 +158,42 @@ def has_key(server: str) -> bool:
 
 def answers(server: str, wait: float = SERVER_WAIT) -> bool:
     """Returns whether ``server`` speaks HTTP within ``wait`` seconds, DNS included."""
+    return http_status(server, wait) is not None
+
+
+def http_status(server: str, wait: float = SERVER_WAIT) -> int | None:
+    """Returns the status code of a request without content; None without an HTTP answer in time."""
     parts = urlsplit(server)
     secure = parts.scheme == "https"
     try:
         port = parts.port or (443 if secure else 80)
     except ValueError:  # no number: the client will say so
-        return False
-    reached = threading.Event()
+        return None
+    found: list[int] = []
 
     def connect() -> None:
         try:
             with socket.create_connection((parts.hostname, port), timeout=wait) as connection:
-                if _speaks_http(connection, parts.hostname or "", secure=secure):
-                    reached.set()
+                found.append(_request_status(connection, parts.hostname or "", secure=secure))
         except (OSError, ValueError):
             return
 
     thread = threading.Thread(target=connect, daemon=True)  # a name server may never answer
     thread.start()
     thread.join(wait)
-    return reached.is_set()
+    return found[0] if found else None
 
 
-def _speaks_http(connection: socket.socket, host: str, *, secure: bool) -> bool:
-    """Returns whether the other end answers a request without content."""
+def _request_status(connection: socket.socket, host: str, *, secure: bool) -> int:
+    """Sends a request without content; raises ``ValueError`` for an answer that is not HTTP."""
     if secure:
         # No key is sent here, so that the certificate is left to the client's own requests.
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = context.wrap_socket(connection, server_hostname=host)
     connection.sendall(f"HEAD / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-    return connection.recv(len(b"HTTP/"), socket.MSG_WAITALL * (not secure)).startswith(b"HTTP")
+    answer = connection.recv(len(b"HTTP/1.1 200"), socket.MSG_WAITALL * (not secure))
+    protocol, _, status = answer.decode("ascii").partition(" ")
+    if not protocol.startswith("HTTP"):
+        raise ValueError(protocol)
+    return int(status)

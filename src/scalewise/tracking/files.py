@@ -140,8 +140,17 @@ def _no_link(path: str, flags: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
-    """Returns the rows of a ``metrics.csv``, a step each; none where it is absent or torn."""
-    return _parsed(_rows(path))
+    """Returns the rows of a ``metrics.csv``, a step each; none where it is absent or torn.
+
+    Raises ``RecordError`` for a cell that holds no number.
+    """
+    rows = _rows(path)
+    parsed = _parsed(rows)
+    for row, numbers in zip(rows, parsed, strict=True):
+        if damaged := [key for key, text in row.items() if text and numbers[key] is None]:
+            reason = f"is damaged: {damaged[0]} of step {row['step']} is no number"
+            raise RecordError.of(path, reason, "put a copy of it back, or remove that line")
+    return parsed
 
 
 def _parsed(rows: Iterable[Mapping[str, str]]) -> list[dict[str, float | int | None]]:
