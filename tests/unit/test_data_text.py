@@ -208,7 +208,7 @@ def test_what_is_no_tokenizer(tmp_path):
 def test_an_unknown_end_of_text(tmp_path):
     own = tmp_path / "own.json"
     Tokenization(300).train(lambda: iter([STORY])).save(str(own))
-    match = r"data\.end_of_text=</s>: .* has no such token to put between documents; give data"
+    match = r"data\.end_of_text=</s>: .* has no such token to put between documents; give \"data"
     refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
 
 

@@ -102,4 +102,4 @@ def test_less_than_a_row(tmp_path):
 
 
 def test_a_missing_shard(tmp_path):
-    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; give data\.paths")
+    refused(tmp_path / "a.bin", r"data\.paths=.*a\.bin: no such file; give 'data\.paths")

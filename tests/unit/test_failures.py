@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -262,7 +263,7 @@ class TestRenderer:
     ) -> None:
         process = own._started()
         assert process.stdout is not None
-        monkeypatch.setattr(process.stdout, "readline", lambda: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr(process.stdout, "readline", Mock(side_effect=KeyboardInterrupt))
         with suppress(KeyboardInterrupt):
             own.svg({"mark": "point"}, "6.1")
         assert process.poll() is not None

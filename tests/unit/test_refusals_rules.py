@@ -377,7 +377,7 @@ RULES: list[Row] = [
     (["data.sequence=999"], "data.sequence", "longer than the model's context", "sequence=256"),
     (["data.vocabulary=9999"], "data.vocabulary", "beyond the model's", "data.vocabulary=4096"),
     (["model.vocabulary=24"], "data.vocabulary", "beyond the model's", "set model.vocabulary="),
-    (["data=text", "data.paths=[/]"], "data.paths", "is a folder", "give data.paths=['/"),
+    (["data=text", "data.paths=[/]"], "data.paths", "is a folder", "give 'data.paths=[/"),
     (
         ["data.tokenizer=/"],
         "data.tokenizer",
