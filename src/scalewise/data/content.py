@@ -33,7 +33,7 @@ def digests(files: Sequence[Path]) -> list[str]:
         found = [_digest(file) for file in files]
         (folder / "digests.json").write_text(json.dumps(found), encoding="utf-8")
 
-    folder = cached("digests", key, read)
+    folder = cached("files", key, read, under="digests")
     found: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
     return found
 

@@ -78,7 +78,7 @@ def resolved(path: str) -> Path:
         raise DataError.one(KEY, path, reason, "mend the file") from error
     versions = [version(package) for package in ("transformers", "tokenizers")]
     key = {"files": digests, "versions": versions}
-    return cached("tokenizer", key, partial(_convert, path, file)) / FILE
+    return cached("tokenizer", key, partial(_convert, path, file), under="tokenizers") / FILE
 
 
 def content_digest(path: str) -> str:
