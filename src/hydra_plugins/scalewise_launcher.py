@@ -16,7 +16,7 @@ class ScalewiseLauncher(Launcher):
     """Validates every job of a batch before the first starts; its options name an engine."""
 
     def __init__(self, **options: object) -> None:
-        """Ignores the options: some name the sweep's folder, which is settled in ``launch``."""
+        """Ignores the options: some name the sweep's folder, which is resolved in ``launch``."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

@@ -52,7 +52,7 @@ def _reserved(path: Path) -> Path:
 
 
 class _Partial:
-    """A new file beside ``path`` that takes its name when the block ends without an exception."""
+    """A new file next to ``path`` that takes its name when the block ends without an exception."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -25,8 +25,7 @@ from scalewise import output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import composed_once
-from scalewise.config.flags import flags_of, overrides_first
-from scalewise.config.near import meant
+from scalewise.config.flags import flags_of, launcher_complaints, overrides_first
 from scalewise.config.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
@@ -136,7 +135,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
     typed = [line.partition("=") for line in flags.overrides]
-    if foreign := [c for key, _, name in typed if key == "hydra/launcher" for c in _foreign(name)]:
+    launchers = [name for key, _, name in typed if key == "hydra/launcher"]
+    if foreign := [c for name in launchers for c in launcher_complaints(name)]:
         raise ConfigError(foreign)
 
     def task(config: DictConfig) -> None:
@@ -211,20 +211,6 @@ def _mode_by_flag() -> Iterator[None]:
         yield
     finally:
         Hydra.get_mode = asks  # type: ignore[method-assign]  # puts Hydra's own back
-
-
-def _foreign(launcher: str) -> Iterator[Complaint]:
-    """Yields that a launcher is not ours: its jobs would be neither validated nor recorded."""
-    from hydra_plugins.scalewise_launcher import LAUNCHERS
-
-    if launcher not in LAUNCHERS:
-        reason = (
-            "is not the suite's: no check before the first job starts, no record of how they end"
-        )
-        cure = meant(launcher, LAUNCHERS, "hydra/launcher=")
-        if not cure.startswith("did you mean"):
-            cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
-        yield Complaint("hydra/launcher", launcher, reason, cure)
 
 
 def prepare() -> None:

@@ -1,13 +1,14 @@
-"""Hydra's command-line flags, separated from the overrides wherever they stand."""
+"""Hydra's command-line flags and launchers, and the overrides next to them."""
 
 import io
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 
 from hydra._internal.utils import get_args_parser
 
-from scalewise.errors import ConfigError
+from scalewise.config.near import meant
+from scalewise.errors import Complaint, ConfigError
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
@@ -43,3 +44,17 @@ def flags_of(arguments: Sequence[str]) -> Namespace:
         reason = said.getvalue().strip().rpartition("error: ")[2]
         cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
         raise ConfigError.one("", "", reason, cure) from error
+
+
+def launcher_complaints(launcher: str) -> Iterator[Complaint]:
+    """Yields a launcher of others, whose jobs would be neither validated nor recorded."""
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
+    if launcher not in LAUNCHERS:
+        reason = (
+            "is not the suite's: no check before the first job starts, no record of how they end"
+        )
+        cure = meant(launcher, LAUNCHERS, "hydra/launcher=")
+        if not cure.startswith("did you mean"):
+            cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
+        yield Complaint("hydra/launcher", launcher, reason, cure)
