@@ -125,6 +125,19 @@ def test_ranks_share_an_iterable_dataset(
         torch.testing.assert_close(run.weights()[name], weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", [("parallelism=ddp",), pytest.param(FSDP, marks=LONG)])
+def test_held_out_samples_that_ranks_share_unevenly_count_once(
+    layout: tuple[str, ...], job: Job
+) -> None:
+    """Of 65 samples one rank has 33 and 9 batches, the other 32 and 8."""
+    lines = (*YOURS, "+data.arguments.rows=65", "+objective.arguments.lr=0.0")
+    alone, run = job.of(*lines), job.of(*lines, *layout, "+data.arguments.batch_size=4")
+    assert run.column("val/loss") == pytest.approx(alone.column("val/loss"), rel=1e-6)
+    (note,) = run.summary["notes"]
+    assert note.startswith("each epoch: 65 samples padded to 66 (1 repeated, 1.5%)")
+    assert alone.summary["notes"] == []
+
+
 @pytest.mark.parametrize("step", [3, pytest.param(8, marks=LONG), pytest.param(11, marks=LONG)])
 def test_it_goes_on_bit_by_bit(step: int, job: Job) -> None:
     """In the first epoch, at its end (8 batches), and in the second."""

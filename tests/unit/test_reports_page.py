@@ -146,6 +146,10 @@ def test_a_lack_of_memory_is_set_beside_what_was_foreseen(tmp_path: Path) -> Non
 
 
 class TestTorn:
+    def test_notes_on_the_data_are_shown(self, run_folder: Path) -> None:
+        add_notes(run_folder, "each step: 10 samples <padded> to 12")
+        assert "Each step: 10 samples &lt;padded&gt; to 12." in page.write(run_folder).read_text()
+
     def test_missing_summary_and_metrics(self, tmp_path: Path) -> None:
         source = text_of(page.write(make_run(tmp_path / "r", summary=False)))
         assert "The run finished." in source
@@ -200,6 +204,15 @@ class TestTorn:
 
 
 class TestSweep:
+    def test_a_note_on_the_data_names_its_jobs_unless_all_have_it(self, tmp_path: Path) -> None:
+        sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
+        jobs = sorted(path.parent for path in sweep.glob("*/summary.json"))
+        for job in jobs:
+            add_notes(job, "all epochs: 3 repeated", *["each step: 2 empty"] * (job == jobs[0]))
+        source = text_of(page.write(sweep))
+        assert source.count("all epochs: 3 repeated") + source.count("All epochs: 3 repeated") == 1
+        assert source.count(": each step: 2 empty.") == 1
+
     def test_has_its_parts(self, sweep_folder: Path) -> None:
         source = text_of(page.write(sweep_folder))
         assert re.findall(r'<section id="(\w+)">', source) == [
@@ -391,3 +404,8 @@ def test_memory_says_how_near_the_planner_came(tmp_path: Path) -> None:
     source = text_of(page.write(folder))
     assert "The planner foresaw a peak of" in source
     assert "4% off" in source
+
+
+def add_notes(folder: Path, *notes: str) -> None:
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    (folder / "summary.json").write_text(json.dumps({**summary, "notes": notes}), "utf-8")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from fixtures.yours import Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from scalewise.training.share import SharedStream, share_out
@@ -41,6 +45,85 @@ def trainer() -> Trainer:
         enable_checkpointing=False,
         plugins=[LightningEnvironment()],
     )
+
+
+def distributed(
+    loader: Any, ranks: int, mode: RunningStage
+) -> tuple[list[list[list[int]]], list[str]]:
+    """The batches of all ranks of a loader of numbers, and the notes on it."""
+    shares, notes = [], list[str]()
+    for rank in range(ranks):
+        made: Any = trainer()
+        made._data_connector._requires_distributed_sampler = lambda loader: True
+        notes = share_out(made, rank, ranks, streams=True)
+        loader_of_rank = made._data_connector._prepare_dataloader(loader, False, mode)
+        shares.append([batch.tolist() for batch in loader_of_rank])
+        assert len(shares[-1]) == len(loader_of_rank)
+    return shares, notes
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    samples=st.integers(1, 40),
+    ranks=st.integers(2, 5),
+    size=st.integers(1, 5),
+    drop_last=st.booleans(),
+    held_out=st.booleans(),
+)
+def test_held_out_samples_are_read_once_and_others_as_the_note_says(
+    samples: int,
+    ranks: int,
+    size: int,
+    drop_last: bool,
+    held_out: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By as many batches on every rank, none of which is empty or larger than the loader's."""
+    rows: Any = list(range(samples))
+    mode = RunningStage.VALIDATING if held_out else RunningStage.TRAINING
+    loader = DataLoader(rows, batch_size=size, drop_last=drop_last)
+    shares, notes = distributed(loader, ranks, mode)
+    assert len({len(share) for share in shares}) == 1
+    assert all(0 < len(batch) <= size for share in shares for batch in share)
+    read = [number for share in shares for batch in share for number in batch]
+    once = held_out and samples >= ranks and (size > 1 or drop_last)
+    said = " ".join(notes)
+    repeated = re.search(r"padded to (\d+) \((\d+) repeated", said)
+    dropped = re.search(r"(\d+) of \d+ samples dropped", said)
+    assert len(notes) == bool(repeated) + bool(dropped)
+    if once:
+        assert len(set(read)) == len(read)
+        assert not repeated
+    elif samples % ranks:
+        assert repeated
+        assert int(repeated[1]) == samples + int(repeated[2]) == -(-samples // ranks) * ranks
+    else:
+        assert not repeated
+    assert int(dropped[1] if dropped else 0) == max(0, samples - len(read))
+    if not drop_last:
+        assert set(read) == set(range(samples))
+    assert ("held-out loss" in said) == bool(held_out and repeated)
+
+
+def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
+    """Of batches by their sizes, as Lightning takes it."""
+    loader: Any = DataLoader(list(range(17)), batch_size=4)  # type: ignore[arg-type]  # has both
+    shares, notes = distributed(loader, 2, RunningStage.VALIDATING)
+    assert [[len(batch) for batch in share] for share in shares] == [[4, 4, 1], [4, 3, 1]]
+    means = [(sum(batch) / len(batch), len(batch)) for share in shares for batch in share]
+    assert sum(mean * size for mean, size in means) / 17 == pytest.approx(8)
+    assert notes == []
+
+
+def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
+    made = trainer()
+    notes = share_out(made, 0, 4, streams=True)
+    for stream in (Counted(13), Counted(12), Numbers(13)):
+        made._data_connector._prepare_dataloader(
+            DataLoader(stream, batch_size=2), False, RunningStage.VALIDATING
+        )
+    assert len(notes) == 1
+    assert "13 samples padded to 16 (3 repeated, 18.8%), counted twice" in notes[0]
 
 
 def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:

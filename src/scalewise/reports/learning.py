@@ -99,6 +99,7 @@ def loss(comparison: Comparison) -> Section | None:
             "Distance is the absolute difference of train loss at the same step; the number is the "
             "largest. It compares single runs and says nothing of the spread between seeds."
         )
+    notes += data_notes(comparison.jobs)
     table = _loss_numbers({job: curves[job] for job in drawn}) if drawn else None
     finding = headings.loss_heading(comparison)
     return Section("loss", "Loss", finding, tuple(panels), (), tuple(notes), table,
@@ -218,7 +219,7 @@ def loss_of_one(job: Job) -> Section | None:
             )
             live.append(Drawn(title, Curves((key,), from_zero=True)))
     return Section("loss", "Loss", headings.loss_heading_of_one(job), tuple(panels),
-                   notes=_amount(job), numbers=_loss_numbers({job: train}),
+                   notes=(*_amount(job), *data_notes([job])), numbers=_loss_numbers({job: train}),
                    live=tuple(live))  # fmt: skip
 
 
@@ -236,6 +237,20 @@ def _amount(job: Job) -> tuple[str, ...]:
     )
     steps = numbers.plural(ended.steps, "step")
     return (f"{size.strip()} saw {ended.tokens:,} tokens in {steps}{batch}.",)
+
+
+def data_notes(jobs: Sequence[Job]) -> list[str | Markup]:
+    """Returns the notes about the data, each once, with the jobs where not all have it."""
+    having: dict[str, list[str]] = {}
+    for job in jobs:
+        for note in job.run.summary.notes if job.run.summary else ():
+            having.setdefault(note, []).append(job.name)
+    return [
+        f"{numbers.sentence(note)}."
+        if len(names) == len(jobs)
+        else Markup("{}: {}.").format(findings.listed(names), note)
+        for note, names in having.items()
+    ]
 
 
 def throughput(job: Job) -> Section | None:

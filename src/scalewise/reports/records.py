@@ -45,6 +45,8 @@ class Summary:
     global_batch: int | None = None
     sequence: int | None = None
     window: str = ""
+    notes: tuple[str, ...] = ()
+    """Lines about the data: what was cut, left out, padded or repeated."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -247,6 +249,7 @@ def _summary(path: Path) -> Summary | None:
         global_batch=_count(found.get("global_batch")),
         sequence=_count(found.get("sequence")),
         window=_text(found.get("window")),
+        notes=_lines(found.get("notes")),
         metrics=_numbers(found.get("metrics")),
     )
 

@@ -174,7 +174,7 @@ def averaged(rows: Sequence[Row]) -> Row:
 
 def final(summary: Mapping[str, Any]) -> Row:
     """Returns the numbers of a ``summary.json`` by their keys at W&B."""
-    rest = {key: value for key, value in summary.items() if key != "metrics"}
+    rest = {key: value for key, value in summary.items() if key not in ("metrics", "notes")}
     return {f"final/{key}": value for key, value in {**summary["metrics"], **rest}.items()}
 
 

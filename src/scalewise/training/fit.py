@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.checkpoints import store
-from scalewise.data import kept
+from scalewise.data import kept, padding
 from scalewise.data.base import Splits
 from scalewise.data.loader import Loader, Share, ValidationLoader
 from scalewise.hardware import DeviceKind, started_ranks
@@ -71,8 +71,7 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
         kept.check(splits, resume.parents[1])
     if place.rank == 0:
         kept.keep(splits, folder)
-        if splits.note:
-            print_lines(splits.note, stderr=True)
+        print_notes(notes := [*splits.note.splitlines(), *padding.run_notes(run, splits)])
     module = TrainingModule(run, steps)
     recorder = Recorder(run, start, [], getattr(splits.train, "filled", 1.0))
     terminal = Terminal(run, steps, start) if place.rank == 0 else None
@@ -108,7 +107,13 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
                 terminal.close()
                 earlier = file.earlier if as_before else [*map(without_costs, file.earlier)]
                 rows = [*earlier, *recorder.rows]
-                sum_up(run, folder, rows, recorder.untrained, session)
+                sum_up(run, folder, rows, recorder.untrained, session, notes)
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Prints what the user should know of the data of a run."""
+    if notes:
+        print_lines(*notes, stderr=True)
 
 
 def assemble(
@@ -165,11 +170,12 @@ def sum_up(
     rows: list[Row],
     untrained: Row,
     session: Session,
+    notes: Sequence[str],
     parameters: int | None = None,
 ) -> None:
     """Writes ``summary.json`` and tells the tracker, where a step was taken."""
     if rows:
-        summary = summarize(run, rows, untrained, parameters)
+        summary = summarize(run, rows, untrained, notes, parameters)
         write_json(folder / "summary.json", summary)
         session.summarize(summary)
 
@@ -180,11 +186,15 @@ def without_costs(row: Row) -> Row:
 
 
 def summarize(
-    run: Run, rows: list[Row], untrained: Row, parameters: int | None = None
+    run: Run,
+    rows: list[Row],
+    untrained: Row,
+    notes: Sequence[str] = (),
+    parameters: int | None = None,
 ) -> dict[str, object]:
     """Returns ``summary.json``: first and final losses, medians of times and rates, memory.
 
-    ``parameters`` are those of a user's module.
+    ``notes`` are those about the data; ``parameters`` are those of a user's module.
     """
     steps = rows[-1]["step"]
     first = int(len(rows) * WARM_UP_SHARE)
@@ -213,6 +223,7 @@ def summarize(
         "global_batch": run.global_batch,
         "sequence": run.data.sequence,
         "window": f"median of steps {window[0]['step']}-{steps}",
+        "notes": list(notes),
         "metrics": metrics,
     }
 
@@ -251,8 +262,11 @@ def use_device(run: Run, place: Place) -> None:
 
 
 @contextmanager
-def lightning_quiet() -> Iterator[None]:
-    """Keeps Lightning's tips out: they advise on what this suite decides itself."""
+def lightning_quiet(*, sums: bool = True) -> Iterator[None]:
+    """Keeps Lightning's tips out: they advise on what this suite decides itself.
+
+    ``sums``: whether what is logged is summed over ranks by the suite, and not by a user's module.
+    """
     names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -262,7 +276,8 @@ def lightning_quiet() -> Iterator[None]:
         # Rows are gathered from a memory map in this process; validation may be off; torch's
         # pytree renamed what Lightning still calls by its old name; srun is never Lightning's.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # it is summed already
+        if sums:
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         warnings.filterwarnings("ignore", message=".*but have no `val_dataloader`.*")

@@ -30,7 +30,7 @@ from scalewise.training.callbacks.position import Position
 from scalewise.training.callbacks.pruning import Pruning
 from scalewise.training.callbacks.recorder import Recorder, Row, layout_of
 from scalewise.training.callbacks.terminal import Terminal
-from scalewise.training.fit import Place, assemble, lightning_quiet, sum_up
+from scalewise.training.fit import Place, assemble, lightning_quiet, print_notes, sum_up
 from scalewise.training.share import share_out
 from scalewise.training.stopping import STOP
 
@@ -93,6 +93,7 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         plan = {"steps": steps}
         write_json(folder / "plan.json", plan)
         session.foresee(plan)
+        print_notes(notes)
         earlier = resume.parents[1] / "metrics.csv" if resume else None
         files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
         terminals.append(Terminal(run, steps, start))
@@ -103,7 +104,7 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         ]
 
     recorder = UserRecorder(run, start, begun)
-    with lightning_quiet():
+    with lightning_quiet(sums=False):
         link = link_in(folder)
         pruning = Pruning(link, recorder, place.rank) if link else None
         module, data = built(run)
@@ -127,7 +128,7 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
         layout = run.parallelism
         assert isinstance(run.data, UserData)
         rank, ranks = layout.data_rank(place.rank), layout.data_parallel_size
-        share_out(trainer, rank, ranks, streams=run.data.split_iterable)
+        notes = share_out(trainer, rank, ranks, streams=run.data.split_iterable)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
             if resume and trainer.global_step == start and place.rank == 0:
@@ -140,7 +141,7 @@ def fit_module(run: Run, folder: Path, place: Place, resume: Path | None, sessio
             for terminal in terminals:
                 terminal.close()
                 rows = [*files[0].earlier, *recorder.rows]
-                sum_up(recorder.run, folder, rows, recorder.untrained, session, parameters)
+                sum_up(recorder.run, folder, rows, recorder.untrained, session, notes, parameters)
 
 
 class UserRecorder(Recorder):

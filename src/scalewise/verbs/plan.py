@@ -9,6 +9,7 @@ from typing import cast
 
 from scalewise import output
 from scalewise.config.door import End, Job, Verb, open_door
+from scalewise.data import padding
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, this_machine
 from scalewise.launch import resumed_sweep
@@ -52,11 +53,14 @@ class Planner(Verb):
         if run.objective.by_trace and run.plan.method is Method.trace:
             plan = _by_trace(run)
             show_plan.verdict(plan)
+            if not run.objective.of_user:  # whose loaders a plan does not ask
+                _padding(run)
             return 3 if plan.fit.verdict.bad else 0
         plan = planned(run)
         if run.plan.method is Method.trace:
             plan = _traced(plan)
         show_plan.one(plan)
+        _padding(plan.run)
         return 3 if plan.fit.verdict.bad else 0
 
     def many(
@@ -131,6 +135,11 @@ def _of_job(run: Run) -> Plan:
 def _by_trace(run: Run) -> Plan:
     """Returns the plan of what the ledger does not know: what a step of it holds, and no time."""
     return _of_user(run) if run.objective.of_user else _of_stacks(run)
+
+
+def _padding(run: Run) -> None:
+    for note in padding.run_notes(run):
+        print_lines(note)
 
 
 def _of_user(run: Run) -> Plan:

@@ -1,0 +1,55 @@
+"""How many samples a run reads beyond those that it was given: padding and repetition, in notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import TYPE_CHECKING
+
+from scalewise.data.base import Splits
+
+if TYPE_CHECKING:
+    from scalewise.run import Run
+
+
+def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
+    """Yields one line for each kind of samples that a run pads or repeats.
+
+    Args:
+        run: the run, its micro-batch size chosen.
+        splits: its prepared data. None where a plan does not read them: then epochs are left out,
+            and a validation has as many samples as it may have.
+    """
+    ranks, micro_batch = run.parallelism.data_parallel_size, run.micro_batch
+
+    def padded(what: str, samples: int, cure: str) -> Iterator[str]:
+        accumulation = ceil(samples / (micro_batch * ranks))
+        size = accumulation * micro_batch * ranks
+        if size > samples:
+            yield (
+                f"{what}: {amount(samples, size, 'empty')}, computed but not counted in the loss, "
+                f"to fill {ranks} ranks x micro-batch {micro_batch} x {accumulation} passes{cure}"
+            )
+
+    step = run.accumulation * run.rows_per_pass
+    yield from padded("each step", run.global_batch, f"; trainer.global_batch={step} pads nothing")
+    epochs = run.trainer.max_epochs
+    if splits is not None and epochs is not None and not splits.train.streamed:
+        samples, steps = ceil(epochs * len(splits.train)), run.steps(len(splits.train))
+        if (read := steps * run.global_batch) > samples:
+            yield (
+                f"all epochs: {amount(samples, read, 'repeated')}, "
+                f"to fill the last of {steps:,} steps of {run.global_batch} samples"
+            )
+    if run.trainer.validate_every is not None:
+        held_out = run.trainer.validation_rows
+        if splits is not None:
+            held_out = min(held_out, len(splits.validation or ()))
+        yield from padded("each validation", held_out, "")
+
+
+def amount(samples: int, read: int, kind: str) -> str:
+    """Returns how many samples are read, and how many of these are ``kind`` (empty, repeated)."""
+    more = read - samples
+    share = f"{more / read:.1%}" if more / read >= 0.0005 else "less than 0.1%"
+    return f"{samples:,} samples padded to {read:,} ({more:,} {kind}, {share})"
