@@ -139,7 +139,8 @@ def tokenizer(tmp_path: Path) -> Path:
     made = Tokenization(300).train(lambda: iter(["Add 2 and 2. user assistant system " * 20]))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
     made.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHATML, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
+    bos = {"__type": "AddedToken", "content": "<s>"}
+    config = {"chat_template": CHATML, "bos_token": bos, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
 

@@ -3,13 +3,16 @@
 import builtins
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data import tokenizer_files
+from scalewise.data.templates import beside
 from scalewise.data.tokenizing import Tokenization
 from scalewise.errors import DataError
 
@@ -147,3 +150,35 @@ def test_a_torn_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 5},
+        {"tokenizer_class": "ByT5Tokenizer"},
+    ],
+    ids=["own_code", "wrong_setting", "no_backend"],
+)
+def test_a_class_that_transformers_cannot_load_is_rejected(tmp_path, config):
+    """The ids of tokenizer.json alone may be others: they are taken only as the fix says."""
+    folder = tmp_path / "it's"
+    folder.mkdir()
+    trained().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json") as caught:
+        loaded(folder)
+    copied, _, override = caught.value.complaints[0].cure.partition(": ")[2].partition(", then ")
+    subprocess.run(["sh", "-c", copied], check=True)
+    (plain,) = shlex.split(override)
+    assert OverridesParser.create().parse_override(plain).value() == str(folder / "plain.json")
+    assert loaded(folder / "plain.json").encode(TEXT).ids == trained().encode(TEXT).ids
+
+
+def test_a_template_of_a_class_that_transformers_cannot_load_is_rejected(tmp_path):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "chat_template": "{{ bos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"cannot load the class that tokenizer_config\.json"):
+        beside(tmp_path / "tokenizer.json")

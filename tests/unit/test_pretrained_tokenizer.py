@@ -56,7 +56,8 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     Tokenization(300, end_of_text=END).train(lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    end = {"__type": "AddedToken", "content": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     (tmp_path / "RECORDS.jsonl").touch()
     np.zeros(99, dtype="<u2").tofile(tmp_path / "IDS.bin")
     monkeypatch.chdir(tmp_path)

@@ -6,29 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.data.templates import CONFIG, OWN_FILE, source_beside, word
-from scalewise.data.tokenizer_files import of_transformers
+from scalewise.data.tokenizer_files import FILE, not_converted, of_transformers
 from scalewise.errors import DataError
 
 
 def load(file: Path) -> Any:
     """Loads a tokenizer.json with the files beside it as transformers does.
 
-    Returns a ``PreTrainedTokenizerFast``; None if neither a tokenizer_config.json nor a
-    chat_template.jinja is beside it, since the file alone says all. Raises ``DataError`` for files
-    that cannot be read.
+    Returns None if neither a tokenizer_config.json nor a chat_template.jinja is beside it, since
+    the file alone says all. Raises ``DataError`` for files that cannot be read, and for a class
+    that transformers cannot load.
     """
     if not any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE)):
         return None
     source, config = source_beside(file)
     from transformers import PreTrainedTokenizerFast
 
-    if config and file.name == "tokenizer.json":
+    if config and file.name == FILE:
         try:
-            loaded = of_transformers(file.parent)
-            if hasattr(loaded, "backend_tokenizer"):
-                return loaded
-        except Exception:  # noqa: S110  # a class or a setting that transformers lacks
-            pass
+            return of_transformers(file.parent)
+        except Exception as error:  # of many kinds, of many classes
+            raise not_converted(str(file), file.parent, error) from error
     special = {key: word(token) for key, token in config.items() if key.endswith("_token")}
     try:
         of_file: Any = PreTrainedTokenizerFast

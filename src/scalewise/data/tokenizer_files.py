@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.data.cache import cached
 from scalewise.errors import Complaint, DataError
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +67,8 @@ def resolved(path: str) -> Path:
     """Returns a tokenizer.json with what transformers makes of the files that ``path`` names.
 
     A tokenizer.json with no tokenizer_config.json beside it is returned as it is; others are
-    converted once into the cache. Raises ``DataError`` for files that cannot be converted.
+    converted once into the cache. Raises ``DataError`` for files that cannot be converted: their
+    ids would not be those of transformers.
     """
     file = tokenizer_path(path)
     if file.is_file() and (file.name != FILE or not file.with_name(CONFIG).is_file()):
@@ -108,9 +110,7 @@ def _convert(path: str, file: Path, folder: Path) -> None:
     try:
         tokenizer = _backend(file.parent)
     except Exception as error:  # of many kinds, of many classes
-        if own is None:
-            raise _not_converted(path, file.parent, error) from error
-        tokenizer = own
+        raise not_converted(path, file.parent, error) from error
     if own is not None and tokenizer.get_vocab_size() > own.get_vocab_size():
         tokenizer = _without_added(tokenizer, own)
     assert isinstance(tokenizer, Tokenizer)
@@ -164,9 +164,16 @@ def _backend(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _not_converted(path: str, folder: Path, error: Exception) -> DataError:
+def not_converted(path: str, folder: Path, error: Exception) -> DataError:
     """Returns the error of files that transformers does not convert, with what may help."""
     pieces = [*folder.glob(SENTENCEPIECE)]
+    said = shorten(" ".join(str(error).split()), 160, placeholder="...")
+    if (folder / FILE).is_file():
+        plain = folder / "plain.json"
+        copied = f"cp {shlex.quote(str(folder / FILE))} {shlex.quote(str(plain))}"
+        reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
+        cure = f"correct it; for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"
+        return DataError.one(KEY, path, reason, cure)
     cure = "give the path of a tokenizer.json"
     if pieces and importlib.util.find_spec("sentencepiece") is None:
         reason = f"{pieces[0].name} is converted by transformers with sentencepiece"
@@ -176,6 +183,5 @@ def _not_converted(path: str, folder: Path, error: Exception) -> DataError:
         known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
         known = "LlamaTokenizer" if pieces else known
         cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
-    said = shorten(" ".join(str(error).split()), 160, placeholder="...")
     reason = f"transformers makes no tokenizer.json of {folder} ({said})"
     return DataError.one(KEY, path, reason, cure)
