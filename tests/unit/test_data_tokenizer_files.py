@@ -2,10 +2,13 @@
 
 import builtins
 import importlib.util
+import io
 import json
 import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -99,8 +102,32 @@ def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     for path in (tmp_path, tmp_path / "tokenizer.model"):
-        with pytest.raises(DataError, match=r"tokenizer\.model is converted .*; pip install sent"):
+        with pytest.raises(DataError, match=r"with sentencepiece.*; pip install 'scalewise\[hf\]'"):
             loaded(path)
+
+
+def test_the_extra_has_what_a_sentencepiece_model_needs():
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extra = " ".join(pyproject["project"]["optional-dependencies"]["hf"])
+    for package in tokenizer_files.PACKAGES:
+        assert package.rpartition(".")[2] in extra
+
+
+def test_ids_of_a_sentencepiece_model_are_its_own(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 5),
+        model_writer=model,
+        vocab_size=40,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    expected = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode(TEXT)
+    assert loaded(tmp_path).encode(TEXT).ids == expected
 
 
 def test_a_broken_sentencepiece_model_is_rejected(tmp_path):

@@ -26,6 +26,8 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SENTENCEPIECE = "*.model"
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken", SENTENCEPIECE)
 """Files of vocabularies that transformers converts."""
+PACKAGES = ("sentencepiece", "google.protobuf", "tiktoken")
+"""Packages of the extra ``hf`` with which transformers converts ``SENTENCEPIECE``."""
 OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json")
 """Files beside a vocabulary that decide what transformers makes of it."""
 TEMPLATES = ("chat_template.jinja",)
@@ -100,6 +102,13 @@ def _is_vocabulary(path: Path) -> bool:
     return any(path.match(name) for name in VOCABULARIES)
 
 
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it lies in
+        return False
+
+
 def _convert(path: str, file: Path, folder: Path) -> None:
     """Writes the tokenizer.json of a tokenizer whose files lie beside ``file``."""
     from tokenizers import Tokenizer
@@ -167,6 +176,7 @@ def _backend(folder: Path) -> Tokenizer:
 def not_converted(path: str, folder: Path, error: Exception) -> DataError:
     """Returns the error of files that transformers does not convert, with what may help."""
     pieces = [*folder.glob(SENTENCEPIECE)]
+    lacking = [package.rpartition(".")[2] for package in PACKAGES if not _has(package)]
     said = shorten(" ".join(str(error).split()), 160, placeholder="...")
     if (folder / FILE).is_file():
         plain = folder / "plain.json"
@@ -174,10 +184,10 @@ def not_converted(path: str, folder: Path, error: Exception) -> DataError:
         reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
         cure = f"correct it; for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"
         return DataError.one(KEY, path, reason, cure)
+    if pieces and lacking:
+        reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
+        return DataError.one(KEY, path, reason, "pip install 'scalewise[hf]'")
     cure = "give the path of a tokenizer.json"
-    if pieces and importlib.util.find_spec("sentencepiece") is None:
-        reason = f"{pieces[0].name} is converted by transformers with sentencepiece"
-        return DataError.one(KEY, path, reason, "pip install sentencepiece")
     if not (folder / CONFIG).is_file():
         config = shlex.quote(str(folder / CONFIG))
         known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"

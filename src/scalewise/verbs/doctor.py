@@ -20,7 +20,7 @@ EXTRAS = {
     "slurm": ("submitit", "hydra/launcher=slurm"),
     "joblib": ("joblib", "hydra/launcher=joblib"),
     "optuna": ("optuna", "hydra/sweeper=optuna"),
-    "hf": ("datasets", "data=hf and .parquet files"),
+    "hf": ("datasets", "data=hf, .parquet files and SentencePiece tokenizers"),
     "images": ("PIL", "pictures of data=captions but .npy"),
 }
 """Extra: the package that tells whether it is installed, and what it is for."""
