@@ -92,10 +92,10 @@ def test_a_sentencepiece_model_needs_sentencepiece(tmp_path, monkeypatch):
     )
     real_import = builtins.__import__
 
-    def without(name, *more):
+    def without(name, *more, **named):
         if name.partition(".")[0] == "sentencepiece":
             raise ImportError(name)
-        return real_import(name, *more)
+        return real_import(name, *more, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.delitem(sys.modules, "sentencepiece", raising=False)
