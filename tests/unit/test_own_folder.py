@@ -7,6 +7,7 @@ from fixtures.verbs import Noted
 
 from scalewise.config import tree
 from scalewise.config.door import open_door
+from scalewise.config.searched import searched
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -75,3 +76,72 @@ def test_it_is_forgotten(folder: str) -> None:
     runs(folder, "experiment=copy")
     with pytest.raises(ConfigError, match="no such option"):
         open_door(Noted(), ["experiment=copy"])
+
+
+TRUSTING = {
+    "experiment/trusting.yaml": "# @package _global_\ntrusted_packages: [foreign]\n",
+    "experiment/recorded.yaml": """# @package _global_
+trusted_packages: [foreign]
+hydra: {overrides: {task: ["trusted_packages=[foreign]"]}}
+""",
+    "experiment/referring.yaml": """# @package _global_
+question: "[foreign]"
+tracking: {tags: [foreign]}
+""",
+    "sweep/trusting.yaml": "# @package _global_\n"
+    "hydra: {mode: MULTIRUN, sweeper: {params: {trusted_packages: '[foreign],[]'}}}\n",
+    "callbacks/trusting.yaml": "# @package _global_\ntrusted_packages: [foreign]\n",
+}
+
+
+@pytest.fixture
+def trusting(folder: str) -> str:
+    for name, content in TRUSTING.items():
+        file = Path(folder) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["experiment=trusting"],
+        ["experiment=recorded"],
+        ["experiment=referring", "trusted_packages=${tracking.tags}"],
+        ["callbacks=trusting"],
+        ["-m", "experiment=trusting", "seed=1,2"],
+        ["sweep=trusting"],
+        ["experiment=trusting", "seed=1", "hydra.mode=MULTIRUN"],
+    ],
+)
+def test_no_file_trusts_a_package(lines: list[str], trusting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs(trusting, *lines)
+    said = [str(it) for it in caught.value.complaints if it.key == "trusted_packages"]
+    assert len(said) == 1, caught.value
+    assert "trusted_packages=[foreign]: is set by a file" in said[0]
+    assert "type 'trusted_packages=[foreign]'" in said[0]
+
+
+def test_no_sweep_of_wandb_trusts_a_package(trusting: str) -> None:
+    more = ",".join(map(str, range(300)))  # more jobs than are validated one by one
+    for line in ((), (f"seed={more}",)):
+        with pytest.raises(ConfigError, match="is set by a file"):
+            searched(["-cd", trusting, "sweep=trusting", *line])
+
+
+@pytest.mark.parametrize(
+    ("lines", "trusted"),
+    [
+        (["experiment=trusting", "trusted_packages=[foreign,other]"], [("foreign", "other")]),
+        (["experiment=trusting", "trusted_packages=[]"], [()]),
+        (["experiment=trusting", "++trusted_packages=['foreign']"], [("foreign",)]),
+        (["-m", "trusted_packages=[a],[b,c]"], [("a",), ("b", "c")]),
+        (["sweep=trusting", "trusted_packages=[mine]"], [("mine",)]),
+    ],
+)
+def test_the_command_line_trusts_packages(
+    lines: list[str], trusted: list[tuple[str, ...]], trusting: str
+) -> None:
+    assert [run.trusted_packages for run in runs(trusting, *lines)] == trusted

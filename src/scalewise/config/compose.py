@@ -30,7 +30,7 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
             raise
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
             raise refuse.translated(error, lines, here=here) from error
-        return read(config, lines, here=here)
+        return read(config, lines, lines, here=here)
 
 
 @cache

@@ -101,6 +101,8 @@ class Passage:
     verb: Verb
     own: Path | None = None
     """The folder of ``-cd``."""
+    typed: Sequence[str] = ()
+    """Overrides of the command line; those of a job may come from files."""
     codes: list[int] = field(default_factory=list)
     """Exit codes of its jobs so far."""
     raised: list[Exception] = field(default_factory=list)
@@ -131,7 +133,8 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     flags = flags_of(arguments)
     away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
     made: list[Path] = []
-    passage = Passage(verb, Path(flags.config_dir).absolute() if flags.config_dir else None)
+    own = Path(flags.config_dir).absolute() if flags.config_dir else None
+    passage = Passage(verb, own, tuple(flags.overrides))
     if unreadable := list(refuse.unreadable(flags.overrides)):
         raise ConfigError(unreadable)
     typed = [line.partition("=") for line in flags.overrides]
@@ -149,7 +152,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
             if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
                 cure = "add -m: a sweep of one job"
                 raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
-            run = read(config, _lines(config.hydra), here=verb.here)
+            run = read(config, _lines(config.hydra), passage.typed, here=verb.here)
             gc.enable()
             passage.codes.append(verb.one(run, folder))
         except Exception as error:  # Hydra would print about it
@@ -347,7 +350,7 @@ def _validated(
         try:
             # Alone, a job is its own overrides: the axes would make it a sweep again.
             lines = [line for line in _lines(composed.hydra) if not line.startswith("sweep=")]
-            run = read(composed, lines, here=here)
+            run = read(composed, lines, _passages[-1].typed, here=here)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue

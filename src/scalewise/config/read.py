@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scalewise import typed_override
 from scalewise.config import profiles, registry, tree
 from scalewise.config.near import meant
 from scalewise.config.schema import twin
@@ -19,14 +20,19 @@ from scalewise.errors import Complaint, ConfigError
 from scalewise.redaction import HIDDEN, holds_secret
 from scalewise.run import Run
 
-_PLAIN = ("name", "seed", "question", "resume", "trusted_packages")
+TRUSTED = "trusted_packages"
+_PLAIN = ("name", "seed", "question", "resume", TRUSTED)
 _ENVIRONMENT = re.compile(r"oc\.env\s*:\s*['\"]?([^,}'\"]*)")
 WOULD_REVEAL = "would write a secret of the environment into the run's folder"
 LEAVE_OUT = "leave it out: what needs it reads it from the environment"
 
 
-def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> Run:
+def read(
+    config: DictConfig, overrides: Iterable[str], typed: Iterable[str], *, here: bool = True
+) -> Run:
     """Returns the settled Run of a composed config that still holds its ``hydra`` node.
+
+    ``typed``: the overrides of the command line alone, which may trust packages.
 
     Raises ``ConfigError`` with every complaint; those about the present machine only if ``here``.
     An interpolation may read the environment, but not what is named like a secret there: the
@@ -34,6 +40,7 @@ def read(config: DictConfig, overrides: Iterable[str], *, here: bool = True) -> 
     """
     complaints: list[Complaint] = []
     run = unchecked(config, overrides, complaints)
+    complaints += untrusted(run.trusted_packages, typed)
     complaints += run.complaints()
     if here:
         complaints += run.machine_complaints()
@@ -70,6 +77,32 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
         choices=choices,
         overrides=tuple(overrides),
     ).settled()
+
+
+def untrusted(packages: Sequence[str], typed: Iterable[str]) -> Iterator[Complaint]:
+    """Yields packages that only a file trusts: it would run code of its own by itself."""
+    if not packages:
+        return
+    trusted = {package for line in typed for package in _trusted_by(line)}
+    if any(package not in trusted for package in packages):
+        reason = "is set by a file; only the command line may trust packages"
+        cure = f"if you trust them, type {typed_override.typed(TRUSTED, packages)}"
+        yield Complaint(TRUSTED, list(packages), reason, cure)
+
+
+def _trusted_by(line: str) -> Iterator[str]:
+    """Yields the packages that an override of the command line trusts, in any job of a sweep."""
+    try:
+        override = OverridesParser.create().parse_override(line)
+    except HydraException:
+        return
+    if override.key_or_group != TRUSTED or override.is_delete():
+        return
+    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
+    for value in values:
+        if isinstance(value, str):  # a list that a sweep yields as text
+            value = OverridesParser.create().parse_override(f"{TRUSTED}={value}").value()
+        yield from map(str, value if isinstance(value, list) else ())
 
 
 def part(group: str, recorded: Mapping[str, object]) -> Any:

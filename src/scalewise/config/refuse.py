@@ -83,7 +83,7 @@ def diagnose(overrides: Iterable[str], *, here: bool = True) -> list[Complaint]:
         sound = [o for o in values if not _add(complaints, _of_value(o, config, loader))]
         _add(complaints, _of_hydra(sound, kept))
         try:
-            read(config, (), here=here)
+            read(config, (), lines, here=here)
         except ConfigError as error:
             complaints += error.complaints
     return complaints

@@ -17,7 +17,7 @@ from scalewise.config import door, mount, refuse, search_axes
 from scalewise.config.composition_cache import composed_once
 from scalewise.config.flags import flags_of
 from scalewise.config.own import own_hydra
-from scalewise.config.read import read
+from scalewise.config.read import TRUSTED, read
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
 from scalewise.study.space import Axis, Choice, Interval
@@ -44,7 +44,9 @@ MOST_CHECKED = 200
 """Jobs of a grid that are validated one by one; of more, each value is checked by its type."""
 
 
-def _check_values(space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[str]) -> None:
+def _check_values(
+    space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[str], typed: Sequence[str]
+) -> None:
     """Raises ``ConfigError`` for values with which a job could not run."""
     grid = [[f"{axis.key}={v}" for v in axis.values] for axis in space if isinstance(axis, Choice)]
     intervals = [axis for axis in space if isinstance(axis, Interval)]
@@ -55,8 +57,8 @@ def _check_values(space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[s
     for job in jobs:
         config = hydra.compose("config", overrides=[*fixed, *job], return_hydra_config=True)
         try:
-            if validated:
-                read(config, [*lines, *job], here=False)
+            if validated or TRUSTED in job[0].partition("=")[0]:
+                read(config, [*lines, *job], typed, here=False)
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
     if complaints:
@@ -89,8 +91,8 @@ def searched(arguments: Sequence[str]) -> Searched:
                 and override.key_or_group != "sweep"
             ]
             space, fixed = search_axes.read([*lines, *own_lines, *swept], loader)
-            run = read(config, fixed, here=False)
-            _check_values(space, single, fixed)
+            run = read(config, fixed, flags.overrides, here=False)
+            _check_values(space, single, fixed, flags.overrides)
             name = Path(config.hydra.sweep.dir).parent.name
             option = str(config.hydra.runtime.choices["hydra/sweeper"])
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
