@@ -82,6 +82,16 @@ def _inputs(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield key, part[name]
 
 
+def with_digests(values: Mapping[str, Any], found: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a resolved config with digests in place of the paths of its inputs."""
+    replaced = dict(values)
+    for key, digest in found.items():
+        group, _, name = key.partition(".")
+        if isinstance(replaced.get(group), Mapping):
+            replaced[group] = {**replaced[group], name: digest}
+    return replaced
+
+
 def record(values: Mapping[str, Any], folder: Path) -> None:
     """Writes the launch folder of a run and the digests of its inputs into its folder."""
     at = {"launch_folder": os.getcwd(), "run_folder": str(folder.absolute())}

@@ -13,10 +13,11 @@ import psutil
 import pytest
 import yaml
 
+from scalewise import inputs
 from scalewise.config.door import Verb, open_door
 from scalewise.errors import ConfigError
 from scalewise.launch import resumed_sweep, squeue
-from scalewise.launch.config_hash import config_hash
+from scalewise.launch.config_hash import config_hash, hash_of_folder
 from scalewise.launch.engine import InTurn, Task
 from scalewise.launch.job import Order, attempts
 from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
@@ -68,6 +69,49 @@ class TestHash:
     )
     def test_what_it_does_not(self, override: str, compose: Compose) -> None:
         assert config_hash(compose(override)) == config_hash(compose())
+
+
+class TestInputs:
+    """Files count by what they hold, as in the resumption of a single run."""
+
+    @pytest.fixture
+    def texts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        Path("a").mkdir()
+        Path("a/one.txt").write_text("a text")
+        return Path("a")
+
+    @staticmethod
+    def hash_of(compose: Compose, paths: str) -> str:
+        return config_hash(compose("data=text", f"data.paths=[{paths}]", here=False))
+
+    def test_a_moved_file_is_the_same(self, texts: Path, compose: Compose, tmp_path: Path) -> None:
+        before = self.hash_of(compose, "a/one.txt")
+        texts.rename("b")
+        assert self.hash_of(compose, "b/one.txt") == before
+        assert self.hash_of(compose, str(tmp_path / "b/*.txt")) == before
+
+    def test_a_changed_file_is_another(self, texts: Path, compose: Compose) -> None:
+        before = self.hash_of(compose, "a/one.txt")
+        (texts / "one.txt").write_text("another text")
+        assert self.hash_of(compose, "a/one.txt") != before
+
+    def test_a_further_file_is_another(self, texts: Path, compose: Compose) -> None:
+        before = self.hash_of(compose, "a/*.txt")
+        (texts / "two.txt").write_text("a second text")
+        assert self.hash_of(compose, "a/*.txt") != before
+
+    def test_a_folder_without_a_hash_has_that_of_the_files_it_read(
+        self, texts: Path, compose: Compose, tmp_path: Path
+    ) -> None:
+        run, folder = compose("data=text", "data.paths=[a/one.txt]", here=False), tmp_path / "run"
+        folder.mkdir()
+        (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
+        inputs.record(run.as_dict(), folder)
+        before = config_hash(run)
+        (texts / "one.txt").write_text("another text")
+        assert hash_of_folder(folder) == before != config_hash(run)
 
 
 def job(number: int, digest: str = "a", **varied: str) -> Earlier:

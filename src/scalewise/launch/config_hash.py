@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalewise import inputs
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, read_yaml
 
@@ -31,10 +32,11 @@ DIGITS = 16
 def config_hash(run: Run) -> str:
     """Returns 16 hex digits that differ where results would.
 
-    Of ``hardware`` the kind of device counts, and of ``resume`` a path. What a path holds (texts,
-    tokens, a checkpoint) is not looked at.
+    Of ``hardware`` the kind of device counts, and of ``resume`` a path. Of input files (texts,
+    tokens, a tokenizer, weights) their content counts, wherever they lie.
     """
-    return _hash(run.as_dict())
+    values = run.as_dict()
+    return _hash(values, inputs.digests(values))
 
 
 def hash_of_folder(folder: Path) -> str | None:
@@ -46,10 +48,13 @@ def hash_of_folder(folder: Path) -> str | None:
     if isinstance(stated, str):
         return stated
     values = read_yaml(folder / "resolved.yaml")
-    return _hash(values) if isinstance(values.get("hardware"), Mapping) else None
+    if not isinstance(values.get("hardware"), Mapping):
+        return None
+    return _hash(values, inputs.recorded_digests(folder))
 
 
-def _hash(values: Mapping[str, Any]) -> str:
+def _hash(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+    values = inputs.with_digests(values, digests)
     told = {key: value for key, value in values.items() if key not in LEFT_OUT}
     told["device"] = values["hardware"].get("device")
     resume = values.get("resume")
