@@ -191,3 +191,55 @@ def test_a_rejected_command_leaves_folders_as_they_were(
         (work / empty).rmdir()
     assert cli.main([line[0], "experiment=smoke", *line[1:]] if line[0] != "bench" else line) == 2
     assert sorted(path.name for path in work.iterdir()) == ["a.txt"]
+
+
+@pytest.mark.parametrize("subdir", ["../..", "..", ".", "a/../..", "/tmp/elsewhere", "a/.."])
+def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> None:
+    line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
+    with pytest.raises(ConfigError, match=r"leads out of the sweep's folder.*job\.num") as caught:
+        open_door(Never(), line)
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value) == ("hydra.sweep.subdir", subdir)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_may_have_folders_within_folders() -> None:
+    noted = Noted()
+    assert open_door(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
+    assert [job.folder.name for job in noted.jobs] == ["0", "1"]
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("${oc.env:PLANTED_TOKEN}", "would write a secret of the environment"),
+        ("${oc.env:ABSENT_OF_ALL}", "Environment variable 'ABSENT_OF_ALL' not found"),
+        ("${nowhere}", "'nowhere' not found"),
+    ],
+)
+def test_an_interpolation_of_hydra_is_named_by_its_key(
+    key: str,
+    value: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", "Zx8Kq2Lm5Vb9Tn4Rw7Yc")
+    flags = ["-m"] * (key != "hydra.run.dir")
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), [*flags, "seed=1", f"{key}={value}"])
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value) == (key, value)
+    assert reason in complaint.reason
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["sweep=learning_rate"], ["objective=module"]])
+def test_a_resolved_config_has_its_name(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra shows the config without the node that says which options were chosen."""
+    assert open_door(Noted(), ["--cfg", "job", "--resolve", *more]) == 0
+    name = "module-single-fp32" if "objective=module" in more else "decoder_nano-single-fp32-"
+    assert f"name: {name}" in capsys.readouterr().out

@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from scalewise import cli
+from scalewise import atomic, cli
 from scalewise.errors import ConfigError
 from scalewise.launch import progress
+from scalewise.launch.resume import refuse_living
 from scalewise.launch.resumed_sweep import folder_of
 from scalewise.reports import files
 from scalewise.tracking import recorded
@@ -133,3 +134,47 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     monkeypatch.setattr(files, "write", refused)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "scalewise: somewhere/.report.html: Permission denied\n"
+
+
+@pytest.mark.parametrize("reader", ["status", "report"])
+@pytest.mark.parametrize(
+    ("status", "frees"),
+    [
+        ({"status": "running"}, True),
+        ({"status": "running", "process": 1, "started": 4e9}, False),
+        ({"status": "running", "host": "elsewhere"}, False),
+        ({"status": "running", "process": os.getpid(), "started": 4e9}, False),
+    ],
+    ids=["killed", "alive", "of another machine", "of this process"],
+)
+def test_space_that_a_killed_run_reserved_is_freed_by_the_next_command(
+    status: dict[str, object], frees: bool, reader: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job(run, **status)
+    atomic.reserve(run / "status.json", 100)
+    assert cli.main([reader, str(run)]) == 0
+    assert (run / ".status.json.reserve").exists() is not frees
+
+
+def test_space_that_a_killed_sweep_and_its_jobs_reserved_is_freed(tmp_path: Path) -> None:
+    sweep(tmp_path, row(0, "running", config_hash="a", planned_folder="0"))
+    job(tmp_path / "0", status="running")
+    atomic.reserve(tmp_path / "sweep.json", 100)
+    atomic.reserve(tmp_path / "0" / "status.json", 100)
+    assert folder_of(str(tmp_path), tmp_path) == tmp_path
+    assert not [*tmp_path.rglob(".*.reserve")]
+
+
+def test_space_that_a_living_sweep_reserved_stays(tmp_path: Path) -> None:
+    sweep(tmp_path, row(0, "waiting"), pid=1, process={"pid": 1, "host": HERE, "started": 4e9})
+    atomic.reserve(tmp_path / "sweep.json", 100)
+    recorded.release_reserved(tmp_path)
+    assert (tmp_path / ".sweep.json.reserve").exists()
+
+
+def test_space_that_a_killed_run_reserved_is_freed_by_its_resumption(tmp_path: Path) -> None:
+    job(tmp_path / "run", status="running")
+    atomic.reserve(tmp_path / "run" / "status.json", 100)
+    refuse_living("last", tmp_path / "run")
+    assert not (tmp_path / "run" / ".status.json.reserve").exists()

@@ -287,6 +287,12 @@ class TestFolder:
         with claimed(sweep.with_name("other")) as lock, claimed(lock.folder) as second:
             assert (lock.folder.name, second.folder.name) == ("other", "other-2")
 
+    def test_a_file_is_no_folder_of_a_sweep(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("a file")
+        with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*: is a file; give a"):
+            claimed(tmp_path / "file")
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
     def test_there_must_be_one(self, tmp_path: Path) -> None:
         for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):
             with pytest.raises(ConfigError, match=reason):

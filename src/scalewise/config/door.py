@@ -354,13 +354,24 @@ def _validated(
         except ConfigError as error:
             complaints |= {str(complaint): complaint for complaint in error.complaints}
             continue
-        own = folder / str(OmegaConf.select(composed, "hydra.sweep.subdir"))
+        subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir"))
+        if not _is_inside(subdir):
+            cure = "give the name of a folder in it: 'hydra.sweep.subdir=${hydra.job.num}'"
+            reason = "leads out of the sweep's folder"
+            raise ConfigError.one("hydra.sweep.subdir", subdir, reason, cure)
+        own = folder / subdir
         jobs.append(Job(number, run, own, varied[number - first]))
     if complaints:
         raise ConfigError(complaints.values()) from failed
     if failed is not None:
         raise failed
     return jobs
+
+
+def _is_inside(path: str) -> bool:
+    """Returns whether a relative path names something within the folder that it starts from."""
+    first = Path(os.path.normpath(path)).parts[:1]
+    return not os.path.isabs(path) and first not in ((), ("..",))
 
 
 def _lines(hydra_config: DictConfig) -> list[str]:

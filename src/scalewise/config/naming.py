@@ -4,6 +4,7 @@ from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,7 +23,7 @@ def register() -> None:
 
 def run_name(*, _root_: Any) -> str:
     """Returns e.g. ``llama_160m-fsdp-bf16_mixed-adamw-lr3e-4``, ``MyModule-fsdp-bf16_mixed``."""
-    choices = _root_.hydra.runtime.choices
+    choices = _choices(_root_)
     if choices.get("objective") == "module":
         target = str(OmegaConf.select(_root_, "objective.target") or "module")
         return "-".join([target.rpartition(".")[2], choices.parallelism, choices.precision])
@@ -31,6 +32,12 @@ def run_name(*, _root_: Any) -> str:
         parts[0] = PurePath(str(_said(_root_, "model.path") or "hf")).name.lstrip(".") or "hf"
     named = "-".join(str(part).replace("/", "-") for part in parts if part)
     return f"{named}-lr{rate_text(_said(_root_, 'optimizer.lr'))}"
+
+
+def _choices(root: Any) -> Any:
+    """Returns the options chosen; ``--cfg job`` has taken the ``hydra`` node out of the config."""
+    node = root.hydra if "hydra" in root else HydraConfig.get()
+    return node.runtime.choices
 
 
 def beside(name: str) -> str:
@@ -51,7 +58,7 @@ def sweep_name(*, _root_: Any) -> str:
     own = OmegaConf.to_container(_root_, resolve=False)["name"]  # type: ignore[index,call-overload]  # a mapping
     if isinstance(own, str) and "${" not in own:
         return own
-    choices = _root_.hydra.runtime.choices
+    choices = _choices(_root_)
     given = [choices.get(key) for key in ("experiment", "sweep")]
     parts = [str(part).replace("/", "-") for part in dict.fromkeys(given) if part]
     return "-".join(parts) or f"{choices.get('model')}-sweep"

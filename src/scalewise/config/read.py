@@ -211,13 +211,18 @@ def _of_interpolation(config: Any, name: Any, key: str, raw: str) -> Iterator[Co
     try:
         _plain(config[name])
     except (OmegaConfBaseException, RecursionError) as error:
-        said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
-        if "recursi" in str(error).lower():
-            said = "refers to itself"
-        cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
-        if WOULD_REVEAL in said:
-            said, cure = WOULD_REVEAL, LEAVE_OUT
-        yield Complaint(key, raw, said.strip('"'), cure)
+        yield unresolved(key, raw, error)
+
+
+def unresolved(key: str, raw: object, error: Exception) -> Complaint:
+    """Returns the complaint about an interpolation that raised ``error`` as it was resolved."""
+    said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
+    if "recursi" in str(error).lower():
+        said = "refers to itself"
+    cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
+    if WOULD_REVEAL in said:
+        said, cure = WOULD_REVEAL, LEAVE_OUT
+    return Complaint(key, raw, said.strip('"'), cure)
 
 
 @cache

@@ -17,11 +17,12 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationResolutionError
 
 from scalewise.config import registry, tree
 from scalewise.config.near import chosen, meant
 from scalewise.config.own import own_hydra
-from scalewise.config.read import LEAVE_OUT, WOULD_REVEAL, read
+from scalewise.config.read import LEAVE_OUT, WOULD_REVEAL, read, unresolved
 from scalewise.errors import Complaint, ConfigError, ScalewiseError, as_typed
 from scalewise.redaction import holds_secret
 from scalewise.run import Run
@@ -41,7 +42,16 @@ def translated(error: Exception, overrides: Sequence[str], *, here: bool = True)
     if "multirun" in str(error):
         found += [c for text in overrides for c in _of_sweep(_parsed(text, []))]
     together = {str(complaint): complaint for complaint in (*found, *known)}
-    return ConfigError(together.values() or [Complaint("", "", _sentence(error))])
+    return ConfigError(together.values() or [_of_error(error, overrides)])
+
+
+def _of_error(error: Exception, overrides: Sequence[str]) -> Complaint:
+    """Returns the complaint about what Hydra raised, with its key where that is known."""
+    key = getattr(error, "full_key", None)
+    if not (isinstance(error, InterpolationResolutionError) and key):
+        return Complaint("", "", _sentence(error))
+    typed = {key.lstrip("+"): value for key, _, value in (it.partition("=") for it in overrides)}
+    return unresolved(key, typed.get(key, "${...}"), error)
 
 
 def _of_sweep(override: Override | None) -> Iterator[Complaint]:

@@ -17,7 +17,7 @@ from scalewise.launch.locks import InUseError, Owner
 from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import RecordError, read_json, read_yaml
-from scalewise.tracking.recorded import is_at_work, start_of_run
+from scalewise.tracking.recorded import is_at_work, release_reserved, start_of_run
 
 Alike = tuple[tuple[str, tuple[str, ...] | None], ...]
 _FREE = ("weights", "dropout")
@@ -201,6 +201,7 @@ def refuse_living(asked: str, folder: Path) -> None:
         status = read_json(folder / "status.json")
         host = socket.gethostname()
         if status.get("host") != host or not is_at_work(status):
+            release_reserved(folder)
             return
         holder = Owner(str(status["process"]), host)
     reason = f"{folder} is in use by {holder}"

@@ -19,7 +19,13 @@ from scalewise.launch.engine import Task
 from scalewise.launch.job import Result, attempts
 from scalewise.launch.locks import FolderLock, InUseError
 from scalewise.tracking.files import read_json
-from scalewise.tracking.recorded import is_at_work, jobs, lives, start_of_sweep
+from scalewise.tracking.recorded import (
+    is_at_work,
+    jobs,
+    lives,
+    release_reserved,
+    start_of_sweep,
+)
 
 RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
 """Endings that are final, unless ``retry`` names them."""
@@ -94,6 +100,7 @@ def folder_of(asked: str, fresh: Path) -> Path:
         raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
     _refuse_living(asked, folder, record)
     _refuse_queued(asked, folder)
+    release_reserved(folder)
     return folder
 
 

@@ -105,6 +105,8 @@ def execute_all(
 
 def claimed(folder: Path) -> FolderLock:
     """Makes and locks ``folder``, or a numbered one beside it, where no other sweep is."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError.one("hydra.sweep.dir", folder, "is a file", "give a folder")
     for number in range(1, 1000):
         own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         new = not own.exists()

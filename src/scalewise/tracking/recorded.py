@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from scalewise import atomic
 from scalewise.errors import ConfigError
 from scalewise.tracking.files import read_json
 
@@ -91,6 +92,19 @@ def is_gone(status: Mapping[str, Any]) -> bool:
     """Returns whether a job that says that it runs has no process any more on this machine."""
     here = status.get("status") == "running" and status.get("host") == socket.gethostname()
     return here and not lives(status.get("process"), status.get("started"))
+
+
+def release_reserved(folder: Path) -> None:
+    """Frees the disk space that killed processes left reserved in the folder of a run or sweep.
+
+    A process of another machine may still need it: there it stays.
+    """
+    for place in (folder, *(file.parent for file in folder.glob("*/status.json"))):
+        status = read_json(place / "status.json")
+        if is_gone(status) and status.get("process") != os.getpid():
+            atomic.release(place / "status.json")
+    if is_left(read_json(folder / "sweep.json")):
+        atomic.release(folder / "sweep.json")
 
 
 def read_ended(file: Path, is_dead: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:

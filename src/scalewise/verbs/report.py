@@ -8,6 +8,7 @@ from pathlib import Path
 from scalewise.errors import EXIT_CODES, Complaint, ConfigError
 from scalewise.output import print_lines
 from scalewise.reports import files
+from scalewise.tracking.recorded import release_reserved
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,6 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     folders = [Path(argument).expanduser() for argument in arguments]
     if absent := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ConfigError(Complaint("", "", f"{name} is no folder") for name in absent)
+    for folder in folders:
+        release_reserved(folder)
     pages = files.write(folders)
     for path in pages:
         print_lines(path)

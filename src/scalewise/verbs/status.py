@@ -14,6 +14,7 @@ from scalewise import output
 from scalewise.errors import ConfigError
 from scalewise.launch import progress
 from scalewise.launch.progress import Progress
+from scalewise.tracking.recorded import release_reserved
 from scalewise.units import seconds_text
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         raise ConfigError.one("", "", "no folder given", "scalewise status runs/NAME/TIMESTAMP")
     folders = [Path(argument).expanduser() for argument in arguments]
+    for folder in folders:
+        release_reserved(folder)
     console = output.console()
     if not sys.stdout.isatty():
         console.print(shown(folders)[0])
