@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 from scalewise.data.base import Splits
 from scalewise.data.chat import Chat
 from scalewise.data.chat_rendering import Renderer, Request, Setup
+from scalewise.data.tokenizing import Tokenization
+from scalewise.errors import DataError
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": "Talk like a sailor."}
@@ -98,9 +100,65 @@ def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": TURNS}) + "\n")
     chat = Chat(paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0)
-    vocabulary = len(TOKENIZERS["prepending"]().get_vocab())
-    expected = AutoTokenizer.from_pretrained(file.parent).apply_chat_template(TURNS)["input_ids"]
-    assert ids_of(chat.prepare(vocabulary, 0), 0, len(expected))[0] == expected
+    theirs = AutoTokenizer.from_pretrained(file.parent)
+    expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
+
+
+TOKEN = {
+    "content": "<|im_end|>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+    "special": True,
+}
+CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "additional": {"tokenizer_config.json": {"additional_special_tokens": CHATML_TOKENS}},
+    "extra_list": {"tokenizer_config.json": {"extra_special_tokens": CHATML_TOKENS}},
+    "extra_table": {"tokenizer_config.json": {"extra_special_tokens": {"end": "<|im_end|>"}}},
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {"320": TOKEN}}},
+    "text_token": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"320": TOKEN | {"special": False}}}
+    },
+    "stripping": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"320": TOKEN | {"rstrip": True}}}
+    },
+    "pad": {"tokenizer_config.json": {"pad_token": "<|im_end|>"}},
+    "mask": {"tokenizer_config.json": {"mask_token": TOKEN | {"__type": "AddedToken"}}},
+    "unk": {"tokenizer_config.json": {"unk_token": "<|im_start|>"}},
+    "map": {"special_tokens_map.json": {"additional_special_tokens": CHATML_TOKENS}},
+    "added": {"added_tokens.json": {"<|im_start|>": 320, "<|im_end|>": 321}},
+}
+
+
+@pytest.mark.parametrize("configured", [True, False], ids=["configured", "alone"])
+@pytest.mark.parametrize("files", BESIDE.values(), ids=BESIDE)
+def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
+    files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
+) -> None:
+    own = Tokenization(300, end_of_text="</s>").train(lambda: iter(["hello how are you"]))
+    file = write_tokenizer(tmp_path / "tokenizer", own, CHATML)
+    if not configured:
+        config = file.with_name("tokenizer_config.json")
+        file.with_name("chat_template.jinja").write_text(CHATML)
+        config.unlink()
+    for name, content in files.items():
+        path = file.with_name(name)
+        stored = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(stored | content))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TURNS}) + "\n")
+    chat = Chat(paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0)
+    theirs = AutoTokenizer.from_pretrained(file.parent)
+    assert len(theirs) > own.get_vocab_size()
+    expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
+    with pytest.raises(DataError, match="past the model's rows: <") as caught:
+        chat.prepare(len(theirs) - 1, 0)
+    assert f"model.vocabulary={len(theirs)} " in caught.value.complaints[0].cure
+    assert "cp " in caught.value.complaints[0].cure
 
 
 END_MARKED = CHATML_MARKED.replace(

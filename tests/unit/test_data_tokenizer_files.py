@@ -151,15 +151,36 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
     assert Tokenization(0, str(tmp_path), "[SEP]").load().encode("a b").ids == expected
 
 
-def test_added_tokens_beyond_the_file_are_not_taken(tmp_path):
+def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
     tokenizer = trained()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", 0)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = str(tmp_path)
+    assert tokenizer_files.declared_tokens(path) == set()
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert loaded(tmp_path).to_str() == tokenizer.to_str()
+    assert tokenizer_files.declared_tokens(path) == {"<pad>"}
+    size = tokenizer.get_vocab_size()
+    assert loaded(tmp_path).encode("<pad>").ids == [0, size]
+    Tokenization(0, path, "</s>").check(size + 1)
+    with pytest.raises(DataError, match="past the model's rows: <pad>") as caught:
+        Tokenization(0, path, "</s>").check(size)
+    copied, _, override = caught.value.complaints[0].cure.rpartition("; ")[2].partition(", then ")
+    subprocess.run(["sh", "-c", copied.partition(": ")[2]], check=True)
+    Tokenization(0, shlex.split(override)[0].partition("=")[2], "</s>").check(size)
+
+
+def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert loaded(tmp_path).encode("</s>").ids == [0]
+    config["split_special_tokens"] = True
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"split_special_tokens=true in .*; remove it from"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize(

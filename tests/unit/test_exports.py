@@ -161,6 +161,31 @@ def test_an_export_generates_as_the_model_that_training_began_with(
     assert torch.equal(*written)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "plain.json"])
+def test_an_export_has_the_ids_of_its_training(
+    name: str, instruct: Path, compose: Compose, tmp_path: Path
+) -> None:
+    """Tokens declared beside tokenizer.json count for a file of that name alone."""
+    model = tmp_path / "model"
+    shutil.copytree(instruct, model)
+    config = read_json(model / "tokenizer_config.json")
+    config |= {"additional_special_tokens": ["<|user|>", "how"], "unk_token": "<|none|>"}
+    write_json(model / "tokenizer_config.json", config)
+    write_json(model / "added_tokens.json", {"fine": 303})
+    copy_file(model / "tokenizer.json", model / "plain.json")
+    line = [part.replace("tokenizer.json", name) for part in of_chat(model)]
+    told = trained(compose, tmp_path / "run", *hf(model), *line)
+    splits = told.splits()
+    keep(splits, told.folder)
+    folder.write(told, tmp_path / "out", Form.merged)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = made.apply_chat_template(messages, return_dict=True)["input_ids"]
+    ids_S = splits.train.gather([0])[0][: len(expected)]
+    assert [int(max(token, ~token)) for token in ids_S] == expected
+    assert (made.vocab.keys() >= {"how", "fine"}) == (name == "tokenizer.json")
+
+
 def without_template(model: Path, to: Path) -> Path:
     shutil.copytree(model, to)
     (to / "chat_template.jinja").unlink()

@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from scalewise.data.templates import CONFIG, OWN_FILE, source_beside, word
-from scalewise.data.tokenizer_files import FILE, not_converted, of_transformers
+from scalewise.data.tokenizer_files import has_declarations, not_converted, of_transformers
 from scalewise.errors import DataError
 
 
 def load(file: Path) -> Any:
     """Loads a tokenizer.json with the files beside it as transformers does.
 
-    Returns None if neither a tokenizer_config.json nor a chat_template.jinja is beside it, since
-    the file alone says all. Raises ``DataError`` for files that cannot be read, and for a class
-    that transformers cannot load.
+    Returns None if no chat_template.jinja, tokenizer_config.json or other declaration is beside it,
+    since the file alone says all. Raises ``DataError`` for files that cannot be read, and for a
+    class that transformers cannot load.
     """
-    if not any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE)):
+    declared = has_declarations(file)
+    if not (declared or any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE))):
         return None
     source, config = source_beside(file)
     from transformers import PreTrainedTokenizerFast
 
-    if config and file.name == FILE:
+    if declared:
         try:
             return of_transformers(file.parent)
         except Exception as error:  # of many kinds, of many classes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import shlex
 import warnings
 from collections.abc import Iterator
@@ -28,8 +27,12 @@ VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tikto
 """Files of vocabularies that transformers converts."""
 PACKAGES = ("sentencepiece", "google.protobuf", "tiktoken")
 """Packages of the extra ``hf`` with which transformers converts ``SENTENCEPIECE``."""
-OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json")
+DECLARATIONS = (CONFIG, "special_tokens_map.json", "added_tokens.json")
+"""Files beside a tokenizer.json that declare its class and further tokens."""
+OTHERS = (*DECLARATIONS, "config.json")
 """Files beside a vocabulary that decide what transformers makes of it."""
+FORMAT = 2
+"""Increased when the same files are converted to another tokenizer.json."""
 TEMPLATES = ("chat_template.jinja",)
 
 
@@ -68,12 +71,12 @@ def complaints(path: str) -> Iterator[Complaint]:
 def resolved(path: str) -> Path:
     """Returns a tokenizer.json with what transformers makes of the files that ``path`` names.
 
-    A tokenizer.json with no tokenizer_config.json beside it is returned as it is; others are
+    A tokenizer.json with none of ``DECLARATIONS`` beside it is returned as it is; others are
     converted once into the cache. Raises ``DataError`` for files that cannot be converted: their
     ids would not be those of transformers.
     """
     file = tokenizer_path(path)
-    if file.is_file() and (file.name != FILE or not file.with_name(CONFIG).is_file()):
+    if file.is_file() and not has_declarations(file):
         return file
     try:
         digests = {found.name: _digest(found) for found in files(path)}
@@ -81,8 +84,22 @@ def resolved(path: str) -> Path:
         reason = f"cannot be read: {error.strerror} ({error.filename})"
         raise DataError.one(KEY, path, reason, "mend the file") from error
     versions = [version(package) for package in ("transformers", "tokenizers")]
-    key = {"files": digests, "versions": versions}
+    key = {"format": FORMAT, "files": digests, "versions": versions}
     return cached("tokenizer", key, partial(_convert, path, file), under="tokenizers") / FILE
+
+
+def has_declarations(file: Path) -> bool:
+    """Returns whether files beside a tokenizer.json change what transformers makes of it."""
+    return file.name == FILE and any(file.with_name(name).is_file() for name in DECLARATIONS)
+
+
+def declared_tokens(path: str) -> set[str]:
+    """Returns the tokens that are declared beside a tokenizer.json which lacks them."""
+    file = tokenizer_path(path)
+    if not (file.is_file() and has_declarations(file)):
+        return set()
+    converted = load(path, resolved(path)).get_vocab()
+    return converted.keys() - load(path, file).get_vocab().keys()
 
 
 def content_digest(path: str) -> str:
@@ -111,28 +128,19 @@ def _has(package: str) -> bool:
 
 def _convert(path: str, file: Path, folder: Path) -> None:
     """Writes the tokenizer.json of a tokenizer whose files lie beside ``file``."""
-    from tokenizers import Tokenizer
-
-    own = None
     if file.is_file():
-        own = load(path, file)
+        load(path, file)  # names a damaged file; the error of transformers does not
     try:
         tokenizer = _backend(file.parent)
     except Exception as error:  # of many kinds, of many classes
         raise not_converted(path, file.parent, error) from error
-    if own is not None and tokenizer.get_vocab_size() > own.get_vocab_size():
-        tokenizer = _without_added(tokenizer, own)
-    assert isinstance(tokenizer, Tokenizer)
+    if tokenizer.encode_special_tokens:
+        reason = (
+            f"split_special_tokens=true in {file.with_name(CONFIG)} is not supported: a "
+            "tokenizer.json does not store it, so that a run and its export would give other ids"
+        )
+        raise DataError.one(KEY, path, reason, f"remove it from {CONFIG}")
     tokenizer.save(str(folder / FILE))
-
-
-def _without_added(tokenizer: Tokenizer, own: Tokenizer) -> Tokenizer:
-    """A tokenizer without special tokens that its file lacks: no model has embeddings for them."""
-    stored = json.loads(tokenizer.to_str())
-    known = own.get_vocab()
-    stored["added_tokens"] = [it for it in stored["added_tokens"] if it["content"] in known]
-    reduced = type(own).from_str(json.dumps(stored))
-    return reduced if reduced.get_vocab_size() <= own.get_vocab_size() else own
 
 
 def load(path: str, file: Path) -> Tokenizer:
@@ -179,11 +187,8 @@ def not_converted(path: str, folder: Path, error: Exception) -> DataError:
     lacking = [package.rpartition(".")[2] for package in PACKAGES if not _has(package)]
     said = shorten(" ".join(str(error).split()), 160, placeholder="...")
     if (folder / FILE).is_file():
-        plain = folder / "plain.json"
-        copied = f"cp {shlex.quote(str(folder / FILE))} {shlex.quote(str(plain))}"
         reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
-        cure = f"correct it; for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"
-        return DataError.one(KEY, path, reason, cure)
+        return DataError.one(KEY, path, reason, f"correct it; {without_declarations(path)}")
     if pieces and lacking:
         reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
         return DataError.one(KEY, path, reason, "pip install 'scalewise[hf]'")
@@ -195,3 +200,11 @@ def not_converted(path: str, folder: Path, error: Exception) -> DataError:
         cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
     reason = f"transformers makes no tokenizer.json of {folder} ({said})"
     return DataError.one(KEY, path, reason, cure)
+
+
+def without_declarations(path: str) -> str:
+    """Returns what to type for the ids of a tokenizer.json alone."""
+    file = tokenizer_path(path)
+    plain = file.with_name("plain.json")
+    copied = f"cp {shlex.quote(str(file))} {shlex.quote(str(plain))}"
+    return f"for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"

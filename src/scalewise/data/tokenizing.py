@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from scalewise.data import tokenizer_files
@@ -76,11 +77,19 @@ class Tokenization:
         """Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens, the model's."""
         loaded = self.load()
         needed = vocabulary_of(loaded) if loaded else self.vocabulary
-        if needed > vocabulary:
-            key, value = ("tokenizer", self.tokenizer) if loaded else ("vocabulary", needed)
-            reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
-            cure = f"give model.vocabulary={needed}"
-            raise DataError.one(f"data.{key}", value, reason, cure)
+        if needed <= vocabulary:
+            return
+        reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
+        cure = f"give model.vocabulary={needed}"
+        if loaded is None:
+            raise DataError.one("data.vocabulary", needed, reason, cure)
+        past = {it for it, token in loaded.get_vocab().items() if token >= vocabulary}
+        if past <= tokenizer_files.declared_tokens(str(self.tokenizer)):
+            names = shorten(", ".join(sorted(past)), 160, placeholder="...")
+            reason += f"; declared beside the tokenizer.json, past the model's rows: {names}"
+            cure += " (resize_token_embeddings for a model of transformers); "
+            cure += tokenizer_files.without_declarations(str(self.tokenizer))
+        raise DataError.one("data.tokenizer", self.tokenizer, reason, cure)
 
     def train(self, documents: Documents) -> Tokenizer:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""

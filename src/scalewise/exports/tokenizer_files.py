@@ -28,6 +28,7 @@ from scalewise.data.captions import Captions
 from scalewise.data.chat import Chat
 from scalewise.data.labelled import Labelled
 from scalewise.data.seq2seq import Seq2SeqData
+from scalewise.data.tokenizer_files import tokenizer_path
 from scalewise.errors import ConfigError, DataError
 from scalewise.models.base import Model
 from scalewise.models.hf import hub
@@ -138,10 +139,14 @@ def _write_tokenizer(told: Trained, to: Path, source: Path | None, file: Path) -
         _copy(source, to)
     config: dict[str, Any] = dict(read_json(to / TOKENIZER_CONFIG_FILE))
     mapped: dict[str, Any] = dict(read_json(to / SPECIAL_TOKENS_MAP_FILE))
+    ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    if not _is_declared(told):
+        config, mapped = _without_declarations(config | mapped, ids), {}
+        for name in (SPECIAL_TOKENS_MAP_FILE, ADDED_TOKENS_FILE):
+            (to / name).unlink(missing_ok=True)
     if not (to / TOKENIZER_CONFIG_FILE).is_file():
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {"model_max_length": told.model.context}
-    ids = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     data, end = told.data, getattr(told.data, "end_of_text", None)
     end = end if end in ids else None
     template = "chat_template" in config or any((to / name).is_file() for name in TEMPLATES)
@@ -163,6 +168,25 @@ def _write_tokenizer(told: Trained, to: Path, source: Path | None, file: Path) -
     taught = end if answers and not (converses and template) else None
     pad = roles.get("pad_token") if pads else None
     return SpecialTokens(roles, ids, trained_here=source is None, taught=taught, pad=pad)
+
+
+def _is_declared(told: Trained) -> bool:
+    """Returns whether the files beside the run's tokenizer.json decided its ids too."""
+    given = getattr(told.data, "tokenizer", None)
+    return not given or tokenizer_path(given).name == kept.NAME
+
+
+def _without_declarations(config: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+    """Returns a configuration of the tokens that a tokenizer.json has, of no class of its own."""
+    tokens: dict[str, Any] = {
+        key: _text(token)
+        for key, token in config.items()
+        if key.endswith("_token") and not key.startswith("add_") and _text(token) in ids
+    }
+    for key in ("chat_template", "model_max_length"):
+        if key in config:
+            tokens[key] = config[key]
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
 
 
 def _copy(source: Path, to: Path) -> None:
