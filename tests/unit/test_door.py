@@ -1,14 +1,20 @@
 """A command that is refused: whole, before the first job, and leaving nothing."""
 
+import os
+import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fixtures.verbs import Noted
+from hydra._internal.utils import get_args_parser
 
 from scalewise import cli
 from scalewise.config.door import Verb, open_door
+from scalewise.config.flags import ACCEPTED, REJECTED
 from scalewise.config.refuse import diagnose
+from scalewise.config.searched import searched
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -65,6 +71,82 @@ def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
     (complaint,) = caught.value.complaints
     assert reason in complaint.reason
     assert "--cfg job" in complaint.cure
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--experimental-rerun", "config.pickle"],
+        ["--experimental-rerun=config.pickle"],
+        ["--experimental-rerun="],
+        ["seed=1", "--exp", "config.pickle", "-m", "seed=1,2"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("command", [partial(open_door, Never()), searched], ids=["run", "sweep"])
+def test_a_pickle_is_not_loaded(
+    command: Callable[[list[str]], object],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, ("ran",)
+
+    Path("config.pickle").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(ConfigError) as caught:
+        command(arguments)
+    (complaint,) = caught.value.complaints
+    assert complaint.key == "--experimental-rerun"
+    assert complaint.cure
+    assert [path.name for path in tmp_path.iterdir()] == ["config.pickle"]
+
+
+def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
+    known = {action.dest for action in get_args_parser()._actions} - {"overrides"}
+    assert known == {*ACCEPTED} | {*REJECTED}
+    assert not {*ACCEPTED} & {*REJECTED}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "cure"),
+    [
+        (["--config-path", "elsewhere"], "--config-path", "-cd DIR"),
+        (["--vers"], "", "scalewise --version"),
+        (["--package", "optimizer"], "--package", "--cfg job"),
+        (["--package", "zzz", "--cfg", "job"], "--package", "--package model"),
+        (["--package", "optimiser", "--cfg", "job"], "--package", "--package optimizer?"),
+    ],
+    ids=str,
+)
+def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, cure: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_door(Never(), arguments)
+    (complaint,) = caught.value.complaints
+    assert complaint.key == key
+    assert cure in complaint.cure
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
+def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        searched(["-m", "seed=1,2", *flags])
+    (complaint,) = caught.value.complaints
+    assert complaint.key.startswith("--")
+    assert complaint.cure == "leave it out"
+
+
+def test_the_help_of_flags_lists_those_that_are_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert open_door(Never(), ["--hydra-help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--multirun,-m" in shown
+    assert "--experimental-rerun" not in shown
+    assert "--config-path" not in shown
 
 
 SWEPT = ("experiment=smoke", "seed=1,2")

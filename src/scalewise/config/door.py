@@ -25,7 +25,8 @@ from scalewise import output
 from scalewise.config import hydra_policy, mount, naming, refuse, schema, tree
 from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import composed_once
-from scalewise.config.flags import flags_of, launcher_complaints, overrides_first
+from scalewise.config.flags import flag_help, flags_of, launcher_complaints, overrides_first
+from scalewise.config.near import meant
 from scalewise.config.new_folders import made_by_hydra, missing, remove_empty
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
@@ -131,6 +132,9 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     """
     arguments = overrides_first(arguments)
     flags = flags_of(arguments)
+    if flags.hydra_help:
+        output.print_lines(*flag_help())
+        return 0
     away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
     made: list[Path] = []
     own = Path(flags.config_dir).absolute() if flags.config_dir else None
@@ -179,6 +183,11 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
             program()
         if passage.raised:
             raise passage.raised[0]
+    except SystemExit as error:
+        if not (error.code and flags.package):
+            raise
+        reason, cure = "is no part of the config", meant(flags.package, tree.GROUPS, "--package ")
+        raise ConfigError.one("--package", flags.package, reason, cure) from None
     except Exception as error:  # whatever Hydra made of it is translated below
         if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
             raise
@@ -202,7 +211,7 @@ def _may_switch_to_multirun(flags: Namespace) -> bool:
         return False
     keys = {line.lstrip("+~").partition("=")[0] for line in flags.overrides}
     named = {"sweep", "experiment"} & keys or any(key.startswith("hydra") for key in keys)
-    return bool(named or flags.config_dir or flags.config_path or flags.config_name)
+    return bool(named or flags.config_dir or flags.config_name)
 
 
 @contextmanager

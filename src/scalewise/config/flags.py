@@ -2,13 +2,41 @@
 
 import io
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 
 from hydra._internal.utils import get_args_parser
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint, ConfigError
+
+ACCEPTED = (
+    "cfg",
+    "config_dir",
+    "config_name",
+    "help",
+    "hydra_help",
+    "info",
+    "multirun",
+    "package",
+    "resolve",
+    "run",
+    "shell_completion",
+)
+"""Flags of Hydra that a command passes on; each other one is rejected before a file is opened."""
+REJECTED = {
+    "config_path": (
+        "takes the place of the suite's configs, without which there is no run",
+        "add a folder to them: -cd DIR",
+    ),
+    "experimental_rerun": (
+        "unpickles a file, which runs whatever code is in it",
+        "repeat a run by its overrides: report.html and status.json name its command",
+    ),
+    "version": ("--version of Hydra is not passed on", "scalewise --version"),
+}
+"""Why a flag is not accepted, and what to do."""
+UNUSED = ("is not a flag of this command", "leave it out")
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
@@ -31,19 +59,42 @@ class _Argument(str):
     __slots__ = ()
 
 
-def flags_of(arguments: Sequence[str]) -> Namespace:
+def flags_of(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) -> Namespace:
     """Returns Hydra's flags and the overrides, in any order.
 
-    Raises ``ConfigError`` for a flag that Hydra lacks.
+    Raises ``ConfigError`` for a flag that Hydra lacks, and for each that is not ``accepted``.
     """
+    parser = get_args_parser()
     said = io.StringIO()
     try:
-        with redirect_stderr(said):
-            return get_args_parser().parse_intermixed_args(list(arguments))
+        with redirect_stderr(said), redirect_stdout(said):
+            flags = parser.parse_intermixed_args(list(arguments))
     except SystemExit as error:
+        if not error.code:  # Hydra's own version, by a shortened flag
+            raise ConfigError.one("", "", *REJECTED["version"]) from error
         reason = said.getvalue().strip().rpartition("error: ")[2]
         cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
         raise ConfigError.one("", "", reason, cure) from error
+    complaints = [
+        Complaint(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
+        for name, value in vars(flags).items()
+        if name not in ("overrides", *accepted) and value != parser.get_default(name)
+    ]
+    if flags.package is not None and not flags.cfg:
+        reason, cure = "shows a part of the config, without --cfg", "add --cfg job"
+        complaints.append(Complaint("--package", flags.package, reason, cure))
+    if complaints:
+        raise ConfigError(complaints)
+    return flags
+
+
+def flag_help() -> list[str]:
+    """Returns a line for each flag that may be given, with what Hydra says about it."""
+    return [
+        f"{','.join(action.option_strings):<24} {str(action.help).splitlines()[0]}"
+        for action in get_args_parser()._actions
+        if action.dest in ACCEPTED
+    ]
 
 
 def launcher_complaints(launcher: str) -> Iterator[Complaint]:

@@ -67,7 +67,7 @@ def _check_values(
 
 def searched(arguments: Sequence[str]) -> Searched:
     """Returns what ``scalewise train ARGUMENTS`` would search; raises ``ConfigError``."""
-    flags = flags_of(arguments)
+    flags = flags_of(arguments, ("config_dir", "multirun"))
     door.prepare()
     own = [Path(flags.config_dir).absolute()] if flags.config_dir else []
     mount.mount(*own)
