@@ -119,7 +119,9 @@ def test_the_terminal_shows_each_window_and_the_report(run: Ended) -> None:
     lines = [line for line in run.out.splitlines() if "tok/s" in line]
     assert [line.split()[1] for line in lines] == ["4/20", "8/20", "12/20", "16/20", "20/20"]
     assert "report runs/" in run.out.splitlines()[-1]
-    assert run.err in ("", "preparing corpus ...\n")
+    (note,) = run.folder.summary["notes"]
+    assert note.startswith("each validation: 1 sample padded to 4 (3 empty, 75.0%)")
+    assert run.err.removeprefix("preparing corpus ...\n") == f"{note}\n"
 
 
 def test_the_offline_run_holds_history_config_and_labels(

@@ -18,7 +18,7 @@ from scalewise.run import Run
 
 SEQUENCE = 2
 BASE = compose(["experiment=smoke", "parallelism=ddp"])
-NUMBERS = re.compile(r"([\d,]+) samples padded to ([\d,]+) \(([\d,]+) (empty|repeated), (.*?)\)")
+NUMBERS = re.compile(r"([\d,]+) samples? padded to ([\d,]+) \(([\d,]+) (empty|repeated), (.*?)\)")
 
 
 def numbered(rows: int) -> PackedRows:

@@ -28,7 +28,8 @@ def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
         if size > samples:
             yield (
                 f"{what}: {amount(samples, size, 'empty')}, computed but not counted in the loss, "
-                f"to fill {ranks} ranks x micro-batch {micro_batch} x {accumulation} passes{cure}"
+                f"to fill {ranks} rank{'s' * (ranks > 1)} x micro-batch {micro_batch} x "
+                f"{accumulation} pass{'es' * (accumulation > 1)}{cure}"
             )
 
     step = run.accumulation * run.rows_per_pass
@@ -52,4 +53,4 @@ def amount(samples: int, read: int, kind: str) -> str:
     """Returns how many samples are read, and how many of these are ``kind`` (empty, repeated)."""
     more = read - samples
     share = f"{more / read:.1%}" if more / read >= 0.0005 else "less than 0.1%"
-    return f"{samples:,} samples padded to {read:,} ({more:,} {kind}, {share})"
+    return f"{samples:,} sample{'s' * (samples != 1)} padded to {read:,} ({more:,} {kind}, {share})"
