@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from scalewise.failures import survived
 from scalewise.launch import started
 from scalewise.launch.job import Order, Result, execute
 from scalewise.run import Run
+from scalewise.typed_override import command_line
 
 __all__ = ["Result", "Run", "compose", "train"]
 
@@ -30,7 +30,7 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     run, sizing = fitted(run)
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    command = shlex.join(["scalewise", "train", *run.overrides])
+    command = command_line("train", run.overrides)
     order = Order(run, command, changed=tuple(changed(run)), sizing=sizing)
     result = execute(order, Path(folder).absolute())
     if started.leads():

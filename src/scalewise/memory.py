@@ -136,5 +136,5 @@ class Auto(Memory):
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields a search, which chooses by itself."""
         if run.plan.search is not Search.none:
-            reason, cure = "is chosen by plan.search itself", "leave out memory=auto"
+            reason, cure = "is chosen by plan.search itself", "leave it out"
             yield Complaint("memory", "auto", reason, cure)

@@ -85,7 +85,7 @@ def _of_tokenizer(run: Run) -> Iterator[Complaint]:
         return
     cure = "give data.tokenizer=PATH of the tokenizer.json that they were trained with"
     if file := run.model.tokenizer():
-        cure, end = f"set data.tokenizer={file}", end_beside(file)
+        cure, end = f"set {typed('data.tokenizer', file)}", end_beside(file)
         if end not in ("", getattr(run.data, "end_of_text", end)):
             cure += " " + typed("data.end_of_text", end)
     reason = f"trains one anew, whose ids mean nothing to the weights of {run.model.pretrained}"

@@ -95,5 +95,6 @@ class Trainer:
             yield Complaint(SIZE, AUTO, reason, "leave it out")
         if isinstance(run.memory, Auto):
             reason = "memory=auto goes by what a given micro batch leaves"
-            cure = f"set {SIZE}=8, or have plan.search=memory plan.fit=auto choose both"
+            both = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
+            cure = f"set {SIZE}=8, or have a search choose both: {both}"
             yield Complaint(SIZE, AUTO, reason, cure)

@@ -9,6 +9,7 @@ from scalewise.data.module import UserData
 from scalewise.errors import Complaint
 from scalewise.objectives import UserModule
 from scalewise.training.callbacks import spec as own_callbacks
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -38,7 +39,7 @@ def _untrusted(run: Run, key: str, path: str) -> Iterator[Complaint]:
     package = path.split(".")[0]
     if package not in (*TRUSTED_PACKAGES, *run.trusted_packages):
         reason = f"the package {package!r} is not trusted"
-        cure = f"if you trust it, set trusted_packages=[{package}]"
+        cure = f"if you trust it, set {typed('trusted_packages', [*run.trusted_packages, package])}"
         yield Complaint(key, path, reason, cure)
 
 
@@ -51,7 +52,7 @@ def of_callbacks(run: Run) -> Iterator[Complaint]:
                 f"callbacks.{name}",
                 callback,
                 "names no callback",
-                f"give callbacks.{name}._target_=package.module.Class",
+                f"write ++callbacks.{name}._target_=package.module.Class instead",
             )
         elif nested := [key for key, value in callback.items() if _names_target(value)]:
             reason = "only a callback itself is built, not its arguments"

@@ -1,32 +1,79 @@
-"""Overrides as they are typed: quoted for Hydra's grammar, then for a POSIX shell."""
+"""Overrides as they are typed: quoted for Hydra's grammar, then for a POSIX shell.
+
+A message shows a fix in words of a shell. Every word with ``=`` in it is an override, shown as
+:func:`typed` or :func:`shell_word` returns it; numbers and names of options need no quotes. Words
+next to one another are typed together, a comma or ``or`` separates alternatives, and after an
+override these may list further values of its key: ``set parallelism=fsdp, ddp or tensor``. A value
+in capitals stands for what the reader has: ``model.path=FOLDER``.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 
-_PLAIN = re.compile(r"[A-Za-z_/][\w/.*?@%+-]*")
+from scalewise.output import printable
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w/.*?@%+-]*", re.ASCII)
 _SPECIAL_IN_DOUBLE_QUOTES = re.compile(r'["$`\\!]')
+_SPECIAL_IN_KEYS = re.compile(r"([\\()\[\]{}:=, \t])")
 _WORDS = {"null", "true", "false", "nan", "inf"}
 
 
 def typed(key: str, value: object) -> str:
-    """Returns ``key=value`` as one word of a shell that Hydra reads back as ``value``."""
-    word = f"{key}={_for_hydra(value)}"
+    """Returns :func:`override` as one word of a shell."""
+    return shell_word(override(key, value))
+
+
+def override(key: str, value: object) -> str:
+    """Returns ``key=value`` as Hydra reads it back as ``value``, no shell in between."""
+    return f"{key}={_for_hydra(value)}"
+
+
+def shell_word(text: object) -> str:
+    """Returns a text as one word of a POSIX shell, in characters that messages print."""
+    word = str(text)
+    if printable(word) != word:
+        return f"\"$(printf '{''.join(map(_for_printf, word))}')\""
     if "'" in word and not _SPECIAL_IN_DOUBLE_QUOTES.search(word):
         return f'"{word}"'
     return shlex.quote(word)
 
 
+def command_line(verb: str, arguments: Sequence[object]) -> str:
+    """Returns a command of the suite as it is pasted into a POSIX shell."""
+    return " ".join(["scalewise", verb, *map(shell_word, arguments)])
+
+
+def _for_printf(character: str) -> str:
+    if character in "%\\":
+        return character * 2
+    if character != "'" and printable(character) == character:
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
+
+
 def _for_hydra(value: object) -> str:
+    if isinstance(value, Enum):
+        return _for_hydra(value.name)
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_for_hydra, value))}]"
-    if not isinstance(value, str) or (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
+    if isinstance(value, Mapping):
+        keys = {_SPECIAL_IN_KEYS.sub(r"\\\1", str(key)): entry for key, entry in value.items()}
+        return f"{{{','.join(f'{key}:{_for_hydra(entry)}' for key, entry in keys.items())}}}"
+    if not isinstance(value, str | PurePath):
         return str(value)
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation of OmegaConf's
     # Hydra reads a backslash as itself, but before a quote.
-    return "'" + re.sub(r"(\\*)('|$)", _escaped, value) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:F
 """PEFT asks for it."""
 
 RANK = ("adapter.rank=4", "adapter.alpha=6")
-LORA = ("adapter=lora", *RANK, "adapter.targets=[attention.query,feedforward.*]")
+LORA = ("adapter=lora", *RANK, "'adapter.targets=[attention.query,feedforward.*]'")
 ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK), "ia3": ("adapter=ia3",)}
 ADAPTERS["whole"] = (*LORA, "adapter.trained=[.*norm,head]")
 USUAL = [("lora", "fsdp")]
@@ -102,7 +102,7 @@ def built(run: Run) -> nn.Module:
 
 LLAMA_LAYERS = ["q_proj", "up_proj", "down_proj"]
 NAMES = ("attention.query", "feedforward.up", "feedforward.down")
-TARGETS = f"adapter.targets=[{','.join(NAMES)}]"
+TARGETS = f"'adapter.targets=[{','.join(NAMES)}]'"
 FUSED = "adapter.targets=[attention.query,attention.key,attention.value,feedforward.down]"
 WRITTEN: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
     "lora": (LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS), ("lora", TARGETS)),
@@ -213,7 +213,7 @@ def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) 
     line = [*SHAPE, *LLAMA, f"adapter.resume={earlier.path}"]
     found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
     cures = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
-    cures += ("adapter.targets=[attention.query,feedforward.*]",)
+    cures += ("'adapter.targets=[attention.query,feedforward.*]'",)
     assert len(found) == len(cures)
     for complaint, cure in zip(found, cures, strict=True):
         assert complaint.endswith(f"set {cure}, or adapter.resume=null")
@@ -228,11 +228,11 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
     (complaint,) = said([*line, "adapter=rslora"])
     assert complaint.endswith("set adapter=lora, or adapter.resume=null")
     found = said([*line, "adapter.rank=8", "adapter.targets=[attention.query]"])
-    cures = ("adapter.rank=4", f"adapter.targets=[{','.join(NAMES)}]")
+    cures = ("adapter.rank=4", f"'adapter.targets=[{','.join(NAMES)}]'")
     for complaint, cure in zip(found, cures, strict=True):
         assert complaint.endswith(f"set {cure}, or adapter.resume=null")
     (complaint,) = said([*line, "adapter.trained=[norm]"])
-    assert complaint.endswith("set adapter.trained=[], or adapter.resume=null")
+    assert complaint.endswith("set 'adapter.trained=[]', or adapter.resume=null")
     for further, reason in (
         (["model.layers=5", "model.weights=null"], "lacks layers.4."),
         (["model.layers=3", "model.weights=null"], "holds layers.3."),

@@ -2,13 +2,14 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from fixtures.fixes import assert_fixes_work
 
 from scalewise import inputs
 from scalewise.checkpoints import store
@@ -230,6 +231,14 @@ def test_what_must_not_differ(
     run = compose(*overrides, f"resume={folder}")
     complaints = list(differences(run, folder))
     assert sorted(complaint.key for complaint in complaints) == keys
+
+    def resumed(lines: Sequence[str]) -> None:
+        run = compose(*lines)
+        if run.resume and (found := list(differences(run, folder))):
+            raise ConfigError(found)
+
+    for complaint in complaints:
+        assert_fixes_work([*overrides, f"resume={folder}"], complaint, resumed)
     if keys:
         message = refused(run, tmp_path / "now")
         assert all(f"{key}=" in message for key in keys)

@@ -319,7 +319,7 @@ WITH: list[Row] = [
         [*BLIP2, *SHAPES, "optimizer.in_backward=true", *IN_BACKWARD],
         "optimizer.in_backward",
         "is not proven",
-        "set it to false",
+        "set optimizer.in_backward=false",
     ),
     *(
         ([*BLIP2, *SHAPES, given], key, reason, cure)

@@ -200,7 +200,7 @@ def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
     (complaint,) = diagnose(["optimizer.lr=1e-3,fast"])
-    assert complaint.cure == "it is 0.0003 by default"
+    assert complaint.cure == "the default is optimizer.lr=0.0003"
 
 
 def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
+from fixtures.fixes import assert_fixes_work
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -142,6 +143,7 @@ def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
         compose([line])
     (complaint,) = caught.value.complaints
     assert complaint.key.startswith("hydra")
+    assert_fixes_work([line], complaint, compose)
     with pytest.raises(ConfigError, match=complaint.key.replace(".", r"\.")):
         open_door(Quiet(), [line])
 

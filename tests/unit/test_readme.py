@@ -2,20 +2,26 @@
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from scalewise.bench import figures
+from scalewise.bench.options import Options, split
 from scalewise.config import door, tree
 from scalewise.config.refuse import diagnose
-from scalewise.verbs.usage import EXAMPLES
+from scalewise.errors import ConfigError
+from scalewise.launch import resumed_sweep
+from scalewise.verbs.bench import _as_overrides
+from scalewise.verbs.usage import EXAMPLES, VERBS
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-NO_RUN = {"...", "explain"}
-"""Words of a line that composes no run."""
+BLOCKS = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+INLINE = re.compile(r"`(scalewise [a-z][^`]*)`")
+COMMAND = re.compile(r"\bscalewise [a-z-]+\b.*")
 
 
 def table() -> dict[str, list[str]]:
@@ -27,12 +33,11 @@ def table() -> dict[str, list[str]]:
 
 
 def commands() -> list[str]:
-    """Returns every ``train`` and ``plan`` line of the README's code blocks and of ``--help``."""
-    blocks = re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    verbs = ("scalewise train", "scalewise plan")
-    shown = [line for line in lines if line.startswith(verbs) and not NO_RUN & {*line.split()}]
-    return shown + [line for _, line in EXAMPLES]
+    """Returns every command of the README and the examples of ``--help``."""
+    text = README.read_text(encoding="utf-8")
+    blocks = "\n".join(BLOCKS.findall(text)).replace("\\\n", " ")
+    shown = [*COMMAND.findall(blocks), *(" ".join(line.split()) for line in INLINE.findall(text))]
+    return list(dict.fromkeys([*shown, *(line for _, line in EXAMPLES)]))
 
 
 def test_every_group_and_option_is_in_the_table() -> None:
@@ -46,9 +51,37 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     door.prepare()
     _, verb, *words = shlex.split(line, comments=True)
-    overrides = [word for word in words if word not in ("-m", "--cfg", "job")]
+    words = [word for word in words if word not in ("-m", "--cfg", "job", "...", "sweep=NAME")]
+    if verb in ("bench", "calibrate"):
+        name = words.pop(0) if verb == "bench" else verb
+        benchmark = import_module(f"scalewise.bench.{name}")
+        overrides = options_and_overrides(_as_overrides(words), benchmark.Options)
+        runs = getattr(benchmark, "RUNS", {"": ()})
+        assert diagnose([*next(iter(runs.values())), *overrides], here=False) == []
+        return
+    if verb in ("evaluate", "export"):
+        known = import_module(f"scalewise.verbs.{verb}").DEFAULTS
+        assert {word.partition("=")[0] for word in words if "=" in word} <= {*known}
+        return
+    if verb not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
+        assert verb in VERBS
+        assert not any("=" in word for word in words)
+        return
+    _, overrides = resumed_sweep.asked(words)
+    if "-cd" in overrides:  # a folder of the user's
+        return
     here = verb != "plan" and "hydra/launcher=slurm" not in words
     assert diagnose(overrides, here=here) == []
+
+
+def options_and_overrides(words: list[str], options: type[Options]) -> list[str]:
+    """Returns the overrides among a benchmark's words; all its options are known."""
+    try:
+        return split(words, options)[1]
+    except ConfigError as error:  # of files that are not there
+        if {complaint.key for complaint in error.complaints} <= {"data", "learn", "name"}:
+            return []
+        raise
 
 
 def test_the_picture_is_there() -> None:

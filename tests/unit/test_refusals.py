@@ -11,7 +11,7 @@ from scalewise.config.near import EXPECTED
 from scalewise.config.refuse import diagnose
 from scalewise.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
 TYPOS: list[Row] = [
     (["modle=x"], "modle", "no such key", "did you mean model?"),
@@ -39,9 +39,9 @@ TYPOS: list[Row] = [
     (["schema/run=x"], "schema/run", "no such key", "schedule"),
 ]
 TYPES: list[Row] = [
-    (["model.width=abc"], "model.width", "is not a whole number", "it is 128 by default"),
+    (["model.width=abc"], "model.width", "is not a whole number", "the default is model.width=128"),
     (["trainer.max_steps=1e3"], "trainer.max_steps", "not a whole", "trainer.max_steps=1000"),
-    (["seed=1.5"], "seed", "is not a whole number", "it is 1 by default"),
+    (["seed=1.5"], "seed", "is not a whole number", "seed=1"),
     (["optimizer.lr=fast"], "optimizer.lr", "is not a number", "0.0003"),
     (["optimizer.lr=true"], "optimizer.lr", "is not a number", "0.0003"),
     (["optimizer.lr="], "optimizer.lr", "is not a number", "0.0003"),
@@ -152,7 +152,7 @@ def test_the_message_is_a_line_a_complaint() -> None:
     assert str(caught.value) == (
         "refused, 2 problems:\n"
         "  - modle=x: no such key; did you mean model?\n"
-        "  - optimizer.fused=null: cannot be null; it is true by default"
+        "  - optimizer.fused=null: cannot be null; the default is optimizer.fused=true"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_package_that_the_user_trusts() -> None:
     line = "+callbacks.own._target_=mine.callbacks.Own"
     run = compose([line, "trusted_packages=[mine]"])
     assert run.callbacks["own"] == {"_target_": "mine.callbacks.Own"}
-    assert re.search(r"set trusted_packages=\[mine\]", refused([line])[0].cure)
+    assert re.search(r"set 'trusted_packages=\[mine\]'", refused([line])[0].cure)
 
 
 def test_overrides_are_a_list_of_texts() -> None:

@@ -7,7 +7,7 @@ from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
 LAYOUTS: list[Row] = [
     (["parallelism=mesh", "parallelism.shards=0"], "parallelism.shards", "1 or more, or auto", ""),
@@ -23,14 +23,14 @@ LAYOUTS: list[Row] = [
          "parallelism.stages_per_rank=4", "trainer.micro_batch=8"],
         "parallelism.stages_per_rank",
         "zbv_zero_bubble wants 2 stages on a rank",
-        "set null",
+        "set parallelism.stages_per_rank=null",
     ),
     (
         ["parallelism=pipeline", "parallelism.pipeline_schedule=interleaved_1f1b",
          "parallelism.stages_per_rank=1"],
         "parallelism.stages_per_rank",
         "interleaved_1f1b wants 2 or more stages on a rank",
-        "set null",
+        "set parallelism.stages_per_rank=null",
     ),
     (
         ["quantization=nf4", "adapter=lora", "parallelism=tensor"],
@@ -78,7 +78,7 @@ LAYOUTS: list[Row] = [
         ["parallelism=pipeline", "parallelism.stages_per_rank=2"],
         "parallelism.stages_per_rank",
         "one_f_one_b wants 1 stages on a rank",
-        "set null",
+        "set parallelism.stages_per_rank=null",
     ),
     (
         ["parallelism=single", "parallelism.stage=2"],
@@ -121,6 +121,20 @@ LAYOUTS: list[Row] = [
         "objective",
         "which no stage passes on",
         "parallelism=fsdp",
+    ),
+    (
+        ["parallelism=mesh", "parallelism.shards=2", "parallelism.context=2", "objective=dpo",
+         "data=corpus_pairs"],
+        "objective",
+        "of which each context rank has some tokens",
+        "parallelism.context=1",
+    ),
+    (
+        ["parallelism=mesh", "parallelism.shards=2", "parallelism.tensor=2", "objective=grpo",
+         "data=reversal", "data.sequence=32"],
+        "objective",
+        "of which each tensor rank has some",
+        "parallelism.tensor=1",
     ),
     (
         ["parallelism=context", "data.sequence=54"],
@@ -192,7 +206,7 @@ LAYOUTS: list[Row] = [
         ["parallelism=tensor", "parallelism.async_tensor=true"],
         "parallelism.async_tensor",
         "symmetric memory",
-        "set false",
+        "set parallelism.async_tensor=false",
     ),
     (
         ["parallelism=ddp", "parallelism.comm_hook=bf16"],

@@ -7,7 +7,7 @@ from scalewise.config.compose import compose
 from scalewise.hardware import Machine
 from scalewise.run import Run
 
-pytestmark = pytest.mark.usefixtures("workstation")
+pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
 MACHINE: list[Row] = [
     (["hardware=h100"], "hardware", "no CUDA device", "hardware=auto"),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from fixtures.checkpoints import RANDOM_T5
 
-from scalewise.launch.status import Ending, Status, command_line, cures, git_state
+from scalewise.launch.status import Ending, Status, cures, git_state
 from scalewise.run import Run
 from scalewise.tracking.files import FACTS, read_json, write_json
+from scalewise.typed_override import command_line
 
 
 def a_status(**changes: Any) -> Status:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from fixtures.fixes import alternatives, value_of
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalewise.data.tokenizing import Tokenization
+from scalewise.output import printable
 from scalewise.tracking.files import json_text
 from scalewise.typed_override import typed
 
-README = Path(__file__).parents[2] / "README.md"
+SOURCE = Path(__file__).parents[2] / "src"
+FIX = re.compile(
+    r"(set|give|write|add|try|use|choose|have|leave|remove|put|if you trust|the default|to add)\b"
+)
+"""How fixes begin."""
 
 
 def read_back(line: str) -> object:
     (word,) = shlex.split(line)
-    return OverridesParser.create().parse_override(word).value()
+    return value_of(word)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +41,24 @@ def test_a_value_is_read_back(value: object) -> None:
     assert read_back(typed("data.end_of_text", value)) == value
 
 
-@given(st.text(alphabet="ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-", max_size=12))
+TEXT = st.text(
+    alphabet=st.sampled_from("ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`é語") | st.characters(), max_size=12
+)
+
+
+@given(TEXT.filter(lambda text: printable(text) == text))
+@example("~/a=b/c")
+@example("${name}")
 def test_any_text_is_read_back(value: str) -> None:
     assert read_back(typed("question", value)) == value
+    assert read_back(typed("data.paths", [value, "x"])) == [value, "x"]
+    assert read_back(typed("data.x", {"a b": value})) == {"a b": value}
+
+
+@given(TEXT)
+def test_messages_print_overrides_as_they_are_typed(value: str) -> None:
+    word = typed("question", value)
+    assert printable(word) == word
 
 
 def test_the_fix_of_an_empty_end_of_text_can_be_typed() -> None:
@@ -43,18 +66,67 @@ def test_the_fix_of_an_empty_end_of_text_can_be_typed() -> None:
     assert read_back(complaint.cure.removeprefix("give ")) == "<|endoftext|>"
 
 
-def test_commands_of_the_readme_can_be_typed() -> None:
-    parser = OverridesParser.create()
-    lines = [
-        line.partition("  #")[0]
-        for line in README.read_text("utf-8").splitlines()
-        if line.startswith(("scalewise train ", "scalewise plan "))
+def texts(file: Path) -> Iterator[str]:
+    """Yields the strings of a source file but for docstrings; what is put in is typed."""
+    tree = ast.parse(file.read_text("utf-8"))
+    parts = {id(part) for node in ast.walk(tree) for part in _parts(node)}
+    for node in ast.walk(tree):
+        if id(node) in parts:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else _inserted(part)
+                for part in node.values
+            )
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """Returns what of a node is no text by itself: pieces of an f-string, a docstring."""
+    if isinstance(node, ast.JoinedStr):
+        return [part for part in ast.walk(node) if part is not node]
+    return [node.value] if isinstance(node, ast.Expr) else []
+
+
+def _inserted(part: ast.expr) -> str:
+    called = ast.unparse(part).lstrip("f'{\"").partition("(")[0]
+    return "key=value" if called in ("typed", "shell_word", "command_line") else "value"
+
+
+def test_every_fix_in_the_source_is_quoted_for_a_shell() -> None:
+    fixes = [
+        text
+        for file in SOURCE.rglob("*.py")
+        for text in texts(file)
+        if FIX.match(text) and "=" in text
     ]
-    assert lines
-    for line in lines:
-        for word in shlex.split(line)[2:]:
-            if not word.startswith("-") and "..." not in word and "=" in word:
-                parser.parse_override(word)
+    assert len(fixes) > 200
+    for fix in fixes:
+        assert alternatives(fix), fix
+
+
+@pytest.mark.parametrize(
+    ("fix", "expected"),
+    [
+        ("set a=1 b.c=2, or d=x", [["a=1", "b.c=2"], ["d=x"]]),
+        ("set a=x, y or z, or leave it out", [["a=x"], ["a=y"], ["a=z"]]),
+        ("write 'a=[b c]' instead", [["'a=[b c]'"]]),
+        ("set \"a='b'\", or c=0 or 1", [["\"a='b'\""], ["c=0"], ["c=1"]]),
+        ("the model's own, or write '~a'", [["'~a'"]]),
+        ("leave it out", []),
+    ],
+)
+def test_alternatives_of_a_fix(fix: str, expected: list[list[str]]) -> None:
+    assert alternatives(fix) == expected
+
+
+@pytest.mark.parametrize(
+    "fix", ["set a=[b]", "set a={b: c}", "set a=$b", "set a=1 c=~/d", "set a=*"]
+)
+def test_a_fix_that_a_shell_would_change_is_found(fix: str) -> None:
+    with pytest.raises(AssertionError):
+        alternatives(fix)
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
 from scalewise.models.base import Model, Split, Weight
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from scalewise.models.module import ModelModule
@@ -80,7 +81,7 @@ def is_added(name: str) -> bool:
 def complaints(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterator[Complaint]:
     """Yields what are no patterns, and that there are no targets."""
     if not targets:
-        yield Complaint(KEY, [], "names no layer", f"set {KEY}=[auto]")
+        yield Complaint(KEY, [], "names no layer", f"set {typed(KEY, [AUTO])}")
     for key, patterns in ((KEY, targets), (TRAINED, trained)):
         for pattern in patterns:
             try:

@@ -44,7 +44,9 @@ class VirtualTokens(Adapter):
     def complaints(self) -> Iterator[Complaint]:
         """Yields figures out of range."""
         if self.tokens < 1:
-            yield Complaint("adapter.tokens", self.tokens, "must be 1 or more", "set 16")
+            yield Complaint(
+                "adapter.tokens", self.tokens, "must be 1 or more", "set adapter.tokens=16"
+            )
 
     def complaints_of(self, run: Run) -> Iterator[Complaint]:
         """Yields rows that leave no room, and what asks the model without what stands before."""

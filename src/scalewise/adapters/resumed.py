@@ -21,6 +21,7 @@ from scalewise.models import initial
 from scalewise.models.base import Model
 from scalewise.models.decoder.spec import Decoder
 from scalewise.models.module import ModelModule
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -142,5 +143,4 @@ def _differences(
 
 def _difference(key: str, now: object, then: object, where: object) -> Complaint:
     reason = f"the adapter at {where} was trained with {as_typed(then)}"
-    whole = f"[{','.join(then)}]" if isinstance(then, tuple) else as_typed(then)
-    return Complaint(key, now, reason, f"set {key}={whole}, {NONE}")
+    return Complaint(key, now, reason, f"set {typed(key, then)}, {NONE}")

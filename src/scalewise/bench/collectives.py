@@ -18,6 +18,7 @@ from scalewise.parallelism.collectives import Kind
 from scalewise.parallelism.ring import Link
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
+from scalewise.typed_override import shell_word
 from scalewise.units import KIB, MIB, bytes_text
 
 KINDS = (Kind.all_reduce, Kind.all_gather, Kind.reduce_scatter, Kind.all_to_all, Kind.send)
@@ -79,7 +80,7 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
         )
         file = folder / "hardware" / "measured.yaml"
         profile.write(run.hardware, profile.of_link(link), [how], file)
-        print_lines(f"use it: scalewise train -cd {folder} hardware=measured ...")
+        print_lines(f"use it: scalewise train -cd {shell_word(folder)} hardware=measured ...")
     return {
         "ranks": count,
         "backend": "nccl" if on_cuda else "gloo",

@@ -15,6 +15,7 @@ from scalewise.bench import profile
 from scalewise.errors import Complaint, ConfigError
 from scalewise.launch.status import versions
 from scalewise.tracking.files import read_json
+from scalewise.typed_override import command_line, shell_word, typed
 
 LEAST = 3
 """Runs below which a spread says nothing."""
@@ -35,7 +36,8 @@ def complaints(folder: str, file: Path) -> Iterator[Complaint]:
     if not Path(folder).is_dir():
         yield Complaint("learn", folder, "is no folder", "set learn=runs")
     if not file.exists():
-        cure = f"scalewise calibrate name={file.stem}, then train with hardware={file.stem}"
+        cure = f"{command_line('calibrate', [f'name={file.stem}'])}, then train with "
+        cure += typed("hardware", file.stem)
         yield Complaint("name", file.stem, f"{file} is not there yet", cure)
 
 
@@ -52,7 +54,8 @@ def learnt(folder: Path, file: Path) -> Scale:
             f"{len(found)} runs below {folder} ended well on {file} under torch {torch} and have "
             f"a measured step; {LEAST} are needed"
         )
-        cure = f"scalewise train -cd {file.parents[1]} hardware={file.stem} ..."
+        cure = "scalewise train -cd " + shell_word(file.parents[1])
+        cure += f" {typed('hardware', file.stem)} ..."
         raise ConfigError.one("", "", reason, cure)
     deciles = quantiles(found, n=10, method="inclusive")
     middle = median(found)

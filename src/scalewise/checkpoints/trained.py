@@ -173,7 +173,7 @@ def fitting(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _other_model(checkpoint: Path | None, reason: str) -> CheckpointError:
-    cure = "choose another step=, or put a copy of the run's resolved.yaml back"
+    cure = "choose another step, or put a copy of the run's resolved.yaml back"
     text = f"{checkpoint} does not fit the model of its run: {reason}"
     return CheckpointError.one("", "", text, cure)
 

@@ -23,6 +23,7 @@ from scalewise.config import registry
 from scalewise.config.read import WOULD_REVEAL
 from scalewise.errors import Complaint, ConfigError
 from scalewise.redaction import HIDDEN, holds_secret, is_secret_name, redacted
+from scalewise.typed_override import shell_word
 
 PLUGINS = {
     "launcher": ("hydra_plugins.scalewise_launcher.ScalewiseLauncher",),
@@ -128,7 +129,7 @@ def _of_search_path(provider: str, path: str) -> Iterator[Complaint]:
         *(e.value.split(".")[0] for e in entry_points(group=registry.ENTRY_POINTS)),
     }
     if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in known:
-        cure = "give the folder: file:///path/to/its/conf"
+        cure = "give the folder: 'hydra.searchpath=[file:///path/to/its/conf]'"
         reason = "would import a package that offers no options to the suite"
         yield Complaint("hydra.searchpath", path, reason, cure)
 
@@ -141,8 +142,9 @@ def _of_plugin(name: str, options: object) -> Iterator[Complaint]:
     """
     key, given = f"hydra.{name}", options if isinstance(options, Mapping) else {}
     if (target := given.get("_target_")) not in PLUGINS[name]:
-        cure = {"launcher": "set hydra/launcher=scalewise", "sweeper": "set hydra/sweeper=basic"}
-        yield Complaint(f"{key}._target_", target, NOT_OURS, cure[name])
+        own = {"launcher": "scalewise", "sweeper": "basic"}[name]
+        cure = f"set hydra/{name}={own} instead"
+        yield Complaint(f"{key}._target_", target, NOT_OURS, cure)
     elif (recursive := given.get("_recursive_")) is not False:
         yield Complaint(f"{key}._recursive_", recursive, NOT_OURS, LEAVE_OUT)
     for option, value in given.items():
@@ -180,7 +182,7 @@ def _of_logging(key: str, value: object) -> Iterator[Complaint]:
                 yield Complaint(inner, entry, NOT_OURS, f"choose one of {', '.join(LOG_CLASSES)}")
         elif name == "filename":
             if not (isinstance(entry, str) and _LOG_FILE.fullmatch(entry)):
-                cure = f"set {inner}='${{hydra.runtime.output_dir}}/run.log'"
+                cure = "set " + shell_word(f"{inner}='${{hydra.runtime.output_dir}}/run.log'")
                 yield Complaint(inner, entry, "is no file of the run's own folder", cure)
         else:
             yield from _of_logging(inner, entry)
@@ -197,7 +199,7 @@ def _of_job(job: Mapping[str, Any]) -> Iterator[Complaint]:
         if is_secret_name(str(name)) or holds_secret(str(value)):
             yield Complaint(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
         elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
-            cure = f"set it in the shell: export {name}=VALUE"
+            cure = "leave it out, and export it in the shell"
             reason = "is a variable of the environment, which no config may set"
             yield Complaint(f"hydra.job.env_set.{name}", value, reason, cure)
 

@@ -17,7 +17,7 @@ LISTED = 12
 def chosen(group: str, option: str, options: Iterable[str]) -> str:
     """Returns what to choose in place of an option that a group has not."""
     expected = EXPECTED.get((group, option))
-    return f"set {expected}" if expected else meant(option, options)
+    return f"set {expected} instead" if expected else meant(option, options)
 
 
 def meant(text: str, options: Iterable[str], prefix: str = "") -> str:

@@ -19,6 +19,7 @@ from scalewise.config.schema import twin
 from scalewise.errors import Complaint, ConfigError
 from scalewise.redaction import HIDDEN, holds_secret
 from scalewise.run import Run
+from scalewise.typed_override import typed
 
 TRUSTED = "trusted_packages"
 _PLAIN = ("name", "seed", "question", "resume", TRUSTED)
@@ -267,6 +268,7 @@ def _as_declared(hint: Any, key: str, value: Any, complaints: list[Complaint]) -
     if typing.get_origin(hint) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        complaints.append(Complaint(key, value, "is not a list of texts", f"write '{key}=[...]'"))
+        cure = f"write {typed(key, ['TEXT'])}"
+        complaints.append(Complaint(key, value, "is not a list of texts", cure))
         return ()
     return tuple(value)

@@ -26,6 +26,7 @@ from scalewise.config.read import LEAVE_OUT, WOULD_REVEAL, read, unresolved
 from scalewise.errors import Complaint, ConfigError, ScalewiseError, as_typed
 from scalewise.redaction import holds_secret
 from scalewise.run import Run
+from scalewise.typed_override import shell_word, typed
 
 LONGEST_SWEEP = 100
 """So many values of a sweep are looked at one by one; every job is validated anyway."""
@@ -211,10 +212,11 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
         return
     known = group in (*tree.GROUPS, "experiment", "sweep")
     if override.is_add() and known:
-        yield Complaint(group, _shown(override), "is chosen already", "leave out the +")
+        cure = f"leave out the +: {shell_word(text[1:])}"
+        yield Complaint(group, _shown(override), "is chosen already", cure)
         return
     if not override.is_add() and not known:
-        cure = f"put + before it: +{text}"
+        cure = f"put + before it: {shell_word('+' + text)}"
         yield Complaint(group, _shown(override), "is no group of a run at rest", cure)
         return
     options = _options(group, loader)
@@ -222,7 +224,8 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
         if isinstance(value, dict):
             continue
         if value is None or (isinstance(value, list) and group != "callbacks"):
-            cure = f"~{group}" if group in ("experiment", "sweep") else meant("", options)
+            optional = group in ("experiment", "sweep")
+            cure = f"write {shell_word('~' + group)}" if optional else meant("", options)
             yield Complaint(group, value, "one option is needed", cure)
             continue
         for choice in value if isinstance(value, list) else [value]:
@@ -241,7 +244,7 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
         shown = _shown(override)
         cure = _meant_key(key, config, loader)
         if _is_open(key.rpartition(".")[0], config) and not cure.startswith("did you mean"):
-            cure = f"to add an entry, put + before the key: +{key}={shown}"
+            cure = f"to add an entry, put + before the key: {shell_word(f'+{key}={shown}')}"
         yield Complaint(key, shown, "no such key", cure)
         return
     if override.is_delete():
@@ -252,7 +255,7 @@ def _of_value(override: Override, config: DictConfig, loader: ConfigLoader) -> I
     default = _at(config, key)
     for value in _values(override):
         if isinstance(value, dict) and not adds and _is_open(key, config):
-            cure = f"put + before the key: +{key}={_shown(override)}"
+            cure = f"put + before the key: {shell_word(f'+{key}={_shown(override)}')}"
             yield Complaint(key, _shown(override), "would add entries", cure)
             continue
         try:
@@ -286,7 +289,7 @@ def _mistyped(key: str, value: object, held: object, hint: Any, error: Exception
     kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
     cure = (
-        f"it is {as_typed(held)} by default"
+        f"the default is {typed(key, held)}"
         if isinstance(held, str | int | float) and held != ""
         else ""
     )
@@ -302,7 +305,7 @@ def _mistyped(key: str, value: object, held: object, hint: Any, error: Exception
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return Complaint(key, value, "is not a whole number", f"write {key}={int(value)}")
     if typing.get_origin(kind) is tuple:
-        return Complaint(key, value, "is not a list", f"write '{key}=[{value}]'")
+        return Complaint(key, value, "is not a list", f"write {typed(key, [value])}")
     reason = {
         int: "is not a whole number",
         float: "is not a number",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from scalewise.errors import Complaint
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,5 +151,5 @@ class Data(ABC):
         for field in fields:
             value, default = getattr(self, field), getattr(type(self), field)
             if value <= 0:
-                cure = f"give data.{field}={'null' if default is None else default}"
-                yield Complaint(f"data.{field}", value, "must be positive", cure)
+                key = f"data.{field}"
+                yield Complaint(key, value, "must be positive", f"give {typed(key, default)}")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from scalewise.errors import as_typed
+from scalewise.typed_override import typed
 
 ROLES = {
     "system": "system",
@@ -130,7 +130,7 @@ class Keys:
             ):
                 self.ignore(key)
             else:
-                option = shlex.quote(f"data.ignore_keys=[{as_typed(key)}]")
+                option = typed("data.ignore_keys", [key])
                 raise ValueError(f"has {as_typed(key)}, which is not read ({option} leaves it out)")
         return found
 

@@ -32,7 +32,7 @@ class Labelled(Chat):
         """Yields classes that cannot be told apart, and what ``Chat`` does."""
         yield from super().complaints()
         if len({*self.classes}) < max(2, len(self.classes)):
-            reason, cure = "are not two or more, all different", "give data.classes=[no,yes]"
+            reason, cure = "are not two or more, all different", "give 'data.classes=[no,yes]'"
             yield Complaint("data.classes", list(self.classes), reason, cure)
         if self.packing:
             reason = "would put texts beside each other, and a row is of one class"

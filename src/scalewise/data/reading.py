@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shlex
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.errors import Complaint, DataError
 from scalewise.output import print_lines
-from scalewise.typed_override import typed
+from scalewise.typed_override import shell_word, typed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -212,7 +211,7 @@ def _encoding(file: io.BufferedReader) -> str:
 
 def _undecodable(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
     new = path.with_name(f"{path.stem}-utf8{path.suffix}")
-    names = f"{shlex.quote(str(path))} > {shlex.quote(str(new))}"
+    names = f"{shell_word(path)} > {shell_word(new)}"
     cure = f"convert the file, from Windows-1252 with: iconv -f CP1252 -t UTF-8 {names}"
     return DataError.one("data.paths", path, f"line {line} is not {_named_encoding(error)}", cure)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shlex
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalewise.data.cache import cached
 from scalewise.errors import Complaint, DataError
-from scalewise.typed_override import typed
+from scalewise.typed_override import shell_word, typed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -194,7 +193,7 @@ def not_converted(path: str, folder: Path, error: Exception) -> DataError:
         return DataError.one(KEY, path, reason, "pip install 'scalewise[hf]'")
     cure = "give the path of a tokenizer.json"
     if not (folder / CONFIG).is_file():
-        config = shlex.quote(str(folder / CONFIG))
+        config = shell_word(folder / CONFIG)
         known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
         known = "LlamaTokenizer" if pieces else known
         cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
@@ -206,5 +205,5 @@ def without_declarations(path: str) -> str:
     """Returns what to type for the ids of a tokenizer.json alone."""
     file = tokenizer_path(path)
     plain = file.with_name("plain.json")
-    copied = f"cp {shlex.quote(str(file))} {shlex.quote(str(plain))}"
+    copied = f"cp {shell_word(file)} {shell_word(plain)}"
     return f"for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"

@@ -92,7 +92,7 @@ def _until(last: Container[int], tokens: Iterator[int], count: int) -> list[int]
 def _classes(told: Trained, module: ModelModule, ids: list[int]) -> str:
     """Returns how likely a text is of each class, the likeliest first."""
     if not ids:
-        raise ConfigError.one("prompt", "", "has no words", "set prompt='some text'")
+        raise ConfigError.one("prompt", "", "has no words", "set 'prompt=some text'")
     tokens_1T = torch.tensor([ids[: told.data.sequence]], device=next(module.parameters()).device)
     with torch.no_grad():
         shares = module(tokens_1T)[0, -1].float().softmax(-1).tolist()

@@ -18,6 +18,7 @@ from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import RecordError, read_json, read_yaml
 from scalewise.tracking.recorded import is_at_work, release_reserved, start_of_run
+from scalewise.typed_override import typed
 
 Alike = tuple[tuple[str, tuple[str, ...] | None], ...]
 _FREE = ("weights", "dropout")
@@ -143,9 +144,21 @@ def _of_other_content(folder: Path, key: str, now: object, *, same: bool) -> Com
 
 
 def _of_another(folder: Path, key: str, now: object, then: object) -> Complaint:
-    before = as_typed(then)
-    reason = f"the checkpoint under {folder} was trained with {before}"
-    return Complaint(key, now, reason, f"set {key}={before}, or resume=null")
+    reason = f"the checkpoint under {folder} was trained with {as_typed(then)}"
+    fixes = [f"set {typed(key, then)}"]
+    if isinstance(now, Mapping) or isinstance(then, Mapping):
+        fixes = [*_entries(key, now or {}, then or {})]
+    return Complaint(key, now, reason, ", ".join([*fixes, "or resume=null"]))
+
+
+def _entries(key: str, now: Any, then: Any) -> Iterator[str]:
+    """Yields how the entries of a mapping become what they were."""
+    changed = {name: value for name, value in then.items() if now.get(name) != value}
+    if changed:
+        keys = {name: f"{key}.{name}" if name in now else f"+{key}.{name}" for name in changed}
+        yield "set " + " ".join(typed(keys[name], value) for name, value in changed.items())
+    if extra := [f"{key}.{name}" for name in now if name not in then]:
+        yield f"leave out {' and '.join(extra)}"
 
 
 def _global_batch(earlier: Mapping[str, Any]) -> int | None:

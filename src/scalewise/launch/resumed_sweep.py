@@ -26,6 +26,7 @@ from scalewise.tracking.recorded import (
     release_reserved,
     start_of_sweep,
 )
+from scalewise.typed_override import command_line
 
 RETRIED = tuple(status for status in EXIT_CODES if status != "ok")
 """Endings that are final, unless ``retry`` names them."""
@@ -238,5 +239,5 @@ def _refuse_queued(asked: str, folder: Path) -> None:
         reason = f"Slurm still has {len(left)} of its jobs, of {arrays}"
         if states is None:
             reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
-        cure = f"wait for them (scalewise status {folder}), or end them: scancel {arrays}"
+        cure = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
         raise ConfigError.one("resume_sweep", asked, reason, cure)

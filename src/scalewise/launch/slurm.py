@@ -23,6 +23,7 @@ from scalewise.launch.job import Result
 from scalewise.output import print_lines
 from scalewise.run import Run
 from scalewise.tracking.files import read_json, write_json
+from scalewise.typed_override import command_line
 
 SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
 """Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
@@ -60,14 +61,16 @@ class Slurm:
         for task in tasks:
             began(task)
         arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
-        print_lines("", f"in Slurm's queue: {arrays}; scalewise status {self._folder.parent}")
+        shown = command_line("status", [self._folder.parent])
+        print_lines("", f"in Slurm's queue: {arrays}; {shown}")
         try:
             yield from self._watched({jobs[task.number]: task for task in tasks})
         except Interrupted as error:
+            report = command_line("report", [self._folder.parent])
             raise Interrupted(
                 error.signal_number,
-                f"{error}; the jobs go on: scalewise status {self._folder.parent} shows them, "
-                f"scancel {arrays} ends them; then: scalewise report {self._folder.parent}",
+                f"{error}; the jobs go on: {shown} shows them, "
+                f"scancel {arrays} ends them; then: {report}",
             ) from None
 
     def _complaints(self, tasks: Sequence[Task]) -> Iterator[Complaint]:
@@ -177,7 +180,7 @@ class Slurm:
             elif time.monotonic() - answered > SILENCE:
                 raise ScalewiseError(
                     f"Slurm has not answered for {SILENCE:.0f} s; its jobs may go on: "
-                    f"scalewise status {self._folder.parent} shows what they leave"
+                    f"{command_line('status', [self._folder.parent])} shows what they leave"
                 )
 
     def _has_ended(

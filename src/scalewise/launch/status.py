@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -197,8 +196,3 @@ def git_state() -> dict[str, Any]:
     commit = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
     return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
-
-
-def command_line(verb: str, arguments: list[str] | tuple[str, ...]) -> str:
-    """Returns the command as a person would paste it."""
-    return shlex.join(["scalewise", verb, *arguments])

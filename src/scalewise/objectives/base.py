@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from scalewise.compilation import Scope
 from scalewise.errors import Complaint
 from scalewise.precision import Number
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,7 @@ class Objective(ABC):
         for key, (value, neutral) in planned.items():
             if value != neutral:
                 reason = f"asks the ledger, and {what} is known only by trace"
-                yield Complaint(key, value, reason, f"set {key}={str(neutral).lower()}")
+                yield Complaint(key, value, reason, f"set {typed(key, neutral)}")
 
     @property
     def reference(self) -> Objective | None:

@@ -39,12 +39,13 @@ class Classification(CausalLM):
             reason = f"and data.classes are {number}: {named}"
             cure = f"set model.classes={number} model.tied=false"
             if not run.model.has_key("classes"):
-                cure = f"set model=decoder_nano, or another of the suite's own, {cure[4:]}"
+                cure = f"set model=decoder_nano {cure[4:]}, or with another decoder of the suite"
             yield Complaint("model.classes", run.model.classes, reason, cure)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
             reason = "leaves the head of classes as it was drawn"
             trains = "trained" in vars(run.adapter)
-            cure = f"set {'' if trains else 'adapter=lora '}adapter.trained=[head]"
+            head = "'adapter.trained=[head]'"
+            cure = f"set {head}" if trains else f"set adapter=lora {head}"
             yield Complaint("adapter", run.choices.get("adapter"), reason, cure)
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -117,7 +117,9 @@ def _of_trainer(trainer: Trainer) -> Iterator[Complaint]:
     usual = Trainer()
     if trainer.micro_batch != usual.micro_batch:
         reason = "the loader of a data module of yours decides how many rows a batch has"
-        cure = f"set it to {usual.micro_batch}, and what data.arguments say of batches"
+        cure = (
+            f"set trainer.micro_batch={usual.micro_batch}, and what data.arguments say of batches"
+        )
         yield Complaint("trainer.micro_batch", trainer.micro_batch, reason, cure)
     if trainer.global_batch is not None:
         reason = "a module of yours takes a step with each batch that its loader gives"

@@ -104,8 +104,8 @@ class Parallelism(ABC):
             yield Complaint("optimizer.shard", True, reason, cure)
         if run.optimizer.offload and not self.offloads_optimizer:
             reason = "steps whole weights in host memory, and this layout has a way of its own"
-            cure = "set optimizer.offload=false and parallelism.cpu_offload=true, or of DeepSpeed "
-            cure += "parallelism.offload_optimizer=cpu"
+            own = "offload_optimizer=cpu" if self.flattens_weights else "cpu_offload=true"
+            cure = f"set optimizer.offload=false parallelism.{own}"
             yield Complaint("optimizer.offload", True, reason, cure)
         gathered = run.optimizer.gathers_shards and self.shards_alone
         asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights and not gathered

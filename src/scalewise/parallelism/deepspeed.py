@@ -16,6 +16,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.optimizers import AdamW
 from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
 from scalewise.precision import Number
+from scalewise.typed_override import typed
 from scalewise.units import MIB
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class DeepSpeed(Parallelism):
         for key, none in untouched.items():
             if (value := getattr(self, key)) != none:
                 reason = f"stage {self.stage} keeps every rank's weights whole"
-                cure = f"set parallelism.stage=3, or parallelism.{key}={str(none).lower()}"
+                cure = f"set parallelism.stage=3, or {typed(f'parallelism.{key}', none)}"
                 yield Complaint(f"parallelism.{key}", value, reason, cure)
 
     def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
@@ -142,7 +143,7 @@ class DeepSpeed(Parallelism):
         for key in ("quantized_weights", "quantized_gradients"):
             if getattr(self, key) and device is DeviceKind.cpu:
                 reason = "DeepSpeed has kernels that quantize for CUDA alone"
-                yield Complaint(f"parallelism.{key}", True, reason, "set false")
+                yield Complaint(f"parallelism.{key}", True, reason, f"set parallelism.{key}=false")
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from scalewise.compilation import Scope
@@ -46,8 +46,8 @@ def complaints_of_mesh(mesh: Mesh, run: Run) -> Iterator[Complaint]:
             "set compile=none",
         )
     if mesh.async_tensor and on_cpu:
-        reason = "needs CUDA's symmetric memory"
-        yield Complaint("parallelism.async_tensor", True, reason, "set false")
+        key, reason = "parallelism.async_tensor", "needs CUDA's symmetric memory"
+        yield Complaint(key, True, reason, f"set {key}=false")
 
 
 def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
@@ -58,7 +58,7 @@ def _of_ahead(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", type(run.adapter).__name__)
-            cure = "set parallelism=fsdp or tensor, or adapter=lora"
+            cure = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
             yield Complaint("adapter", chosen, reason, cure)
 
 
@@ -162,22 +162,18 @@ def _of_pairs(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     if not run.objective.pairs:
         return
     chosen = run.choices.get("objective", type(run.objective).__name__)
-    cure = "set parallelism=fsdp, ddp or tensor"
-    if mesh.sizes["context"] > 1:
-        reason = "asks how likely a whole answer is, of which each context rank has some tokens"
-        yield Complaint("objective", chosen, reason, cure)
-    if mesh.sizes["pipeline"] > 1:
-        reason = "compares a batch with what a reference said of it, which no stage passes on"
-        yield Complaint("objective", chosen, reason, cure)
+    reasons = {
+        "context": "asks how likely a whole answer is, of which each context rank has some tokens",
+        "pipeline": "compares a batch with what a reference said of it, which no stage passes on",
+    }
+    yield from _without(mesh, reasons, "objective", chosen)
 
 
 def _of_classes(mesh: Mesh, run: Run) -> Iterator[Complaint]:
     if not run.model.classes:
         return
-    if mesh.sizes["tensor"] > 1:
-        reason = "is a head of a few rows, which tensor ranks cannot share out"
-        cure = "set parallelism=fsdp, context or pipeline"
-        yield Complaint("model.classes", run.model.classes, reason, cure)
+    reason = "is a head of a few rows, which tensor ranks cannot share out"
+    yield from _without(mesh, {"tensor": reason}, "model.classes", run.model.classes)
     if mesh.sizes["pipeline"] > 1 and mesh.pipeline_schedule.splits_backward:
         schedule = mesh.pipeline_schedule.value
         reason = "takes a loss alone, and classes are counted beside it"
@@ -194,9 +190,16 @@ def _of_answers(mesh: Mesh, run: Run) -> Iterator[Complaint]:
         "context": "reads all of an answer so far, of which each context rank has some tokens",
         "pipeline": "writes answers token by token, and a pipeline passes whole batches on",
     }
+    yield from _without(mesh, reasons, "objective", chosen)
+
+
+def _without(
+    mesh: Mesh, reasons: Mapping[str, str], key: str, value: object
+) -> Iterator[Complaint]:
+    """Yields why each axis does not go with what ``key`` chooses."""
     for axis, reason in reasons.items():
         if mesh.sizes[axis] > 1:
-            yield Complaint("objective", chosen, reason, "set parallelism=fsdp or ddp")
+            yield Complaint(key, value, reason, f"set parallelism=fsdp parallelism.{axis}=1")
 
 
 def _largest_divisor(size: int, limit: int) -> int:

@@ -183,7 +183,8 @@ class Mesh(Parallelism):
         if (each != 2) if schedule.folded else (each > 1) != schedule.interleaved:
             wanted = "2" if schedule.folded else "2 or more" if schedule.interleaved else "1"
             reason = f"{schedule.name} wants {wanted} stages on a rank"
-            yield Complaint("parallelism.stages_per_rank", each, reason, "set null")
+            cure = "set parallelism.stages_per_rank=null"
+            yield Complaint("parallelism.stages_per_rank", each, reason, cure)
 
     def complaints_with(self, run: Run) -> Iterator[Complaint]:
         """Yields sizes that do not divide what they cut, and what the axes rule out."""

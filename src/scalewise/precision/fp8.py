@@ -76,7 +76,7 @@ class Float8(Precision):
             for axis in ("tensor", "context"):
                 if (ranks := layout.sizes.get(axis, 1)) > 1:
                     reason = "would give every rank's part of a row a scale of its own in fp8"
-                    cure = f"set parallelism.{axis}=1, and shard instead: parallelism=fsdp"
+                    cure = f"set parallelism=fsdp parallelism.{axis}=1"
                     yield Complaint(f"parallelism.{axis}", ranks, reason, cure)
         if isinstance(layout, DeepSpeed):
             option = run.choices.get("parallelism", "deepspeed")

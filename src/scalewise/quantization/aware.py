@@ -16,6 +16,7 @@ from scalewise.models.decoder.spec import LLAMA_SHAPE, Decoder
 from scalewise.parallelism.deepspeed import DeepSpeed
 from scalewise.parallelism.mesh import Mesh
 from scalewise.quantization.spec import Quantization, put_layers
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +74,7 @@ class QATInt4(Quantization):
             yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
         if isinstance(layout, Mesh) and layout.sizes.get("tensor", 1) > 1:
             reason = f"would give every rank's part of a row a scale of its own in {name}"
-            cure = "set parallelism.tensor=1, and shard instead: parallelism=fsdp"
+            cure = "set parallelism=fsdp parallelism.tensor=1"
             yield Complaint("parallelism.tensor", layout.sizes["tensor"], reason, cure)
         if isinstance(layout, DeepSpeed):
             chosen = run.choices.get("parallelism", "deepspeed")
@@ -84,7 +85,7 @@ class QATInt4(Quantization):
         for field, wanted in LLAMA_SHAPE.items():
             if (held := getattr(model, field)) != wanted:
                 reason = f"is not Llama's, whose form quantization={name} is exported in"
-                cure = f"set model.{field}={str(wanted).lower()}"
+                cure = f"set {typed(f'model.{field}', wanted)}"
                 yield Complaint(f"model.{field}", held, reason, cure)
 
     def _of_groups(self, model: Model) -> Iterator[Complaint]:

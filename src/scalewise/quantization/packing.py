@@ -56,7 +56,7 @@ class Packing(Quantization):
             yield Complaint("adapter.trained", run.adapter.trained, reason, cure)
         if isinstance(layout, Mesh) and layout.sizes.get("tensor", 1) > 1:
             reason = f"would cut the matrices that quantization={name} packs whole"
-            cure = "set parallelism.tensor=1, and shard instead: parallelism=fsdp"
+            cure = "set parallelism=fsdp parallelism.tensor=1"
             yield Complaint("parallelism.tensor", layout.sizes["tensor"], reason, cure)
         if isinstance(layout, DeepSpeed):
             chosen = run.choices.get("parallelism", "deepspeed")

@@ -1,12 +1,12 @@
 """What a report ends with: what to paste, what was set, where it ran, where W&B has it."""
 
-import shlex
 from pathlib import Path
 
 from scalewise.reports import numbers
 from scalewise.reports.compare import Comparison
 from scalewise.reports.overview import common
 from scalewise.reports.records import RunRecord, SweepRecord
+from scalewise.typed_override import shell_word
 from scalewise.units import GIB
 
 
@@ -17,10 +17,10 @@ def commands(comparison: Comparison, record: RunRecord | SweepRecord) -> list[tu
     if isinstance(record, SweepRecord) and winners:
         found.append((f"{winners[0].name} alone", winners[0].run.command))
     if isinstance(record, SweepRecord) and "failed" in (job.status for job in record.jobs):
-        resumed = f"resume_sweep={shlex.quote(_folder(record))} retry=failed"
+        resumed = f"{shell_word(f'resume_sweep={_folder(record)}')} retry=failed"
         found.append(("The failed again", record.command and f"{record.command} {resumed}"))
     if place := _unsent(comparison, record):
-        found.append(("Send it to W&B", f"scalewise publish {shlex.quote(place)}"))
+        found.append(("Send it to W&B", f"scalewise publish {shell_word(place)}"))
     return [(why, command) for why, command in found if command]
 
 

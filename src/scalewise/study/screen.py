@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from scalewise.errors import Complaint, as_typed
+from scalewise.typed_override import override, shell_word
 
 MOST = 11
 """Factors of a screen: at resolution V these are 128 jobs."""
@@ -38,7 +39,8 @@ class Screen:
         key = "hydra.sweeper"
         if not isinstance(self.factors, Mapping) or not 2 <= len(self.factors) <= MOST:
             reason = f"a screen has 2 to {MOST} factors of two levels"
-            cure = "hydra.sweeper.factors={precision: [fp32, bf16_mixed], ...}"
+            example = {"precision": ["fp32", "bf16_mixed"], "memory": ["none", "checkpoint_full"]}
+            cure = "set " + shell_word("+" + override(f"{key}.factors", example))
             yield Complaint(f"{key}.factors", as_typed(self.factors), reason, cure)
             return
         for name, levels in self.factors.items():
@@ -63,7 +65,7 @@ class Screen:
         jobs = [
             [
                 *(
-                    f"{key}={as_typed(levels[level > 0])}"
+                    override(key, levels[level > 0])
                     for (key, levels), level in zip(self.factors.items(), row, strict=True)
                 ),
                 *([f"seed={repeat + 1}"] if self.repeats > 1 else []),

@@ -11,6 +11,7 @@ from scalewise.config.near import meant
 from scalewise.errors import Complaint
 from scalewise.study.space import Axis, Interval
 from scalewise.tracking.names import METRICS
+from scalewise.typed_override import typed
 
 SAMPLERS = ("tpe", "nsga2", "random", "grid")
 PRUNERS = ("none", "median", "asha")
@@ -99,7 +100,7 @@ class Search:
                 reason = "an upper bound is a finite number"
                 yield Complaint(f"hydra.sweeper.constraints.{key}", bound, reason)
         if not self.objectives:
-            cure = "set hydra.sweeper.objectives={val/loss: minimize}"
+            cure = "set " + typed("hydra.sweeper.objectives", {"val/loss": "minimize"})
             yield Complaint("hydra.sweeper.objectives", "{}", "nothing to look for", cure)
         if self.pruner != "none" and len(self.objectives) > 1:
             cure = "set hydra.sweeper.pruner=none, or one objective"

@@ -16,6 +16,7 @@ from scalewise.config.registry import target
 from scalewise.errors import Complaint, ConfigError
 from scalewise.failures import message, user_place
 from scalewise.trust import TRUSTED_PACKAGES
+from scalewise.typed_override import typed
 
 Named = TypeVar("Named")
 
@@ -51,7 +52,7 @@ def _cure(error: ModuleNotFoundError, trusted: Collection[str]) -> str:
     name = (error.name or "").partition(".")[0]
     if name in trusted or PathFinder.find_spec(name, [os.getcwd()]) is None:
         return ""
-    return f"if you trust it, set 'trusted_packages=[{','.join([*trusted, name])}]'"
+    return f"if you trust it, set {typed('trusted_packages', [*trusted, name])}"
 
 
 def named(
@@ -80,9 +81,8 @@ def named(
     defined_in = cls.__module__.partition(".")[0]
     if defined_in not in (*TRUSTED_PACKAGES, *trusted_packages):
         reason = f"is defined in the package {defined_in!r}, which is not trusted"
-        cure = (
-            f"if you trust it, set trusted_packages=[{','.join((*trusted_packages, defined_in))}]"
-        )
+        trusted = typed("trusted_packages", [*trusted_packages, defined_in])
+        cure = f"if you trust it, set {trusted}"
         raise ConfigError.one(key, path, reason, cure)
     return cls
 

@@ -161,7 +161,10 @@ class UserRecorder(Recorder):
             raise self._unlike(f"has {optimizers} optimizers; a run follows the steps of one")
         limit = self.run.trainer.clip_norm
         if limit is not None and not pl_module.automatic_optimization:
-            reason, cure = "a module that steps by itself clips by itself", "set it to null"
+            reason, cure = (
+                "a module that steps by itself clips by itself",
+                "set trainer.clip_norm=null",
+            )
             raise ConfigError.one("trainer.clip_norm", limit, reason, cure)
         steps = trainer.estimated_stepping_batches
         if isinf(steps):

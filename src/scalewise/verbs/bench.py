@@ -16,8 +16,8 @@ from scalewise.config.new_folders import missing, remove_empty
 from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.launch.job import claim
-from scalewise.launch.status import command_line
 from scalewise.output import print_lines
+from scalewise.typed_override import command_line
 
 BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")
 

@@ -13,6 +13,7 @@ from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
 from scalewise.launch import signals
 from scalewise.output import print_lines
+from scalewise.typed_override import typed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     own = Path("conf").resolve() == (tree.root() / "conf").resolve()
     where = "" if own else " -cd conf"
     print_lines(f"profile {options.file}")
-    print_lines(f"use it: scalewise plan{where} hardware={options.file.stem} ...")
+    print_lines(f"use it: scalewise plan{where} {typed('hardware', options.file.stem)} ...")
     return 0
 
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from scalewise import output
 from scalewise.hardware import DeviceKind
-from scalewise.launch.status import command_line
 from scalewise.plain_console import styled
 from scalewise.plan import traffic
 from scalewise.plan.host import checkpoint_bytes, of_node
@@ -21,6 +20,7 @@ from scalewise.plan.total import Total
 from scalewise.plan.verdict import Verdict
 from scalewise.run import Run
 from scalewise.trainer import AUTO, SIZE
+from scalewise.typed_override import command_line
 from scalewise.units import GIGA, bytes_text, count_text, dollars_text, seconds_text
 
 if TYPE_CHECKING:

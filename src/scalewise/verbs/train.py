@@ -15,10 +15,10 @@ from scalewise.launch.engine import Task
 from scalewise.launch.job import Order, Result, execute
 from scalewise.launch.locks import FolderLock
 from scalewise.launch.resumed_sweep import Earlier, Resumption
-from scalewise.launch.status import command_line
 from scalewise.launch.sweep import claimed, execute_all
 from scalewise.run import Run
 from scalewise.tracking import session
+from scalewise.typed_override import command_line
 from scalewise.verbs import publish, show
 from scalewise.verbs.fit import all_fitted, fitted
 

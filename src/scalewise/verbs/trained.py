@@ -103,7 +103,7 @@ def _paths(given: Mapping[str, str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key in inputs.READERS:
         if key in given:
-            value = typed_value(key, given[key], f"set \"{key}='FILE'\"")
+            value = typed_value(key, given[key], f"set {key}=FILE")
             several = key.endswith("paths")
             found[key] = [str(it) for it in _listed(value)] if several else str(value)
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalewise.errors import Complaint
+from scalewise.errors import Complaint, as_typed
 from scalewise.models.decoder.config_keys import (
     ALIASES,
     COMPARED,
@@ -17,6 +17,7 @@ from scalewise.models.decoder.config_keys import (
     LLAMAS,
     ROTATION,
 )
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from scalewise.models.decoder.spec import Decoder
@@ -36,7 +37,7 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return
-    elsewhere = f"set model=hf model.path={file.parent}"
+    elsewhere = f"set model=hf {typed('model.path', file.parent)}"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = config.get("model_type", "")
@@ -65,9 +66,8 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
         own = {"kv_heads": spec.key_heads, "head_width": spec.head_size}
         has = own[name] if name in own else getattr(spec, name)
         if has != value:
-            text = str(value).lower() if isinstance(value, bool) else value
-            reason = f"is {text} in the config.json of {weights}"
-            yield Complaint(f"model.{name}", has, reason, f"set model.{name}={text}")
+            key, reason = f"model.{name}", f"is {as_typed(value)} in the config.json of {weights}"
+            yield Complaint(key, has, reason, f"set {typed(key, value)}")
 
 
 def _other_operators(

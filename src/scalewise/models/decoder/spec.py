@@ -13,6 +13,7 @@ from scalewise.errors import Complaint
 from scalewise.models.base import Model, Part, Split, Weight
 from scalewise.models.decoder.beside import complaints_of_config
 from scalewise.models.tape import Pass, Tapes
+from scalewise.typed_override import typed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,8 +225,8 @@ class Decoder(Model):
         wrong = [name for name, value in given.items() if value is not None and value <= 0]
         for name in wrong:
             default = getattr(Decoder, name, 1)  # a field without a default is no class attribute
-            cure = "null" if default is None else default
-            yield self._complaint(name, "must be positive", f"try model.{name}={cure}")
+            cure = f"try {typed(f'model.{name}', default)}"
+            yield self._complaint(name, "must be positive", cure)
         if not wrong:
             yield from self._shape_complaints()
         if not 0 <= self.dropout < 1:

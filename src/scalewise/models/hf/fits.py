@@ -71,7 +71,7 @@ def _of_stacks(model: HuggingFace, run: Run) -> Iterator[Complaint]:
     if run.memory.offload:
         yield Complaint("memory.offload", True, reason, "set memory=checkpoint_full")
     if run.optimizer.in_backward:
-        yield Complaint("optimizer.in_backward", True, reason, "set it to false")
+        yield Complaint("optimizer.in_backward", True, reason, "set optimizer.in_backward=false")
     if run.compile.scope is not Scope.none:
         option = run.choices.get("compile", "block")
         yield Complaint("compile", option, reason, "set compile=none")
@@ -103,4 +103,6 @@ def _under_tensor(run: Run) -> Iterator[Complaint]:
     if run.is_frozen:
         option = run.choices.get("adapter", "lora")
         reason = "is not put on models of transformers that tensor parallelism cuts"
-        yield Complaint("adapter", option, reason, "set adapter=none, or parallelism=fsdp")
+        yield Complaint(
+            "adapter", option, reason, "set adapter=none, or parallelism=fsdp parallelism.tensor=1"
+        )

@@ -46,7 +46,7 @@ def checked(run: Run) -> list[tuple[str, type[Callback], dict[str, Any]]]:
             targets.bound(key, cls, arguments)
             if issubclass(cls, REPLACE_WEIGHTS):
                 reason = "puts an average in the place of the weights before the last checkpoint"
-                raise ConfigError.one(f"{key}._target_", path, reason, "set callbacks=[ema]")
+                raise ConfigError.one(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
         except ConfigError as error:
             complaints += error.complaints
             continue

@@ -8,6 +8,7 @@ from typing import get_type_hints
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
+from scalewise.typed_override import typed
 from scalewise.units import LARGEST
 
 LOWEST = {
@@ -128,7 +129,7 @@ def complaints(name: str, callback: Mapping[str, object]) -> Iterator[Complaint]
             yield Complaint(key, value, f"{path} has no such argument", cure)
         elif reason := _wrong(field, value, kinds[field]):
             default = getattr(OWN[path], field)
-            yield Complaint(key, value, reason, f"it is {str(default).lower()} by default")
+            yield Complaint(key, value, reason, f"the default is {typed(key, default)}")
 
 
 def _wrong(field: str, value: object, kind: type) -> str:

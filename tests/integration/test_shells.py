@@ -1,0 +1,46 @@
+"""A POSIX shell hands on overrides that messages print as they stand."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+
+import pytest
+from fixtures.fixes import alternatives, value_of
+
+from scalewise.typed_override import typed
+
+CHARACTERS = "ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`" + "\n\t\r\x1b\u200bé語"
+PIECES = [*CHARACTERS, "${a}", "$(b)", "\\\n"]
+VALUES = ["", "~", "~/a=b", "a b", "$HOME", "\n", "a\n", "é", "\\", "'", '"', "!!", "#", "null"]
+
+
+def values() -> list[object]:
+    """Returns texts of what shells and Hydra read as more than text, alone and in containers."""
+    draw = random.Random(1)
+    texts = ["".join(draw.choices(PIECES, k=draw.randint(1, 9))) for _ in range(400)]
+    return [
+        *VALUES,
+        *texts,
+        VALUES,
+        texts[:9],
+        {"a b": texts[9], "c": [texts[10]]},
+        None,
+        True,
+        2.5,
+    ]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh"])
+def test_values_survive_a_shell(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    words = [typed("key", value) for value in values()]
+    for word in words:
+        assert alternatives(f"set {word}, or leave it out") == [[word]]
+    script = f"printf '%s\\0' {' '.join(words)}"
+    done = subprocess.run([shell], input=script.encode(), capture_output=True, check=True)
+    assert not done.stderr
+    read = done.stdout.decode().split("\0")[:-1]
+    assert [value_of(word) for word in read] == values()
