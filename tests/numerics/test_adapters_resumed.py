@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:F
 """PEFT asks for it."""
 
 RANK = ("adapter.rank=4", "adapter.alpha=6")
-LORA = ("adapter=lora", *RANK, "'adapter.targets=[attention.query,feedforward.*]'")
+LORA = ("adapter=lora", *RANK, "adapter.targets=[attention.query,feedforward.*]")
 ADAPTERS = {"lora": LORA, "pissa": ("adapter=pissa", *RANK), "ia3": ("adapter=ia3",)}
 ADAPTERS["whole"] = (*LORA, "adapter.trained=[.*norm,head]")
 USUAL = [("lora", "fsdp")]
@@ -102,7 +102,7 @@ def built(run: Run) -> nn.Module:
 
 LLAMA_LAYERS = ["q_proj", "up_proj", "down_proj"]
 NAMES = ("attention.query", "feedforward.up", "feedforward.down")
-TARGETS = f"'adapter.targets=[{','.join(NAMES)}]'"
+TARGETS = f"adapter.targets=[{','.join(NAMES)}]"
 FUSED = "adapter.targets=[attention.query,attention.key,attention.value,feedforward.down]"
 WRITTEN: dict[str, tuple[PeftConfig, tuple[str, ...]]] = {
     "lora": (LoraConfig(r=4, lora_alpha=6, target_modules=LLAMA_LAYERS), ("lora", TARGETS)),
