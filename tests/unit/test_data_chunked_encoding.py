@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_toke
 
 from scalewise.data import chunked_encoding, encoding
 from scalewise.data.encoding import encode
+from scalewise.data.reading import Document
 from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 
 WORDS = [
@@ -124,18 +126,103 @@ def test_windows_give_the_ids_of_the_whole_document(
     assert np.concatenate(list(encode(tokenizer, Tokenization(0), documents))).tolist() == expected
 
 
+LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+THREE = pre_tokenizers.Split(Regex(r"\d{3}"), "isolated")
+PRE_TOKENIZERS = {
+    "gpt2": [GPT2],
+    "prefix_space": [pre_tokenizers.ByteLevel()],
+    "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES],
+    "digits_alone": [pre_tokenizers.Digits(individual_digits=True), GPT2],
+    "digits_grouped": [pre_tokenizers.Digits(), GPT2],
+    "falcon": [pre_tokenizers.Punctuation(), GPT2, THREE],
+    "fixed_7": [pre_tokenizers.FixedLength(7), BYTES],
+    "fixed_7_of_words": [pre_tokenizers.FixedLength(7), GPT2],
+    "words_of_fixed_7": [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.FixedLength(7)],
+    "anchored": [pre_tokenizers.Split(Regex("^.{0,10}|.{4}"), "isolated"), BYTES],
+    "scripts": [pre_tokenizers.UnicodeScripts(), pre_tokenizers.Whitespace()],
+    "bert": [pre_tokenizers.BertPreTokenizer()],
+    "delimiter": [pre_tokenizers.CharDelimiterSplit("7")],
+    "metaspace": [pre_tokenizers.Metaspace()],
+    "whole": [pre_tokenizers.Metaspace(split=False)],
+    "none": [],
+} | {
+    f"three_{behavior}": [pre_tokenizers.Split(Regex(r"\d{3}"), behavior), BYTES]
+    for behavior in (
+        "removed", "isolated", "merged_with_previous", "merged_with_next", "contiguous"
+    )
+}  # fmt: skip
+MODELS = {
+    "bpe": (partial(models.BPE, unk_token="<unk>"), trainers.BpeTrainer),
+    "unigram": (models.Unigram, trainers.UnigramTrainer),
+    "wordpiece": (partial(models.WordPiece, unk_token="<unk>"), trainers.WordPieceTrainer),
+}
+
+
+def mixed(parts: list[str], characters: int, seed: int) -> str:
+    generator = random.Random(seed)
+    found = ""
+    while len(found) < characters:
+        found += generator.choice(parts)
+    return found
+
+
+DIGITS = [*"0123456789"]
+LONG = {
+    "digits": mixed(DIGITS, 9_000, 1),
+    "lines_of_digits": mixed([f"{10**n}\n" for n in range(2, 40)], 9_000, 2),
+    "periods_of_7": "123456\n" * 700 + mixed(["12 ", "x\n", "345"], 4_000, 3),
+    "one_digit": "1" * 5_000 + mixed(["1", "1 "], 4_000, 4),
+    "spaces": mixed([" ", "  ", "\n", "\t", "word", "7"], 9_000, 5),
+    "newlines": "\n" * 3_000 + mixed(["\n", "a\n\n", "!\n"], 6_000, 6),
+    "emoji": mixed(["🙂", "👩‍👩‍👧", "é", "e\u0301", "日本語", "1"], 9_000, 7),
+    "long_words": mixed(["ab" * 600, "z" * 1_100, "12" * 450, " ", "\n"], 12_000, 8),
+    "everything": mixed([*DIGITS, *WORDS, "</s>", "hello", "!!!", "<unk>"], 9_000, 9),
+}
+
+
 @pytest.mark.usefixtures("_small_windows")
-def test_windows_are_joined_without_encoding_the_document_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("stages", PRE_TOKENIZERS.values(), ids=PRE_TOKENIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_are_aligned_with_the_pre_tokenization_of_the_whole_document(
+    model: str, stages: list[pre_tokenizers.PreTokenizer]
 ) -> None:
-    tokenizer = llama2()
+    made, trainer = MODELS[model]
+    tokenizer = Tokenizer(made())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(stages)
+    special = ["<unk>", END_OF_TEXT, "</s>"]
+    more = {"unk_token": "<unk>"} if model == "unigram" else {}
+    corpus = [
+        LONG["everything"][:3_000],
+        LONG["digits"][:2_000],
+        "123456\n" * 50,
+        LONG["emoji"][:900],
+    ]
+    tokenizer.train_from_iterator(
+        corpus, trainer(vocab_size=400, special_tokens=special, show_progress=False, **more)
+    )
+    for name, document in LONG.items():
+        whole = tokenizer.encode(document, add_special_tokens=False).ids
+        found = [
+            token for ids, _ in chunked_encoding.encoded(tokenizer, [document]) for token in ids
+        ]
+        assert found == whole, name
+
+
+@pytest.mark.usefixtures("_small_windows")
+@pytest.mark.parametrize("make", [byte_level, llama2, llama3, metaspace, unigram])
+def test_windows_are_joined_without_encoding_the_document_again(
+    make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tokenizer = make()
     calls: list[int] = []
     encode_batch = chunked_encoding._encode_batch
 
     def counted(
         tokenizer: Tokenizer, batch: list[chunked_encoding.Window], path: str | None
     ) -> list[Encoding]:
-        calls.append(sum(len(window.text) for window in batch))
+        calls.append(sum(len(window.text) for window in batch) * (tokenizer is given))
         return encode_batch(tokenizer, batch, path)
 
     monkeypatch.setattr(chunked_encoding, "_encode_batch", counted)
@@ -151,6 +238,18 @@ def test_a_document_of_over_250000_characters_is_encoded_as_a_whole() -> None:
     assert len(document) > 2 * chunked_encoding.WINDOW_CHARACTERS
     ids = np.concatenate(list(encode(tokenizer, Tokenization(0), [document])))[:-1]
     assert ids.tolist() == tokenizer.encode(document, add_special_tokens=False).ids
+
+
+@pytest.mark.usefixtures("_small_windows")
+def test_a_document_too_long_to_be_encoded_whole_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_level()
+    monkeypatch.setattr(chunked_encoding, "LONGEST_WINDOW", 5_000)
+    document = Document(iter(["1" * 9_000]), "digits.txt")
+    ids = [token for part, _ in chunked_encoding.encoded(tokenizer, [document]) for token in part]
+    assert tokenizer.decode(ids) == "1" * 9_000
+    assert "digits.txt is encoded in parts of up to 5,000 characters" in capsys.readouterr().err
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_not_applied(tmp_path: Path) -> None:

@@ -1,17 +1,26 @@
 """Token ids of long documents, encoded in overlapping windows.
 
-Tokenizers work locally: the tokens of a window differ from those of the whole document only near
-its ends, where words are cut or a SentencePiece tokenizer adds a boundary piece. Adjacent windows
-are joined in the middle of the longest run of tokens that they share.
+The tokens of a window differ from those of the whole document near its ends, where words are cut or
+a SentencePiece tokenizer adds a boundary piece, and beyond: a pre-tokenizer that groups digits by
+three counts from the first of them. Adjacent windows are joined within the longest run of tokens
+that they share, and only where the tokens after it are known to be those of the whole document:
+
+- Pre-tokenizers go through a text from left to right. A place where the first of them begins a
+  piece in both windows is one where it begins anew, and the later ones within the piece.
+- A BPE that is not pre-tokenized: its tokens are determined by adjacent pairs, each of which is in
+  one of the windows.
+
+Windows without such a place are encoded as one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from scalewise.data.reading import Document
+from scalewise.data.reading import Document, note
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -93,74 +102,164 @@ def encoded(
 ) -> Iterator[tuple[list[int], bool]]:
     """Yields the ids of documents in parts, and whether a part is the last of its document.
 
-    Documents without text yield nothing. Windows that share no run of tokens, or only whitespace,
-    are encoded as one window, up to ``LONGEST_WINDOW``; beyond it the earlier one is closed as a
-    text. Raises ``DataError`` for a document that the tokenizer at ``path`` cannot encode.
+    Documents without text yield nothing. Windows that cannot be joined are encoded as one, up to
+    ``LONGEST_WINDOW``; beyond it the earlier one is closed as a text, with a note. Raises
+    ``DataError`` for a document that the tokenizer at ``path`` cannot encode.
     """
-    pairs = (
-        pair
-        for batch in batches(documents)
-        for pair in zip(batch, _encode_batch(tokenizer, batch, path), strict=True)
-    )
+    encode = _Encoder(tokenizer, path)
     first = 0  # index of the first token of the encoding that was not yielded yet
-    previous: tuple[Window, Encoding] | None = None
-    for window, encoding in pairs:
-        if previous is not None:
-            left, left_encoding = previous
-            shared = _shared_tokens(left, left_encoding, window, encoding)
+    left: _Encoded | None = None
+    for right in (it for batch in batches(documents) for it in encode(batch)):
+        if left is not None:
+            shared = encode.shared_tokens(left, right)
             if shared is not None:
-                yield left_encoding.ids[first : shared[0]], False
+                yield left.encoding.ids[first : shared[0]], False
                 first = shared[1]
             else:
-                rest = window.text[left.stop - window.start :]
-                if len(left.text) + len(rest) <= LONGEST_WINDOW:
-                    window = Window(left.text + rest, left.start, window.last, window.source)
+                window = right.window
+                rest = window.text[left.window.stop - window.start :]
+                if len(left.window.text) + len(rest) <= LONGEST_WINDOW:
+                    text, start = left.window.text + rest, left.window.start
                 else:
-                    yield left_encoding.ids[first:], False
-                    first = 0
-                    window = Window(rest, left.stop, window.last, window.source)
-                (encoding,) = _encode_batch(tokenizer, [window], path)
-        if window.last:
-            yield encoding.ids[first:], True
-            first, previous = 0, None
+                    note(
+                        f"{window.source} is encoded in parts of up to {LONGEST_WINDOW:,} "
+                        "characters: no place in it begins a word whatever stands before it"
+                    )
+                    yield left.encoding.ids[first:], False
+                    first, text, start = 0, rest, left.window.stop
+                (right,) = encode([Window(text, start, window.last, window.source)])
+        if right.window.last:
+            yield right.encoding.ids[first:], True
+            first, left = 0, None
         else:
-            previous = window, encoding
+            left = right
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A window, its tokens, and the characters of the document where pieces begin in it."""
+
+    window: Window
+    encoding: Encoding
+    pieces: frozenset[int]
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Position in the document and id of each token."""
+        begin = self.window.start
+        return [
+            (begin + start, begin + stop, token)
+            for (start, stop), token in zip(self.encoding.offsets, self.encoding.ids, strict=True)
+        ]
+
+
+class _Encoder:
+    """Encodes windows, and finds where two of them can be joined."""
+
+    def __init__(self, tokenizer: Tokenizer, path: str | None) -> None:
+        self._tokenizer, self._path = tokenizer, path
+        self._pieces = piece_tokenizer(tokenizer)
+        self._by_pairs = self._pieces is None and _is_bpe(tokenizer)
+
+    def __call__(self, batch: list[Window]) -> list[_Encoded]:
+        """Encodes windows on every core."""
+        encodings = _encode_batch(self._tokenizer, batch, self._path)
+        parts = [it for it in batch if it.start or not it.last]
+        pieces = dict.fromkeys(batch, frozenset[int]())
+        if self._pieces is not None and parts:
+            for window, found in zip(
+                parts, _encode_batch(self._pieces, parts, self._path), strict=True
+            ):
+                pieces[window] = frozenset(window.start + start for start, _ in found.offsets)
+        return [
+            _Encoded(window, encoding, pieces[window])
+            for window, encoding in zip(batch, encodings, strict=True)
+        ]
+
+    def shared_tokens(self, left: _Encoded, right: _Encoded) -> tuple[int, int] | None:
+        """Middle of the longest run of equal tokens in the overlap: its index in each encoding.
+
+        None where the tokens after it are not known to be those of the document.
+        """
+        begin, end = right.window.start, left.window.stop
+        left_spans, right_spans = left.spans, right.spans
+        index_of = {span: index for index, span in enumerate(left_spans) if span[0] >= begin}
+        longest = (0, 0, 0)  # tokens, and one past the last of them in each encoding
+        length, last = 0, -2
+        for index, span in enumerate(right_spans):
+            if span[0] >= end:
+                break
+            found = index_of.get(span, -2)
+            length = length + 1 if found == last + 1 else int(found >= 0)
+            last = found
+            longest = max(longest, (length, found + 1, index + 1))
+        length, left_end, right_end = longest
+        if length < SHARED_TOKENS:
+            return None
+        run = range(left_spans[left_end - length][0] + 1, left_spans[left_end - 1][1])
+        if not self._by_pairs and not any(it in run for it in left.pieces & right.pieces):
+            return None
+        middle = left_spans[left_end - length // 2][0]
+        around = (right.window.text[: middle - begin], left.window.text[middle - end :])
+        if not all(map(str.strip, around)):  # how whitespace is split may depend on what follows it
+            return None
+        return left_end - length // 2, right_end - length // 2
+
+
+def piece_tokenizer(tokenizer: Tokenizer) -> Tokenizer | None:
+    """Returns a tokenizer whose tokens are the pieces of the first pre-tokenizer that splits.
+
+    None where none does.
+    """
+    from tokenizers import Tokenizer
+
+    if tokenizer.pre_tokenizer is None:
+        return None
+    stages = list(_stages(json.loads(tokenizer.pre_tokenizer.__getstate__())))
+    splitting = next((index for index, stage in enumerate(stages) if _splits(stage)), None)
+    if splitting is None:
+        return None
+    normalizer = tokenizer.normalizer and json.loads(tokenizer.normalizer.__getstate__())
+    pieces = Tokenizer.from_str(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "normalizer": normalizer,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages[: splitting + 1]},
+                "model": {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"},
+            }
+        )
+    )
+    for token in tokenizer.get_added_tokens_decoder().values():
+        (pieces.add_special_tokens if token.special else pieces.add_tokens)([token])
+    return pieces
+
+
+def _stages(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the pre-tokenizers of a sequence in their order."""
+    if stage["type"] == "Sequence":
+        for part in stage["pretokenizers"]:
+            yield from _stages(part)
+    else:
+        yield stage
+
+
+def _splits(stage: dict[str, Any]) -> bool:
+    """Returns whether a pre-tokenizer does more than to replace characters."""
+    option = {"ByteLevel": "use_regex", "Metaspace": "split"}.get(stage["type"])
+    return option is None or stage.get(option, True)
+
+
+def _is_bpe(tokenizer: Tokenizer) -> bool:
+    """Returns whether the model is a BPE whose merges are not dropped at random."""
+    from tokenizers import models
+
+    model = tokenizer.model
+    return isinstance(model, models.BPE) and not model.dropout
 
 
 def _encode_batch(tokenizer: Tokenizer, batch: list[Window], path: str | None) -> list[Encoding]:
     from scalewise.data.encoding import encode_texts
 
     return encode_texts(tokenizer, [it.text for it in batch], [it.source for it in batch], path)
-
-
-def _shared_tokens(
-    left: Window, left_encoding: Encoding, right: Window, right_encoding: Encoding
-) -> tuple[int, int] | None:
-    """Middle of the longest run of equal tokens in the overlap: its index in each encoding."""
-    left_spans, right_spans = _spans(left, left_encoding), _spans(right, right_encoding)
-    index_of = {span: index for index, span in enumerate(left_spans) if span[0] >= right.start}
-    longest = (0, 0, 0)  # tokens, and one past the last of them in each encoding
-    length, last = 0, -2
-    for index, span in enumerate(right_spans):
-        if span[0] >= left.stop:
-            break
-        found = index_of.get(span, -2)
-        length = length + 1 if found == last + 1 else int(found >= 0)
-        last = found
-        longest = max(longest, (length, found + 1, index + 1))
-    length, left_end, right_end = longest
-    if length < SHARED_TOKENS:
-        return None
-    middle = left_spans[left_end - length // 2][0] - right.start
-    around = (right.text[:middle], right.text[middle : left.stop - right.start])
-    if not all(map(str.strip, around)):  # how whitespace is split may depend on what follows it
-        return None
-    return left_end - length // 2, right_end - length // 2
-
-
-def _spans(window: Window, encoding: Encoding) -> list[tuple[int, int, int]]:
-    """Position in the document and id of each token."""
-    return [
-        (window.start + start, window.start + stop, token)
-        for (start, stop), token in zip(encoding.offsets, encoding.ids, strict=True)
-    ]
