@@ -36,13 +36,19 @@ PLAIN_WORDS = 24
 
 _WORD = re.compile(
     r"(?:KEYS?|TOKEN|SECRETS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PASSCODE|PWD|AUTH|AUTHORIZATION"
-    r"|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|\b(?:DSN|JWT|PAT|SAS))$"
+    r"|BEARER|CREDENTIALS?|CREDS?|COOKIES?|WEBHOOKS?|MNEMONICS?|SESS(?:ION)?ID"
+    r"|\b(?:DSN|JWT|PAT|SAS|UNSEAL))V?\d*$"
 )
-_NOT_SECRET = ("PWD", "OLDPWD")
+_LAST_WORDS = re.compile(
+    r"\b(?:SIGNATURES?|ENCRYPTION|SALT|PRIVATE|CERT|CERTIFICATE|HMAC|PIN|T?OTP|SESSION ID"
+    r"|(?:SEED|RECOVERY|BACKUP|SECRET) ?PHRASE)[V\d ]*$"
+)
+"""Words that name a secret at the end of a name alone: ``TLS_CERT``, and not ``CERT_MANAGER``."""
+_NOT_SECRET = ("PWD", "OLDPWD", "XDG_SESSION_ID", "TERM_SESSION_ID", "ITERM_SESSION_ID")
 _OF_A_FILE = ("PATH", "FILE", "DIR", "SOCK", "HOME", "HELPER")
 _ASSIGNED = re.compile(
     r"(?i)(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)"
-    r"[\"']?\s*[=:]\s*[\"']?([^\s;&,\"'}]+)"
+    r"[\"']?\s*[=:]\s*(?:\"([^\"]+)\"|'((?:[^'\\]|\\.)+)'|[\"']?([^\s;&,\"'}]+))"
 )
 _IN_ADDRESS = re.compile(r"://([^\s/:@]*):(\S+)@")
 _USER_IN_ADDRESS = re.compile(r"://([^\s/:@]{12,})@")
@@ -50,16 +56,90 @@ _PLAIN = re.compile(r"(?:[A-Z]?[a-z]+|[A-Z]+)([-_. /:](?:[A-Z]?[a-z]+|[A-Z]+))*"
 _NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[+-]?\d+")
 _RANDOM = re.compile(r"[A-Za-z0-9+]+")
 
+SHAPES = {
+    "1Password": r"ops_eyJ[\w-]{20,}",
+    "age": r"AGE-SECRET-KEY-\w{20,}",
+    "Airtable": r"pat[A-Za-z0-9]{14}\.[0-9a-f]{32,}",
+    "Alibaba": r"LTAI[A-Za-z0-9]{16,}",
+    "Anthropic, OpenAI, OpenRouter": r"sk-(?:ant|proj|or|svcacct|admin)-[\w-]{20,}",
+    "Atlassian": r"AT(?:ATT|CTT|STT|BB)[\w-]{20,}(?:=[\w-]+)?",
+    "AWS": r"A(?:KIA|SIA|BIA|CCA|ROA|IDA)[0-9A-Z]{16}\b",
+    "AWS Bedrock": r"ABSK[A-Za-z0-9+/]{40,}={0,2}",
+    "base64": r"base64:[A-Za-z0-9+/_-]{20,}={0,2}",
+    "Brevo": r"xkeysib-[\w-]{30,}",
+    "Buildkite": r"bk[uc]a_[0-9a-f]{20,}",
+    "Cerebras": r"csk-[a-z0-9]{32,}",
+    "CircleCI": r"CCI(?:PAT|PRJ)_\w{20,}",
+    "Databricks": r"dapi[0-9a-f]{32}(?:-\d)?",
+    "DeepSeek and others": r"sk-[A-Za-z0-9]{32,}",
+    "DigitalOcean": r"do[opr]_v1_\w{20,}",
+    "Discord": r"[MNO][\w-]{23,27}\.[\w-]{6,7}\.[\w-]{27,}",
+    "Docker Hub": r"dckr_[op]at_[\w-]{20,}",
+    "Doppler": r"dp\.(?:audit|ct|pt|sa|scim|st)\.[\w.-]{20,}",
+    "Dynatrace": r"dt0[a-z]\d\d\.[A-Z0-9]{20,}\.[A-Z0-9]{32,}",
+    "Facebook": r"EAA[A-Z][A-Za-z0-9]{50,}",
+    "Figma": r"figd_[\w-]{20,}",
+    "Fireworks": r"fw_[A-Za-z0-9]{22,}",
+    "Fly.io": r"(?:fo1|fm[12][ar]?)_[\w+/=-]{40,}",
+    "GitHub": r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}",
+    "GitLab": r"gl(?:agent|cbt|dt|ffct|ft|imt|pat|ptt|rt|soat)-[\w-]{16,}",
+    "Google": r"AIza[\w-]{35}|GOCSPX-[\w-]{20,}|ya29\.[\w-]{20,}|1//0[\w-]{30,}",
+    "Grafana": r"glsa_\w{20,}|glc_[A-Za-z0-9+/]{30,}={0,2}",
+    "Groq": r"gsk_[A-Za-z0-9]{20,}",
+    "Heroku": r"HRKU-[\w-]{30,}",
+    "Hugging Face": r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}",
+    "JFrog": r"AKCp[A-Za-z0-9]{50,}",
+    "Jina": r"jina_\w{30,}",
+    "JSON Web Token": r"eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*",
+    "LangSmith": r"lsv2_(?:pt|sk)_\w{20,}",
+    "Linear": r"lin_(?:api|oauth)_\w{20,}",
+    "Mailchimp": r"[0-9a-f]{32}-us\d{1,2}\b",
+    "Mailgun": r"key-[0-9a-f]{32}\b",
+    "New Relic": r"NR(?:AK|II|JS)-[\w-]{19,}",
+    "Notion": r"(?:secret|ntn)_[A-Za-z0-9]{40,}",
+    "npm": r"npm_[A-Za-z0-9]{30,}",
+    "NVIDIA": r"nvapi-[\w-]{20,}",
+    "OpenAI": r"sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",
+    "Perplexity": r"pplx-[A-Za-z0-9]{30,}",
+    "Pinecone": r"pcsk_\w{20,}",
+    "PlanetScale": r"pscale_(?:oauth|pw|tkn)_[\w.-]{20,}",
+    "Postman": r"PMAK-[0-9a-f]{20,}-[0-9a-f]{30,}",
+    "PyPI": r"pypi-A[\w-]{30,}",
+    "Replicate": r"r8_[A-Za-z0-9]{20,}",
+    "RubyGems": r"rubygems_[0-9a-f]{40,}",
+    "SendGrid": r"SG\.[\w-]{16,}\.[\w-]{16,}",
+    "Sentry": r"sntry[su]_[\w+/=-]{30,}",
+    "Shopify": r"shp(?:at|ca|pa|ss)_[0-9A-Za-z]{20,}",
+    "Slack": r"xox[abeprs](?:\.xox[bp])?-[A-Za-z0-9-]{10,}|xapp-\d-[\w-]{20,}",
+    "Sourcegraph": r"sgp_\w{36,}",
+    "Square": r"sq0(?:atp|csp|idp)-[\w-]{20,}|EAAA[\w-]{56,}",
+    "Stripe": r"[rs]k_(?:live|prod|test)_[A-Za-z0-9]{10,}|whsec_[A-Za-z0-9+/]{16,}={0,2}",
+    "Supabase": r"sbp_[0-9a-f]{40}|sb_secret_[\w-]{20,}",
+    "Tailscale": r"tskey-[\w-]{16,}",
+    "Tavily": r"tvly-[\w-]{20,}",
+    "Telegram": r"\d{8,10}:AA[\w-]{30,}",
+    "Together": r"tgp_v1_[\w-]{20,}",
+    "Trello": r"ATTA[0-9a-f]{50,}",
+    "Twilio": r"SK[0-9a-f]{32}\b",
+    "Vault": r"hv[bs]\.[\w-]{20,}",
+    "W&B": r"wandb_v1_\w{16,}|local-[0-9a-f]{40}",
+    "xAI": r"xai-[A-Za-z0-9]{40,}",
+}
+"""Keys of well-known services, by how they are spelt."""
 KNOWN_SHAPES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abeprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{35}"
-    r"|A[KS]IA[0-9A-Z]{16}|npm_[A-Za-z0-9]{30,}|wandb_v1_\w{16,}|local-[0-9a-f]{40}"
-    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    rf"(?<![A-Za-z0-9_])(?:{'|'.join(SHAPES.values())})"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
     r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=/bot)\d+:[\w-]{16,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----"
+    r"[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
 )
-"""Keys of well-known services, by how they are spelt."""
+"""The same as one pattern, with the secret parts of webhooks and PEM blocks of private keys."""
+_IN_QUERY = re.compile(
+    r"(?i)([?&;](?:x-(?:amz|goog)-(?:signature|credential|security-token)|sig|signature|password"
+    r"|client_secret|(?:access_|auth_|refresh_|id_|private_|api_?)?token|api_?key)=)"
+    r"[^&\s\"'#<>]{8,}"
+)
 _ADDRESS = re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")
 
 
@@ -70,6 +150,7 @@ def redacted(text: str) -> str:
         text = pattern.sub(HIDDEN, text)
     if "://" in text:
         text = _ADDRESS.sub(HIDDEN, text)
+        text = _IN_QUERY.sub(rf"\1{HIDDEN}", text)
     return KNOWN_SHAPES.sub(HIDDEN, text)
 
 
@@ -89,17 +170,27 @@ def holds_secret(text: str) -> bool:
     return redacted(text) != text
 
 
+def reveals_secret(name: str, value: str) -> bool:
+    """Returns whether what an environment variable holds may not be written, by name or value.
+
+    Stricter than :func:`redacted`: a plain word is a secret under a secret's name.
+    """
+    is_path = value.startswith("/") and os.path.exists(value)
+    named = is_secret_name(name) and not is_path
+    return named or _ASSIGNED.search(value) is not None or holds_secret(value)
+
+
 def is_secret_name(name: str) -> bool:
     """Returns whether a variable or setting of this name holds a secret, by its words."""
     if name.upper() in _NOT_SECRET:
         return False
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     words = [word for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]
-    if not words or words[-1] in _OF_A_FILE:
+    if not words or words[-1].rstrip("0123456789") in _OF_A_FILE:
         return False
     if words[-1] == "TOKEN" and {"BOS", "EOS", "PAD", "UNK", "MASK"} & set(words):
         return False
-    return any(_WORD.search(word) for word in words)
+    return any(_WORD.search(word) for word in words) or bool(_LAST_WORDS.search(" ".join(words)))
 
 
 def secrets() -> frozenset[str]:
@@ -205,7 +296,11 @@ def _in_value(name: str, value: str) -> Iterator[str]:
         value.startswith(("/", "~", ".")) and os.path.exists(os.path.expanduser(value))
     ):
         yield from _of_named(value)
-    yield from filter(_is_distinct, (found[1] for found in _ASSIGNED.finditer(value)))
+    for assigned in _ASSIGNED.finditer(value):
+        quoted = assigned[1] or assigned[2]
+        yield from filter(_is_distinct, [quoted or assigned[3]])
+        if quoted and len(assigned[0]) >= WHOLE_WORD:  # plain words, which only stand out so
+            yield assigned[0]
     yield from (found[0] for found in KNOWN_SHAPES.finditer(value))
     if "://" in value:
         yield from filter(_is_distinct, _in_address(name, value))

@@ -46,6 +46,16 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("DATABASE_URL", "postgres://app:s3cr3tPW99@db/x", ["s3cr3tPW99"]),
         ("DATABASE_URL", "postgres://app:p%40ss/w0rd@db/x", ["p%40ss/w0rd", "p@ss/w0rd"]),
         ("LIBPQ", "host=db user=app password=s3cr3tPW99", ["s3cr3tPW99"]),
+        ("LIBPQ", "host=db password='it is me'", ["password='it is me'"]),
+        ("LIBPQ", 'host=db password="it is m3!"', ["it is m3!"]),
+        ("OPENAI_API_KEY2", "k9-short-Secret1", ["k9-short-Secret1"]),
+        ("DB_PASSWORD1", "hunter2!!x", ["hunter2!!x"]),
+        ("DB_TOKEN_1", "tok-Aq7781xx", ["tok-Aq7781xx"]),
+        ("SIGNATURE", "Zq7XsecretVAL9kQw82", ["Zq7XsecretVAL9kQw82"]),
+        ("ENCRYPTION", HEX[:32], [HEX[:32]]),
+        ("WALLET_SEED_PHRASE", "zoo ice abandon ability able about",
+         ["zoo ice abandon ability able about"]),
+        ("S3_URL", f"https://b.s3/x?a=1&X-Amz-Signature={HEX}", [HEX]),
         ("STORAGE", "AccountName=x;AccountKey=ab12+cd34/ef56==;", ["ab12+cd34/ef56=="]),
         ("SENTRY_DSN", f"https://{HEX}@o1.ingest.example/5", [HEX]),
         ("SERVER", "https://host/x?access_token=ab12cd34&page=2", ["ab12cd34"]),
@@ -69,6 +79,141 @@ def test_a_secret_is_replaced_in_every_form(
         for form in forms:
             assert secret not in redacted(form), form
             assert HIDDEN in redacted(form), form
+
+
+B62 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC2eF4hJ6kL8nP0rS2uV4xY6zA8cD1fG3iJ5lM7oQ9tU"
+
+KEYS_OF_SERVICES = {
+    "1Password": [f"ops_eyJ{B62}"],
+    "age": ["AGE-SECRET-KEY-1QQPQ9V7X3K5M2N8R4T6W0Y1Z3"],
+    "Airtable": [f"patAbCdEfGhIjKlMn.{HEX}"],
+    "Alibaba": [f"LTAI{B62[:20]}"],
+    "Anthropic, OpenAI, OpenRouter": [f"sk-ant-api03-{B62}", f"sk-or-v1-{HEX}", f"sk-proj-{HEX}"],
+    "Atlassian": [f"ATATT3xFfGF0{B62}=1A2B3C4D", f"ATBB{B62[:32]}"],
+    "AWS": ["AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE"],
+    "AWS Bedrock": [f"ABSK{B62}="],
+    "base64": ["base64:3q2+7wAAbcd/EFGHijklmnop0123456789QRSTuvwxY="],
+    "Brevo": [f"xkeysib-{HEX}-AbCd1234"],
+    "Buildkite": [f"bkua_{HEX}"],
+    "Cerebras": [f"csk-{HEX}"],
+    "CircleCI": [f"CCIPAT_{B62}"],
+    "Databricks": [f"dapi{HEX[:32]}", f"dapi{HEX[:32]}-2"],
+    "DeepSeek and others": [f"sk-{HEX[:32]}"],
+    "DigitalOcean": [f"dop_v1_{HEX}", f"doo_v1_{HEX}"],
+    "Discord": [f"MTA{B62[:23]}.G7hJkL.{B62[:38]}"],
+    "Docker Hub": [f"dckr_pat_{B62[:27]}"],
+    "Doppler": [f"dp.pt.{B62[:43]}"],
+    "Dynatrace": [f"dt0c01.{'AB12' * 6}.{'CD34' * 16}"],
+    "Facebook": [f"EAAM{B62}"],
+    "Figma": [f"figd_{B62[:40]}"],
+    "Fireworks": [f"fw_{B62[:24]}"],
+    "Fly.io": [f"fm2_{B62}"],
+    "GitHub": [*(f"gh{kind}_{B62[:36]}" for kind in "pousr"), f"github_pat_{B62}"],
+    "GitLab": [f"glpat-{B62[:20]}", f"gldt-{B62[:20]}", f"glrt-{B62[:20]}"],
+    "Google": [f"AIza{B62[:35]}", f"ya29.{B62}", f"GOCSPX-{B62[:28]}", f"1//0{B62[:40]}"],
+    "Grafana": [f"glsa_{B62[:32]}_1a2b3c4d", f"glc_{B62}"],
+    "Groq": [f"gsk_{B62[:52]}"],
+    "Heroku": ["HRKU-01234567-89ab-cdef-0123-456789abcdef"],
+    "Hugging Face": [f"hf_{B62[:34]}", f"api_org_{B62[:34]}"],
+    "JFrog": [f"AKCp{B62}"],
+    "Jina": [f"jina_{HEX}{B62[:28]}"],
+    "JSON Web Token": [f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{B62[:43]}"],
+    "LangSmith": [f"lsv2_pt_{HEX[:32]}_0123456789"],
+    "Linear": [f"lin_api_{B62[:40]}"],
+    "Mailchimp": [f"{HEX[:32]}-us12"],
+    "Mailgun": [f"key-{HEX[:32]}"],
+    "New Relic": [f"NRAK-{'A1B2C3D4E' * 3}"],
+    "Notion": [f"secret_{B62[:43]}", f"ntn_{B62[:46]}"],
+    "npm": [f"npm_{B62[:36]}"],
+    "NVIDIA": [f"nvapi-{B62[:64]}"],
+    "OpenAI": ["sk-a1B2c3D4e5F6g7H8i9J0"],
+    "Perplexity": [f"pplx-{B62[:48]}"],
+    "Pinecone": [f"pcsk_{B62[:60]}"],
+    "PlanetScale": [f"pscale_tkn_{B62[:43]}"],
+    "Postman": [f"PMAK-{HEX[:24]}-{HEX[:34]}"],
+    "PyPI": [f"pypi-AgEIcHlwaS5vcmc{B62}"],
+    "Replicate": [f"r8_{B62[:37]}"],
+    "RubyGems": [f"rubygems_{HEX}01234567"],
+    "SendGrid": ["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"],
+    "Sentry": [f"sntrys_{B62}"],
+    "Shopify": [f"shpat_{HEX[:32]}"],
+    "Slack": ["xoxb-123456789012-abcDEF", "xoxe.xoxp-1-abcDEF123456", f"xapp-1-A01-{B62[:40]}"],
+    "Sourcegraph": [f"sgp_{HEX}"],
+    "Square": [f"sq0csp-{B62[:43]}", f"EAAA{B62[:60]}"],
+    "Stripe": ["sk_live_51HabcDEFGHIJKLMNOPqrs", f"rk_live_{B62[:24]}", f"whsec_{B62[:32]}"],
+    "Supabase": [f"sbp_{HEX}", f"sb_secret_{B62[:31]}"],
+    "Tailscale": [f"tskey-auth-{B62[:32]}"],
+    "Tavily": [f"tvly-dev-{B62[:32]}"],
+    "Telegram": [f"123456789:AAH{B62[:32]}"],
+    "Together": [f"tgp_v1_{B62[:43]}"],
+    "Trello": [f"ATTA{HEX}{HEX}"],
+    "Twilio": [f"SK{HEX[:32]}"],
+    "Vault": [f"hvs.{B62}"],
+    "W&B": [f"wandb_v1_{B62}", f"local-{HEX}"],
+    "xAI": [f"xai-{B62}"],
+}
+
+
+@pytest.mark.parametrize("service", redaction.SHAPES)
+def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None:
+    for key in KEYS_OF_SERVICES[service]:
+        for form in (key, f"x={key}", f"'{key}'", f"https://host/{key}?x", f'{{"a":"{key}"}}'):
+            assert redacted(form) == form.replace(key, HIDDEN), form
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (f"https://b.s3/x?X-Amz-Signature={HEX}&x=1", HEX),
+        (f"https://b.s3/x?a=1&X-Amz-Security-Token={B62}", B62),
+        (f"https://storage/x?X-Goog-Signature={HEX}#x", HEX),
+        (f"https://blob/x?sv=2024&sig={B62}%3D", B62),
+        (f"https://host/x?access_token={HEX}", HEX),
+        (f"https://host/x?api_key={HEX}", HEX),
+        (f"https://api.telegram.org/bot123:{B62[:35]}/sendMessage", B62[:35]),
+        (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{B62}\n-----END PGP PRIVATE KEY BLOCK-----", B62),
+        (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{B62}\n", B62),
+    ],
+)
+def test_secret_parts_of_addresses_and_blocks_are_replaced(text: str, secret: str) -> None:
+    assert secret not in redacted(text)
+    assert redacted(redacted(text)) == redacted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEX,
+        f"revision={HEX}",
+        f"sha256:{HEX}{HEX[:24]}",
+        HEX[:32],
+        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "hf-internal-testing/tiny-random-LlamaForCausalLM",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "google/gemma-2-2b-it",
+        "stabilityai/sdxl-turbo-1.0-fp16",
+        "decoder_nano-fsdp-bf16_mixed-adamw-lr3e-4",
+        "runs/llama_160m-deepspeed_zero2_offload-bf16/2026-11-26_01-02-03",
+        "/data/sk-learn-datasets-of-2024/part-00001-of-00512.parquet",
+        "https://host.example/x?page=2&sort=created&token=a1&revision=main",
+        "s3://bucket/key-value-store/shards",
+        "torch.optim.AdamW",
+        "lin_regression_with_long_descriptive_names",
+        "test_sk_learn_compatibility_of_estimators",
+        "task-force-on-the-very-long-list-of-names",
+        "the key: tokens are words, the secret: there is none",
+        "0.00030000000000000003",
+        "2026-11-26T01:02:03+00:00",
+        "12345678:30:00",
+        "range(1,1000000000)",
+        "MNIST, CIFAR and NLP in 32 bits; ATTENTION is all you need",
+    ],
+)
+def test_ordinary_texts_stay(text: str) -> None:
+    assert redacted(text) == text
 
 
 @pytest.mark.parametrize(
@@ -143,10 +288,17 @@ def test_key_files_are_read(file: str, content: str, secret: str, tmp_path: Path
         *((name, True) for name in (
             "WANDB_API_KEY", "apiKey", "DB_PASS", "PGPASSWORD", "GH_AUTH", "hub_token", "MYSQL_PWD",
             "AWS_SECRET_ACCESS_KEY", "GOOGLE_CREDENTIALS", "SENTRY_DSN", "SLACK_WEBHOOK", "HUB_PAT",
+            "OPENAI_API_KEY2", "DB_PASSWORD1", "TOKEN2", "DB_TOKEN_1", "apiKeyV2", "SIGNATURE",
+            "DATA_ENCRYPTION", "SESSION_ID", "PHPSESSID", "VAULT_UNSEAL", "UNSEAL_KEY_3", "SALT",
+            "SEED_PHRASE", "RECOVERY_PHRASE_2", "WALLET_MNEMONIC", "RSA_PRIVATE", "TLS_CERT",
+            "LOGIN_PIN", "TOTP", "X-Amz-Signature", "cookie",
         )),
         *((name, False) for name in (
             "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "tokens", "eos_token",
             "KEYBOARD", "COMPAT", "XAUTHORITY", "HF_TOKEN_PATH", "PASSWORD_STORE_DIR", "",
+            "SEED", "seed2", "SEED_1", "XDG_SESSION_ID", "SESSION_TYPE", "PRIVATE_IP", "PIN_MEMORY",
+            "SSL_CERT_FILE", "SSL_CERT_DIR", "CERT_MANAGER", "TOKEN_FILE2", "PHRASES", "MODEL_ID",
+            "KEYMAP", "MAX_TOKENS_2", "DESIGNATURE", "SALTY", "RANK", "CONCERT", "DISCERT",
         )),
     ],
 )  # fmt: skip
@@ -198,6 +350,11 @@ class TestConfig:
         "tracking.notes='https://u:pw@host/x'",
         "hydra.job.env_copy=[DB_PASS]",
         "question=${oc.env:ODD}",
+        "question=${oc.env:WORD_PASS}",
+        "question=${oc.env:LOGIN_PIN}",
+        "question=${oc.env:LIBPQ}",
+        "question=${oc.env:STORE}",
+        "question=${oc.env:LOG_KEY2}",
         "hydra.run.dir=runs/${oc.env:DB_PASS}",
     )
 
@@ -206,13 +363,18 @@ class TestConfig:
     def planted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DB_PASS", "hunter2-prod-9931")
         monkeypatch.setenv("ODD", "Zk3nQ9vX2mB7tR5wY8cL1pD4")
+        monkeypatch.setenv("WORD_PASS", "letmein")
+        monkeypatch.setenv("LOGIN_PIN", "1234")
+        monkeypatch.setenv("LIBPQ", "host=db password='it is me'")
+        monkeypatch.setenv("STORE", "base64:Zk3nQ9vX2mB7tR5wY8cL1pD4Zk3nQ9vX2mB7tR5wY8c=")
+        monkeypatch.setenv("LOG_KEY2", "plain")
 
     @pytest.mark.parametrize("line", LINES)
     def test_a_line_with_a_secret_is_rejected(self, line: str) -> None:
         with pytest.raises(ConfigError) as caught:
             open_door(Verb(), [line])
         assert "secret" in str(caught.value)
-        for told in ("hunter2", "hf_abc", "u:pw", "Zk3n"):
+        for told in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
             assert told not in str(caught.value)
         assert not Path("runs").exists()
 

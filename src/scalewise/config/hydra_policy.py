@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from scalewise.config import registry
 from scalewise.config.read import WOULD_REVEAL
 from scalewise.errors import Complaint, ConfigError
-from scalewise.redaction import HIDDEN, holds_secret, is_secret_name, redacted
+from scalewise.redaction import HIDDEN, redacted, reveals_secret
 from scalewise.typed_override import shell_word
 
 PLUGINS = {
@@ -112,9 +112,7 @@ def complaints_of(config: DictConfig) -> Iterator[Complaint]:
 
 def _variable(name: str, *default: Any) -> Any:
     """Returns what ``oc.env`` does, but raises ``ValueError`` for a secret, however it is named."""
-    held = os.environ.get(name, "")
-    is_path = held.startswith("/") and os.path.exists(held)
-    if (is_secret_name(name) and not is_path) or holds_secret(held):
+    if reveals_secret(name, os.environ.get(name, "")):
         raise ValueError(WOULD_REVEAL)
     return oc.env(name, *default)
 
@@ -196,7 +194,7 @@ def _of_job(job: Mapping[str, Any]) -> Iterator[Complaint]:
     if not _JOB_NAME.fullmatch(str(job.get("name"))):
         yield Complaint("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
     for name, value in (job.get("env_set") or {}).items():
-        if is_secret_name(str(name)) or holds_secret(str(value)):
+        if reveals_secret(str(name), str(value)):
             yield Complaint(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
         elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
             cure = "leave it out, and export it in the shell"
