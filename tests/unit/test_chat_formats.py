@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -290,11 +291,84 @@ def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
 
 def test_a_text_that_repeats_the_conversation_is_no_content_of_its_own() -> None:
     assert tables({"messages": [USER, ANSWER], "prompt": "hello"}) == [USER, ANSWER]
-    whole = "Below is an instruction.\n\nhello\n\nResponse: fine"
+    whole = (
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nhello\n\n### Response:\nfine"
+    )
     alpaca = {"instruction": "hello", "input": "", "output": "fine", "text": whole}
     assert tables(alpaca) == [USER, ANSWER]
-    with pytest.raises(ValueError, match="has prompt, which is not read"):
-        read({"messages": [USER, ANSWER], "prompt": "other"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": "other"},
+        {"prompt": "hell"},
+        {"text": "Below is an instruction.\n\nhello\n\nResponse: fine"},
+        {"text": "hello fine"},
+        {"system_message": "fin"},
+        {"context": "hello, fine: what came before"},
+        {"custom_instruction": "Talk like a sailor."},
+        {"custom_instructions": "hello"[:4]},
+    ],
+)
+def test_a_text_that_shares_words_with_the_conversation_is_content(more: dict[str, Any]) -> None:
+    (key,) = more
+    for record in (
+        {"messages": [USER, ANSWER]},
+        {"instruction": "hello", "input": "", "output": "fine"},
+    ):
+        with pytest.raises(ValueError, match=f"has {key}, which is not read"):
+            read(record | more)
+        read(record | more, key)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"is_target": 0},
+        {"ignore": True},
+        {"skip": True},
+        {"supervised": False},
+        {"include": False},
+        {"exclude": 1},
+        {"prefix": True},
+        {"enable_thinking": False},
+        {"excluded_score": True},
+        {"selected": 1.0},
+        {"loss_count": 0},
+        {"trainIndex": 1},
+    ],
+)
+def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]) -> None:
+    (key,) = switch
+    fix = re.escape(f"('data.ignore_keys=[{key}]' leaves it out)")
+    for record in (
+        {"messages": [USER, ANSWER | switch, USER, ANSWER]},
+        {"messages": [USER, ANSWER]} | switch,
+        {"instruction": "a", "output": "b"} | switch,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"} | switch]},
+                ANSWER,
+            ]
+        },
+    ):
+        with pytest.raises(ValueError, match=f"has {key}, which is not read {fix}"):
+            read(record)
+        read(record, key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["id", "turn_index", "created_at", "timestamp", "score_chosen", "num_tokens", "answerScore",
+     "n_words", "rank", "messageId", "token_count", "time-ms", "seed"],
+)  # fmt: skip
+def test_numbers_that_describe_a_record_are_noted(key: str) -> None:
+    notes: Counter[str] = Counter()
+    record = {"messages": [USER, ANSWER | {key: 0.5}], key: 3}
+    conversation(record, Keys((), notes))
+    assert notes == {f"key {key} is not read, times": 2}
 
 
 @pytest.mark.parametrize("name", ROLES)

@@ -39,7 +39,7 @@ SWITCHES = ("weight", "train", "training")
 METADATA = frozenset(
     """
     annotations author authors avatar avatarUrl categories category channel complexity
-    conversation_hash conversation_id country created created_at custom_id custom_instruction
+    conversation_hash conversation_id country created created_at custom_id
     data_source data_type dataset dataset_id dataset_name date datetime detoxify_moderation
     difficulty doc_id domain domains evolution_type example_id file filename generator hash
     hashed_ip header id idx index instance_id item_id key lang language languages length lengths
@@ -54,6 +54,16 @@ METADATA = frozenset(
 """Keys that describe a record or a turn and are no part of what is said."""
 MEANINGFUL = re.compile("weight|train|loss|mask|learn|label|kto|reward|margin", re.IGNORECASE)
 """Keys of numbers that would change how a record is trained on."""
+MEASURES = frozenset(
+    """
+    bytes characters chars confidence cost count created date dislikes downvotes duration elo hash
+    id ids idx index latency length likes line logprob month n num number offset order page
+    perplexity position ppl price prob probability rank rating ratings row score scores seconds
+    seed similarity size stars time timestamp tokens total ts turn updated upvotes version votes
+    words year
+    """.split()  # noqa: SIM905
+)
+"""Words of keys of numbers that count, date, number or rate a record or a turn."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,8 @@ class Keys:
     ) -> dict[str, Any]:
         """Entries of a record or turn that are in ``read`` and hold something.
 
-        Raises ``ValueError`` for an entry that may be content and is not in ``read``. A text that
-        is in one of the texts ``said``, or has them all, repeats what is read.
+        Raises ``ValueError`` for an entry that may be content or a switch and is not in ``read``.
+        A text that is one of the texts ``said`` repeats what is read.
         """
         found: dict[str, Any] = {}
         for key, value in table.items():
@@ -125,8 +135,8 @@ class Keys:
                 found[key] = value
             elif (
                 key in METADATA
-                or _is_plain(key, value)
-                or (isinstance(value, str) and _repeats(value, said))
+                or _is_measure(key, value)
+                or (isinstance(value, str) and value.strip() in said)
             ):
                 self.ignore(key)
             else:
@@ -145,15 +155,12 @@ class Keys:
         self._notes[f"key {as_typed(key)} is not read, times"] += 1
 
 
-def _is_plain(key: str, value: object) -> bool:
-    return isinstance(value, bool | int | float) and not MEANINGFUL.search(key)
-
-
-def _repeats(text: str, said: Collection[str]) -> bool:
-    if not said:
+def _is_measure(key: str, value: object) -> bool:
+    """Returns whether a number is none of what is said or trained on, by the name of its key."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or MEANINGFUL.search(key):
         return False
-    text, *texts = ("".join(each.split()) for each in (text, *said))
-    return any(text in each for each in texts) or all(each in text for each in texts)
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", key).lower()
+    return not MEASURES.isdisjoint(re.split(r"[^a-z]+", words))
 
 
 def turns(found: object, keys: Keys) -> tuple[Message, ...]:
@@ -218,7 +225,7 @@ def _part(part: object, keys: Keys) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise ValueError(f"has a turn with a part of type {kind!r}: only text is read")
-    text = keys.fields(part, {"type", "text"}).get("text", "")
+    text = keys.fields(keys.without_ignored(part), {"type", "text"}).get("text", "")
     if not isinstance(text, str):
         raise ValueError("has a turn with a part that is no text")
     return text

@@ -115,7 +115,7 @@ def assembled(
 
     ``read``: keys that are read in the messages.
     """
-    said = [message.text for message in messages]
+    said = {message.text.strip() for message in messages} | _renderings(record)
     given = keys.fields(record, {*read, *SYSTEM, *OF_TEMPLATE, *CALL_OPTIONS}, said)
     for key in sorted(CALL_OPTIONS & given.keys()):
         keys.ignore(key)
@@ -140,6 +140,25 @@ def assembled(
     if has_surrogate([system, functions, documents, variables]):
         raise ValueError("has half a character (a lone surrogate)")
     return Conversation(messages, functions or None, documents, variables)
+
+
+def _renderings(record: Mapping[str, Any]) -> set[str]:
+    """Returns a record in Alpaca's format as its authors write it for a model.
+
+    Their files have it as a key ``text``.
+    """
+    asked, given, answer = (record.get(key) or "" for key in ("instruction", "input", "output"))
+    if not asked or not answer:
+        return set()
+    context = ", paired with an input that provides further context" if given else ""
+    parts = [
+        f"Below is an instruction that describes a task{context}. "
+        "Write a response that appropriately completes the request.",
+        f"### Instruction:\n{asked}",
+        *([f"### Input:\n{given}"] if given else []),
+        f"### Response:\n{answer}",
+    ]
+    return {"\n\n".join(parts).strip()}
 
 
 def alpaca_question(record: Mapping[str, Any]) -> tuple[Message, ...]:
