@@ -1,6 +1,7 @@
 """Every file of conf/, experiments/ and sweeps/ composes; what is typed wins over what is filed."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from scalewise.config import axes, naming, tree
 from scalewise.config.compose import changed, choices, compose, flat
 from scalewise.config.own import own_hydra
 from scalewise.config.searched import searched
+from scalewise.errors import ConfigError
 from scalewise.run import Run
 from scalewise.study.screen import Screen
 from scalewise.study.space import first, overrides
@@ -205,6 +207,24 @@ def test_changed_is_what_differs_from_what_the_options_give(
         {"key": key, "default": default, "value": [str(file)] if value == "{0}" else value}
         for key, default, value in rows
     ]
+
+
+def test_changed_lists_options_alone_where_no_value_was_set() -> None:
+    drawn = random.Random(5)
+    groups = [group for group in tree.CLOSED if len(choices([group])[group]) > 1]
+    usual = compose(here=False).choices
+    valid = 0
+    for _ in range(30):
+        chosen = {group: drawn.choice(tree.names(group)) for group in drawn.sample(groups, 3)}
+        try:
+            run = compose([f"{group}={name}" for group, name in chosen.items()], here=False)
+        except ConfigError:  # not every option goes with every other
+            continue
+        valid += 1
+        found = {str(row["key"]): (row["default"], row["value"]) for row in changed(run)}
+        differing = {group: name for group, name in chosen.items() if name != usual[group]}
+        assert found == {group: (usual[group], name) for group, name in differing.items()}
+    assert valid > 5
 
 
 def test_flat_keeps_sequences_and_empty_mappings() -> None:

@@ -1,13 +1,14 @@
 """Composition from Python: overrides in, a Run out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import hydra
 
 from scalewise.config import door, refuse, tree
 from scalewise.config.own import own_hydra
-from scalewise.config.read import read, unchecked
+from scalewise.config.read import read, unsettled
 from scalewise.errors import ConfigError
 from scalewise.run import Run
 
@@ -34,13 +35,27 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
 
 
 @cache
-def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
-    """Returns the values of these options as their files give them, flat."""
-    lines = [f"{group}={choice}" for group, choice in choices]
+def _composed(*lines: str) -> Run:
+    """Returns the unsettled run of these overrides, before it is asked what is wrong."""
     door.prepare()
     with own_hydra():
-        config = hydra.compose("config", overrides=lines, return_hydra_config=True)
-        return flat(unchecked(config, lines, []).as_dict())
+        config = hydra.compose("config", overrides=[*lines], return_hydra_config=True)
+        return unsettled(config, lines, [])
+
+
+@cache
+def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
+    """Returns the values of these options as their files give them, flat.
+
+    Each option is composed once: no file of ours sets what belongs to another group.
+    """
+    usual = _composed()
+    parts = {
+        group: getattr(_composed(f"{group}={choice}"), group)
+        for group, choice in choices
+        if choice != usual.choices.get(group)
+    }
+    return flat(replace(usual, **parts).settled().as_dict())
 
 
 @cache
@@ -49,18 +64,12 @@ def _names(group: str) -> frozenset[str]:
     return frozenset(tree.names(group))
 
 
-@cache
-def _choices_at_rest() -> Mapping[str, str]:
-    """Returns the option that each group has by default."""
-    return compose(here=False).choices
-
-
 def changed(run: Run) -> list[dict[str, object]]:
     """Returns where a run differs from the defaults: ``key``, ``default``, ``value``.
 
     First the options chosen, then the fields that differ from what those options give.
     """
-    usual = _choices_at_rest()
+    usual = _composed().choices
     chosen = {group: run.choices[group] for group in tree.CLOSED if group in run.choices}
     ours = {group: name for group, name in chosen.items() if name in _names(group)}
     strange = tuple(f"{group}." for group in chosen if group not in ours)  # of a user's folder

@@ -1,14 +1,16 @@
 """Shares what Hydra composes between the jobs of one command.
 
-Hydra composes every job of a multirun from its files, in a tenth of a second. Jobs that choose the
-same options differ in values alone: their defaults list and its config are composed once and
-copied, and the values are applied to the copy, which is what Hydra itself does last. Jobs that
-choose other options share the files that were read.
+Hydra composes every job of a multirun from its files, in a tenth of a second. Where the defaults
+lists of two jobs agree in all entries that set a key of the root, so do the composed nodes of that
+key: each is composed once and copied. The values of the command line are applied to the copy, which
+is what Hydra itself does last. Files are read once.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 from hydra._internal import config_loader_impl, defaults_list
@@ -19,17 +21,20 @@ from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.base import Metadata
 
 SEARCH_PATH = "hydra.searchpath"
 """The one value that decides where files are looked for."""
-KEPT = 32
-"""Configs that are kept at once; each takes about a megabyte."""
+KEPT = 1000
+"""Nodes that are kept at once; the 25 of a config take about a megabyte."""
 
 _parse = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
 _compose = ConfigLoaderImpl._compose_config_from_defaults_list
 _list_defaults = defaults_list.create_defaults_list
 _map_choices = defaults_list._create_interpolation_map
+_NO_CHOICES = OmegaConf.create()
+_follow = Node._dereference_node_impl
 
 
 @contextmanager
@@ -67,8 +72,10 @@ class _Shared:
         self._parsed: dict[str, Override] = {}
         self._repositories: dict[object, CachingConfigRepository] = {}
         self._lists: dict[object, DefaultsList] = {}
-        self._composed: dict[int, DictConfig] = {}
-        """By identity of a list of defaults, which ``_lists`` keeps alive."""
+        self._roots: dict[object, tuple[Metadata, Sequence[object]]] = {}
+        """Metadata and keys of composed configs."""
+        self._nodes: dict[object, Node] = {}
+        """Nodes of their keys, by the entries that they are composed of."""
 
     def parse(
         self, loader: ConfigLoaderImpl, config_name: str | None, overrides: Sequence[str]
@@ -80,9 +87,12 @@ class _Shared:
                 (self._parsed[text],) = parser.parse_overrides([text])
         found = [self._parsed[text] for text in overrides]
         places = (override.input_line for override in found if _is_search_path(override))
-        key = (loader.repository, config_name, *places)
+        searched = ((source.provider, source.path) for source in loader.get_sources())
+        key = (*searched, config_name, *places)
         if key not in self._repositories:
-            self._repositories[key] = _parse(loader, config_name, list(overrides))[1]
+            repository: Any = _parse(loader, config_name, list(overrides))[1]
+            repository.group_exists = cache(repository.group_exists)  # else it asks the disk
+            self._repositories[key] = repository
         return found, self._repositories[key]
 
     def list_defaults(
@@ -108,12 +118,69 @@ class _Shared:
     def compose(
         self, loader: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository
     ) -> DictConfig:
-        """Returns a copy of the config that a defaults list gives."""
-        if id(defaults) not in self._composed:
-            while len(self._composed) >= KEPT:
-                self._composed.pop(next(iter(self._composed)))
-            self._composed[id(defaults)] = _compose(loader, defaults, cast(Any, _Copies(repo)))
-        return copy.deepcopy(self._composed[id(defaults)])
+        """Returns the config that a defaults list gives.
+
+        An entry sets the key that its package begins with, or any key where that is the root. No
+        other entry changes a key's node, unless merging copies what an interpolation refers to.
+        """
+        entries = [
+            (re.split(r"[.[]", entry.package or "")[0], (entry.config_path, entry.package))
+            for entry in defaults
+        ]
+        shape = (repo, *dict.fromkeys(key or entry for key, entry in entries))
+
+        def origin(name: object) -> object:
+            return (repo, name, *(entry for key, entry in entries if key in ("", name)))
+
+        if shape not in self._roots or any(
+            origin(name) not in self._nodes for name in self._roots[shape][1]
+        ):
+            with _references() as references:
+                composed = _compose(loader, defaults, cast(Any, _Copies(repo)))
+            if references:
+                return composed
+            if len(self._nodes) >= KEPT:
+                self._nodes.clear()
+            nodes = dict(cast(Mapping[Any, Node], composed._content))
+            self._roots[shape] = composed._metadata, tuple(nodes)
+            for name, node in nodes.items():
+                node._set_parent(None)  # else one node keeps the whole config
+                self._nodes[origin(name)] = node
+        metadata, names = self._roots[shape]
+        return _joined(metadata, {name: self._nodes[origin(name)] for name in names})
+
+
+def _joined(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
+    """Returns a config of copies of these nodes."""
+    config = OmegaConf.create()
+    copies = {name: copy.deepcopy(node) for name, node in nodes.items()}
+    for node in copies.values():
+        node._set_parent(config)
+    config.__dict__.update(_metadata=copy.deepcopy(metadata), _content=copies)
+    return config
+
+
+@contextmanager
+def _references() -> Iterator[list[Node]]:
+    """Yields the interpolations followed within the block that may lead to nodes of other keys.
+
+    One within a longer text gives a text, wherever it leads.
+    """
+    found: list[Node] = []
+
+    def follow(node: Node, *given: Any, **named: Any) -> Node | None:
+        if node._is_interpolation() and (text := str(node._value())).endswith("}"):
+            own = re.escape(node._get_full_key(None).partition(".")[0])
+            if text.startswith("${") and not re.fullmatch(rf"\$\{{{own}\.[\w.]+\}}", text):
+                found.append(node)
+        return _follow(node, *given, **named)
+
+    loose: Any = Node
+    loose._dereference_node_impl = follow
+    try:
+        yield found
+    finally:
+        loose._dereference_node_impl = _follow
 
 
 def _is_search_path(override: Override) -> bool:
@@ -142,4 +209,4 @@ def _map_choices_for_interpolations(
     """Returns the options chosen so far, if any child interpolates them: a config is slow."""
     if any(child.is_interpolation() for child in children):
         return _map_choices(overrides, children, self_added)
-    return OmegaConf.create()
+    return _NO_CHOICES

@@ -40,7 +40,7 @@ def read(
     resolved config is written to the run's folder and sent to the tracker.
     """
     complaints: list[Complaint] = []
-    run = unchecked(config, overrides, complaints)
+    run = unsettled(config, overrides, complaints).settled()
     complaints += untrusted(run.trusted_packages, typed)
     complaints += run.complaints()
     if here:
@@ -50,8 +50,8 @@ def read(
     return run
 
 
-def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Complaint]) -> Run:
-    """Returns the settled Run before its parts are asked what is wrong; adds unknown keys.
+def unsettled(config: DictConfig, overrides: Iterable[str], complaints: list[Complaint]) -> Run:
+    """Returns the Run as composed, before its parts are asked what is wrong; adds unknown keys.
 
     Raises ``ConfigError`` where there is no Run: a part is unknown, a value cannot be had.
     """
@@ -77,7 +77,7 @@ def unchecked(config: DictConfig, overrides: Iterable[str], complaints: list[Com
         callbacks=callbacks,
         choices=choices,
         overrides=tuple(overrides),
-    ).settled()
+    )
 
 
 def untrusted(packages: Sequence[str], typed: Iterable[str]) -> Iterator[Complaint]:
@@ -158,7 +158,7 @@ def _values(config: DictConfig) -> dict[str, Any]:
     complaints += _of_entries(config, {key: raw[key] for key in known if key in raw}, "")
     if complaints:
         raise ConfigError(complaints)
-    plain = {key: _plain(config[key]) for key in known}
+    plain = {key: _plain(config[key]) if "${" in str(raw[key]) else raw[key] for key in known}
     texts = list(_texts_in(plain, ""))
     if holds_secret("\n".join(text for _, text in texts)):  # one search: each costs 0.1 ms
         complaints = [
@@ -199,7 +199,7 @@ def _of_entries(config: Any, raw: Any, prefix: str) -> Iterator[Complaint]:
         key = f"{prefix}{name}"
         if value == "???":
             yield Complaint(key, "???", "must be given", f"add {key}=VALUE")
-        elif OmegaConf.is_interpolation(config, name):
+        elif isinstance(value, str) and "${" in value and OmegaConf.is_interpolation(config, name):
             yield from _of_interpolation(config, name, key, str(value))
         elif isinstance(value, dict | list):
             yield from _of_entries(config[name], value, f"{key}.")
