@@ -82,7 +82,7 @@ def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) 
     flags = [(OmegaConf.is_struct(node), OmegaConf.is_readonly(node)) for node in nodes(config)]
     raw = OmegaConf.to_container(config, resolve=False)
     try:
-        run: object = read(config, overrides)
+        run: object = read(config, overrides, overrides)
     except ConfigError as error:
         run = str(error)
     return raw, flags, run
