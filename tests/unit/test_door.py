@@ -275,6 +275,51 @@ def test_a_rejected_command_leaves_folders_as_they_were(
     assert sorted(path.name for path in work.iterdir()) == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    "name", ["../../x", "../../new", "..", ".", "/", "a/b", "x" * 300, "/tmp/x"]
+)
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["train"],
+        ["plan"],
+        ["plan", "-m", "seed=1,2"],
+        ["train", "hydra.run.dir=../../x"],
+        ["train", "-m", "hydra.sweep.dir=out", "seed=1,2"],
+        ["train", "-m", "hydra.sweep.dir=../../x", "seed=1,2"],
+    ],
+    ids=" ".join,
+)
+def test_a_rejected_name_makes_and_removes_no_folder(
+    name: str,
+    line: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = tmp_path / "a" / "work"
+    for empty in ("../x", "../../x"):
+        (work / empty).mkdir(parents=True)
+    monkeypatch.chdir(work)
+    made: list[str] = []
+    mkdir = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *rest: (made.append(path), mkdir(path, *rest)))
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main([*line, "experiment=smoke", f"name={name}"]) == 2
+    assert "names a folder" in capsys.readouterr().err
+    assert made == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    verb = Never()
+    monkeypatch.setattr(verb, "one", lambda *_: 0)
+    assert open_door(verb, ["hydra.run.dir=new/../there"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
 @pytest.mark.parametrize("subdir", ["../..", "..", ".", "a/../..", "/tmp/elsewhere", "a/.."])
 def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> None:
     line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]

@@ -27,7 +27,7 @@ from scalewise.config.bounded_loader import bound_omegaconf
 from scalewise.config.composition_cache import composed_once
 from scalewise.config.flags import flag_help, flags_of, launcher_complaints, overrides_first
 from scalewise.config.near import meant
-from scalewise.config.new_folders import made_by_hydra, missing, remove_empty
+from scalewise.config.new_folders import before_each_run, made_by_hydra, missing, remove_empty
 from scalewise.config.read import read
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
@@ -106,6 +106,8 @@ class Passage:
     """Overrides of the command line; those of a job may come from files."""
     codes: list[int] = field(default_factory=list)
     """Exit codes of its jobs so far."""
+    run: Run | None = None
+    """The run of a command without ``-m``, once it is valid."""
     raised: list[Exception] = field(default_factory=list)
     """What the verb itself raised."""
     folder: Path | None = None
@@ -146,19 +148,22 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
     if foreign := [c for name in launchers for c in launcher_complaints(name)]:
         raise ConfigError(foreign)
 
-    def task(config: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
-        folder = Path(hydra_config.runtime.output_dir)
-        with read_write(config), open_dict(config):
-            config.hydra = hydra_config
+    def validate(config: DictConfig) -> None:
+        HydraConfig.instance().set_config(config)  # for interpolations of ${hydra:...}
+        with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+            config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
+        try:
+            passage.run = _single_run(config, passage)
+        except Exception as error:  # Hydra would hide which error it was
+            passage.raised.append(error)
+            raise
+
+    def task(_: DictConfig) -> None:
         output.shield_logs()
         try:
-            if (launcher := hydra_config.runtime.choices["hydra/launcher"]) in verb.elsewhere:
-                cure = "add -m: a sweep of one job"
-                raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
-            run = read(config, _lines(config.hydra), passage.typed, here=verb.here)
             gc.enable()
-            passage.codes.append(verb.one(run, folder))
+            assert passage.run is not None
+            passage.codes.append(verb.one(passage.run, Path(HydraConfig.get().runtime.output_dir)))
         except Exception as error:  # Hydra would print about it
             passage.raised.append(error)
         finally:  # a signal is no Exception
@@ -176,6 +181,7 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         prepare()
         with (
             made_by_hydra(made),
+            before_each_run(validate),
             composed_once(),
             hydra_policy.enforced(),
             nullcontext() if _may_switch_to_multirun(flags) else _mode_by_flag(),
@@ -203,6 +209,14 @@ def open_door(verb: Verb, arguments: Sequence[str]) -> int:
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
     return _exit_code(passage.codes)
+
+
+def _single_run(config: DictConfig, passage: Passage) -> Run:
+    """Returns the validated Run of a command without ``-m``; raises ``ConfigError``."""
+    if (launcher := config.hydra.runtime.choices["hydra/launcher"]) in passage.verb.elsewhere:
+        cure = "add -m: a sweep of one job"
+        raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
+    return read(config, _lines(config.hydra), passage.typed, here=passage.verb.here)
 
 
 def _may_switch_to_multirun(flags: Namespace) -> bool:

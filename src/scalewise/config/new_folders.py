@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import hydra as hydra_application
 from hydra.core import utils
+from omegaconf import DictConfig
 
 from scalewise.errors import ConfigError
 
 
 def missing(folder: Path) -> list[Path]:
-    """Returns the folder and its parents as far as they do not exist, the innermost first."""
+    """Returns the folder and its parents as far as they do not exist, the innermost first.
+
+    ``new/../there`` exists where ``there`` does, though ``new`` would be made on the way.
+    """
     path = folder.absolute()
-    return [p for p in (path, *path.parents) if p.name != ".." and not p.exists()]
+    paths = (p for p in (path, *path.parents) if p.name != "..")
+    return [p for p in paths if not os.path.exists(os.path.realpath(p))]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
@@ -52,3 +59,20 @@ def made_by_hydra(made: list[Path]) -> Iterator[None]:
         yield
     finally:
         utils.Path = before  # type: ignore[attr-defined]  # imported there
+
+
+@contextmanager
+def before_each_run(check: Callable[[DictConfig], None]) -> Iterator[None]:
+    """Calls ``check`` with the config of a single run, before Hydra makes the run's folder."""
+    application: Any = hydra_application
+    run_job = application.run_job
+
+    def checked(**kwargs: Any) -> Any:
+        check(kwargs["config"])
+        return run_job(**kwargs)
+
+    application.run_job = checked  # Hydra has no hook of its own there
+    try:
+        yield
+    finally:
+        application.run_job = run_job
