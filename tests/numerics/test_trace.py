@@ -37,6 +37,16 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
     assert not dist.is_initialized()
 
 
+def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
+    line = (MIXED, *fsdp(8), FULL)
+    plain, averaged = traced(run_of(*line)), traced(run_of(*line, "callbacks=[ema]"))
+    run = run_of(*line, "callbacks=[ema]")
+    expected = run.parallelism.holds(run).average_bytes(run)
+    assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
+    told = {line.what: line.most for line in averaged.ledger().lines}
+    assert told["average"] == pytest.approx(expected, rel=0.001)
+
+
 @pytest.mark.parametrize(
     ("layers", "line"),
     [

@@ -16,6 +16,7 @@ from scalewise.config import tree
 from scalewise.errors import ConfigError
 from scalewise.models.tape import Work
 from scalewise.parallelism.holds import shape
+from scalewise.plan import host
 from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
 from scalewise.plan.line import replaced
 from scalewise.plan.plan import planned, price, record
@@ -352,6 +353,27 @@ def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
     found = plan_of(*rest, *eight).cure
     assert found is not None
     assert found.run.world_size == 8
+
+
+def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) -> None:
+    rest = [part for part in LLAMA if not part.startswith("parallelism")]
+    for layout, ranks in (
+        (("parallelism=ddp", "parallelism.replicas=8"), 1),
+        (("parallelism=fsdp", "parallelism.shards=8"), 8),
+        (("parallelism=fsdp", "parallelism.shards=8", "parallelism.cpu_offload=true"), 8),
+    ):
+        plain, plan = plan_of(*rest, *layout), plan_of(*rest, *layout, "callbacks=[guard,ema]")
+        share = 4 * plan.run.model.parameters / ranks
+        on_device = {line.what: line.most for line in plan.fit.ledger.lines}.get("average", 0)
+        node = {line.what: line.most for line in host.of_node(plan.run).lines}
+        on_host = node.get("offloaded average", 0)
+        if len(layout) == 3:
+            assert on_device == 0, layout
+            assert on_host == pytest.approx(8 * share, rel=1e-3)
+        else:
+            assert on_host == 0, layout
+            assert on_device == pytest.approx(share, rel=1e-3), layout
+        assert plan.fit.ledger.peak - plain.fit.ledger.peak == on_device
 
 
 def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:

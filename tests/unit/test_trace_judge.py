@@ -22,7 +22,8 @@ LINE = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.
 
 def held(lasting: int, besides: int) -> Trace:
     """Returns the trace of a step in which activations are the most."""
-    parts = {"parameters": lasting, "optimizer": 0, "activations": besides, "gradients": 7}
+    parts = {"parameters": lasting, "optimizer": 0, "average": 0}
+    parts |= {"activations": besides, "gradients": 7}
     moments = {"forward": lasting + besides, "head": lasting + besides, "optimizer": lasting + 9}
     named = {f"memory/{name}_bytes": size for name, size in parts.items()}
     return Trace(lasting + besides, moments, named, (6,))

@@ -95,6 +95,7 @@ _IN_BACKWARD = (
     "trainer.global_batch=null",
     *WEIGHTS,
 )
+EMA = "callbacks=[ema]"
 _DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
 _CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
 """Logits that decide, and a matrix that makes few of them at a time."""
@@ -121,8 +122,13 @@ TRAINED: tuple[Line, ...] = (
     _piped("one_f_one_b"),
     mesh(pipeline=2, shards=2),
     (*_TENSOR, *_CHUNKED),
+    fsdp(2, EMA, *WEIGHTS),
 )
 TRAINED_SELDOM: tuple[Line, ...] = (
+    (EMA, LORA),
+    (*_DDP, EMA, *WEIGHTS),
+    (*_TENSOR, EMA, MIXED, *WEIGHTS),
+    (*_piped("one_f_one_b"), EMA, *WEIGHTS, "trainer.micro_batch=2"),
     (DROPOUT,),
     (DROPOUT, BF16, "model.kv_heads=2"),
     (DROPOUT, MIXED, SELECTIVE),

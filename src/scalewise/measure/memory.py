@@ -54,14 +54,16 @@ class MemoryProbe:
         device: torch.device,
         holdings: Holdings | None = None,
         *,
+        averages: Iterable[torch.Tensor] = (),
         compiled: bool = False,
     ) -> None:
         """``holdings`` knows of tensors that are not where torch keeps them.
 
+        ``averages``: moving averages of the weights, which last from step to step.
         ``compiled``: whether some of what runs is code of a compiler, and no operator tells of it.
         """
         self._module, self._optimizer, self._device = module, optimizer, device
-        self._holdings = holdings or Holdings()
+        self._holdings, self._averages = holdings or Holdings(), list(averages)
         self._live: LiveBytes | ProfiledBytes | None = None
         if device.type != "cuda":
             counted = ProfiledBytes if compiled else LiveBytes
@@ -71,7 +73,8 @@ class MemoryProbe:
 
     def start(self) -> None:
         """Begins, before forward."""
-        self._lasting = bytes_of([*self._parameters(), *_states(self._optimizer)])
+        lasting = [*self._parameters(), *_states(self._optimizer), *self._averages]
+        self._lasting = bytes_of(lasting)
         self._buckets = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)

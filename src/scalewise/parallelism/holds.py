@@ -11,6 +11,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.models.base import Part, Weight
 from scalewise.models.tape import Pass
 from scalewise.parallelism.share import Parts
+from scalewise.training.callbacks.spec import AVERAGED_BYTES, averaging
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -102,6 +103,11 @@ class Holds(Parts):
             for part in (self.block, self.rest)
         )
         return self.layers * block + rest
+
+    def average_bytes(self, run: Run) -> int:
+        """Returns the bytes of the moving average of the weights, fp32 of each number held here."""
+        averaged = averaging(run.callbacks) is not None
+        return averaged * AVERAGED_BYTES * self.numbers(self.parameters, trained=True)
 
     @property
     def streamed(self) -> bool:

@@ -25,6 +25,7 @@ from scalewise.plan.phases import (
 from scalewise.plan.replay import Replay
 from scalewise.plan.replays import NOTHING, of_block, of_ends, of_start, tapes_of
 from scalewise.precision import Number
+from scalewise.training.callbacks.spec import AVERAGED_BYTES
 
 if TYPE_CHECKING:
     from scalewise.run import Run
@@ -140,6 +141,10 @@ class Device:
                 f"{trained:,} x {state / trained:.4g} B",
                 "for each number that is trained",
             )
+        if not holds.parameters_on_host:
+            formula = f"{holds.numbers(holds.parameters, trained=True):,} x {AVERAGED_BYTES} B"
+            reason = "moving average of the weights, as they are sharded"
+            yield line("average", holds.average_bytes(run), EVERY, formula, reason)
         if holds.shape.on_cpu and self.stepped < 0:
             scratch = holds.scratch_bytes(run)
             when = STEPPED_IN_BACKWARD if run.optimizer.in_backward else (Phase.optimizer,)

@@ -64,6 +64,9 @@ def _of_node(run: Run) -> Iterator[Line]:
     if holds.parameters_on_host and not holds.parameters_on_disk:
         size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
         yield _line("offloaded parameters", ranks, size, "gathered from there, block by block")
+    if holds.parameters_on_host:
+        reason = "moving average of the weights"
+        yield _line("offloaded average", ranks, holds.average_bytes(run), reason)
     if run.hardware.device is DeviceKind.cuda and (size := offloaded(run, holds)):
         passes = -(-holds.in_flight // len(holds.parts))
         yield _line("offloaded activations", ranks, passes * size, "until backward reads them")

@@ -22,6 +22,7 @@ from scalewise.hardware import DeviceKind
 from scalewise.layouts.base import Layout, Loss
 from scalewise.layouts.mesh import MeshLayout
 from scalewise.measure.memory import MemoryProbe
+from scalewise.measure.storages import bytes_of
 from scalewise.models.base import Model
 from scalewise.models.module import ModelModule
 from scalewise.parallelism.mesh import Mesh
@@ -30,13 +31,14 @@ from scalewise.plan.ledger import Ledger, Line, Phase
 from scalewise.precision import Number
 from scalewise.run import Run
 from scalewise.training import fake
+from scalewise.training.callbacks.spec import averaging
 
 DEPTHS = (4, 6)
 """Layers of the copies: in fewer, the first blocks and the last are the same ones."""
 WARM_STEPS = 2
 """Steps before the one that is counted: the optimizer's state is there, gradients were."""
-PARTS = ("parameters", "optimizer", "activations", "gradients")
-"""What a probe tells apart."""
+PARTS = ("parameters", "optimizer", "average", "activations", "gradients")
+"""What a trace tells apart."""
 
 PHASES = {
     "forward": Phase.forward,
@@ -70,7 +72,7 @@ class Trace:
     @property
     def lasting(self) -> int:
         """Returns the bytes of what is there throughout the step."""
-        return self.parts["memory/parameters_bytes"] + self.parts["memory/optimizer_bytes"]
+        return sum(self.parts[f"memory/{name}_bytes"] for name in PARTS[:3])
 
     def ledger(self) -> Ledger:
         """Returns the lines of each phase, as far as a step without pipelines tells them apart."""
@@ -81,6 +83,7 @@ class Trace:
         lines = [
             Line("parameters", dict.fromkeys(phases, part["parameters"]), "", "and buffers"),
             Line("optimizer state", dict.fromkeys(phases, part["optimizer"]), "", "between steps"),
+            Line("average", dict.fromkeys(phases, part["average"]), "", "of the weights"),
             Line("activations", {Phase.backward_loss: part["activations"]}, "", "kept by forward"),
             Line("gradients", {Phase.optimizer: part["gradients"]}, "", "all of them"),
         ]
@@ -164,8 +167,24 @@ def _step(
             step = _Step(run, layout, module, precision)
             for _ in range(WARM_STEPS):
                 step.take(None)
-            counted = MemoryProbe(module, step.optimizer, layout.root_device, layout.holdings())
-            return step.take(counted), counted.finish()
+            averages = averages_of(run, module)
+            counted = MemoryProbe(
+                module,
+                step.optimizer,
+                layout.root_device,
+                layout.holdings(),
+                averages=averages,
+            )
+            moments, average = step.take(counted), bytes_of(averages)
+            return moments, counted.finish() | {"memory/average_bytes": average}
+
+
+def averages_of(run: Run, module: nn.Module) -> list[Tensor]:
+    """Returns what a callback that averages the weights holds next to a module, uninitialized."""
+    if averaging(run.callbacks) is None:
+        return []
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [torch.empty_like(it.detach(), dtype=torch.float32) for it in trained]
 
 
 @contextmanager

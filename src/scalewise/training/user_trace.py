@@ -106,7 +106,8 @@ def _step(
 
     for _ in range(trace.WARM_STEPS):
         take(None)
-    probe = MemoryProbe(module, optimizer, layout.root_device, layout.holdings())
+    averages = trace.averages_of(run, module)
+    probe = MemoryProbe(module, optimizer, layout.root_device, layout.holdings(), averages=averages)
     take(probe)
     return probe.finish()
 

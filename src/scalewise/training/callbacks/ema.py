@@ -70,6 +70,11 @@ class EMAWeightAveraging(Averaging, Callback):
         if last >= self.update_starting_at_step and last % self.update_every_n_steps == 0:
             self._update()
 
+    @property
+    def held(self) -> list[Tensor]:
+        """Returns the averages on this rank."""
+        return list(self._average.values())
+
     @torch.no_grad()
     def _update(self) -> None:
         if not self._average:

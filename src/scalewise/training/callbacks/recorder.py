@@ -18,7 +18,7 @@ from scalewise.measure.steptime import OTHER, StepClock
 from scalewise.objectives import UserModule
 from scalewise.run import Run
 from scalewise.tracking.names import TIMES
-from scalewise.training.callbacks.spec import Profiling
+from scalewise.training.callbacks.spec import Averaging, Profiling
 from scalewise.training.module import TrainingModule
 
 PROBED_STEP = 3
@@ -67,8 +67,19 @@ class Recorder(Callback):
         if probed and last and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
             holdings = layout_of(trainer).holdings()
+            averages = [
+                tensor
+                for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning's
+                if isinstance(callback, Averaging)
+                for tensor in callback.held
+            ]
             self._probe = MemoryProbe(
-                pl_module, optimizer, pl_module.device, holdings, compiled=self._compiled
+                pl_module,
+                optimizer,
+                pl_module.device,
+                holdings,
+                averages=averages,
+                compiled=self._compiled,
             )
             self._probe.start()
         self.clock.mark(self._passes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
@@ -76,6 +76,11 @@ class Averaging(Arguments):
     update_starting_at_step: int = 0
     """Optimizer steps before the first update; until then there is no average."""
 
+    @property
+    def held(self) -> list[Any]:
+        """Returns the averages on this rank, each a tensor."""
+        return []
+
 
 @dataclass(eq=False)
 class Happening(Arguments):
@@ -91,6 +96,8 @@ class Happening(Arguments):
 
 _ROOM = "scalewise.training.callbacks"
 EMA = f"{_ROOM}.ema.EMAWeightAveraging"
+AVERAGED_BYTES = 4
+"""Bytes of a number of the average, which is fp32."""
 OWN: dict[str, type] = {
     f"{_ROOM}.guard.LossGuard": Guarding,
     f"{_ROOM}.profiler.Profiler": Profiling,
