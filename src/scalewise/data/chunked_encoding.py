@@ -231,8 +231,9 @@ def piece_tokenizer(tokenizer: Tokenizer) -> Tokenizer | None:
             }
         )
     )
-    for token in tokenizer.get_added_tokens_decoder().values():
-        (pieces.add_special_tokens if token.special else pieces.add_tokens)([token])
+    added = tokenizer.get_added_tokens_decoder().values()
+    pieces.add_special_tokens([token for token in added if token.special])
+    pieces.add_tokens([token for token in added if not token.special])
     return pieces
 
 
