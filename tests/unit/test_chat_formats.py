@@ -648,3 +648,30 @@ def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
     chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
         chat.prepare(1000, 0)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{suffix}"
+    record = {"messages": [USER, {"role": "assistant", "content": "fi\0ne"}]}
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    else:
+        path.write_text(json.dumps([record] if suffix == ".json" else record))
+    with pytest.raises(DataError, match=f"a{suffix}:1 has a NUL character"):
+        Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+
+
+def test_json_lists_are_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
+    record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
+    (tmp_path / "a.json").write_text(f"[{record}]")
+    with pytest.raises(DataError, match="NaN is no JSON value"):
+        Chat(paths=(str(tmp_path / "a.json"),), **SMALL).prepare(300, 0)
+
+
+def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
+    column = pyarrow.array([[USER, ANSWER]])
+    table = pyarrow.Table.from_arrays([column, column], ["messages", "messages"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has more than one column messages"):
+        Chat(paths=(str(tmp_path / "a.parquet"),), **SMALL).prepare(300, 0)

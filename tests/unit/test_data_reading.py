@@ -1,9 +1,14 @@
 """Paths, encodings and records of text files."""
 
+import bz2
 import codecs
+import gzip
 import json
+import lzma
 import os
+import shutil
 import subprocess
+import zipfile
 
 import pyarrow
 import pytest
@@ -97,14 +102,178 @@ def test_undecodable_text_is_rejected_with_its_line(tmp_path, monkeypatch, conte
     assert caught.value.complaints[0].value == path
 
 
-def test_conversion_of_an_encoding_works_as_printed(tmp_path):
+RUSSIAN = "Привет, мир. Как дела?\n" * 40
+JAPANESE = "日本語の文章です。これは、ある日のことでございます。\n" * 40
+CHINESE = "中文文本,没有空格。今天天气很好,我们去公园。\n" * 40
+GERMAN = "Müßiggang füllt größere Räume: „schön“ — 5 € …\n" * 40
+CODE = "x = 1  # a comment of a program\n" * 5_000
+CONVERTED = {
+    "cp1252": (TEXT, "cp1252"),
+    "cp1252_german": (GERMAN, "cp1252"),
+    "cp1252_short": ("für", "cp1252"),
+    "cp1252_even": ("Größen", "cp1252"),
+    "cp1252_late": (CODE + GERMAN, "cp1252"),
+    "utf_16_le": (TEXT, "utf-16-le"),
+    "utf_16_be": (TEXT, "utf-16-be"),
+    "utf_16_le_russian": (RUSSIAN, "utf-16-le"),
+    "utf_16_be_russian": (RUSSIAN, "utf-16-be"),
+    "utf_16_be_one_word": ("привет" * 300, "utf-16-be"),
+    "utf_16_le_one_word": ("привет" * 300, "utf-16-le"),
+    "utf_16_le_chinese": (CHINESE, "utf-16-le"),
+    "utf_16_be_japanese": (JAPANESE, "utf-16-be"),
+    "utf_32_le": (RUSSIAN, "utf-32-le"),
+    "utf_32_be": (TEXT, "utf-32-be"),
+    "a_letter_cut_off": ("a\nb", "utf-16-be"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_conversion_of_an_encoding_works_as_printed(tmp_path, name):
+    text, encoding = CONVERTED[name]
     path = tmp_path / "it's.txt"
-    path.write_bytes(TEXT.encode("cp1252"))
+    path.write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as caught:
         texts(path)
     command = caught.value.complaints[0].cure.partition(" with: ")[2]
     subprocess.run(["sh", "-c", command], check=True)
-    assert texts(tmp_path / "it's-utf8.txt") == [TEXT]
+    assert texts(tmp_path / "it's-utf8.txt") == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "named"),
+    [
+        (JAPANESE, "cp932", "Shift-JIS"),
+        (CODE + JAPANESE, "cp932", "Shift-JIS"),
+        (JAPANESE, "euc_jp", "EUC-JP"),
+        (CHINESE, "gb18030", "GB18030"),
+        (CHINESE.replace("气", ""), "gb18030", "GB18030"),
+        (RUSSIAN, "cp1251", "Windows-1251"),
+        (RUSSIAN, "koi8_r", "KOI8-R"),
+    ],
+)
+def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, encoding, named):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path / "a.txt")
+    cure = caught.value.complaints[0].cure
+    assert named in cure.partition("may be ")[2].partition(", and convert")[0].split(" or ")
+    assert "iconv -f ENCODING -t UTF-8 " in cure
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "cure"),
+    [
+        (
+            RUSSIAN.encode("utf-16-le")[:-1],
+            "line 1 has a control",
+            "copy the file again, whose end",
+        ),
+        (
+            codecs.BOM_UTF16_LE + "ab\n".encode("utf-16-le")[:-1],
+            "line 1 is not UTF-16",
+            "copy the f",
+        ),
+        ("naïve".encode()[:3], "line 1 is not UTF-8", "copy the file again: its end is cut off"),
+        (b"one\ntwo\x04\n", "line 2 has a control (0x04) character", "remove it, with all"),
+        (bytes(range(128)), "line 1 has a NUL", "remove it, with all of its kind: tr -d "),
+        (b"\xff\x81\x8d\x8f\x90", "line 1 is not UTF-8 (byte 0xff)", "KOI8-R, and"),
+    ],
+)
+def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, cure):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        texts(tmp_path / "a.txt")
+    assert caught.value.complaints[0].reason.startswith(reason)
+    assert cure in caught.value.complaints[0].cure
+
+
+def test_control_characters_are_removed_as_printed(tmp_path):
+    path = tmp_path / "a b.txt"
+    path.write_bytes(bytes(range(128)))
+    with pytest.raises(DataError) as caught:
+        texts(path)
+    subprocess.run(["sh", "-c", caught.value.complaints[0].cure.partition(": ")[2]], check=True)
+    left = "\t\n\v\f\n\x1b" + "".join(map(chr, range(32, 128)))
+    assert texts(tmp_path / "a b-utf8.txt") == [left]
+
+
+@pytest.mark.parametrize("text", [TEXT, RUSSIAN, CHINESE])
+@pytest.mark.parametrize(("mark", "actual"), [("le", "be"), ("be", "le")])
+def test_a_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
+    path = tmp_path / "it's.txt"
+    path.write_bytes(MARKS[f"utf-16-{mark}"] + text.encode(f"utf-16-{actual}"))
+    for read in (texts, lambda path: [*json_lines(path)]):
+        with pytest.raises(DataError, match="has the byte order mark of UTF-16") as caught:
+            read(path)
+    command = caught.value.complaints[0].cure.partition(": ")[2]
+    subprocess.run(["sh", "-c", command], check=True)
+    assert texts(tmp_path / "it's-utf8.txt") == [text]
+
+
+@pytest.mark.parametrize(
+    "text", [RUSSIAN, CHINESE, "привет" * 300, "中文文本没有空格" * 90, "a", "", "\n", "日"]
+)
+@pytest.mark.parametrize("encoding", MARKS)
+def test_a_right_byte_order_mark_is_believed(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_bytes(MARKS[encoding] + text.encode(encoding))
+    assert texts(tmp_path / "a.txt") == [text]
+
+
+@pytest.mark.parametrize(
+    ("pack", "name", "program"),
+    [
+        (gzip.compress, "gzip", "gzip"),
+        (lzma.compress, "xz", "xz"),
+        (bz2.compress, "bzip2", "bzip2"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_compressed_files_are_unpacked_as_printed(tmp_path, pack, name, program, suffix):
+    if not shutil.which(program):
+        pytest.skip(f"{program} is not installed")
+    path = tmp_path / f"it's{suffix}"
+    path.write_bytes(pack(b'{"x": "one"}\n'))
+    with pytest.raises(DataError, match=f"is {name} data") as caught:
+        texts(path, "x")
+    subprocess.run(["sh", "-c", caught.value.complaints[0].cure.partition(": ")[2]], check=True)
+    assert texts(tmp_path / f"it's-unpacked{suffix}", "x")
+
+
+def test_other_archives_are_named(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.txt", "w") as file:
+        file.writestr("b.txt", "one")
+    with pytest.raises(DataError, match=r"is zip data; unpack it: unzip -p \S+a\.txt > "):
+        texts(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_bytes(bytes.fromhex("28b52ffd2403190000"))
+    with pytest.raises(DataError, match=r"is zstd data; unpack it: zstd -dc < \S+b\.txt > "):
+        texts(tmp_path / "b.txt")
+
+
+def test_many_replacement_characters_are_noted(tmp_path, capsys):
+    for suffix, content in ((".txt", "na\ufffdve caf\ufffd"), (".jsonl", '{"x": "na\ufffdve"}')):
+        (tmp_path / f"a{suffix}").write_text(content, encoding="utf-8")
+        texts(tmp_path / f"a{suffix}", "x")
+    (tmp_path / "few.txt").write_text("\ufffd" + "a" * 999, encoding="utf-8")
+    texts(tmp_path / "few.txt")
+    told = capsys.readouterr().err
+    assert "a.txt has 2 replacement characters (U+FFFD) among 10" in told
+    assert "a.jsonl has 1 replacement characters (U+FFFD) among 5" in told
+    assert "few.txt" not in told
+
+
+def test_a_nul_in_a_record_is_rejected_as_in_a_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"x": "one"}\n{"x": "t\\u0000wo"}\n')
+    parquet.write_table(pyarrow.table({"x": ["one", "t\0wo"]}), tmp_path / "a.parquet")
+    for name, place in (("a.jsonl", "line 2"), ("a.parquet", "row 2")):
+        with pytest.raises(DataError, match=f"{name} {place} has a NUL character"):
+            texts(tmp_path / name, "x")
+
+
+def test_two_columns_of_one_name_are_rejected(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["x", "x"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has more than one column x"):
+        texts(tmp_path / "a.parquet", "x")
 
 
 @pytest.mark.parametrize(

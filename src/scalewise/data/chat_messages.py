@@ -294,12 +294,29 @@ def sound(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 def has_surrogate(value: object) -> bool:
     """Whether a JSON value has a text with a lone surrogate, which no encoding can write."""
+    return any(map(_is_surrogate, _texts(value)))
+
+
+def has_nul(value: object) -> bool:
+    """Whether a JSON value has a text with a NUL character."""
+    return any("\0" in text for text in _texts(value))
+
+
+def _is_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yields the texts of a JSON value, keys included."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return True
-        return False
-    if isinstance(value, Mapping):
-        return any(has_surrogate(item) for pair in value.items() for item in pair)
-    return isinstance(value, list | tuple) and any(map(has_surrogate, value))
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

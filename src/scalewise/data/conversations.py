@@ -14,12 +14,20 @@ from scalewise.data.chat_messages import (
     Conversation,
     Keys,
     Message,
+    has_nul,
     has_surrogate,
     sound,
     tools,
     turns,
 )
-from scalewise.data.reading import json_lines, read_text, suffix_of, unreadable
+from scalewise.data.reading import (
+    check_columns,
+    json_lines,
+    no_constant,
+    read_text,
+    suffix_of,
+    unreadable,
+)
 from scalewise.errors import DataError
 
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})
@@ -77,6 +85,8 @@ def records(path: Path, write: Callable[[dict[str, Any]], Written]) -> Iterator[
                 raise record
             if not isinstance(record, dict):
                 raise ValueError("is no object")
+            if has_nul(record):
+                raise ValueError("has a NUL character, which text has not")
             yield write(record)
         except TemplateLimitError as error:
             raise error.at(f"{path.name}:{number}") from error
@@ -199,7 +209,8 @@ def _records(path: Path) -> Iterator[tuple[int, object]]:
 
 def _list(path: Path) -> list[object]:
     try:
-        found = json.loads(read_text(path))  # a lone surrogate is an error of its record
+        # a lone surrogate is an error of its record
+        found = json.loads(read_text(path), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON that can be read ({error})"
         raise DataError.one("data.paths", path, reason, "mend the file") from error
@@ -217,6 +228,7 @@ def _rows(path: Path) -> Iterator[object]:
         raise DataError.one("data.paths", path, "reading .parquet needs pyarrow", cure) from error
     try:
         with parquet.ParquetFile(path) as file:
+            check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches():
                 yield from map(_without_nulls, batch.to_pylist())
     except pyarrow.ArrowInvalid as error:

@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scalewise.data import text_encodings
 from scalewise.errors import Complaint, DataError
 from scalewise.output import print_lines
 from scalewise.typed_override import shell_word, typed
@@ -37,6 +38,10 @@ CHUNK_BYTES = 1 << 20
 
 MOST_LISTED = 10_000
 """Files of a folder that are looked at to suggest a pattern for it."""
+
+REPLACEMENT = "\ufffd"
+MOST_REPLACED = 1000
+"""Characters for each replacement character, below which these are noted."""
 
 BOMS = {
     codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark it begins with
@@ -170,12 +175,13 @@ def text_chunks(path: Path) -> Iterator[str]:
     """Yields a text file in chunks: strictly decoded, lines end in ``\\n``, no byte order mark.
 
     UTF-8, or UTF-16 and UTF-32 with a byte order mark. Raises ``DataError`` with the line of
-    bytes that are no text in that encoding, and of a NUL character.
+    bytes that are no text in that encoding, and of a control character that text has not. Many
+    replacement characters, of an earlier conversion, are noted.
     """
     with path.open("rb") as file:
-        encoding = _encoding(file)
+        encoding = _encoding(path, file)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
-        line, final = 1, False
+        line, final, characters, replaced = 1, False, 0, 0
         while not final:
             data = file.read(CHUNK_BYTES)
             final = len(data) < CHUNK_BYTES
@@ -183,15 +189,27 @@ def text_chunks(path: Path) -> Iterator[str]:
                 text = decoder.decode(data, final=final)
             except UnicodeDecodeError as error:
                 line += len(re.findall(r"\r\n?|\n", error.object[: error.start].decode(encoding)))
-                raise _undecodable(path, line, error) from error
-            if "\0" in text:
-                line += text.count("\n", 0, text.index("\0"))
-                reason = f"line {line} has a NUL character, which text has not"
-                cure = "give text in UTF-8, or UTF-16 with a byte order mark"
-                raise DataError.one("data.paths", path, reason, cure)
+                position = file.tell() - len(error.object) + error.start
+                raise _undecodable(path, line, position, error) from error
+            if control := text_encodings.CONTROLS.search(text):
+                line += text.count("\n", 0, control.start())
+                name = "NUL" if control[0] == "\0" else f"control (0x{ord(control[0]):02x})"
+                reason = f"line {line} has a {name} character, which text has not"
+                raise DataError.one("data.paths", path, reason, text_encodings.fix(path))
             line += text.count("\n")
+            characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
             if text:
                 yield text
+    note_replaced(str(path), replaced, characters)
+
+
+def note_replaced(name: str, replaced: int, characters: int) -> None:
+    """Notes how many characters of a file an earlier conversion has lost, if they are many."""
+    if replaced * MOST_REPLACED > characters:
+        note(
+            f"{name} has {replaced:,} replacement characters (U+FFFD) among {characters:,}: "
+            "it was converted from another encoding than its own"
+        )
 
 
 def read_text(path: Path) -> str:
@@ -199,20 +217,39 @@ def read_text(path: Path) -> str:
     return "".join(text_chunks(path))
 
 
-def _encoding(file: io.BufferedReader) -> str:
-    """Returns the encoding by the byte order mark of a file, which is read past."""
-    head = file.peek(4)[:4]
-    for mark, encoding in BOMS.items():
-        if head.startswith(mark):
-            file.read(len(mark))
-            return encoding
-    return "utf-8"
+def _encoding(path: Path, file: io.BufferedReader) -> str:
+    """Returns the encoding by the byte order mark of a file, which is read past.
+
+    Raises ``DataError`` for a mark that is not that of the text, and for a compressed file.
+    """
+    head = file.read(text_encodings.SAMPLE_BYTES)
+    if packed := text_encodings.compression(head):
+        unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
+        command = f"{packed[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
+        command = command.replace("-p <", "-p")  # unzip reads no pipe
+        raise DataError.one("data.paths", path, f"is {packed[0]} data", f"unpack it: {command}")
+    mark, encoding = next(
+        (found for found in BOMS.items() if head.startswith(found[0])), (b"", "utf-8")
+    )
+    file.seek(len(mark))
+    known = text_encodings.UNICODE
+    actual = text_encodings.unicode_encoding(head[len(mark) :], encoding)
+    if encoding in known and actual not in (None, encoding):
+        reason = f"has the byte order mark of {known[encoding]}, but text in {known[actual]}"
+        new = shell_word(str(text_encodings.converted(path)))
+        skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
+        cure = f"convert the file: {skipped} | iconv -f {known[actual]} -t UTF-8 > {new}"
+        raise DataError.one("data.paths", path, reason, cure)
+    return encoding
 
 
-def _undecodable(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    new = path.with_name(f"{path.stem}-utf8{path.suffix}")
-    names = f"{shell_word(path)} > {shell_word(new)}"
-    cure = f"convert the file, from Windows-1252 with: iconv -f CP1252 -t UTF-8 {names}"
+def _undecodable(path: Path, line: int, position: int, error: UnicodeDecodeError) -> DataError:
+    if error.reason in ("unexpected end of data", "truncated data"):
+        cure = "copy the file again: its end is cut off"
+    elif error.encoding.startswith("utf-8"):
+        cure = text_encodings.fix(path, position)
+    else:
+        cure = "mend the file, or remove its byte order mark if it is in another encoding"
     return DataError.one("data.paths", path, f"line {line} is not {_named_encoding(error)}", cure)
 
 
@@ -228,7 +265,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, object]]:
     of ``text_chunks``.
     """
     with path.open("rb") as file:
-        encoding = _encoding(file)
+        encoding = _encoding(path, file)
         if encoding == "utf-8":
             lines: Iterable[bytes | str] = (part for raw in file for part in raw.splitlines())
         else:
@@ -259,7 +296,7 @@ def json_value(text: str) -> Any:
     Stricter than ``json.loads``: no NaN or Infinity, no half of a surrogate pair.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=no_constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -273,7 +310,8 @@ def json_value(text: str) -> Any:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Raises ``ValueError`` for NaN and Infinity, which Python reads in JSON."""
     raise json.JSONDecodeError(f"{name} is no JSON value", name, 0)
 
 
@@ -306,13 +344,22 @@ def unreadable(path: Path, error: OSError) -> DataError:
 def without_nulls(
     texts: Iterable[tuple[str, str | None]], name: str, field: str
 ) -> Iterator[Document]:
-    """Yields documents of texts with their sources, and notes how many are null."""
+    """Yields documents of texts with their sources, and notes how many are null.
+
+    Raises ``DataError`` for a text with a NUL character.
+    """
     nulls: list[str] = []
+    characters = replaced = 0
     for source, text in texts:
         if text is None:
             nulls.append(source)
-        else:
-            yield Document((text,), source)
+            continue
+        if "\0" in text:
+            reason = f"{source} has a NUL character there, which text has not"
+            raise DataError.one("data.field", field, reason, "remove it")
+        characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
+        yield Document((text,), source)
+    note_replaced(name, replaced, characters)
     if nulls:
         count = f"{len(nulls)} record{'s' * (len(nulls) > 1)}"
         note(f"left out {count} of {name} without {field} (null), the first: {nulls[0]}")
@@ -356,6 +403,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
                     reason = f"is a column of {names[field]} in {path}, not of text"
                     reason += f"; its columns of text: {', '.join(texts) or 'none'}"
                 raise DataError.one("data.field", field, reason, "name another data.field")
+            check_columns(path, file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(columns=[field]):
                 for text in batch.column(0).to_pylist():
@@ -364,6 +412,13 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
     except pyarrow.ArrowInvalid as error:
         reason = f"is not whole parquet ({error})"
         raise DataError.one("data.paths", path, reason, "copy the file again") from error
+
+
+def check_columns(path: Path, names: Sequence[str]) -> None:
+    """Raises ``DataError`` for two columns of one name, of which only one would be read."""
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        reason = f"has more than one column {', '.join(twice)}"
+        raise DataError.one("data.paths", path, reason, "rename all but one of them")
 
 
 def is_text(kind: "pyarrow.DataType") -> bool:
