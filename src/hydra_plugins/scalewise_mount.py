@@ -29,7 +29,10 @@ class MountedSource(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Returns a file, its package ``_global_`` where its head names none."""
+        from scalewise import regular_files
+
         file = self._files[self._normalize_file_name(config_path)]
+        regular_files.check(file)
         try:
             config, header = OmegaConf.load(file), self._get_header_dict(file.read_text("utf-8"))
         except Exception as error:  # YAML's, OmegaConf's, a decoder's: each its own kind

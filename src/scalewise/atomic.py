@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, also on a full disk. Stdlib only."""
+"""Files that are written whole or not at all, also on a full disk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from scalewise import regular_files
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,7 +30,7 @@ def write(path: Path, content: bytes) -> None:
 
 def copy(source: Path, path: Path) -> None:
     """Copies the content of ``source`` as ``write`` writes it."""
-    with source.open("rb") as content, _Partial(path) as file:
+    with regular_files.open_binary(source) as content, _Partial(path) as file:
         shutil.copyfileobj(content, file)
 
 

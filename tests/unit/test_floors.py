@@ -19,6 +19,7 @@ FLOORS = {
         "output",
         "plain_console",
         "redaction",
+        "regular_files",
         "typed_override",
         "units",
     ),

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from scalewise import bounded_yaml
+from scalewise import bounded_yaml, regular_files
 from scalewise.adapters import peft_folder
 from scalewise.adapters.spec import Adapter, NoAdapter
 from scalewise.checkpoints import store
@@ -82,7 +82,7 @@ def tensors(path: Path, names: Iterable[str], model: Model) -> dict[str, Tensor]
 
 def _resolved(checkpoint: Path) -> Mapping[str, Any]:
     try:
-        values = bounded_yaml.load((checkpoint.parents[1] / "resolved.yaml").read_text("utf-8"))
+        values = bounded_yaml.load(regular_files.read_text(checkpoint.parents[1] / "resolved.yaml"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml") from error
     if not isinstance(values, Mapping) or not {"model", "adapter", "optimizer"} <= values.keys():

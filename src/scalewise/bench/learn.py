@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from scalewise import bounded_yaml
+from scalewise import bounded_yaml, regular_files
 from scalewise.bench import profile
 from scalewise.errors import Complaint, ConfigError
 from scalewise.launch.status import versions
@@ -79,9 +79,8 @@ def _ratio(run: Path, figures: Mapping[str, object], torch: str | None) -> float
     try:
         status, plan = read_json(run / "status.json"), read_json(run / "plan.json")
         metrics = _table(read_json(run / "summary.json").get("metrics"))
-        used = _table(
-            _table(bounded_yaml.load((run / "resolved.yaml").read_text())).get("hardware")
-        )
+        resolved = bounded_yaml.load(regular_files.read_text(run / "resolved.yaml"))
+        used = _table(_table(resolved).get("hardware"))
     except (OSError, ValueError, yaml.YAMLError):  # of a run that was cut off
         return None
     if status.get("status") != "ok" or _table(status.get("versions")).get("torch") != torch:

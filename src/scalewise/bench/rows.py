@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError
 
 Row = Mapping[str, str]
@@ -36,6 +37,7 @@ def read(path: Path) -> tuple[list[Row], list[str]]:
     """
     kept: list[Row] = []
     left: list[str] = []
+    regular_files.check(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             table = csv.DictReader(file)

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from scalewise import regular_files
 from scalewise.errors import CheckpointError
 from scalewise.tracking.files import read_json, write_json
 
@@ -325,7 +326,7 @@ def _linked(source: str, target: str) -> None:
 
 def _fingerprint(file: Path) -> dict[str, int]:
     checksum, size = 0, 0
-    with file.open("rb") as stream:
+    with regular_files.open_binary(file) as stream:
         while block := stream.read(1 << 22):
             checksum, size = zlib.crc32(block, checksum), size + len(block)
         os.fsync(stream.fileno())

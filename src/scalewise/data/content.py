@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.data.cache import cached
 from scalewise.data.reading import unreadable
 
@@ -59,7 +60,7 @@ def sampled(files: Sequence[Path]) -> list[str]:
 
 def _digest(file: Path) -> str:
     try:
-        with file.open("rb") as content:
+        with regular_files.open_binary(file) as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise unreadable(file, error) from error
@@ -68,7 +69,7 @@ def _digest(file: Path) -> str:
 def _of_samples(file: Path) -> str:
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as content:
+    with regular_files.open_binary(file) as content:
         for start in _starts(size):
             content.seek(start)
             found.update(content.read(SAMPLE_BYTES))

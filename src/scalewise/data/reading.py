@@ -15,6 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scalewise import regular_files
 from scalewise.data import text_encodings
 from scalewise.errors import Complaint, DataError
 from scalewise.output import print_lines
@@ -178,7 +179,7 @@ def text_chunks(path: Path) -> Iterator[str]:
     bytes that are no text in that encoding, and of a control character that text has not. Many
     replacement characters, of an earlier conversion, are noted.
     """
-    with path.open("rb") as file:
+    with regular_files.open_binary(path) as file:
         encoding = _encoding(path, file)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), True)
         line, final, characters, replaced = 1, False, 0, 0
@@ -264,7 +265,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, object]]:
     A ``ValueError`` stands for a line that cannot be read, with the reason. Encodings are those
     of ``text_chunks``.
     """
-    with path.open("rb") as file:
+    with regular_files.open_binary(path) as file:
         encoding = _encoding(path, file)
         if encoding == "utf-8":
             lines: Iterable[bytes | str] = (part for raw in file for part in raw.splitlines())

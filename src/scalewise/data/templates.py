@@ -15,6 +15,7 @@ from os import environ
 from pathlib import Path
 from typing import Any
 
+from scalewise import regular_files
 from scalewise.data.chat_messages import Conversation, Message
 from scalewise.data.conversations import TemplateLimitError
 from scalewise.errors import DataError
@@ -150,9 +151,9 @@ def source_beside(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
     config: dict[str, Any] = {}
     try:
         if path.is_file():
-            config = dict(json.loads(path.read_text(encoding="utf-8")))
+            config = dict(json.loads(regular_files.read_text(path)))
         if own.is_file():
-            return own.read_text(encoding="utf-8"), config
+            return regular_files.read_text(own), config
     except (ValueError, TypeError) as error:
         raise DataError.one("data.tokenizer", path, f"cannot be read ({error})") from error
     source = config.get("chat_template")

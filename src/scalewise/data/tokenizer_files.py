@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from scalewise import regular_files
 from scalewise.data.cache import cached
 from scalewise.errors import Complaint, DataError
 from scalewise.typed_override import shell_word, typed
@@ -111,7 +112,7 @@ def content_digest(path: str) -> str:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(regular_files.read_bytes(file)).hexdigest()
 
 
 def _is_vocabulary(path: Path) -> bool:

@@ -134,7 +134,7 @@ def acquire(folder: Path) -> FolderLock:
 def owner(folder: Path) -> Owner | None:
     """Returns the process that holds the lock of a folder; None if it is free or has no locks."""
     try:
-        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:

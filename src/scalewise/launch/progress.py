@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.launch import squeue
 from scalewise.launch.job import attempts
@@ -132,7 +133,7 @@ def _progress(
 def _last_rows(file: Path) -> list[dict[str, str]]:
     """Returns the last whole rows of ``metrics.csv``; none where there are none yet."""
     try:
-        with file.open("rb") as content:
+        with regular_files.open_binary(file) as content:
             head = content.readline().decode("utf-8", errors="replace")
             start = max(content.tell(), file.stat().st_size - TAIL_BYTES)
             content.seek(start)

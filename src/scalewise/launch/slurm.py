@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from scalewise import regular_files
 from scalewise.errors import EXIT_CODES, Complaint, ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
 from scalewise.launch import orders, signals, squeue, words
@@ -212,7 +213,7 @@ def bury(folder: Path, job: str, logs: Path) -> None:
     ending = words.cause(folder, int(str(status["world_size"])))
     state, reason = _state(job)
     log = sorted(logs.glob(f"{job}_*_log.err"))
-    tail = log[0].read_text("utf-8", errors="replace").splitlines()[-12:] if log else []
+    tail = regular_files.read_text(log[0], errors="replace").splitlines()[-12:] if log else []
     name = _ENDINGS.get(state, "failed")
     if ending is not None:
         reason = f"{ending.reason}; {reason}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from scalewise import atomic
+from scalewise import atomic, regular_files
 from scalewise.failures import survived
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import read_json, write_json
@@ -121,7 +121,7 @@ def _asked(folder: Path) -> list[tuple[int, list[str]]]:
     """Returns the innermost frames by rank; none of a rank that did not answer."""
     found: list[tuple[int, list[str]]] = []
     for file in (folder / _FOLDER).glob("*.stack"):
-        lines = file.read_text("utf-8").splitlines()
+        lines = regular_files.read_text(file).splitlines()
         found.append((int(file.stem), [line.strip() for line in lines if "File" in line][:FRAMES]))
     return sorted(found)
 

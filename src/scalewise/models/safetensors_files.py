@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scalewise import regular_files
 from scalewise.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,7 +59,7 @@ def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[
     if not name.endswith(".index.json"):
         return [file]
     try:
-        listed = json.loads(file.read_text("utf-8"))["weight_map"].values()
+        listed = json.loads(regular_files.read_text(file))["weight_map"].values()
         shards = sorted({str(shard) for shard in listed})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         reason = f"{name} is no index of shards ({type(error).__name__})"
@@ -68,7 +69,7 @@ def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[
 
 def _named_in_config(folder: Path) -> str | None:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads(regular_files.read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return None  # reported by whoever reads the configuration
     name = config.get(EXPLICIT) if isinstance(config, dict) else None
@@ -93,6 +94,7 @@ class SafetensorsFiles:
 
     def _opened(self, file: Path) -> Any:
         try:
+            regular_files.check(file)
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             reason, cure = _problem(file, error)

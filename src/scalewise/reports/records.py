@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.reports import redact
 from scalewise.tracking.files import csv_rows, number_of, read_json
@@ -257,7 +258,7 @@ def _summary(path: Path) -> Summary | None:
 def _series(path: Path) -> dict[str, Series]:
     """Returns the columns of :data:`CURVES` that hold a value; a torn last line is dropped."""
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+        lines = regular_files.read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:
         return {}
     rows = csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from scalewise import regular_files
 from scalewise.adapters.layers import is_added, module_of
 from scalewise.errors import ScalewiseError
 from scalewise.tracking import tables
@@ -217,7 +218,7 @@ def _files(told: Told) -> list[str]:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(regular_files.read_bytes(path)).hexdigest()
 
 
 def _origin(server: Server, told: Told, entity: str, project: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import yaml
 
-from scalewise import atomic, bounded_yaml
+from scalewise import atomic, bounded_yaml, regular_files
 from scalewise.errors import ConfigError
 from scalewise.redaction import redacted
 from scalewise.tracking.names import METRICS
@@ -81,7 +81,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def _loaded(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        content = parse(regular_files.read_text(path))
     except FileNotFoundError:
         raise RecordError.of(path, "is missing") from None
     except OSError as error:
@@ -118,7 +118,7 @@ class MetricsFile:
 
         ``earlier`` is the file of the run that this one resumes: its rows come first.
         """
-        source = path if path.is_file() else earlier
+        source = path if path.exists() else earlier
         kept = [row for row in _rows(source) if int(row["step"]) <= after_step]
         self._path = path
         self.earlier = _parsed(kept)
@@ -163,10 +163,10 @@ def _number(text: str) -> float | int | None:
 
 
 def _rows(path: Path | None) -> list[dict[str, str]]:
-    if path is None or not path.is_file():
+    if path is None:
         return []
     try:
-        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+        lines = regular_files.read_text(path, errors="replace").splitlines()
     except OSError:
         return []
     whole = [row for row in csv_rows(lines) if step_of(row.get("step", "")) is not None]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scalewise import regular_files
 from scalewise.errors import Complaint, as_typed
 from scalewise.models.decoder.config_keys import (
     ALIASES,
@@ -39,7 +40,7 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
         return
     elsewhere = f"set model=hf {typed('model.path', file.parent)}"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(regular_files.read_text(file))
         kind = config.get("model_type", "")
         alike = kind in (LLAMAS if spec.position == "rope" else ("gpt2",))
         read = _of_gpt2 if kind == "gpt2" else _of_llama

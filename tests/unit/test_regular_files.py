@@ -1,0 +1,110 @@
+"""What stands in the place of a file is named, and never waited for."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalewise import atomic, cli, regular_files
+from scalewise.adapters import resumed
+from scalewise.checkpoints import store
+from scalewise.config.door import Verb, open_door
+from scalewise.data import content, reading
+from scalewise.launch import locks, progress
+from scalewise.models.safetensors_files import SafetensorsFiles
+from scalewise.regular_files import IrregularFileError
+from scalewise.reports import records
+from scalewise.tracking import files
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)  # its path may not be long
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a socket": _socket,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "read",
+    [
+        regular_files.read_bytes,
+        regular_files.check,
+        files.read_json,
+        files.load_yaml,
+        files.read_metrics,
+        reading.read_text,
+        lambda path: list(reading.json_lines(path)),
+        lambda path: content.sampled([path]),
+        lambda path: atomic.copy(path, path.with_name("copy")),
+        lambda path: SafetensorsFiles([path], "model.path", ""),
+        store._fingerprint,
+    ],
+)
+def test_what_is_no_file_is_named(
+    kind: str,
+    read: Callable[[Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file"
+    KINDS[kind](path)
+    with pytest.raises(IrregularFileError, match=f"{path} is {kind}, not a regular file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["status.json", "plan.json", "summary.json", "metrics.csv"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
+@pytest.mark.parametrize("verb", ["status", "report", "plan explain"])
+def test_commands_name_what_is_no_file_in_a_run(
+    verb: str, kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (verb, name) == ("status", "summary.json"):
+        pytest.skip("status does not read it")
+    for file in ("status.json", "plan.json", "summary.json"):
+        (tmp_path / file).write_text('{"status": "ok"}')
+    (tmp_path / name).unlink(missing_ok=True)
+    KINDS[kind](tmp_path / name)
+    line = [*verb.split(), str(tmp_path), *[str(tmp_path)] * (verb == "plan explain")]
+    assert cli.main(line) == 2
+    assert f"{tmp_path / name} is {kind}, not a regular file" in capsys.readouterr().err
+
+
+def test_files_of_a_sweep_and_an_adapter_are_checked(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sweep.json")
+    for read in (records.read, progress.of):
+        with pytest.raises(IrregularFileError, match=r"sweep\.json"):
+            read(tmp_path)
+    os.mkfifo(tmp_path / "resolved.yaml")
+    with pytest.raises(IrregularFileError, match=r"resolved\.yaml"):
+        resumed._resolved(tmp_path / "checkpoints" / "step-1")
+
+
+def test_an_experiment_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "experiments").mkdir()
+    os.mkfifo(tmp_path / "experiments" / "x.yaml")
+    with pytest.raises(IrregularFileError, match=r"x\.yaml is a FIFO"):
+        open_door(Verb(), ["-cd", str(tmp_path), "experiment=x"])
+
+
+def test_a_lock_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / locks.FILE)
+    assert locks.owner(tmp_path) is None
+
+
+def test_absent_and_whole_files_are_read_as_before(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        regular_files.read_text(tmp_path / "file")
+    regular_files.check(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"a\r\nb\xff")
+    (tmp_path / "link").symlink_to("file")
+    assert regular_files.read_text(tmp_path / "link", errors="replace") == "a\nb\ufffd"
