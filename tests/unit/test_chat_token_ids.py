@@ -279,3 +279,33 @@ def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
     assert ids_of(splits, 0, len(expected))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        *(
+            (
+                {"messages": TURNS, "chat_template_kwargs": {name: True}},
+                f"kwargs with {name}, which",
+            )
+            for name in ("add_generation_prompt", "messages", "chat_template", "tools", "documents")
+        ),
+        (
+            {
+                "messages": [
+                    TURNS[0],
+                    TURNS[1] | {"tool_calls": [{"function": {"name": "weather"}}]},
+                ]
+            },
+            "has a tool call without arguments, which the chat template writes",
+        ),
+    ],
+)
+@pytest.mark.parametrize("template", [RAW_ARGUMENTS, THINKING])
+def test_records_that_a_template_cannot_take_are_named(
+    template: str, record: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """A call without arguments is an error of transformers too."""
+    with pytest.raises(DataError, match=rf"a\.jsonl:1 .*{reason}"):
+        prepared(tmp_path, template, "byte_level", record)

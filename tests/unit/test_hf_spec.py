@@ -153,6 +153,10 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
         "do not pass one tensor on",
     ),
+    "dynamic_rope": (
+        {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type=dynamic recomputes its frequencies",
+    ),
     "layerdrop": ({**OPT, "model_type": "opt", "layerdrop": 0.1}, "leaves out layers"),
     "packed": ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "holds packed weights"),
     "torn": ({**LLAMA, "hidden_size": 33}, "no configuration that transformers reads"),

@@ -81,7 +81,7 @@ class PicturedRows(Rows, Protocol):
 class Splits:
     """The rows to train on, the held-out rows, and the tokenizer.json that reads them back.
 
-    ``note``: what the user should know of them, a line.
+    ``note``: what the user should know of them, in lines.
     """
 
     train: Rows

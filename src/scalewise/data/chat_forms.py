@@ -38,6 +38,12 @@ def _arguments(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield call.get("function", call)
 
 
+def has_arguments(messages: Messages) -> bool:
+    """Whether every tool call has arguments, be it an empty object."""
+    functions = (function for message in messages for function in _arguments(message))
+    return all("arguments" in function for function in functions)
+
+
 def has_json_text(messages: Messages, text: str) -> bool:
     """Whether the arguments of tool calls that are JSON texts are in a text as they stand."""
     found = (function.get("arguments") for message in messages for function in _arguments(message))

@@ -7,6 +7,7 @@ and answers each by another; ``scalewise.data.templates`` starts it. The first l
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -18,7 +19,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from scalewise.data.chat_forms import Arguments, Form, Messages, contains, has_json_text, is_answer
+from scalewise.data.chat_forms import (
+    Arguments,
+    Form,
+    Messages,
+    contains,
+    has_arguments,
+    has_json_text,
+    is_answer,
+)
 
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 """The mark that transformers looks for to return an assistant mask."""
@@ -228,8 +237,11 @@ class Renderer:
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render: Any = render_jinja_template
+        own = {"messages", *inspect.signature(render).parameters}
+        if wrong := sorted(own & request.variables.keys()):
+            raise ValueError(f"has chat_template_kwargs with {wrong[0]}, which is no variable")
         try:
-            render: Any = render_jinja_template
             texts, spans = render(
                 [messages],
                 tools=request.tools,
@@ -242,6 +254,9 @@ class Renderer:
         except MemoryError:
             raise
         except Exception as error:  # a template may do whatever a sandbox lets it
+            if "Undefined" in repr(error) and not has_arguments(messages):
+                reason = "has a tool call without arguments, which the chat template writes"
+                raise ValueError(f"{reason} (a call without any has an empty object)") from error
             raise ValueError(f"is rejected by the chat template: {error}") from error
         given = len(json.dumps(messages)) + len(json.dumps([request.tools, request.documents]))
         if len(texts[0]) > TEXT_ALLOWANCE + TEXT_FACTOR * given:

@@ -45,6 +45,9 @@ def complaints_of_config(spec: Decoder, weights: str) -> Iterator[Complaint]:
         alike = kind in (LLAMAS if spec.position == "rope" else ("gpt2",))
         read = _of_gpt2 if kind == "gpt2" else _of_llama
         told = read(config) if alike else {}
+        texts = [name for name, value in told.items() if isinstance(value, str)]
+        if wrong := [name for name in texts if name != "stretch"]:
+            raise TypeError(f"{wrong[0]} is a text, {told[wrong[0]]!r}")
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = f"has a config.json that cannot be read ({type(error).__name__}: {error})"
         yield Complaint(KEY, weights, reason, "fetch it again")
@@ -122,6 +125,7 @@ def _of_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     heads, width = config["num_attention_heads"], config["hidden_size"]
     mistral = config.get("model_type") == "mistral"
     rope = _rotation(config)
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     stretch = rope.get("rope_type", rope.get("type", "default"))
     told = {
         "heads": heads,
@@ -132,7 +136,7 @@ def _of_llama(config: Mapping[str, Any]) -> dict[str, Any]:
         "width": width,
         "layers": config.get("num_hidden_layers", 32),
         "feedforward": config.get("intermediate_size", 14336 if mistral else 11008),
-        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        "rope_theta": float(theta) if isinstance(theta, int) else theta,
         "rope_scaling": stretch == "llama3",
         "stretch": stretch,
         "window": config.get("sliding_window", 4096) if mistral else None,

@@ -7,7 +7,7 @@ LLAMAS = ("llama", "mistral")
 SILU, TANH_GELU = ("silu", "swish"), ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 FIXED: dict[str, dict[str, tuple[object, ...]]] = {
     "llama": {"hidden_act": SILU, "attention_bias": (False,), "mlp_bias": (False,)},
-    "mistral": {"hidden_act": SILU},
+    "mistral": {"hidden_act": SILU, **dict.fromkeys(("attention_bias", "mlp_bias"), (False,))},
     "gpt2": {
         "activation_function": TANH_GELU,
         "scale_attn_weights": (True,),

@@ -30,6 +30,8 @@ from scalewise.models.hf.pretrained import PretrainedTensors
 from scalewise.models.hf.stacks import StackedModule
 from scalewise.models.safetensors_files import SafetensorsFiles, weight_files
 
+OTHER_ROPE = "set another rope_type in its config.json: default, linear, yarn or llama3"
+
 UNLIMITED = 2**31 - 1
 """The context of a model whose configuration names none."""
 EMBEDDINGS = ("embedding", "position")
@@ -275,6 +277,12 @@ def _unlike(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
         yield Complaint(KEY, path, "it has buffers of unknown numbers", cure)
 
 
+def rope_type(config: Any) -> str | None:
+    """Returns how a configuration of transformers scales rotary wavelengths."""
+    table = getattr(config, "rope_parameters", None) or {}
+    return table.get("rope_type") if isinstance(table, dict) else None
+
+
 def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
     trial = copy.deepcopy(made).to("meta")
@@ -292,9 +300,14 @@ def _stopped(made: HuggingFaceModule, path: str) -> Iterator[Complaint]:
     for name, layer in trial.layers()[0].named_modules():
         if layer._parameters:
             layer.register_forward_hook(lambda *_, name=name: made.order.append(name))
+    scaling = rope_type(made.head.config)
     try:
         trial(tokens, answered)
     except Exception as error:  # whatever anybody's model raises
+        if scaling == "dynamic":
+            reason = "rope_type=dynamic recomputes its frequencies from the positions it reads"
+            yield Complaint(KEY, path, f"{reason}, and a plan has none", OTHER_ROPE)
+            return
         passed.add(f"{type(error).__name__}: {one_line(error)}")
     if others := passed - {"Tensor", *(["tuple"] if isinstance(made, StackedModule) else [])}:
         reason = f"its blocks do not pass one tensor on ({max(others)})"
