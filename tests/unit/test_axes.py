@@ -11,7 +11,9 @@ import yaml
 from fixtures.verbs import Noted
 
 from scalewise.config.door import Job, open_door
+from scalewise.config.searched import searched
 from scalewise.errors import ConfigError
+from scalewise.study.space import Interval
 
 Jobs = Callable[..., list[Job]]
 
@@ -117,3 +119,67 @@ def test_a_sweep_is_refused_in_our_words_and_leaves_nothing(
     (found,) = caught.value.complaints
     assert complaint in str(found)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+HUGE = "range(1,1000000000)"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "reason"),
+    [
+        ([f"seed={HUGE}"], "seed", "gives 999,999,999 jobs, where a sweep has at most 10,000"),
+        ([f"seed=shuffle({HUGE})"], "seed", "gives 999,999,999 jobs"),
+        (["seed=range(1000000000,1,-1)"], "seed", "gives 999,999,999 jobs"),
+        (["optimizer.lr=range(0,1,1e-12)"], "optimizer.lr", "gives 1,000,000,000,001 jobs"),
+        (["optimizer.lr=range(0,1e300,1e-300)"], "optimizer.lr", "gives more than 10**15 jobs"),
+        (["seed=range(0,1,0)"], "seed", "is a range that never ends"),
+        (["optimizer.lr=range(0,1,0.0)"], "optimizer.lr", "is a range that never ends"),
+        (["optimizer.lr=range(0,inf)"], "optimizer.lr", "is a range that never ends"),
+        (["seed=range(0,200)", "model.layers=range(1,101)"], "", "gives 20,000 jobs"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "wandb", "optuna"])
+def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
+    line: list[str], key: str, reason: str, command: str
+) -> None:
+    if command == "optuna":
+        line = [*line, "hydra/sweeper=optuna", "+hydra.sweeper.objectives={val/loss: minimize}"]
+        line += ["hydra.sweeper.sampler=grid"]
+        key = key if "never ends" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
+    with pytest.raises(ConfigError) as caught:
+        searched(["-m", *line]) if command == "wandb" else open_door(Noted(), ["-m", *line])
+    found = {complaint.key: complaint for complaint in caught.value.complaints}
+    complaint = found.get(key) or found[""]  # W&B has the grid by its size alone
+    assert reason in complaint.reason
+    assert complaint.cure
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (["hydra/sweeper=optuna", "hydra.sweeper.trials=1000000000"], "hydra.sweeper.trials"),
+        (["hydra/sweeper=screen", "hydra.sweeper.repeats=1000000000"], "hydra.sweeper.repeats"),
+    ],
+)
+def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> None:
+    factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
+    axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
+    with pytest.raises(ConfigError, match="where a sweep has at most 10,000") as caught:
+        open_door(Noted(), ["-m", axis, *line])
+    assert key in [complaint.key for complaint in caught.value.complaints]
+
+
+def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
+    with pytest.raises(ConfigError, match=r"seed=range.*at most 10,000"):
+        jobs(params={"seed": HUGE})
+    with pytest.raises(ConfigError, match="gives 1,000,000 jobs"):
+        jobs(params=dict.fromkeys(("seed", "model.layers", "model.width"), "range(1,101)"))
+    with pytest.raises(ConfigError, match=r"seed=range.*at most 10,000"):
+        jobs(zip={"seed": HUGE, "model.layers": "1,2"})
+
+
+def test_a_range_is_an_interval_of_a_search_without_being_listed() -> None:
+    found = searched(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
+    assert found.space == [Interval("seed", 1, 999_999_999, step=1)]
+    found = searched(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
+    assert found.space == [Interval("optimizer.lr", 0.1, 0.4, step=0.1)]

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from math import ceil, prod
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 
 from scalewise.errors import Complaint, ConfigError
+from scalewise.study.space import too_many
 
 
 def lines(params: Mapping[str, object], paired: Mapping[str, object]) -> list[str]:
@@ -44,6 +47,11 @@ def jobs(
     given = {override.get_key_element(): override for override in parser.parse_overrides([*typed])}
     together = [key for key in own if key in paired and key not in given]
     complaints: list[Complaint] = []
+    counts = {key: bounded_count(override) for key, override in {**own, **given}.items()}
+    crossed = prod(n for key, n in counts.items() if key not in together)
+    crossed *= max((counts[key] for key in together), default=1)
+    if complaints := list(too_many("", "", crossed)):
+        raise ConfigError(complaints)
     values = {key: _values(override, complaints) for key, override in {**own, **given}.items()}
     if not complaints and together:
         complaints += _unequal({key: values[key] for key in together})
@@ -54,6 +62,32 @@ def jobs(
         rows = zip(*(values[key] for key in together), strict=True)
         axes.append([list(row) for row in rows])
     return [list(itertools.chain(*parts)) for parts in itertools.product(*axes)]
+
+
+def count(override: Override) -> int:
+    """Returns how many values a sweep gives a key, which are not listed for it.
+
+    Raises ``ConfigError`` for a range that never ends.
+    """
+    value = override.value() if override.is_sweep_override() else None
+    if isinstance(value, ChoiceSweep):
+        return len(value.list)
+    if not isinstance(value, RangeSweep):
+        return 1  # a glob has as many as there are files
+    key, shown = override.get_key_element(), override.get_value_string()
+    start, stop, step = (Decimal(number or 0) for number in (value.start, value.stop, value.step))
+    if not (start.is_finite() and stop.is_finite() and step.is_finite() and step):
+        cure = "write range(first,end,step) with a step other than 0"
+        raise ConfigError.one(key, shown, "is a range that never ends", cure)
+    return max(0, ceil((stop - start) / step))
+
+
+def bounded_count(override: Override) -> int:
+    """Returns :func:`count`; raises ``ConfigError`` for more values than a sweep has jobs."""
+    found = count(override)
+    if complaints := list(too_many(override.get_key_element(), override.get_value_string(), found)):
+        raise ConfigError(complaints)
+    return found
 
 
 def _values(override: Override, complaints: list[Complaint]) -> list[str]:

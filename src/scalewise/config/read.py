@@ -99,6 +99,8 @@ def _trusted_by(line: str) -> Iterator[str]:
         return
     if override.key_or_group != TRUSTED or override.is_delete():
         return
+    if override.is_range_sweep():
+        return
     values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
     for value in values:
         if isinstance(value, str):  # a list that a sweep yields as text

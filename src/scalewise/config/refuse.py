@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
-from scalewise.config import registry, tree
+from scalewise.config import axes, registry, tree
 from scalewise.config.near import chosen, meant
 from scalewise.config.own import own_hydra
 from scalewise.config.read import LEAVE_OUT, WOULD_REVEAL, read, unresolved
@@ -191,6 +191,7 @@ def _values(override: Override) -> list[Any]:
     if not override.is_sweep_override():
         return [_plain(override.value())]
     try:
+        axes.bounded_count(override)  # a range that is shuffled is listed whole
         return [_plain(value) for value in islice(override.sweep_iterator(), LONGEST_SWEEP)]
     except Exception:  # a glob, an interval, a range of no steps: Hydra's own business
         return []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
+from scalewise.config import axes
 from scalewise.study.space import Axis, Choice, Interval
 
 
@@ -16,13 +18,13 @@ def read(lines: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[s
     """Returns the axes among overrides, and the others; the last word on a key counts."""
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(lines))
     last = {override.get_key_element(): override for override in parsed}
-    axes = [_axis(key, o) for key, o in last.items() if o.is_sweep_override()]
+    space = [_axis(key, o) for key, o in last.items() if o.is_sweep_override()]
     fixed = [
         f"{key}={o.get_value_element_as_str()}" if not o.is_delete() else str(o.input_line)
         for key, o in last.items()
         if not o.is_sweep_override()
     ]
-    return axes, fixed
+    return space, fixed
 
 
 def _axis(key: str, override: Override) -> Axis:
@@ -30,9 +32,10 @@ def _axis(key: str, override: Override) -> Axis:
     if isinstance(value, IntervalSweep):
         low, high = cast(float, value.start), cast(float, value.end)
         return Interval(key, low, high, log="log" in value.tags)
-    if isinstance(value, RangeSweep) and not value.shuffle:
-        numbers = list(value.range())
-        if len(numbers) > 1:
-            low, high = sorted((numbers[0], numbers[-1]))
-            return Interval(key, low, high, step=abs(value.step))
+    number = axes.count(override)
+    if isinstance(value, RangeSweep) and not value.shuffle and number > 1:
+        first, step = cast(float, value.start), value.step
+        last = type(first + step)(Decimal(first) + (number - 1) * Decimal(step))
+        return Interval(key, min(first, last), max(first, last), step=abs(step))
+    axes.bounded_count(override)
     return Choice(key, tuple(override.sweep_string_iterator()))

@@ -20,7 +20,7 @@ from scalewise.config.own import own_hydra
 from scalewise.config.read import TRUSTED, read
 from scalewise.errors import Complaint, ConfigError
 from scalewise.run import Run
-from scalewise.study.space import Axis, Choice, Interval
+from scalewise.study.space import Axis, Choice, Interval, grid_size, too_many
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,10 @@ def searched(arguments: Sequence[str]) -> Searched:
                 and override.key_or_group != "sweep"
             ]
             space, fixed = search_axes.read([*lines, *own_lines, *swept], loader)
+            if str(sweeper["_target_"]).endswith(".ScalewiseSweeper"):
+                stepped = [a for a in space if isinstance(a, Choice) or a.step is not None]
+                if complaints := list(too_many("", "", grid_size(stepped))):
+                    raise ConfigError(complaints)
             run = read(config, fixed, flags.overrides, here=False)
             _check_values(space, single, fixed, flags.overrides)
             name = Path(config.hydra.sweep.dir).parent.name

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from scalewise.errors import Complaint, as_typed
+from scalewise.study.space import too_many
 from scalewise.typed_override import override, shell_word
 
 MOST = 11
@@ -52,6 +53,9 @@ class Screen:
                 yield Complaint(name, "", "is a factor of the screen", cure)
         if self.repeats < 1:
             yield Complaint(f"{key}.repeats", self.repeats, "must be 1 or more")
+        resolution = INTERACTIONS if self.interactions else MAIN_EFFECTS
+        jobs = self.repeats * len(fraction(len(self.factors), resolution))
+        yield from too_many(f"{key}.repeats", self.repeats, jobs)
         if "seed" in fixed and self.repeats > 1:
             cure = f"leave it out, or set {key}.repeats=1"
             yield Complaint("seed", "", "each repeat has a seed of its own", cure)

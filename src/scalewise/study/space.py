@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import product
+from math import prod
 
 from scalewise.errors import Complaint
+
+MOST_JOBS = 10_000
+"""Jobs of the largest sweep; a larger one is rejected before its jobs are listed."""
 
 Value = str | int | float
 """What an axis takes: a text as an override spells it, or a number."""
@@ -48,6 +53,24 @@ class Interval:
 Axis = Choice | Interval
 
 
+def too_many(key: str, value: object, count: int) -> Iterator[Complaint]:
+    """Yields that a setting gives more than ``MOST_JOBS`` jobs."""
+    if count > MOST_JOBS:
+        shown = f"{count:,}" if count < 10**15 else "more than 10**15"
+        reason = f"gives {shown} jobs, where a sweep has at most {MOST_JOBS:,}"
+        yield Complaint(key, value, reason, "give fewer values, or split the sweep")
+
+
+def grid_size(space: Sequence[Axis]) -> int:
+    """Returns the number of combinations of a grid's values; every interval needs a step."""
+    return prod(len(axis.values) if isinstance(axis, Choice) else _steps(axis) for axis in space)
+
+
+def _steps(axis: Interval) -> int:
+    assert axis.step is not None
+    return round((Decimal(axis.high) - Decimal(axis.low)) / Decimal(axis.step)) + 1
+
+
 def grid(space: Sequence[Axis]) -> list[dict[str, Value]]:
     """Returns every combination of the values; an interval needs a step."""
     return [
@@ -75,5 +98,4 @@ def _values(axis: Axis) -> list[Value]:
     if isinstance(axis, Choice):
         return list(axis.values)
     assert axis.step is not None
-    count = round((axis.high - axis.low) / axis.step) + 1
-    return [axis.low + place * axis.step for place in range(count)]
+    return [axis.low + place * axis.step for place in range(_steps(axis))]

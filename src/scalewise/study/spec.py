@@ -9,7 +9,7 @@ from typing import Any
 
 from scalewise.config.near import meant
 from scalewise.errors import Complaint
-from scalewise.study.space import Axis, Interval
+from scalewise.study.space import Axis, Choice, Interval, grid_size, too_many
 from scalewise.tracking.names import METRICS
 from scalewise.typed_override import typed
 
@@ -63,6 +63,9 @@ class Search:
         if not space:
             cure = "give values: optimizer.lr=1e-4,1e-3 or 'optimizer.lr=interval(1e-4,1e-3)'"
             yield Complaint("", "", "a search needs an axis to search along", cure)
+        stepped = all(isinstance(axis, Choice) or axis.step is not None for axis in space)
+        if self.sampler == "grid" and stepped:
+            yield from too_many("hydra.sweeper.sampler", "grid", grid_size(space))
         for axis in space:
             if isinstance(axis, Interval):
                 yield from axis.complaints()
@@ -78,6 +81,7 @@ class Search:
             yield Complaint("hydra.sweeper.jobs", self.jobs, "must be 1 or more")
         if self.trials is not None and self.trials < 1:
             yield Complaint("hydra.sweeper.trials", self.trials, "must be 1 or more, or null")
+        yield from too_many("hydra.sweeper.trials", self.trials, self.trials or 0)
         if not 0 <= self.seed < 2**32:
             yield Complaint("hydra.sweeper.seed", self.seed, "must be in [0, 2**32)")
 
