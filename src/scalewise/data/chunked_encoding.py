@@ -10,7 +10,8 @@ that they share, and only where the tokens after it are known to be those of the
 - A BPE that is not pre-tokenized: its tokens are determined by adjacent pairs, each of which is in
   one of the windows.
 
-Windows without such a place are encoded as one.
+Of two windows without such a place the later is encoded again from where a piece of the earlier
+begins; if that gives none, they are encoded as one.
 """
 
 from __future__ import annotations
@@ -112,6 +113,10 @@ def encoded(
     for right in (it for batch in batches(documents) for it in encode(batch)):
         if left is not None:
             shared = encode.shared_tokens(left, right)
+            if shared is None and (aligned := _aligned(left, right.window)):
+                (again,) = encode([aligned])
+                shared = encode.shared_tokens(left, again)
+                right = right if shared is None else again
             if shared is not None:
                 yield left.encoding.ids[first : shared[0]], False
                 first = shared[1]
@@ -133,6 +138,14 @@ def encoded(
             first, left = 0, None
         else:
             left = right
+
+
+def _aligned(left: _Encoded, window: Window) -> Window | None:
+    """Returns the part of a window that begins where a piece of the window before it does."""
+    begin = min((it for it in left.pieces if window.start < it < left.window.stop), default=None)
+    if begin is None:
+        return None
+    return Window(window.text[begin - window.start :], begin, window.last, window.source)
 
 
 @dataclass(frozen=True)
