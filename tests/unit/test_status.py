@@ -1,6 +1,7 @@
 """Endings as data: exit codes, what may mend them, and status.json."""
 
 import json
+import signal
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from fixtures.checkpoints import RANDOM_T5
 
+from scalewise.launch import words, worker
 from scalewise.launch.status import Ending, Status, cures, git_state
 from scalewise.run import Run
 from scalewise.tracking.files import FACTS, read_json, write_json
@@ -167,3 +169,38 @@ def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(subprocess, "run", run)
     assert git_state() == {"git_commit": "abc123", "git_dirty": bool(changes)}
+
+
+@pytest.mark.parametrize("status", ["failed", "out_of_memory", "refused", "timeout"])
+def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
+    ending = Ending(status, "InductorError: g++ failed", 1, ("tail",))
+    assert ending.after_signal(0) is ending
+    after = ending.after_signal(signal.SIGTERM)
+    assert (after.status, after.exit_code, after.rank) == ("interrupted", 143, 1)
+    assert after.reason == "SIGTERM, then InductorError: g++ failed"
+    assert after.log_tail == ("tail",)
+
+
+@pytest.mark.parametrize("ending", [Ending("ok"), Ending("interrupted", "", None, (), 2)])
+def test_a_signal_changes_no_ending_that_is_none_of_its_making(ending: Ending) -> None:
+    assert ending.after_signal(signal.SIGTERM) is ending
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
+    number: int,
+    compose: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def fit(*_: object) -> None:
+        worker.STOP._note(number, None)
+        raise RuntimeError("C++ compile error")
+
+    monkeypatch.setattr(worker, "fit", fit)
+    monkeypatch.setattr(worker.STOP, "install", lambda: None)
+    words.clear(tmp_path)
+    ending = worker.attempt(compose("tracking=none"), tmp_path, None, None)
+    assert (ending.status, ending.signal_number) == ("interrupted", number)
+    assert "C++ compile error" in ending.reason
+    assert words.said(tmp_path)[0].status == "interrupted"

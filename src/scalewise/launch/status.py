@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -41,6 +42,16 @@ class Ending:
     signal_number: int = 0
     bereft: bool = False
     """Whether the rank ended only because it lost another, which is the cause."""
+
+    def after_signal(self, number: int) -> Ending:
+        """Returns how a job ended whose process had received a signal; 0: none.
+
+        What fails then mostly fails by the signal: a compiler in the same process group ends too.
+        """
+        if not number or self.status in ("ok", "pruned", "interrupted"):
+            return self
+        reason = f"{signal.Signals(number).name}, then {self.reason}"
+        return replace(self, status="interrupted", reason=reason, signal_number=number)
 
     @property
     def exit_code(self) -> int:

@@ -48,7 +48,7 @@ def _attempt(
         fit(run, folder, place, resume, session)
         ending = Ending("ok")
     except BaseException as error:
-        ending = classify(error, place.rank)
+        ending = classify(error, place.rank).after_signal(STOP.received)
     words.leave(folder, place.rank, ending)
     session.finish(ending.status, ending.reason, ending.exit_code)
     return ending
