@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from scalewise import output
-from scalewise.errors import EXIT_CODES, ScalewiseError
+from scalewise.errors import EXIT_CODES, ScalewiseError, as_typed
 from scalewise.failures import describe
 from scalewise.launch import started
 from scalewise.output import print_lines
@@ -22,8 +22,15 @@ from scalewise.verbs.usage import VERBS
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 """Environment variable that asks for tracebacks, as in any Hydra application."""
-UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
-"""What a folder that is somebody else's, read-only, or no folder at all answers with."""
+UNUSABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+}
+"""What a path answers with that is somebody else's, read-only, too long or no folder at all."""
 
 
 def command() -> NoReturn:
@@ -63,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _unexpected(error: BaseException) -> int:
     """Prints an exception that nobody has handled in one line; returns the exit code."""
-    if isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is not None:
-        print_lines(f"scalewise: {error.filename}: {error.strerror}", stderr=True)
+    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename is not None:
+        print_lines(f"scalewise: {as_typed(error.filename)}: {error.strerror}", stderr=True)
         return EXIT_CODES["refused"]
     print_lines(f"scalewise: {describe(error)}", stderr=True)
     if os.environ.get(TRACEBACK):

@@ -12,7 +12,7 @@ from scalewise.config import tree
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import Machine
 from scalewise.units import count_text
-from scalewise.verbs import doctor, usage
+from scalewise.verbs import doctor, trained, usage
 from scalewise.verbs.bench import BENCHMARKS
 
 
@@ -202,3 +202,43 @@ class TestDoctor:
 
     def _rows(self, machine: Machine) -> dict[str, tuple[str, str]]:
         return {what: (state, meaning) for what, state, meaning in doctor.lines(machine)}
+
+
+LONG = "x" * 5000
+
+
+def test_a_long_prompt_is_not_taken_for_a_folder(tmp_path: Path) -> None:
+    line = [str(tmp_path), f"prompt={LONG}"]
+    assert trained.options(line) == {"prompt": LONG}
+    folder, options = trained.read("evaluate", line, {"prompt": ""}, [])
+    assert (folder, options) == (tmp_path, {"prompt": LONG})
+
+
+@pytest.mark.usefixtures("workstation")
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["status", LONG],
+        ["report", LONG],
+        ["export", LONG],
+        ["evaluate", LONG],
+        ["train", f"resume={LONG}"],
+        ["plan", "data=text", f"data.paths=[{LONG}]"],
+        ["plan", f"data.tokenizer={LONG}"],
+        ["plan", f"model.weights={LONG}"],
+        ["bench", "planner", f"data={LONG}"],
+    ],
+    ids=lambda line: line[0] + line[-1][:12],
+)
+def test_a_path_that_is_too_long_is_rejected(
+    line: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line) == 2
+    said = capsys.readouterr().err
+    assert "xxx...: File name too long" in said
+    assert len(said) < 300
+    assert list(tmp_path.iterdir()) == []

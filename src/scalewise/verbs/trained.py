@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ def read(
 
     ``wrong`` holds what the caller has found already, by ``options``.
     """
-    folders = [word for word in arguments if "=" not in word or Path(word).is_dir()]
+    folders = [word for word in arguments if "=" not in word or os.path.isdir(word)]
     wrong = [
         *(
             Complaint(key, value, "no such key", meant(key, list(defaults)))
@@ -43,7 +44,7 @@ def read(
 
 def options(arguments: Sequence[str]) -> dict[str, str]:
     """Returns what was typed as ``key=value``."""
-    words = (word for word in arguments if "=" in word and not Path(word).is_dir())
+    words = (word for word in arguments if "=" in word and not os.path.isdir(word))
     return dict(word.split("=", 1) for word in words)
 
 
