@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from scalewise import regular_files
 
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a file that found no space: of the disk, of a quota, of the limit on a file's size."""
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust name an error of the system, in exceptions of kinds of their own."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -21,17 +26,40 @@ def write(path: Path, content: bytes) -> None:
 
     Follows no link at ``path``. On a full disk it uses the space that ``reserve`` took, if any.
     """
-    try:
-        _write_new(path, content)
-    except OSError as error:
-        if error.errno not in DISK_FULL or not _write_reserved(path, content):
-            raise
+    with naming(path):
+        try:
+            _write_new(path, content)
+        except OSError as error:
+            if error.errno not in DISK_FULL or not _write_reserved(path, content):
+                raise
 
 
 def copy(source: Path, path: Path) -> None:
     """Copies the content of ``source`` as ``write`` writes it."""
-    with regular_files.open_binary(source) as content, _Partial(path) as file:
+    with naming(path), regular_files.open_binary(source) as content, _Partial(path) as file:
         shutil.copyfileobj(content, file)
+
+
+def lack_of_space(error: BaseException) -> tuple[str, str] | None:
+    """Returns why a file found no space, and the fix; None for any other exception."""
+    told = _OS_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else told and int(told[1])
+    if number not in DISK_FULL:
+        return None
+    if number == errno.EFBIG:
+        return "a file may not grow so large", "raise the limit of the shell, ulimit -f"
+    return "the disk is full", "free some space, or run in another folder"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file to errors of the block that name none, as those of a descriptor do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def reserve(path: Path, size: int) -> None:
@@ -40,7 +68,8 @@ def reserve(path: Path, size: int) -> None:
     Raises ``OSError`` and takes nothing where they are not free.
     """
     # Random bytes: a file system that compresses would take no space for zeros.
-    _write_new(_reserved(path), os.urandom(size))
+    with naming(path):
+        _write_new(_reserved(path), os.urandom(size))
 
 
 def release(path: Path) -> None:

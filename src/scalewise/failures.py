@@ -1,4 +1,4 @@
-"""Unexpected exceptions as one line: type, message and place. Stdlib only."""
+"""Unexpected exceptions as one line: type, message and place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from scalewise.atomic import lack_of_space
 from scalewise.errors import Interrupted, ScalewiseError
 from scalewise.output import print_lines
 from scalewise.redaction import redacted
@@ -24,7 +25,10 @@ def describe(error: BaseException) -> str:
 
 def message(error: BaseException) -> str:
     """Returns the message of an exception in one line, its type's name where it has none."""
-    return redacted(" ".join(str(error).split()))[:LONGEST] or type(error).__name__
+    text = str(error)
+    if (lacking := lack_of_space(error)) is not None:
+        text = "; ".join([text, *lacking])
+    return redacted(" ".join(text.split()))[:LONGEST] or type(error).__name__
 
 
 def user_place(error: BaseException) -> str:

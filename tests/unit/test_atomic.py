@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from scalewise import atomic
+from scalewise import atomic, failures
 from scalewise.launch import words
 from scalewise.launch.status import Ending
 from scalewise.tracking.files import MetricsFile, read_json, write_json
@@ -150,3 +151,50 @@ def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
     assert words.said(disk) == [Ending("failed", "again", 3)]
     words.remove(disk)
     assert names(disk) == set()
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some space"),
+        (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+        (Exception("File too large (os error 27)"), "ulimit -f"),
+        (ValueError("I/O error: No space left on device (os error 28)"), "free some space"),
+        (OSError(errno.EACCES, "Permission denied"), None),
+        (Exception("No such file (os error 2)"), None),
+        (ValueError("27"), None),
+    ],
+)
+def test_a_lack_of_space_has_its_fix(error: Exception, fix: str | None) -> None:
+    lacking = atomic.lack_of_space(error)
+    assert (lacking is None) == (fix is None)
+    if fix is not None and lacking is not None:
+        assert fix in lacking[1]
+        assert fix in failures.message(error)
+        assert str(error) in failures.message(error)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: atomic.write(path, b"x" * 100_000),
+        lambda path: atomic.reserve(path, 100_000),
+        lambda path: atomic.copy(path.with_name("large"), path),
+        lambda path: MetricsFile(path).append([{"step": 10**9}] * 20_000),
+    ],
+    ids=["write", "reserve", "copy", "metrics"],
+)
+def test_a_file_beyond_the_limit_on_sizes_is_named(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(b"x" * 100_000)
+    held = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, held[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, held)
+    assert caught.value.filename == str(tmp_path / "file")
+    assert "ulimit -f" in failures.message(caught.value)

@@ -123,3 +123,15 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     Corpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)
     said = capsys.readouterr().err
     assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)
+
+
+def test_a_library_in_rust_that_finds_no_space_is_told_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path))
+
+    def build(folder: Path) -> None:
+        raise Exception("File too large (os error 27)")
+
+    with pytest.raises(DataError, match=r"may not grow so large .*text-.*ulimit -f"):
+        cached("text", {}, build)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from scalewise import regular_files
+from scalewise import atomic, regular_files
 from scalewise.errors import CheckpointError
 from scalewise.tracking.files import read_json, write_json
 
@@ -82,11 +82,12 @@ def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> Non
     partial = path.parent / f".partial-{path.name}"
     leads = group is None or dist.get_rank(group) == 0
     try:
-        _together(group, lambda: _begin(partial, rest, tensors), leads)
-        for part, held in tensors.items():
-            writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
-            _write(_apart(held), writer, group)
-        _together(group, lambda: _complete(partial, path, rest.step), leads)
+        with atomic.naming(path):
+            _together(group, lambda: _begin(partial, rest, tensors), leads)
+            for part, held in tensors.items():
+                writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
+                _write(_apart(held), writer, group)
+            _together(group, lambda: _complete(partial, path, rest.step), leads)
     except BaseException:
         if leads:
             shutil.rmtree(partial, ignore_errors=True)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from scalewise.atomic import lack_of_space
 from scalewise.errors import DataError
 from scalewise.failures import message
 
@@ -44,10 +45,20 @@ def cached(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build(folder, build)
-    except OSError as error:
-        said = f"{error.strerror} ({error.filename})" if error.filename else message(error)
+    except Exception as error:
+        lacking = lack_of_space(error)
+        if isinstance(error, OSError) and error.filename:
+            said = f"{error.strerror} ({error.filename})"
+        elif lacking is not None:
+            said = f"{lacking[0]} ({folder})"
+        elif isinstance(error, OSError):
+            said = message(error)
+        else:
+            raise
         reason = f"the cache cannot be written: {said}"
         cure = "point SCALEWISE_CACHE to a writable folder with space"
+        if lacking is not None:
+            cure = f"{lacking[1]}, or {cure}"
         raise DataError.one("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
     return folder
 

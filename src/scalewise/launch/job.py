@@ -189,10 +189,9 @@ def begin(
         words.remove(folder)
         if not earlier:
             _unclaim(folder)
-        if not (isinstance(error, OSError) and error.errno in atomic.DISK_FULL):
+        if (lacking := atomic.lack_of_space(error)) is None:
             raise
-        reason, cure = "the disk is full", "free some space, or run in another folder"
-        raise ConfigError.one("hydra.run.dir", folder, reason, cure) from error
+        raise ConfigError.one("hydra.run.dir", folder, *lacking) from error
 
 
 def _unclaim(folder: Path) -> None:

@@ -136,10 +136,9 @@ def _first_write(folder: Path, record: Mapping[str, Any]) -> None:
         atomic.reserve(file, RESERVED_BYTES + 2 * len(json.dumps(record, default=str)))
         write_json(file, record)
     except OSError as error:
-        if error.errno not in atomic.DISK_FULL:
+        if (lacking := atomic.lack_of_space(error)) is None:
             raise
-        reason, cure = "the disk is full", "free some space, or run in another folder"
-        raise ConfigError.one("hydra.sweep.dir", folder, reason, cure) from error
+        raise ConfigError.one("hydra.sweep.dir", folder, *lacking) from error
 
 
 def _restore(folder: Path, left: dict[str, Any]) -> None:

@@ -130,7 +130,10 @@ class MetricsFile:
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Appends rows; a metric that a row lacks is left empty."""
-        with open(self._path, "a", encoding="utf-8", newline="", opener=_no_link) as file:
+        with (
+            atomic.naming(self._path),
+            open(self._path, "a", encoding="utf-8", newline="", opener=_no_link) as file,
+        ):
             csv.DictWriter(file, list(METRICS), lineterminator="\n").writerows(rows)
 
 
