@@ -299,7 +299,7 @@ def _in_value(name: str, value: str) -> Iterator[str]:
     for assigned in _ASSIGNED.finditer(value):
         quoted = assigned[1] or assigned[2]
         yield from filter(_is_distinct, [quoted or assigned[3]])
-        if quoted and len(assigned[0]) >= WHOLE_WORD:  # plain words, which only stand out so
+        if quoted and " " in quoted and not _is_distinct(quoted):  # words that only stand out so
             yield assigned[0]
     yield from (found[0] for found in KNOWN_SHAPES.finditer(value))
     if "://" in value:

@@ -242,6 +242,8 @@ class Run:
         if not NAME.fullmatch(self.name) or self.name.startswith("."):
             reason = "names a folder: 1 to 128 printable characters, no / or \\, no dot in front"
             yield Complaint("name", self.name, reason, "set name=my-run")
+        if self.resume == "":
+            yield Complaint("resume", "", "names no checkpoint", "give a path, or resume=null")
         if not 0 <= self.seed < 2**32:
             yield Complaint("seed", self.seed, "must be in [0, 2**32)")
 

@@ -45,6 +45,11 @@ def _untrusted(run: Run, key: str, path: str) -> Iterator[Complaint]:
 
 def of_callbacks(run: Run) -> Iterator[Complaint]:
     """Yields callbacks that are none, come of a package that is not trusted, or could not act."""
+    if "_target_" in run.callbacks:
+        reason = "stands at the top of callbacks, where each callback has a name of its own"
+        cure = "put it below a name in its file: my_callback: {_target_: package.module.Class}"
+        yield Complaint("callbacks._target_", run.callbacks["_target_"], reason, cure)
+        return
     for name, callback in run.callbacks.items():
         path = callback.get("_target_") if isinstance(callback, Mapping) else None
         if not isinstance(path, str) or "." not in path:

@@ -101,3 +101,15 @@ def test_what_is_no_run_is_refused(
     assert cli.main(["plan", "explain", *arguments]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words)
+
+
+def test_names_that_differ_in_control_characters_alone_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
+    other = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
+    assert cli.main(["plan", "explain", one, other]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    row = next(line.split() for line in said.splitlines() if line.startswith("memory "))
+    assert row[-2:] == ["a\\x1b[31mb", "ab\\x07"]

@@ -51,6 +51,13 @@ TYPES: list[Row] = [
     (["tracking.mode=9"], "tracking.mode", "auto, online, offline, disabled", "auto"),
     (["tracking.tags=a"], "tracking.tags", "is not a list", "'tracking.tags=[a]'"),
     (["model.weights={a: 1}"], "model.weights", "is not a text", ""),
+    (["resume="], "resume", "names no checkpoint", "resume=null"),
+    (
+        ["+callbacks._target_=x.Y"],
+        "callbacks._target_",
+        "at the top of callbacks",
+        "my_callback: {",
+    ),
 ]
 GRAMMAR: list[Row] = [
     (["foo"], "", "cannot read the override 'foo'", "group=option or group.key=value"),

@@ -297,11 +297,17 @@ class TestRedact:
             ("https://jane:pw@host/x", "https://[hidden]@host/x"),
             ("Authorization: Bearer abcdefghijk", "Authorization: Bearer [hidden]"),
             ("data.tokens=512 eos_token=2", "data.tokens=512 eos_token=2"),
-            ("\x1b[31mred\x1b[0m\x00", "red"),
+            ("\x1b[31mred\x1b[0m\x00", "\\x1b[31mred\\x1b[0m\\x00"),
         ],
     )
     def test_text(self, raw: str, want: str) -> None:
         assert redact.text(raw) == want
+
+    def test_colours_of_what_a_program_printed_are_left_out(self) -> None:
+        red = "\x1b[31mred\x1b[0m"
+        found = redact.tree({"log_tail": [red], "reason": red, "name": red})
+        told = "\\x1b[31mred\\x1b[0m"
+        assert found == {"log_tail": ["red"], "reason": "red", "name": told}
 
     def test_tree_hides_what_a_key_names(self) -> None:
         found = redact.tree(

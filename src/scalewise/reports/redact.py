@@ -17,15 +17,19 @@ _HOME = re.compile(
     r"(?:/home/[^/\s\"':,;]+|/Users/[^/\s\"':,;]+|/root|[A-Z]:\\Users\\[^\\\s]+)(?=[/\\\s\"':,;)\]]|$)"
 )
 
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_PRINTED = ("reason", "log_tail")
+"""Keys of what programs printed, perhaps in colour; all else was set, and is told exactly."""
 
 
 def text(raw: str) -> str:
     """Returns ``raw`` with home folders as ``~`` and values that look secret as ``[hidden]``.
 
-    Terminal colours and control characters go as well; a lone surrogate becomes ``?``.
+    Control characters are written as escapes; a lone surrogate becomes ``?``.
     """
-    shown = _CONTROL.sub("", raw.encode("utf-8", "replace").decode("utf-8"))
+    shown = raw.encode("utf-8", "replace").decode("utf-8")
+    shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
     shown = redacted(shown)
     home = str(Path.home())
     if len(home) > 1:
@@ -40,7 +44,7 @@ def tree(value: object) -> object:
     """Returns the JSON-like ``value`` with every string in it passed through :func:`text`.
 
     The value of a key whose name says secret (``hub_token``), and of a ``{"key": ...}`` entry
-    that names one, is hidden whole.
+    that names one, is hidden whole. Terminal colours of what programs printed are left out.
     """
     if isinstance(value, str):
         return text(value)
@@ -52,10 +56,16 @@ def tree(value: object) -> object:
         return {
             str(key): HIDDEN
             if item is not None and (is_secret(str(key)) or (secret and key != "key"))
-            else tree(item)
+            else tree(_without_colours(item) if key in _PRINTED else item)
             for key, item in value.items()
         }
     return value
+
+
+def _without_colours(printed: object) -> object:
+    if isinstance(printed, list):
+        return [_without_colours(line) for line in printed]
+    return _COLOUR.sub("", printed) if isinstance(printed, str) else printed
 
 
 def is_secret(name: str) -> bool:
