@@ -51,6 +51,13 @@ def test_a_package_in_this_folder_is_trained(door: Doors) -> None:
     assert list((run.path / "wandb").glob("offline-run-*"))
 
 
+def test_loader_workers_of_each_rank_import_the_package_of_this_folder(door: Doors) -> None:
+    streamed = ("+data.arguments.stream=true", "+data.arguments.workers=2")
+    ended = door(*LINE, *streamed, "parallelism=ddp", "tracking=none").ok()
+    assert ended.folder.steps == list(range(1, 9))
+    assert "Traceback" not in ended.said
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -7,7 +7,6 @@ memory: every job sees all of them, and a worker that is killed takes the jobs o
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections import deque
@@ -19,7 +18,7 @@ import psutil
 
 from scalewise import output
 from scalewise.errors import ConfigError
-from scalewise.launch import signals
+from scalewise.launch import processes, signals
 from scalewise.launch.engine import INTERRUPTED, Began, Task, executed
 from scalewise.launch.job import Result
 
@@ -109,7 +108,6 @@ def _run(task: Task) -> tuple[int, Result]:
         for number in signals.NUMBERS:
             signal.signal(number, signal.SIG_IGN)  # between two jobs
         # Ranks are told how this process would start others, and know nothing of loky.
-        usual, *_ = multiprocessing.get_all_start_methods()
-        multiprocessing.set_start_method(usual, force=True)
+        processes.reset_start_method()
     with output.shielded():
         return task.number, executed(task, lambda _: None)

@@ -51,6 +51,12 @@ def _safe_path() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
+def reset_start_method() -> None:
+    """Lets this process start others as any program does, however it was started itself."""
+    usual, *_ = multiprocessing.get_all_start_methods()
+    multiprocessing.set_start_method(usual, force=True)
+
+
 @cache
 def await_nursery() -> None:
     """Waits until the fork server has imported all, so that no job's time goes into it: once."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scalewise.launch import one_node, words
 from scalewise.launch.classify import classify
+from scalewise.launch.processes import reset_start_method
 from scalewise.launch.seat import Seat, compute_in
 from scalewise.launch.status import Ending
 from scalewise.run import Run
@@ -49,6 +50,9 @@ def work(run: Run, folder: Path, resume: Path | None, facts: dict[str, object] |
 
 def begin(folder: Path, grace: float) -> None:
     """Makes this process a rank: it tells where it is when asked, and ends with its launcher."""
+    # A data loader's workers are forked, as on one device: started anew, they could not import
+    # a trusted package of the current folder.
+    reset_start_method()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored by the fork server
     words.tell_where(folder, int(os.environ["RANK"]))
     _end_with_launcher(min(grace, ORPHAN_GRACE))
