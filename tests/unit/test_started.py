@@ -9,7 +9,7 @@ import pytest
 
 from scalewise import cli
 from scalewise.hardware import RANK_VARIABLES
-from scalewise.launch.started import adopt, first_host
+from scalewise.launch.started import MPI_VARIABLES, adopt, first_host
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "8",
@@ -57,7 +57,12 @@ def test_what_is_no_step_of_ranks_stays(change: dict[str, str]) -> None:
 
 
 def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
-    alone = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    alone = STEP | {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
     environment = alone | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
     adopt(environment, least=1)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
@@ -141,9 +146,16 @@ def test_a_shell_of_salloc_is_alone() -> None:
         assert environment == before
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("change", [{"SLURM_PROCID": "8"}, {"SLURM_LOCALID": "4"}])
+def test_task_outside_its_step_is_an_error(change: dict[str, str]) -> None:
+    environment = STEP | change
+    assert "is no rank of" in str(adopt(environment))
+    assert not set(RANK_VARIABLES) & environment.keys()
+
+
+@pytest.mark.parametrize("name", MPI_VARIABLES)
 def test_processes_of_mpirun(name: str) -> None:
-    assert adopt({name: "1"}) is None
+    assert adopt({name: str(MPI_VARIABLES[name] - 1)}) is None
     assert adopt({name: "4", **TORCHRUN}) is None
     assert adopt({name: "4", **STEP}) is None  # srun sets PMI variables too
     error = adopt({name: "4"})

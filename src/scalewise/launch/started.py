@@ -18,6 +18,15 @@ FIRST_PORT, PORTS = 15000, 20000
 RANKED = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 """All that one of several ranks needs to know."""
 
+MPI_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": 2,
+    "PMI_SIZE": 2,
+    "MV2_COMM_WORLD_SIZE": 2,
+    "PMIX_RANK": 1,
+    "PMI_RANK": 1,
+}
+"""Variables of mpirun, each with the least value that says that there are several processes."""
+
 SPEECH = 3.0
 """Seconds in which rank 0 says what all ranks are refused for."""
 
@@ -56,7 +65,7 @@ def adopt(environment: MutableMapping[str, str], least: int = 2) -> ConfigError 
     if absent := [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environment]:
         return _incomplete(environment, "SLURM_STEP_NUM_TASKS", absent)
     _adopt_step(environment, tasks)
-    return None
+    return _out_of_range(environment)
 
 
 def _checked(environment: MutableMapping[str, str]) -> ConfigError | None:
@@ -70,6 +79,11 @@ def _checked(environment: MutableMapping[str, str]) -> ConfigError | None:
         if of_a_rank and any(value != least.get(key, "0") for key, value in numbers.items()):
             return _incomplete(numbers, next(iter(numbers)), absent)
         return _of_mpi(environment)
+    return _out_of_range(environment)
+
+
+def _out_of_range(environment: MutableMapping[str, str]) -> ConfigError | None:
+    """Returns an error for a rank that its world does not have, and removes the variables."""
     for name, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         value, most = environment[name], environment[ranks]
         if not (value.isdecimal() and most.isdecimal() and int(value) < int(most)):
@@ -82,8 +96,8 @@ def _checked(environment: MutableMapping[str, str]) -> ConfigError | None:
 
 def _of_mpi(environment: MutableMapping[str, str]) -> ConfigError | None:
     """Returns an error for one of several processes of mpirun, each of which would train alone."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if "SLURM_STEP_NUM_TASKS" not in environment and _count(environment, name) > 1:
+    for name, least in MPI_VARIABLES.items():
+        if "SLURM_STEP_NUM_TASKS" not in environment and _count(environment, name) >= least:
             reason = "mpirun started several processes, and each would be a run of its own"
             cure = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
             return ConfigError.one(name, environment[name], reason, cure)
