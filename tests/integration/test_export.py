@@ -148,7 +148,9 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     result = scalewise.train(scalewise.compose(SMOKE), tmp_path / "run")
     assert cli.main(["export", str(result.folder)]) == 0
     written = result.folder / "export"
-    assert capsys.readouterr().out.splitlines()[-1] == f"result {written}"
+    said = capsys.readouterr().out.splitlines()
+    assert f"exported step 4 of {result.folder}" in said
+    assert said[-1] == f"result {written}"
     tokenizer = AutoTokenizer.from_pretrained(written)
     tokens = tokenizer("Alice was beginning to get very tired")
     assert max(tokens["input_ids"]) < 4096

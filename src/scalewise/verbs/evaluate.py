@@ -65,8 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         found = measure(module)
         labels = f"{found.labels:,} labels of " if isinstance(found, HeldOut) else ""
         what = "pairs" if told.data.pairs else "rows"
-        of = told.folder.name + ", averaged weights" * told.averaged
-        print_lines(f"step {told.step} of {of}: {labels}{found.rows} held-out {what}")
+        averaged = ", averaged weights" * told.averaged
+        counts = f"{labels}{found.rows} held-out {what}"
+        print_lines(f"step {told.step} of {folder}{averaged}: {counts}")
         print_lines(*str(found).split("\n"))
         if isinstance(found, Captioned):
             _tell(found, splits)

@@ -28,6 +28,6 @@ def main(arguments: Sequence[str]) -> int:
     check_free(to)
     told = trained.recorded(folder, options["step"], options)
     lacks = exports.write(told, to, Form(options["adapter"]))
-    for line in (f"exported step {told.step} of {folder.name}", *lacks, f"result {to}"):
+    for line in (f"exported step {told.step} of {folder}", *lacks, f"result {to}"):
         print_lines(line)
     return 0
