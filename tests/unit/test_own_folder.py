@@ -18,6 +18,7 @@ FILES = {
     "experiment/headed.yaml": f"# @package _global_\n{SMOKE}",
     "experiment/model_only.yaml": "# @package model\nwidth: 64\n",
     "experiment/broken.yaml": "trainer: [1\n",
+    "experiment/unknown_key.yaml": "optimizer: {speed: 3}\n",
     "experiments/as_in_the_tree.yaml": SMOKE,
     "sweep/copy.yaml": (tree.root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
     "model/mine.yaml": (tree.root() / "conf" / "model" / "decoder_nano.yaml").read_text("utf-8"),
@@ -62,6 +63,10 @@ def test_a_package_of_its_own(folder: str) -> None:
         (["model=mine", "optimizer.lrr=1"], "optimizer.lrr=1: no such key"),
         (["experiment=deep/copi"], "experiment=deep/copi: no such option; did you mean deep/copy"),
         (["model=min"], "model=min: no such option; did you mean mine?"),
+        (
+            ["experiment=unknown_key"],
+            "experiment=unknown_key: In 'experiment/unknown_key': Key 'speed' not in 'AdamW'",
+        ),
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],
 )

@@ -123,6 +123,27 @@ TARGETS: list[Row] = [
         "",
     ),
 ]
+LACKS = "sets keys that {} lacks, such as {}"
+ANOTHER = "leave it out, or choose another {}"
+PRESETS: list[Row] = [
+    (
+        [*line, f"{preset}={name}"][:: -1 if comes_first else 1],
+        preset,
+        LACKS.format(line[0], key),
+        ANOTHER.format(preset),
+    )
+    for comes_first in (False, True)
+    for line, preset, name, key in [
+        (["model=hf"], "experiment", "smoke", "model.layers"),
+        (["model=hf", "model.path=ll"], "experiment", "smoke", "model.layers"),
+        (["model=hf", "adapter.rank=3"], "experiment", "finetune/qlora_tiny", "model.vocabulary"),
+        (["model=decoder_nano"], "experiment", "finetune/captioning_tiny", "model.path"),
+        (["data=text"], "experiment", "finetune/qlora_tiny", "data.megabytes"),
+        (["adapter=none"], "experiment", "finetune/qlora_tiny", "adapter.rank"),
+        (["objective=causal_lm"], "experiment", "finetune/grpo_tiny", "objective.answers"),
+        (["hydra/sweeper=optuna"], "sweep", "screen", "hydra.sweeper.repeats"),
+    ]
+]
 
 
 def test_what_goes_by_another_name_is_there() -> None:
@@ -132,7 +153,7 @@ def test_what_goes_by_another_name_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    REFUSAL, [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS], ids=in_ascii
+    REFUSAL, [*TYPOS, *TYPES, *GRAMMAR, *INTERPOLATIONS, *TARGETS, *PRESETS], ids=in_ascii
 )
 def test_one_complaint_names_key_reason_and_cure(
     overrides: list[str], key: str, reason: str, cure: str
@@ -151,6 +172,12 @@ def test_all_complaints_come_at_once() -> None:
         "optimizer",
         "trainer.micro_batch",
     ]
+
+
+def test_values_are_checked_beside_a_preset_that_does_not_fit() -> None:
+    lines = ["experiment=smoke", "model=hf", "model.path=ll", "model.widht=3", "data.sequence=a"]
+    keys = [complaint.key for complaint in refused(lines)]
+    assert sorted(keys) == ["data.sequence", "experiment", "model.widht"]
 
 
 def test_the_message_is_a_line_a_complaint() -> None:

@@ -31,6 +31,10 @@ from scalewise.typed_override import shell_word, typed
 LONGEST_SWEEP = 100
 """So many values of a sweep are looked at one by one; every job is validated anyway."""
 
+COMPOSING = " raised while composing config:"
+"""Ends a line of Hydra's that names a file; what is wrong with it is in the next one."""
+PRESETS = ("experiment", "sweep")
+"""Groups whose options set keys of others."""
 GRAMMAR = "write it as group=option or group.key=value, quoted where it has blanks"
 
 
@@ -93,6 +97,8 @@ def diagnose(overrides: Iterable[str], *, here: bool = True) -> list[Complaint]:
             return complaints
         sound = [o for o in values if not _add(complaints, _of_value(o, config, loader))]
         _add(complaints, _of_hydra(sound, kept))
+        if any(complaint.key in PRESETS for complaint in complaints):
+            return complaints  # the rules would judge values that the preset replaces
         try:
             read(config, (), lines, here=here)
         except ConfigError as error:
@@ -118,7 +124,7 @@ def _options(group: str, loader: ConfigLoader) -> list[str]:
         found = loader.get_group_options(group)
     except (OSError, ValueError):  # no name that a file could have
         return []
-    if group.split("/")[0] not in (*tree.GROUPS, "experiment", "sweep"):
+    if group.split("/")[0] not in (*tree.GROUPS, *PRESETS):
         return found
     inner = loader.list_groups(group)
     return found + [
@@ -135,14 +141,40 @@ def _composed(
     if not isinstance(config, Exception):
         return config, kept
     kept, config = [], _try([])
-    for override in groups:
+    for override in sorted(groups, key=lambda it: _key(it) in PRESETS):
         text = _text(override)
         found = _try([*kept, text])
         if isinstance(found, Exception):
-            complaints.append(Complaint(_key(override), _shown(override), _sentence(found)))
+            complaints.append(_of_conflict(override, found, kept))
+            kept = [*_choices_of(override, kept), *kept]
+            config = _try(kept)
         else:
             kept, config = [*kept, text], found
     return (None if isinstance(config, Exception) else config), kept
+
+
+def _of_conflict(override: Override, error: Exception, kept: Sequence[str]) -> Complaint:
+    """Returns the complaint about a choice that cannot be composed after those that are kept.
+
+    An experiment or a sweep that sets keys of an option is in conflict with another choice.
+    """
+    key = getattr(error.__context__, "full_key", None) or ""
+    for choice in kept if _key(override) in PRESETS else ():
+        if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
+            reason = f"sets keys that {choice} lacks, such as {key}"
+            cure = f"leave it out, or choose another {_key(override)}"
+            return Complaint(_key(override), _shown(override), reason, cure)
+    return Complaint(_key(override), _shown(override), _sentence(error))
+
+
+def _choices_of(override: Override, kept: Sequence[str]) -> list[str]:
+    """Returns the options that an experiment chooses, so that keys below these are known."""
+    config = _try([_text(override)]) if _key(override) in PRESETS else None
+    if not isinstance(config, DictConfig):
+        return []
+    choices = OmegaConf.select(config, "hydra.runtime.choices")
+    chosen = {line.partition("=")[0] for line in kept}
+    return [f"{group}={choices[group]}" for group in tree.CLOSED if group not in chosen]
 
 
 def _of_hydra(values: Sequence[Override], kept: Sequence[str]) -> Iterator[Complaint]:
@@ -211,7 +243,7 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
     group, text = _key(override), _text(override)
     if override.is_delete() or group.split("/")[0] == "hydra" or override.package is not None:
         return
-    known = group in (*tree.GROUPS, "experiment", "sweep")
+    known = group in (*tree.GROUPS, *PRESETS)
     if override.is_add() and known:
         cure = f"leave out the +: {shell_word(text[1:])}"
         yield Complaint(group, _shown(override), "is chosen already", cure)
@@ -225,7 +257,7 @@ def _of_choice(override: Override, loader: ConfigLoader) -> Iterator[Complaint]:
         if isinstance(value, dict):
             continue
         if value is None or (isinstance(value, list) and group != "callbacks"):
-            optional = group in ("experiment", "sweep")
+            optional = group in PRESETS
             cure = f"write {shell_word('~' + group)}" if optional else meant("", options)
             yield Complaint(group, value, "one option is needed", cure)
             continue
@@ -342,7 +374,7 @@ def _meant_key(key: str, config: DictConfig, loader: ConfigLoader) -> str:
         return f"it is a key of {group}={', '.join(others)}"
     names = [str(name) for name in node if name not in ("_target_", "hydra")]
     if not parents:
-        names += ["experiment", "sweep"]
+        names += PRESETS
     return meant(leaf, names, ".".join([*parents, ""]))
 
 
@@ -351,4 +383,6 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deep"
     lines = str(error).strip().splitlines()
+    if len(lines) > 1 and lines[0].endswith(COMPOSING):
+        return f"{lines[0].partition(':')[0]}: {lines[1].strip()}"
     return lines[0].strip().rstrip(".") if lines else type(error).__name__
