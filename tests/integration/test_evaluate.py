@@ -208,8 +208,10 @@ def test_an_older_checkpoint_is_taken_aloud(
 ) -> None:
     copy = Folder(shutil.copytree(plain.path, tmp_path / "copy"))
     shutil.copytree(copy.checkpoint(6), copy.checkpoint(7))
-    (copy.checkpoint(7) / "training.pt").unlink()
+    (weights,) = (copy.checkpoint(7) / "model").iterdir()
+    weights.unlink()
     assert cli.main(["evaluate", str(copy.path), "rows=1"]) == 0
-    assert "step-00000007 is damaged; step-00000006 in its place" in capsys.readouterr().out
+    lost = f"step 7 is damaged (model/{weights.name}: is missing); step 6 in its place"
+    assert lost in capsys.readouterr().out
     assert cli.main(["evaluate", str(copy.path), "step=5"]) == 2
     assert "choose one of step=3, 6, 7, last, best" in capsys.readouterr().err

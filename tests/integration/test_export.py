@@ -178,4 +178,6 @@ def test_the_door_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     (weights,) = (result.folder / "checkpoints").glob("*/model/*.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
     assert cli.main(["export", str(result.folder), f"to={tmp_path}/new"]) == 2
-    assert "is whole: 4 are damaged" in capsys.readouterr().err
+    assert (
+        f"is whole: step 4 is damaged (model/{weights.name}: has 100 of" in capsys.readouterr().err
+    )

@@ -47,9 +47,9 @@ def disguise(run: Folder) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (truncate, "is truncated: model/shard-00001-model-00001-of-00001.safetensors has 100 of"),
-        (damage, "is damaged: the checksum of training.pt differs"),
-        (lose, "lacks training.pt"),
+        (truncate, "(model/shard-00001-model-00001-of-00001.safetensors: has 100 of"),
+        (damage, "is damaged (training.pt: has another checksum)"),
+        (lose, "is damaged (training.pt: is missing)"),
         (disguise, "is no scalewise checkpoint"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalewise.checkpoints import store
+from scalewise.checkpoints import store, trained
 from scalewise.errors import CheckpointError
 
 
@@ -131,7 +131,7 @@ def test_a_truncated_file_is_refused(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     size = (saved / name).stat().st_size
     os.truncate(saved / name, size - 1)
-    assert refused(saved) == f"is truncated: {name} has {size - 1} of {size} bytes"
+    assert refused(saved) == f"is damaged ({name}: has {size - 1} of {size} bytes)"
 
 
 @every_file
@@ -140,14 +140,14 @@ def test_a_flipped_bit_is_refused(saved: Path, kind: str) -> None:
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
     (saved / name).write_bytes(content)
-    assert refused(saved) == f"is damaged: the checksum of {name} differs"
+    assert refused(saved) == f"is damaged ({name}: has another checksum)"
 
 
 @every_file
 def test_a_missing_file_is_refused(saved: Path, kind: str) -> None:
     name = file_of(saved, kind)
     (saved / name).unlink()
-    assert refused(saved) == f"lacks {name}"
+    assert refused(saved) == f"is damaged ({name}: is missing)"
 
 
 @pytest.mark.parametrize(
@@ -318,3 +318,54 @@ def test_pruning_keeps_the_newest_and_the_best(
     store.prune(tmp_path, keep)
     assert list(store.steps(tmp_path)) == left
     assert not list(tmp_path.glob(".partial*"))
+
+
+def half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+@pytest.mark.parametrize("harm", [half, empty, Path.unlink])
+@pytest.mark.parametrize("reads", [("model", "average"), ("model", "average", "optimizer")])
+@pytest.mark.parametrize("kind", [*FILES, store.AVERAGE])
+@pytest.mark.parametrize("step", ["last", "3"])
+def test_weights_are_read_where_the_training_state_alone_is_damaged(
+    tmp_path: Path,
+    step: str,
+    kind: str,
+    reads: tuple[str, ...],
+    harm: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = store.path_of(tmp_path / "checkpoints", 3)
+    average = {"model.embedding": torch.ones(6, 4)}
+    store.save(path, tensors() | {store.AVERAGE: average}, store.packed(rest()))
+    name = file_of(path, kind)
+    harm(path / name)
+    assert f"is damaged ({name}: " in refused(path)
+    if kind not in reads:
+        assert trained.checkpoint(tmp_path, step, reads) == path
+        (note,) = capsys.readouterr().out.splitlines()
+        assert note.startswith(f"note: the training state of {path} is damaged ({name}: ")
+        return
+    with pytest.raises(CheckpointError) as caught:
+        trained.checkpoint(tmp_path, step, reads)
+    (complaint,) = caught.value.complaints
+    assert (complaint.key, complaint.value) == ("step", step)
+    assert f": step 3 is damaged ({name}: " in complaint.reason
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_of_an_earlier_step_take_the_place_of_damaged_ones(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(later := store.path_of(saved.parent, 4), 4)
+    (later / (name := tensors_file(later))).unlink()
+    assert trained.checkpoint(tmp_path, "last", ["model"]) == saved
+    said = capsys.readouterr().out
+    assert said == f"step 4 is damaged ({name}: is missing); step 3 in its place\n"
+    with pytest.raises(CheckpointError, match="choose another step"):
+        trained.checkpoint(tmp_path, "4", ["model"])

@@ -361,3 +361,11 @@ def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
     assert not any(path.is_symlink() for path in run.iterdir())
     copy_file(source, run / "again.json")
     assert (run / "again.json").read_text("utf-8") == "{}"
+
+
+def test_averages_that_an_optimizer_holds_are_read_with_the_weights(
+    compose: Compose, tmp_path: Path
+) -> None:
+    assert trained(compose, tmp_path).reads == ("model", "average")
+    free = ("optimizer=schedule_free", "schedule=constant")
+    assert trained(compose, tmp_path, *free).reads == ("model", "average", "optimizer")

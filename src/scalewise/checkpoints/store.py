@@ -258,6 +258,34 @@ def given_away(path: Path, names: Iterable[str] | None = None) -> dict[str, Tens
 
 def verify(path: Path) -> int:
     """Returns the step of a whole checkpoint; raises ``CheckpointError`` with what is wrong."""
+    for name, reason in damaged_files(path):
+        raise CheckpointError.one("resume", path, f"is damaged ({name}: {reason})", EARLIER)
+    return step_of(path)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint, by its manifest; raises ``CheckpointError``."""
+    return _manifest(path)[0]
+
+
+def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the files that are not as they were written, by name, and what is wrong with each.
+
+    Raises ``CheckpointError`` for a folder that has no manifest to compare with.
+    """
+    for name, written in _manifest(path)[1].items():
+        file = path / name
+        expected = written.get("bytes") if isinstance(written, dict) else None
+        if not file.is_file():
+            yield name, "is missing"
+        elif (size := file.stat().st_size) != expected:
+            yield name, f"has {size} of {expected} bytes"
+        elif _fingerprint(file) != written:
+            yield name, "has another checksum"
+
+
+def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
+    """Returns the step of a checkpoint, and size and checksum of its files by name."""
     if not path.is_dir():
         raise CheckpointError.one("resume", path, "there is no such checkpoint folder")
     manifest = read_json(path / MANIFEST)
@@ -272,19 +300,7 @@ def verify(path: Path) -> int:
     files, step = manifest.get("files"), manifest.get("step")
     if not (isinstance(files, dict) and TRAINING in files and isinstance(step, int)):
         raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged", EARLIER)
-    for name, written in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError.one("resume", path, f"lacks {name}", EARLIER)
-        size = file.stat().st_size
-        expected = written.get("bytes") if isinstance(written, dict) else None
-        if size != expected:
-            reason = f"is truncated: {name} has {size} of {expected} bytes"
-            raise CheckpointError.one("resume", path, reason, EARLIER)
-        if _fingerprint(file) != written:
-            reason = f"is damaged: the checksum of {name} differs"
-            raise CheckpointError.one("resume", path, reason, EARLIER)
-    return step
+    return step, files
 
 
 def steps(folder: Path) -> dict[int, Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +64,18 @@ class Trained:
     @property
     def step(self) -> int:
         """Returns the optimizer steps that the checkpoint has seen."""
-        return store.verify(self.checkpoint) if self.checkpoint else 0
+        return store.step_of(self.checkpoint) if self.checkpoint else 0
 
     @property
     def averaged(self) -> bool:
         """Returns whether the weights to give away are a moving average of those trained."""
         return self.checkpoint is not None and store.has(self.checkpoint, store.AVERAGE)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Returns the folders of a checkpoint that hold the weights to give away."""
+        weights = ("model", store.AVERAGE)
+        return (*weights, "optimizer") if self.optimizer.averages else weights
 
     def splits(self) -> Splits:
         """Returns the rows that the run read; raises ``DataError`` where they are others."""
@@ -197,26 +203,50 @@ def resolved(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def checkpoint(folder: Path, step: str) -> Path:
-    """Returns the ``last`` checkpoint of a run, its ``best``, or a step's; all of it is there."""
+def checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
+    """Returns the ``last`` checkpoint of a run, its ``best``, or a step's, with ``parts`` whole.
+
+    ``parts``: the folders of tensors that are read. Of damage to the rest a note is printed.
+    """
     checkpoints = folder / "checkpoints"
     known = store.steps(checkpoints)
-    if step == "best":
-        best = store.best_of(checkpoints)
-        found = known.get(best[0]) if best else None
-    elif step == "last":
-        found = store.latest(checkpoints)
-        if found and found != (newest := [*known.values()][-1]):
-            print_lines(f"{newest} is damaged; {found.name} in its place")
+    best = store.best_of(checkpoints)
+    if step == "last":
+        numbers = [*reversed(known)]
+    elif step == "best":
+        numbers = [best[0]] if best else []
     else:
-        found = known.get(int(step)) if step.isdecimal() else None
-    if found is None:
-        if step == "last" and known:
-            reason = f"no checkpoint of {folder} is whole: {', '.join(map(str, known))} are damaged"
-            raise ConfigError.one("step", step, reason, "train anew, or copy one from a backup")
-        names = [*map(str, known), "last", *(["best"] if store.best_of(checkpoints) else [])]
-        choose = f"choose one of step={', '.join(names)}"
-        cure = choose if known else "give the folder of another run"
-        raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
-    store.verify(found)
-    return found
+        numbers = [int(step)] if step.isdecimal() else []
+    damages: list[str] = []
+    for number in numbers:
+        if (path := known.get(number)) is None:
+            continue
+        if damage := _damage(path, parts):
+            damages.append(f"step {number} {damage}")
+            continue
+        if damages:
+            print_lines(f"{damages[0]}; step {number} in its place")
+        return path
+    if damages:
+        reason = f"no checkpoint of {folder} is whole: " if step == "last" else f"{folder}: "
+        cure = "train anew, or copy one from a backup"
+        if len(known) > len(damages):
+            cure = "choose another step, or copy this one from a backup"
+        raise CheckpointError.one("step", step, reason + ", ".join(damages), cure)
+    names = [*map(str, known), "last", *(["best"] if best else [])]
+    cure = f"choose one of step={', '.join(names)}" if known else "give the folder of another run"
+    raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
+
+
+def _damage(path: Path, parts: Collection[str]) -> str:
+    """Returns why ``parts`` of a checkpoint cannot be read; notes damage to the rest alone."""
+    try:
+        damaged = {name: f"is damaged ({name}: {why})" for name, why in store.damaged_files(path)}
+    except CheckpointError as error:
+        return error.complaints[0].reason
+    needed = [text for name, text in damaged.items() if name.partition("/")[0] in parts]
+    if needed:
+        return needed[0]
+    for text in [*damaged.values()][:1]:
+        print_lines(f"note: the training state of {path} {text}; no run can resume from it")
+    return ""

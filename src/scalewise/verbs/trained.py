@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,6 @@ def recorded(
     from scalewise.checkpoints import trained
 
     values = inputs.located(trained.resolved(folder), folder, _paths(given or {}))
-    found = None if beginning else trained.checkpoint(folder, step)
     try:
         parts = [part(group, values[group]) for group in trained.SPECS]
     except ConfigError as error:
@@ -82,7 +82,10 @@ def recorded(
     ]
     if complaints:
         raise _of_record(folder, complaints)
-    return trained.Trained(folder, found, int(values["seed"]), *parts)
+    told = trained.Trained(folder, None, int(values["seed"]), *parts)
+    if beginning:
+        return told
+    return replace(told, checkpoint=trained.checkpoint(folder, step, told.reads))
 
 
 def _of_record(folder: Path, complaints: Iterable[Complaint]) -> ConfigError:
