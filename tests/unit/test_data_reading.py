@@ -379,6 +379,21 @@ def test_patterns_match_as_in_glob(tmp_path, monkeypatch):
         assert found == {it for it in expected if os.path.isfile(it)}, pattern
 
 
+def test_links_that_disappear_are_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x.txt").write_text("x", "utf-8")
+    (tmp_path / "d" / "gone").symlink_to(tmp_path)
+    real_path = os.path.realpath
+
+    def without_gone(path):
+        if path.endswith("gone"):
+            raise FileNotFoundError(path)
+        return real_path(path)
+
+    monkeypatch.setattr(os.path, "realpath", without_gone)
+    assert matching([f"{tmp_path}/d/**/*.txt"]) == [tmp_path / "d" / "x.txt"]
+
+
 def test_linked_files_are_read_once(tmp_path):
     write_files(tmp_path, "d/real/x.txt", "outside/y.txt")
     (tmp_path / "d" / "a-link").symlink_to(tmp_path / "d" / "real")

@@ -123,16 +123,24 @@ def _folders_below(folders: Iterable[str]) -> Iterator[str]:
     left, links = deque(folders), deque[str]()
     while left or links:
         folder = (left or links).popleft()
-        real = os.path.realpath(folder or ".")
-        if real in seen:
+        real = _real_path(folder or ".")
+        if real is None or real in seen:
             continue
         seen.add(real)
         yield folder
         for path in (os.path.join(folder, name) for name in sorted(_named(folder, "*"))):
             if not os.path.islink(path):
                 left += [path] * os.path.isdir(path)
-            elif os.path.isdir(path) and not _contains(os.path.realpath(path), real):
+            elif os.path.isdir(path) and not _contains(_real_path(path) or path, real):
                 links.append(path)
+
+
+def _real_path(path: str) -> str | None:
+    """Path without links; None for a link that is gone or hidden, such as ``/proc/PID/cwd``."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return None
 
 
 def _contains(folder: str, path: str) -> bool:
