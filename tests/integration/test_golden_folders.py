@@ -1,0 +1,73 @@
+"""Golden test: folders that version 0.1.0 wrote are resumed, reported, evaluated and exported.
+
+``tests/golden/sweep`` is the sweep of ``COMMAND``, less its pages and its earlier checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from fixtures.doors import Doors, Folder
+from fixtures.golden import RECORDS
+from fixtures.jobs import Job
+
+from scalewise import cli
+
+COMMAND = (
+    *("-m", "experiment=smoke", "data=synthetic", "adapter=none,lora", "parallelism=single,fsdp"),
+    *("trainer.max_steps=4", "trainer.log_every=1", "trainer.validate_every=2", "tracking=none"),
+    *("model.vocabulary=64", "model.width=16", "model.heads=2", "model.kv_heads=2"),
+    *("model.layers=2", "model.feedforward=32", "model.context=16", "data.sequence=16"),
+    *("schedule.warmup_steps=2", "checkpoint.every=2", "hydra.sweep.dir=sweep"),
+)
+LONGER = ("trainer.max_steps=6", "schedule=constant")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Folder:
+    """A copy of the golden sweep in the folder where commands are typed."""
+    shutil.copytree(RECORDS / "sweep", tmp_path / "sweep")
+    return Folder(tmp_path / "sweep")
+
+
+def test_golden_sweep_has_nothing_left_to_run(sweep: Folder, scalewise: Doors) -> None:
+    before = sweep.text
+    ended = scalewise(*COMMAND, "resume_sweep=sweep").ok()
+    assert "4 of 4 jobs have ended" in ended.out
+    after = Folder(sweep.path).text
+    weights = [path for path in before if path.suffix in {".safetensors", ".pt"}]
+    assert weights
+    assert all(after[path] == before[path] for path in weights)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_golden_run_resumes(number: int, sweep: Folder, job: Job) -> None:
+    old = sweep.jobs[number]
+    resumed = job.of(*old.status["overrides"], *LONGER, resume=old.checkpoint(4))
+    assert resumed.status["resumed_from"]
+    assert resumed.steps == [1, 2, 3, 4, 5, 6]
+    assert resumed.column("train/loss")[:4] == old.column("train/loss")
+    whole = job.of(*old.status["overrides"], *LONGER)
+    for key in ("train/loss", "val/loss"):
+        assert resumed.column(key)[-1] == pytest.approx(whole.column(key)[-1], rel=1e-2), key
+
+
+def test_golden_sweep_is_read_by_every_command(
+    sweep: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sweep.path.parent)
+    paths = [str(run.path) for run in sweep.jobs]
+    assert cli.main(["status", str(sweep.path)]) == 0
+    assert capsys.readouterr().out.count("ok") >= len(paths)
+    assert cli.main(["report", str(sweep.path)]) == 0
+    assert "4.15" in (sweep.path / "report.html").read_text("utf-8")
+    assert cli.main(["plan", "explain", *paths[:2]]) == 0
+    for run in sweep.jobs:
+        assert cli.main(["evaluate", str(run.path)]) == 0, run.path
+        (found,) = json.loads((run.path / "evaluation.json").read_text("utf-8")).values()
+        assert found["loss"] == pytest.approx(run.column("val/loss")[-1], rel=1e-5), run.path
+    assert cli.main(["export", paths[0], "to=out"]) == 0
+    assert Path("out", "model.safetensors").is_file()

@@ -1,0 +1,94 @@
+"""Golden test: what 20 small runs compute, and which files and keys they write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from fixtures.doors import Folder
+from fixtures.golden import key_tree, recorded
+from fixtures.jobs import Job
+from fixtures.layouts import GPT2, LLAMA, SHAPE, mesh
+from fixtures.matrix import FURTHER
+
+STEPS = 5
+SMALL = (
+    *SHAPE,
+    f"trainer.max_steps={STEPS}",
+    "trainer.global_batch=8",
+    "trainer.micro_batch=2",
+    "trainer.log_every=1",
+    f"trainer.validate_every={STEPS}",
+    "trainer.validation_rows=4",
+    f"checkpoint.every={STEPS}",
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "sgd": (*LLAMA, "optimizer=sgd"),
+    "lion": (*LLAMA, "optimizer=lion"),
+    "muon": (*LLAMA, "optimizer=muon"),
+    "adafactor": (*LLAMA, "optimizer=adafactor"),
+    "adamw_8bit": (*LLAMA, "optimizer=adamw_8bit"),
+    "linear": (*LLAMA, "schedule=linear", "schedule.warmup_steps=2"),
+    "bf16_mixed": (*LLAMA, "precision=bf16_mixed"),
+    "lora": (*LLAMA, "adapter=lora"),
+    "dora": (*LLAMA, "adapter=dora"),
+    "qlora": (*LLAMA, "adapter=lora", "quantization=nf4"),
+    "dpo": (*LLAMA, *FURTHER["objective"]["dpo"]),
+    "reversal": (*LLAMA, "data=reversal", "data.sequence=32"),
+    "ddp": (*LLAMA, "parallelism=ddp"),
+    "fsdp": (*LLAMA, "parallelism=fsdp"),
+    "tensor": (*LLAMA, "parallelism=tensor"),
+    "context": (*LLAMA, "parallelism=context"),
+    "pipeline": (*LLAMA, "parallelism=pipeline"),
+    "pipeline x shards": (*LLAMA, *mesh(pipeline=2, shards=2)),
+}
+MACHINE = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+"""Equal bits are expected of equal kernels alone."""
+OPEN = {"status": {"machine", "versions", "choices"}, "plan": {"ledger", "phases", "step_parts"}}
+"""Of these keys of a file the keys below are not frozen: they name what a run happens to have."""
+
+
+def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names and bytes, in the order of names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def keys_of(run: Folder, name: str) -> object:
+    content = run.json(f"{name}.json")
+    return key_tree({key: 0 if key in OPEN.get(name, ()) else content[key] for key in content})
+
+
+def described(run: Folder) -> dict[str, Any]:
+    """The record of an ended run."""
+    return {
+        "weights": hash_of(run.weights(STEPS)),
+        "machine": MACHINE,
+        "train/loss": run.column("train/loss"),
+        "train/grad_norm": run.column("train/grad_norm"),
+        "val/loss": run.column("val/loss"),
+        "tensors": sorted(run.weights(STEPS)),
+        "files": sorted(str(path.relative_to(run.path)) for path in run.text),
+        **{name: keys_of(run, name) for name in ("status", "plan", "summary")},
+        "columns": list(run.metrics[0]),
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_has_the_golden_weights_and_files(name: str, job: Job) -> None:
+    found = described(job.of(*SMALL, *RUNS[name]))
+    golden = recorded(f"run_{name.replace(' x ', '_')}", found)
+    for key in ("tensors", "files", "status", "plan", "summary", "columns"):
+        assert found[key] == golden[key], key
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert found[key] == pytest.approx(golden[key], rel=1e-4), key
+    if golden["machine"] == MACHINE:
+        assert found["weights"] == golden["weights"]

@@ -1,0 +1,119 @@
+"""Golden test: the numbers that ``scalewise plan`` computes for 40 runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fixtures.golden import recorded
+
+from scalewise.config.compose import compose
+from scalewise.plan.host import checkpoint_bytes, of_node
+from scalewise.plan.plan import planned
+from scalewise.plan.total import total
+
+CLUSTER = "hardware=h100_8x4 data=synthetic"
+DEVICE = "hardware=h100 data=synthetic"
+CPU = "hardware=cpu hardware.memory_gib=8 hardware.host_memory_gib=16 experiment=smoke"
+RUNS = (
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp precision=fp8 memory=checkpoint_selective",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp parallelism.reshard_after_forward=false",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp parallelism.cpu_offload=true",
+    f"{CLUSTER} model=llama3_8b parallelism=hsdp precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=ddp precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=deepspeed_zero1 precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=deepspeed_zero2 precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=deepspeed_zero3 precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=deepspeed_zero3_offload precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp memory=auto",
+    f"{CLUSTER} model=llama3_8b parallelism=fsdp trainer.micro_batch=auto"
+    " trainer.global_batch=256 precision=bf16_mixed",
+    f"{CLUSTER} model=llama3_70b parallelism=fsdp precision=bf16_mixed memory=checkpoint_full",
+    f"{CLUSTER} model=llama3_70b parallelism=mesh parallelism.shards=4 parallelism.tensor=8"
+    " precision=bf16_mixed memory=checkpoint_full",
+    f"{CLUSTER} model=llama3_70b parallelism=mesh parallelism.pipeline=4 parallelism.tensor=8"
+    " precision=bf16_mixed memory=checkpoint_full",
+    f"{CLUSTER} model=llama3_8b parallelism=mesh parallelism.shards=16 parallelism.context=2"
+    " precision=bf16_mixed data.sequence=8192 memory=checkpoint_full",
+    f"{CLUSTER} model=llama3_8b parallelism=mesh parallelism.pipeline=2 parallelism.shards=16"
+    " parallelism.pipeline_schedule=interleaved_1f1b precision=bf16_mixed",
+    f"{CLUSTER} model=openllama_13b parallelism=fsdp optimizer=muon precision=bf16_mixed",
+    f"{DEVICE} model=gpt2_124m",
+    f"{DEVICE} model=gpt2_124m compile=block precision=bf16_mixed",
+    f"{DEVICE} model=gpt2_124m memory=checkpoint_full",
+    f"{DEVICE} model=gpt2_124m memory=checkpoint_every_n",
+    f"{DEVICE} model=gpt2_124m memory=offload_activations",
+    f"{DEVICE} model=gpt2_124m optimizer=sgd",
+    f"{DEVICE} model=gpt2_124m optimizer=adamw_8bit",
+    f"{DEVICE} model=gpt2_124m optimizer=adafactor",
+    f"{DEVICE} model=llama3_1b precision=bf16_true",
+    f"{DEVICE} model=llama3_8b adapter=lora precision=bf16_true",
+    f"{DEVICE} model=llama3_8b adapter=lora quantization=nf4 precision=bf16_true",
+    f"{DEVICE} model=llama3_8b adapter=prompt precision=bf16_true",
+    f"{DEVICE} model=tinyllama_1b adapter=prefix precision=bf16_mixed",
+    "hardware=rtx4090 data=synthetic model=openllama_7b adapter=lora quantization=int8"
+    " precision=bf16_true",
+    "hardware=a100_80g data=synthetic model=openllama_3b adapter=dora precision=bf16_mixed",
+    "hardware=v100 data=synthetic model=llama_160m precision=fp16_mixed",
+    CPU,
+    f"{CPU} parallelism=fsdp",
+    f"{CPU} parallelism=pipeline",
+    f"{CPU} parallelism=context optimizer=lion",
+    f"{CPU} trainer.micro_batch=2 trainer.global_batch=16 parallelism=tensor",
+)
+
+
+def numbers_of(overrides: str) -> dict[str, Any]:
+    """Every number of a run's plan that its text is written from."""
+    plan = planned(compose(overrides.split(), here=False))
+    run, fit, step = plan.run, plan.fit, plan.step
+    host = fit.host or of_node(run)
+    sums = total([plan])
+    return {
+        "ranks": run.world_size,
+        "tokens per step": run.tokens_per_step,
+        "micro-batch": run.trainer.micro_batch,
+        "parameters": run.model.parameters,
+        "bytes at the peak": fit.ledger.peak,
+        "bytes of entries at the peak": sorted(
+            size for line in fit.ledger.lines if (size := line.bytes.get(fit.ledger.fullest, 0))
+        ),
+        "bytes of entries at most": sorted(line.most for line in fit.ledger.lines if line.most),
+        "bytes of phases": sorted(size for size in fit.ledger.phases.values() if size),
+        "bytes reserved": list(fit.reserved),
+        "capacity": fit.capacity,
+        "fits": fit.verdict.good,
+        "bytes of a node": host.peak,
+        "bytes of a checkpoint": checkpoint_bytes(run),
+        "seconds of a step": None if step is None else step.seconds,
+        "seconds of parts": sorted(step.parts().values()) if step else [],
+        "interval of seconds": plan.interval and list(plan.interval),
+        "tokens/s": plan.tokens_per_s,
+        "MFU": plan.mfu,
+        "suggested fix": list(plan.cure.told) if plan.cure else None,
+        "chosen": list(plan.told),
+        "sums": sorted(v for v in vars(sums).values() if isinstance(v, int | float)),
+    }
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Any]:
+    return recorded("plans", {overrides: numbers_of(overrides) for overrides in RUNS})
+
+
+def test_golden_plans_are_complete(plans: dict[str, Any]) -> None:
+    assert plans.keys() == set(RUNS)
+    assert len(RUNS) == 40
+
+
+@pytest.mark.parametrize("overrides", RUNS)
+def test_plan_has_the_golden_numbers(overrides: str, plans: dict[str, Any]) -> None:
+    found, golden = numbers_of(overrides), plans[overrides]
+    assert found.keys() == golden.keys()
+    for key, value in golden.items():
+        if isinstance(value, float) or (isinstance(value, list) and key.startswith("seconds")):
+            assert found[key] == pytest.approx(value, rel=1e-12), key
+        else:
+            assert found[key] == value, key
