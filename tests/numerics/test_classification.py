@@ -93,5 +93,5 @@ def test_an_adapter_trains_the_head_too(alone: Reference) -> None:
     trained = {name.removeprefix("model.") for name in gradients(run, 2)}
     assert "head.weight" in trained
     assert trained == {w.name for w in compose([*SHAPE, *CLASSES, *lora]).census() if w.trainable}
-    with pytest.raises(ConfigError, match=r"head of classes as it was drawn; set adapter\.trained"):
+    with pytest.raises(ConfigError, match=r"as it was drawn; set 'adapter\.trained="):
         compose([*SHAPE, *CLASSES, "adapter=lora"])
