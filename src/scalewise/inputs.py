@@ -9,7 +9,7 @@ from typing import Any
 
 from scalewise.config import registry
 from scalewise.data import content, tokenizer_files
-from scalewise.data.reading import matching
+from scalewise.data.file_patterns import matching
 from scalewise.errors import Complaint, ConfigError, DataError
 from scalewise.tracking.files import read_json, write_json
 

@@ -15,16 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from scalewise.data import reading
-from scalewise.data.reading import (
-    PLAIN,
-    RECORDS,
-    documents,
-    json_lines,
-    json_value,
-    matching,
-    path_complaints,
-    text_chunks,
-)
+from scalewise.data.file_patterns import matching, path_complaints
+from scalewise.data.reading import PLAIN, RECORDS, documents, json_lines, json_value, text_chunks
 from scalewise.errors import DataError
 
 TEXT = "naïve café\nzwei Zeilen €\n"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from scalewise.config.registry import option
 from scalewise.data.base import Splits
 from scalewise.data.chat import Chat
-from scalewise.data.reading import matching
+from scalewise.data.file_patterns import matching
 from scalewise.data.templates import Piece, Template
 from scalewise.errors import Complaint, DataError
 

@@ -11,7 +11,7 @@ from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
 from scalewise.data.chat_messages import Keys
 from scalewise.data.conversations import SUFFIXES, conversation
-from scalewise.data.reading import matching, path_complaints
+from scalewise.data.file_patterns import matching, path_complaints
 from scalewise.data.templates import Piece, Template
 from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
 from scalewise.errors import Complaint, DataError

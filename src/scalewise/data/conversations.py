@@ -20,14 +20,8 @@ from scalewise.data.chat_messages import (
     tools,
     turns,
 )
-from scalewise.data.reading import (
-    check_columns,
-    json_lines,
-    no_constant,
-    read_text,
-    suffix_of,
-    unreadable,
-)
+from scalewise.data.file_patterns import suffix_of
+from scalewise.data.reading import check_columns, json_lines, no_constant, read_text, unreadable
 from scalewise.errors import DataError
 
 SUFFIXES = frozenset({".jsonl", ".json", ".parquet"})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalewise.data.cache import cached
-from scalewise.data.reading import matching
+from scalewise.data.file_patterns import matching
 from scalewise.data.rows import PackedRows
 from scalewise.data.tokenized import too_short
 from scalewise.errors import DataError

@@ -10,16 +10,8 @@ from pathlib import Path
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
 from scalewise.data.corpus import held_out
-from scalewise.data.reading import (
-    PLAIN,
-    RECORDS,
-    Document,
-    documents,
-    matching,
-    path_complaints,
-    suffix_of,
-    text_chunks,
-)
+from scalewise.data.file_patterns import matching, path_complaints, suffix_of
+from scalewise.data.reading import PLAIN, RECORDS, Document, documents, text_chunks
 from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
 from scalewise.errors import Complaint, DataError
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 from scalewise.config.registry import option
 from scalewise.data.base import Data, Splits
-from scalewise.data.reading import path_complaints
+from scalewise.data.file_patterns import path_complaints
 from scalewise.errors import Complaint, DataError
 
 SUFFIXES = frozenset({".bin", ".npy"})
