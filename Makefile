@@ -10,7 +10,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaff
 # Files in their order: those of unit, small and quick, fill the workers up at the end.
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILT := import sys; from scalewise.hardware import DeviceKind; \
-  from scalewise.layouts.extensions import built; built(sys.argv[1], DeviceKind.cpu)
+  from scalewise.strategies.deepspeed_ops import built; built(sys.argv[1], DeviceKind.cpu)
 NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_machine; \
   print("precision=fp32" * on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16)
 USUAL := "not exhaustive and not gpu and not timed"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from scalewise.data.cache import cache_folder
-from scalewise.run import Run
+from scalewise.data.build_cache import cache_folder
+from scalewise.run_config import RunConfig
 
 pytest_plugins = [
     "fixtures.checkpoints",
@@ -68,14 +68,14 @@ def _alone(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
 
 
 @cache
-def _composed(*overrides: str, here: bool = True) -> Run:
+def _composed(*overrides: str, here: bool = True) -> RunConfig:
     from scalewise.config.compose import compose
 
     return compose(overrides, here=here)
 
 
 @pytest.fixture
-def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+def compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
     """Composes a Run from overrides given one by one, in a folder of the test's own.
 
     A Run is immutable, so those that were composed before are kept.

@@ -22,9 +22,9 @@ class ScalewiseLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keeps what ``launch`` composes with."""
-        from scalewise.config import door
+        from scalewise.config import app
 
-        door.sweep_folder(config)
+        app.current_sweep_folder(config)
         self.loader = hydra_context.config_loader
         self.config = config
 
@@ -32,9 +32,9 @@ class ScalewiseLauncher(Launcher):
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Returns one result per job; its value is the number that a sweeper minimises."""
-        from scalewise.config import door
+        from scalewise.config import app
 
-        return door.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
+        return app.launch(self.loader, self.config, job_overrides, initial_job_idx, self.options)
 
     def options(self) -> dict[str, object]:
         """Returns the options as they are now, without Hydra's ``_target_`` and ``_recursive_``."""

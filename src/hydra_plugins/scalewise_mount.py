@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 
 
 class MountedSource(ConfigSource):
-    """The files of ``scalewise.config.mount``."""
+    """The files of ``scalewise.config.search_path``."""
 
     @property
     def _files(self) -> dict[str, Path]:  # no attribute: Hydra copies its sources for each config
-        from scalewise.config.mount import MOUNTED
+        from scalewise.config.search_path import MOUNTED_FILES
 
-        return MOUNTED
+        return MOUNTED_FILES
 
     @staticmethod
     def scheme() -> str:
@@ -32,7 +32,7 @@ class MountedSource(ConfigSource):
         from scalewise import regular_files
 
         file = self._files[self._normalize_file_name(config_path)]
-        regular_files.check(file)
+        regular_files.check_regular(file)
         try:
             config, header = OmegaConf.load(file), self._get_header_dict(file.read_text("utf-8"))
         except Exception as error:  # YAML's, OmegaConf's, a decoder's: each its own kind
@@ -71,10 +71,11 @@ class MountedSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Changes the search path of the suite, and of no other application."""
-        from scalewise.config import mount, tree
+        from scalewise.config import paths
+        from scalewise.config.search_path import USER_FOLDERS
 
-        ours = str(tree.root() / "conf")
+        ours = str(paths.project_root() / "conf")
         if any(part.path.endswith(ours) for part in search_path.get_path()):
             search_path.append("scalewise", f"{MountedSource.scheme()}://mounted")
-            for folder in mount.OWN:
+            for folder in USER_FOLDERS:
                 search_path.append("scalewise", f"file://{folder}")

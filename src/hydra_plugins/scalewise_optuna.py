@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-    from scalewise.errors import Complaint
-    from scalewise.study.space import Axis
-    from scalewise.study.spec import Search
-    from scalewise.study.study import Study
+    from scalewise.errors import ConfigIssue
+    from scalewise.hpo.config import SearchConfig
+    from scalewise.hpo.optuna_study import OptunaSearch
+    from scalewise.hpo.space import Axis
 
 
 class OptunaSweeper(Sweeper):
@@ -34,9 +34,9 @@ class OptunaSweeper(Sweeper):
         """Keeps what trials are composed with."""
         from hydra.core.plugins import Plugins
 
-        from scalewise.config import door
+        from scalewise.config import app
 
-        door.searches()
+        app.begin_search()
         self.loader, self.asked = hydra_context.config_loader, config
         self.batches = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -44,90 +44,94 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Searches; raises ``ConfigError`` for options that cannot be had before any job runs."""
-        from scalewise.config import door, search_axes
+        from scalewise.config import app, search_space
         from scalewise.errors import ConfigError
-        from scalewise.study.spec import Search
+        from scalewise.hpo.config import SearchConfig
 
         lines = [f"{key}={value}" for key, value in self.params.items()]
-        space, fixed = search_axes.read([*lines, *arguments], self.loader)
-        search = Search.of(self.options)
+        space, fixed = search_space.read_axes([*lines, *arguments], self.loader)
+        search = SearchConfig.of(self.options)
         complaints = [*_of_package(), *search.complaints(space)]
         complaints += self._of_validation(search, space)
         if complaints:
             raise ConfigError(complaints)
         self._check(space, fixed)
-        door.vary([axis.key for axis in space])
-        if door.measures():
-            self._search(search, space, fixed, door.claimed_folder(self.asked))
+        app.note_varied([axis.key for axis in space])
+        if app.has_measurements():
+            self._search(search, space, fixed, app.claimed_sweep_folder(self.asked))
         else:
-            from scalewise.study.space import overrides
-            from scalewise.study.study import drawn
+            from scalewise.hpo.optuna_study import sample_points
+            from scalewise.hpo.space import point_overrides
 
-            points = [[*fixed, *overrides(point)] for point in drawn(search, space)]
+            points = [[*fixed, *point_overrides(point)] for point in sample_points(search, space)]
             self.batches.launch([p for p in points if not self._refused(p)], 0)
 
-    def _of_validation(self, search: "Search", space: Sequence["Axis"]) -> Iterator["Complaint"]:
+    def _of_validation(
+        self, search: "SearchConfig", space: Sequence["Axis"]
+    ) -> Iterator["ConfigIssue"]:
         """Yields the objective that no trial would measure."""
-        from scalewise.errors import Complaint
+        from scalewise.errors import ConfigIssue
 
         every = "trainer.validate_every"
         validates = self.asked.trainer.validate_every or every in [axis.key for axis in space]
         if "val/loss" in search.objectives and not validates:
-            yield Complaint(every, None, "no trial would measure val/loss", f"set {every}=100")
+            yield ConfigIssue(every, None, "no trial would measure val/loss", f"set {every}=100")
 
     def _check(self, space: Sequence["Axis"], fixed: Sequence[str]) -> None:
         """Refuses what no trial could run with, and values that no option or type knows."""
-        from scalewise.study.space import Choice, first, overrides
+        from scalewise.hpo.space import ChoiceAxis, first_point, point_overrides
 
         for axis in space:
-            for value in axis.values if isinstance(axis, Choice) else ():
+            for value in axis.values if isinstance(axis, ChoiceAxis) else ():
                 self.loader.load_sweep_config(self.asked, [*fixed, f"{axis.key}={value}"])
-        if (error := self._refused(fixed)) and self._refused([*fixed, *overrides(first(space))]):
+        if (error := self._refused(fixed)) and self._refused(
+            [*fixed, *point_overrides(first_point(space))]
+        ):
             raise error
 
     def _search(
-        self, search: "Search", space: Sequence["Axis"], fixed: Sequence[str], folder: Path
+        self, search: "SearchConfig", space: Sequence["Axis"], fixed: Sequence[str], folder: Path
     ) -> None:
-        from scalewise.study import outcome, record, study
-        from scalewise.verbs import show_study
+        from scalewise.commands import show_study
+        from scalewise.hpo import optuna_study, outcome, record
 
-        found = study.opened(search, space, folder)
+        found = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        show_study.begins(found, found.reclaim())
+        show_study.print_search_start(found, found.reclaim())
         stopped = False
         while not stopped and (trials := found.asked()):
-            first = 1 + max((int(str(r["number"])) for r in outcome.rows(folder)), default=-1)
+            first = 1 + max((int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1)
             started = self._launched(found, trials, fixed, folder, first)
             for number, trial in enumerate(started, start=first):
-                ended = outcome.of_job(folder, number)
+                ended = outcome.job_outcome(folder, number)
                 found.tell(trial, ended)
                 stopped = stopped or ended.lost
-            record.write(found, folder)
-        show_study.ended(record.of(found, folder), folder)
+            record.write_record(found, folder)
+        show_study.print_search_result(record.build_record(found, folder), folder)
 
     def _launched(
         self,
-        found: "Study",
+        found: "OptunaSearch",
         trials: Sequence["Trial"],
         fixed: Sequence[str],
         folder: Path,
         first: int,
     ) -> list["Trial"]:
         """Runs the trials that can run and returns them; the others are told as refused."""
-        from scalewise.config import door
-        from scalewise.study.outcome import Outcome
-        from scalewise.study.space import overrides
-        from scalewise.verbs import show_study
+        from scalewise.commands import show_study
+        from scalewise.config import app
+        from scalewise.hpo.outcome import TrialOutcome
+        from scalewise.hpo.space import point_overrides
 
         lines: list[list[str]] = []
         started: list[Trial] = []
         for trial in trials:
-            line = [*fixed, *overrides(trial.params)]
+            line = [*fixed, *point_overrides(trial.params)]
             if error := self._refused(line):
                 reason = "; ".join(str(complaint) for complaint in error.complaints)
-                found.tell(trial, Outcome("refused", reason))
-                door.refused(error)
-                show_study.refused(trial.number, trial.params, reason)
+                found.tell(trial, TrialOutcome("refused", reason))
+                app.count_rejected(error)
+                show_study.print_rejected_trial(trial.number, trial.params, reason)
                 continue
             number = first + len(started)
             found.begin(trial, folder, number, folder / str(number))
@@ -138,24 +142,24 @@ class OptunaSweeper(Sweeper):
         return started
 
     def _refused(self, overrides: Sequence[str]) -> Any:
-        from scalewise.config import door
+        from scalewise.config import app
 
-        return door.refusal(self.loader, self.asked, overrides)
+        return app.rejection_reason(self.loader, self.asked, overrides)
 
 
-def _of_package() -> Iterator["Complaint"]:
-    from scalewise.errors import Complaint
+def _of_package() -> Iterator["ConfigIssue"]:
+    from scalewise.errors import ConfigIssue
 
     try:
         import optuna  # noqa: F401 (asked for, as the searches will ask)
     except ImportError:
         reason, cure = "optuna is not installed", "pip install 'scalewise[optuna]'"
-        yield Complaint("hydra/sweeper", "optuna", reason, cure)
+        yield ConfigIssue("hydra/sweeper", "optuna", reason, cure)
 
 
 @dataclass
 class OptunaSweeperConf:
-    """Its options; ``scalewise.study.spec.Search`` says what they mean."""
+    """Its options; ``scalewise.hpo.config.SearchConfig`` says what they mean."""
 
     _target_: str = f"{__name__}.{OptunaSweeper.__name__}"
     _recursive_: bool = False

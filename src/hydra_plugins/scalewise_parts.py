@@ -46,7 +46,7 @@ class PartSource(FileConfigSource):
         """Returns a part over its schema; what is no part, or contradicts it, is left to Hydra."""
         try:
             text = file.read_text("utf-8")
-            bounded_yaml.check(text)
+            bounded_yaml.check_bounds(text)
             match _LOADER(text).get_single_data():
                 case {"defaults": [str(schema), "_self_"], **own} if schema.startswith("/schema/"):
                     name = f"{schema[1:].removesuffix('@_here_')}.yaml"
@@ -65,9 +65,9 @@ class PartSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Changes the search path."""
-        from scalewise.config import tree
+        from scalewise.config import paths
 
-        ours = str(tree.root() / "conf")
+        ours = str(paths.project_root() / "conf")
         for part in search_path.get_path():
             if part.path.removeprefix("file://") == ours:
                 part.path = f"{PartSource.scheme()}://{ours}"

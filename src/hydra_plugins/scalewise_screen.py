@@ -31,15 +31,15 @@ class ScreenSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Runs the screen; raises ``ConfigError`` for factors that cannot be had."""
-        from scalewise.config import search_axes
-        from scalewise.errors import Complaint, ConfigError
-        from scalewise.study.screen import Screen
+        from scalewise.config import search_space
+        from scalewise.errors import ConfigError, ConfigIssue
+        from scalewise.hpo.screen import ScreeningDesign
 
-        swept, fixed = search_axes.read(arguments, self.loader)
-        screen = Screen(**self.options)
+        swept, fixed = search_space.read_axes(arguments, self.loader)
+        screen = ScreeningDesign(**self.options)
         cure = "give it two values under hydra.sweeper.factors, or one here"
         complaints = [
-            Complaint(axis.key, "", "a screen varies its factors alone", cure) for axis in swept
+            ConfigIssue(axis.key, "", "a screen varies its factors alone", cure) for axis in swept
         ]
         complaints += screen.complaints([line.split("=", 1)[0] for line in fixed])
         if complaints:
@@ -49,7 +49,7 @@ class ScreenSweeper(Sweeper):
 
 @dataclass
 class ScreenSweeperConf:
-    """Its options; ``scalewise.study.screen.Screen`` says what they mean."""
+    """Its options; ``scalewise.hpo.screen.ScreeningDesign`` says what they mean."""
 
     _target_: str = f"{__name__}.{ScreenSweeper.__name__}"
     _recursive_: bool = False

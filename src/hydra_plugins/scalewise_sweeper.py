@@ -38,11 +38,11 @@ class ScalewiseSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Returns the result of every job. ``arguments`` replace an axis of the same key."""
-        from scalewise.config import axes, door
+        from scalewise.config import app, sweep_grid
 
-        filed = axes.lines(self.params, self.paired)
-        door.remember_axes(filed)
-        batch: Any = axes.jobs(filed, arguments, list(self.paired), self.loader)
+        filed = sweep_grid.sweep_overrides(self.params, self.paired)
+        app.remember_sweep_axes(filed)
+        batch: Any = sweep_grid.expand_jobs(filed, arguments, list(self.paired), self.loader)
         assert self.launcher is not None
         return self.launcher.launch(batch, initial_job_idx=0)
 

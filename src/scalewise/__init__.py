@@ -21,16 +21,13 @@ from typing import TYPE_CHECKING, Any
 from scalewise.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from scalewise.api import Result as Result
-    from scalewise.api import Run as Run
-    from scalewise.api import compose as compose
-    from scalewise.api import train as train
+    from scalewise.api import Result, Run, compose, train
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "Result", "Run", "compose", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the API at its first use, so that ``import scalewise.plan`` stays light."""
+    """Imports the API at its first use, so that ``import scalewise.planner`` stays light."""
     if name in __all__:
         from scalewise import api
 

@@ -1,6 +1,6 @@
 """``python -m scalewise`` is ``scalewise``."""
 
-from scalewise.cli import command
+from scalewise.cli import run_and_exit
 
 if __name__ == "__main__":
-    command()
+    run_and_exit()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from scalewise.config.compose import changed, compose
-from scalewise.failures import survived
-from scalewise.launch import started
-from scalewise.launch.job import Order, Result, execute
-from scalewise.run import Run
+from scalewise.config.compose import changed_from_defaults, compose
+from scalewise.failures import report_errors
+from scalewise.launch import external_launcher
+from scalewise.launch.job import JobSpec, Result, execute
+from scalewise.run_config import RunConfig as Run
 from scalewise.typed_override import command_line
 
 __all__ = ["Result", "Run", "compose", "train"]
@@ -23,18 +23,18 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     cannot be used raise ``ConfigError``. A run of several ranks starts processes, so call it below
     ``if __name__ == "__main__":``.
     """
+    from scalewise.commands.fit import resolve_auto
+    from scalewise.commands.publish import after_training
     from scalewise.reports import files
-    from scalewise.verbs.fit import fitted
-    from scalewise.verbs.publish import after_training
 
-    run, sizing = fitted(run)
+    run, sizing = resolve_auto(run)
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     command = command_line("train", run.overrides)
-    order = Order(run, command, changed=tuple(changed(run)), sizing=sizing)
+    order = JobSpec(run, command, changed=tuple(changed_from_defaults(run)), sizing=sizing)
     result = execute(order, Path(folder).absolute())
-    if started.leads():
-        with survived("no report"):
-            files.write([result.folder])
+    if external_launcher.is_leader():
+        with report_errors("no report"):
+            files.write_reports([result.folder])
         after_training(result.folder, [result.folder])
     return result

@@ -21,12 +21,12 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def write(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Writes ``content`` so that a reader sees the old file or the new one, never a part.
 
     Follows no link at ``path``. On a full disk it uses the space that ``reserve`` took, if any.
     """
-    with naming(path):
+    with name_file_in_errors(path):
         try:
             _write_new(path, content)
         except OSError as error:
@@ -34,13 +34,17 @@ def write(path: Path, content: bytes) -> None:
                 raise
 
 
-def copy(source: Path, path: Path) -> None:
+def copy_atomic(source: Path, path: Path) -> None:
     """Copies the content of ``source`` as ``write`` writes it."""
-    with naming(path), regular_files.open_binary(source) as content, _Partial(path) as file:
+    with (
+        name_file_in_errors(path),
+        regular_files.open_binary(source) as content,
+        _PartialFile(path) as file,
+    ):
         shutil.copyfileobj(content, file)
 
 
-def lack_of_space(error: BaseException) -> tuple[str, str] | None:
+def disk_full_reason(error: BaseException) -> tuple[str, str] | None:
     """Returns why a file found no space, and the fix; None for any other exception."""
     told = _OS_ERROR.search(str(error))
     number = error.errno if isinstance(error, OSError) else told and int(told[1])
@@ -52,7 +56,7 @@ def lack_of_space(error: BaseException) -> tuple[str, str] | None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Adds the file to errors of the block that name none, as those of a descriptor do."""
     try:
         yield
@@ -62,27 +66,27 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def reserve(path: Path, size: int) -> None:
+def reserve_space(path: Path, size: int) -> None:
     """Takes ``size`` bytes of disk for writing ``path`` on a full disk.
 
     Raises ``OSError`` and takes nothing where they are not free.
     """
     # Random bytes: a file system that compresses would take no space for zeros.
-    with naming(path):
-        _write_new(_reserved(path), os.urandom(size))
+    with name_file_in_errors(path):
+        _write_new(_reserve_path(path), os.urandom(size))
 
 
-def release(path: Path) -> None:
+def release_space(path: Path) -> None:
     """Frees the space reserved for ``path``."""
     with suppress(OSError):
-        _reserved(path).unlink()
+        _reserve_path(path).unlink()
 
 
-def _reserved(path: Path) -> Path:
+def _reserve_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.reserve")
 
 
-class _Partial:
+class _PartialFile:
     """A new file next to ``path`` that takes its name when the block ends without an exception."""
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +110,7 @@ class _Partial:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    with _Partial(path) as file:
+    with _PartialFile(path) as file:
         file.write(content)
 
 
@@ -115,7 +119,7 @@ def _write_reserved(path: Path, content: bytes) -> bool:
 
     Returns False, and keeps the old file, where nothing was reserved or ``content`` is larger.
     """
-    reserved = _reserved(path)
+    reserved = _reserve_path(path)
     try:
         descriptor = os.open(reserved, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -131,6 +135,6 @@ def _write_reserved(path: Path, content: bytes) -> bool:
     reserved.replace(path)
     for part in range(8, 0, -1):
         with suppress(OSError):
-            reserve(path, size * part // 8)
+            reserve_space(path, size * part // 8)
             break
     return True

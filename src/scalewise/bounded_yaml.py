@@ -10,25 +10,29 @@ from typing import Any
 
 import yaml
 
-MOST_ENTRIES = 200_000
+MAX_ENTRIES = 200_000
 """Scalars and containers of a file, those behind an alias counted at each place."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Containers inside each other."""
 
 
-class UnboundedError(yaml.YAMLError):
+class YamlLimitError(yaml.YAMLError):
     """A file that is larger than any config, or refers to itself."""
 
 
-def load(text: str) -> Any:
+def load_yaml(text: str) -> Any:
     """Returns the content of a YAML document of plain values; raises ``yaml.YAMLError``."""
-    check(text)
+    check_bounds(text)
     return yaml.load(text, Loader=_SAFE_LOADER)  # noqa: S506 (a safe loader)
 
 
-def check(text: str) -> None:
+def check_bounds(text: str) -> None:
     """Raises ``UnboundedError`` for a document with too many entries, or nested too deep."""
-    if "&" not in text and text.count("[") + text.count("{") < DEEPEST and len(text) < MOST_ENTRIES:
+    if (
+        "&" not in text
+        and text.count("[") + text.count("{") < MAX_DEPTH
+        and len(text) < MAX_ENTRIES
+    ):
         return
     sizes: dict[str, int] = {}
     open_containers: list[tuple[str | None, int]] = [(None, 0)]
@@ -36,13 +40,13 @@ def check(text: str) -> None:
         anchor, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.CollectionStartEvent):
             open_containers.append((anchor, 1))
-            if len(open_containers) > DEEPEST:
-                raise UnboundedError(f"is nested deeper than {DEEPEST} levels")
+            if len(open_containers) > MAX_DEPTH:
+                raise YamlLimitError(f"is nested deeper than {MAX_DEPTH} levels")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_containers.pop()
         elif isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
-                raise UnboundedError(f"refers to itself, or to what is not there, by *{anchor}")
+                raise YamlLimitError(f"refers to itself, or to what is not there, by *{anchor}")
             size = sizes[anchor]
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -51,8 +55,8 @@ def check(text: str) -> None:
                 sizes[anchor] = size
             outer, held = open_containers[-1]
             open_containers[-1] = outer, held + size
-            if held + size > MOST_ENTRIES:
-                raise UnboundedError(f"has more than {MOST_ENTRIES:,} entries, with its aliases")
+            if held + size > MAX_ENTRIES:
+                raise YamlLimitError(f"has more than {MAX_ENTRIES:,} entries, with its aliases")
 
 
 _SAFE_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader

@@ -12,13 +12,13 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from scalewise import output
-from scalewise.errors import EXIT_CODES, ScalewiseError, as_typed
-from scalewise.failures import describe
-from scalewise.launch import started
-from scalewise.output import print_lines
-from scalewise.verbs import usage
-from scalewise.verbs.usage import VERBS
+from scalewise import console
+from scalewise.commands import usage
+from scalewise.commands.usage import VERBS
+from scalewise.console import print_lines
+from scalewise.errors import EXIT_CODES, ScalewiseError, format_value
+from scalewise.failures import describe_exception
+from scalewise.launch import external_launcher
 
 TRACEBACK = "HYDRA_FULL_ERROR"
 """Environment variable that asks for tracebacks, as in any Hydra application."""
@@ -33,10 +33,10 @@ UNUSABLE = {
 """What a path answers with that is somebody else's, read-only, too long or no folder at all."""
 
 
-def command() -> NoReturn:
+def run_and_exit() -> NoReturn:
     """Ends this process with the exit code of its command line."""
     code = main()
-    if started.by_others():
+    if external_launcher.is_external_rank():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -48,12 +48,12 @@ def command() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of one command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    output.open_standard_streams()
+    console.open_standard_streams()
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # our child processes run no code of this folder
     # Before torch is imported: on a busy processor, threads that spin for each other cost 10x.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of what its profiler has not seen begin
-    with output.shielded():
+    with console.shield_streams():
         try:
             return _dispatch(given)
         except ScalewiseError as error:
@@ -65,15 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a panic of code in Rust is no Exception
-            return _unexpected(error)
+            return _print_unexpected(error)
 
 
-def _unexpected(error: BaseException) -> int:
+def _print_unexpected(error: BaseException) -> int:
     """Prints an exception that nobody has handled in one line; returns the exit code."""
     if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename is not None:
-        print_lines(f"scalewise: {as_typed(error.filename)}: {error.strerror}", stderr=True)
+        print_lines(f"scalewise: {format_value(error.filename)}: {error.strerror}", stderr=True)
         return EXIT_CODES["refused"]
-    print_lines(f"scalewise: {describe(error)}", stderr=True)
+    print_lines(f"scalewise: {describe_exception(error)}", stderr=True)
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     elif not isinstance(error, OSError):
@@ -82,15 +82,15 @@ def _unexpected(error: BaseException) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
-    incomplete = started.adopt(os.environ)
-    if _asks_completion(given):
+    incomplete = external_launcher.adopt_slurm_step(os.environ)
+    if _is_completion_request(given):
         return _complete(given)
     verb = given[0] if given else ""
     if verb in ("", "-h", "--help", "help"):
-        print_lines(*usage.of_all())
+        print_lines(*usage.general_help())
         return 0
     if "--help" in given or "-h" in given:
-        print_lines(*(usage.of_verb(verb) if verb in VERBS else usage.of_all()))
+        print_lines(*(usage.command_help(verb) if verb in VERBS else usage.general_help()))
         return 0
     if "--version" in given:
         print_lines(f"scalewise {_version()}")
@@ -104,7 +104,7 @@ def _dispatch(given: list[str]) -> int:
         return 2
     if incomplete is not None and verb == "train":
         raise incomplete
-    name = f"scalewise.verbs.{verb.replace('-', '_')}"
+    name = f"scalewise.commands.{verb.replace('-', '_')}"
     if name not in sys.modules:
         gc.disable()  # what starting makes stays: looking for garbage in it was a sixth of a plan
         try:
@@ -124,7 +124,7 @@ def _version() -> str:
         return "of a checkout that is not installed"
 
 
-def _asks_completion(given: list[str]) -> bool:
+def _is_completion_request(given: list[str]) -> bool:
     return bool(given) and given[0] in ("-sc", "--shell-completion", "--shell_completion")
 
 
@@ -139,6 +139,6 @@ def _complete(given: list[str]) -> int:
     if words[0] in VERBS:
         line = " ".join([program, *words[1:]])
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))
-    from scalewise.config.door import Verb, open_door
+    from scalewise.config.app import Command, run_command
 
-    return open_door(Verb(), ["-sc", *given[1:]])
+    return run_command(Command(), ["-sc", *given[1:]])

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from scalewise.output import printable
-from scalewise.redaction import redacted
+from scalewise.console import printable
+from scalewise.redaction import redact
 
 EXIT_CODES = {
     "ok": 0,
@@ -18,12 +18,12 @@ EXIT_CODES = {
 """Process exit code of each ending; ``interrupted`` is 128 + the signal's number."""
 
 
-LONGEST_VALUE = 120
+MAX_VALUE_LENGTH = 120
 """Characters of a value that a complaint shows."""
 
 
 @dataclass(frozen=True)
-class Complaint:
+class ConfigIssue:
     """One thing that is wrong with a configuration.
 
     ``key`` is the dotted override key, ``value`` what it holds, ``reason`` why that cannot be
@@ -36,23 +36,23 @@ class Complaint:
     cure: str = ""
 
     def __str__(self) -> str:
-        name = as_typed(self.key)
-        line = f"{name}={as_typed(self.value)}: {self.reason}" if name else self.reason
+        name = format_value(self.key)
+        line = f"{name}={format_value(self.value)}: {self.reason}" if name else self.reason
         return printable(f"{line}; {self.cure}" if self.cure else line)
 
 
-def as_typed(value: object) -> str:
+def format_value(value: object) -> str:
     """Returns a value as an override spells it: ``null``, ``true``, ``[a,b]``; long ones cut."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
-        text = f"[{','.join(as_typed(entry) for entry in value)}]"
+        text = f"[{','.join(format_value(entry) for entry in value)}]"
     elif isinstance(value, dict):
-        text = "{" + ",".join(f"{key}:{as_typed(entry)}" for key, entry in value.items()) + "}"
+        text = "{" + ",".join(f"{key}:{format_value(entry)}" for key, entry in value.items()) + "}"
     else:
         text = str(value)
-    text = printable(redacted(text))
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    text = printable(redact(text))
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
 
 
 class ScalewiseError(Exception):
@@ -66,7 +66,7 @@ class ConfigError(ScalewiseError):
 
     exit_code = EXIT_CODES["refused"]
 
-    def __init__(self, complaints: Iterable[Complaint]) -> None:
+    def __init__(self, complaints: Iterable[ConfigIssue]) -> None:
         self.complaints = tuple(complaints)
         lines = [f"  - {complaint}" for complaint in self.complaints]
         noun = "problem" if len(lines) == 1 else "problems"
@@ -75,7 +75,7 @@ class ConfigError(ScalewiseError):
     @classmethod
     def one(cls, key: str, value: object, reason: str, cure: str = "") -> Self:
         """Returns the error of a single complaint."""
-        return cls([Complaint(key, value, reason, cure)])
+        return cls([ConfigIssue(key, value, reason, cure)])
 
 
 class DataError(ConfigError):

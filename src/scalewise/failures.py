@@ -7,33 +7,33 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from scalewise.atomic import lack_of_space
+from scalewise.atomic import disk_full_reason
+from scalewise.console import print_lines
 from scalewise.errors import Interrupted, ScalewiseError
-from scalewise.output import print_lines
-from scalewise.redaction import redacted
+from scalewise.redaction import redact
 
-LONGEST = 2000
+MAX_MESSAGE_LENGTH = 2000
 """Characters of a message that are kept."""
 
 
-def describe(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Returns ``Type: message (file:line in function)``; the place is that of the user's code."""
-    line = f"{type(error).__name__}: {message(error)}"
-    place = user_place(error)
+    line = f"{type(error).__name__}: {exception_message(error)}"
+    place = user_frame(error)
     return f"{line} ({place})" if place else line
 
 
-def message(error: BaseException) -> str:
+def exception_message(error: BaseException) -> str:
     """Returns the message of an exception in one line, its type's name where it has none."""
     text = str(error)
-    if (lacking := lack_of_space(error)) is not None:
+    if (lacking := disk_full_reason(error)) is not None:
         text = "; ".join([text, *lacking])
-    return redacted(" ".join(text.split()))[:LONGEST] or type(error).__name__
+    return redact(" ".join(text.split()))[:MAX_MESSAGE_LENGTH] or type(error).__name__
 
 
-def user_place(error: BaseException) -> str:
+def user_frame(error: BaseException) -> str:
     """Returns the innermost place outside of installed packages; empty where there is none."""
-    folders = _installed()
+    folders = _installed_folders()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if file.is_file() and not any(file.is_relative_to(folder) for folder in folders):
@@ -41,7 +41,7 @@ def user_place(error: BaseException) -> str:
     return ""
 
 
-def _installed() -> list[Path]:
+def _installed_folders() -> list[Path]:
     """Returns the folders of Python, of what is installed, and of scalewise itself."""
     own = Path(__file__).parent
     names = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -52,7 +52,7 @@ def _installed() -> list[Path]:
     ]
 
 
-class survived:  # noqa: N801 (a context manager, as contextlib.suppress)
+class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
     """Prints an exception of the block as one line and goes on after it; ``what`` is missing.
 
     A signal is passed on.
@@ -72,6 +72,6 @@ class survived:  # noqa: N801 (a context manager, as contextlib.suppress)
     ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, Interrupted):
             return False
-        reason = str(error) if isinstance(error, ScalewiseError) else describe(error)
+        reason = str(error) if isinstance(error, ScalewiseError) else describe_exception(error)
         print_lines(f"{self._what}: {reason}", stderr=True)
         return True

@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.units import GIB, TERA
 
 CPU_RANKS_PER_CORE = 4
 """CPU ranks are for labs and tests: beyond this they only wait for each other."""
-EMULATED = 1 / 50
+EMULATED_FORMATS = 1 / 50
 """Rate of torch's bf16 products without instructions for them, over fp32's; one AVX2 processor."""
 
 
@@ -28,7 +28,7 @@ class DeviceKind(StrEnum):
     cuda = "cuda"
 
 
-@option("hardware", "device")
+@register_option("hardware", "device")
 @dataclass(frozen=True)
 class Hardware:
     """One kind of device. None: not known; of a processor, read off the present machine."""
@@ -129,18 +129,18 @@ class Hardware:
             return float(measured) * TERA
         return peak * self.product_share if peak else None
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures that no device has."""
         for key in _POSITIVE:
             value = getattr(self, key)
             if value is not None and value <= 0:
-                yield Complaint(f"hardware.{key}", value, "must be positive")
+                yield ConfigIssue(f"hardware.{key}", value, "must be positive")
         for key in _NOT_NEGATIVE:
             if (value := getattr(self, key)) is not None and value < 0:
-                yield Complaint(f"hardware.{key}", value, "must be 0 or more")
+                yield ConfigIssue(f"hardware.{key}", value, "must be 0 or more")
         for key in ("product_share", "attention_share", "bandwidth_share"):
             if (share := getattr(self, key)) > 1:
-                yield Complaint(f"hardware.{key}", share, "is a share: at most 1")
+                yield ConfigIssue(f"hardware.{key}", share, "is a share: at most 1")
 
 
 _NOT_NEGATIVE = (
@@ -210,17 +210,17 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """What torchrun tells each rank. A part of them is left over from elsewhere, and tells nothing."""
 
 
-def started_ranks() -> int | None:
+def launched_world_size() -> int | None:
     """Returns how many ranks a launcher has started, this process being one; None: it is alone."""
-    return int(os.environ["WORLD_SIZE"]) if _is_rank() else None
+    return int(os.environ["WORLD_SIZE"]) if _is_rank_process() else None
 
 
-def ranks_on_this_machine() -> int | None:
+def local_world_size() -> int | None:
     """Returns how many of ``started_ranks`` share this machine; None: this process is alone."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if _is_rank() else None
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if _is_rank_process() else None
 
 
-def _is_rank() -> bool:
+def _is_rank_process() -> bool:
     return all(name in os.environ for name in RANK_VARIABLES)
 
 
@@ -236,7 +236,7 @@ def this_machine() -> Machine:
     )
 
 
-def on_this_machine(hardware: Hardware) -> Hardware:
+def resolve_for_machine(hardware: Hardware) -> Hardware:
     """Returns the profile with ``auto`` and missing CPU figures read off the present machine."""
     machine = this_machine()
     if hardware.device is DeviceKind.auto:
@@ -264,7 +264,7 @@ def processor_tflops(info: Mapping[str, str], cores: int) -> dict[str, float]:
     fp32 = 64 if "avx512f" in flags else 32 if {"avx2", "fma"} <= flags else 0
     bf16 = 1024 if "amx_bf16" in flags else 2 * fp32 if "avx512_bf16" in flags else float(fp32)
     if not flags & {"avx512f", "avx_ne_convert"}:
-        bf16 *= EMULATED
+        bf16 *= EMULATED_FORMATS
     if not fp32 or not clock:
         return {}
     per_flop = cores * clock / TERA

@@ -9,59 +9,59 @@ from typing import Any
 
 from scalewise.config import registry
 from scalewise.data import content, tokenizer_files
-from scalewise.data.file_patterns import matching
-from scalewise.errors import Complaint, ConfigError, DataError
-from scalewise.tracking.files import read_json, write_json
+from scalewise.data.file_patterns import match_paths
+from scalewise.errors import ConfigError, ConfigIssue, DataError
+from scalewise.tracking.run_files import read_json, write_json
 
-FILE = "inputs.json"
+INPUTS_FILE = "inputs.json"
 """Where a run folder records its launch folder and the digests of its input files."""
 
 
-OTHER = "holds other content than the run has read"
+OTHER_CONTENT = "holds other content than the run has read"
 
 
 def _files(patterns: object) -> list[Path]:
-    return matching([str(it) for it in patterns]) if isinstance(patterns, Sequence) else []
+    return match_paths([str(it) for it in patterns]) if isinstance(patterns, Sequence) else []
 
 
-def _of_records(patterns: object) -> list[str]:
-    return sorted(content.digests(_files(patterns)))
+def _record_files(patterns: object) -> list[str]:
+    return sorted(content.file_digests(_files(patterns)))
 
 
-def _of_shards(patterns: object) -> list[str]:
-    return content.digests(_files(patterns))
+def _shard_files(patterns: object) -> list[str]:
+    return content.file_digests(_files(patterns))
 
 
-def _of_tokenizer(path: object) -> list[str]:
-    return sorted(content.digests(tokenizer_files.files(str(path))))
+def _tokenizer_files(path: object) -> list[str]:
+    return sorted(content.file_digests(tokenizer_files.tokenizer_files(str(path))))
 
 
-def _of_dataset(path: object) -> list[str]:
-    return sorted(content.digests(matching([str(Path(str(path)) / "**" / "*")])))
+def _dataset_files(path: object) -> list[str]:
+    return sorted(content.file_digests(match_paths([str(Path(str(path)) / "**" / "*")])))
 
 
-def _of_model(path: object) -> list[str]:
+def _model_files(path: object) -> list[str]:
     folder = Path(str(path)).expanduser()
     files = (
         [folder] if folder.is_file() else [folder / "config.json", *folder.glob("*.safetensors")]
     )
-    return sorted(content.sampled([it for it in files if it.is_file()]))
+    return sorted(content.sampled_digests([it for it in files if it.is_file()]))
 
 
 READERS: Mapping[str, Callable[[object], list[str]]] = {
-    "data.paths": _of_records,
-    "data.validation_paths": _of_shards,
-    "data.tokenizer": _of_tokenizer,
-    "data.path": _of_dataset,
-    "model.path": _of_model,
-    "model.weights": _of_model,
+    "data.paths": _record_files,
+    "data.validation_paths": _shard_files,
+    "data.tokenizer": _tokenizer_files,
+    "data.path": _dataset_files,
+    "model.path": _model_files,
+    "model.weights": _model_files,
 }
 """Keys that name files, and digests of what they hold; none where there are no such files."""
 
 
-def digests(values: Mapping[str, Any]) -> dict[str, str]:
+def content_digests(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns a digest of the content of each input of a resolved config that lies here."""
-    found = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _inputs(values)}
+    found = {key: _digest(key, values[key.partition(".")[0]]) for key, _ in _input_paths(values)}
     return {key: digest for key, digest in found.items() if digest is not None}
 
 
@@ -69,12 +69,12 @@ def _digest(key: str, part: Mapping[str, Any]) -> str | None:
     """Returns the digest of one input of a group; None where there are no such files."""
     reader = READERS[key]
     if key == "data.paths" and "validation_paths" in part:
-        reader = _of_shards  # rows are in the order of the shards
+        reader = _shard_files  # rows are in the order of the shards
     parts = reader(part[key.partition(".")[2]])
-    return content.combined(parts) if parts else None
+    return content.combine_digests(parts) if parts else None
 
 
-def _inputs(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _input_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for key in READERS:
         group, _, name = key.partition(".")
         part = values.get(group)
@@ -92,10 +92,10 @@ def with_digests(values: Mapping[str, Any], found: Mapping[str, str]) -> dict[st
     return replaced
 
 
-def record(values: Mapping[str, Any], folder: Path) -> None:
+def write_inputs(values: Mapping[str, Any], folder: Path) -> None:
     """Writes the launch folder of a run and the digests of its inputs into its folder."""
     at = {"launch_folder": os.getcwd(), "run_folder": str(folder.absolute())}
-    write_json(folder / FILE, {**at, "digests": digests(values)})
+    write_json(folder / INPUTS_FILE, {**at, "digests": content_digests(values)})
 
 
 def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) -> None:
@@ -106,8 +106,8 @@ def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) ->
     data = values.get("data")
     if not isinstance(data, Mapping) or "special_tokens" in data:
         return
-    registry.discover()
-    kind = registry.targets().get(str(data.get("_target_")))
+    registry.import_options()
+    kind = registry.registered_targets().get(str(data.get("_target_")))
     if not hasattr(kind, "special_tokens"):
         return
     given = (now or {}).get("data")
@@ -119,7 +119,7 @@ def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) ->
 
 def recorded_digests(folder: Path) -> Mapping[str, str]:
     """Returns the digests that a run folder records; none in folders of earlier versions."""
-    found = read_json(folder / FILE).get("digests")
+    found = read_json(folder / INPUTS_FILE).get("digests")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
 
 
@@ -129,7 +129,7 @@ def launch_folders(folder: Path) -> list[Path]:
     First its launch folder as recorded, and as it would be if it moved with the run; then the
     current one.
     """
-    known = read_json(folder / FILE)
+    known = read_json(folder / INPUTS_FILE)
     found: list[Path] = []
     if isinstance(launch := known.get("launch_folder"), str):
         found.append(Path(launch))
@@ -143,9 +143,11 @@ def launch_folders(folder: Path) -> list[Path]:
 def check_data(data: object, folder: Path) -> None:
     """Raises ``DataError`` for data files of other content than the run in ``folder`` has read."""
     known = recorded_digests(folder)
-    here = digests({"data": vars(data)}) if known else {}
+    here = content_digests({"data": vars(data)}) if known else {}
     wrong = [
-        Complaint(key, vars(data)[key.partition(".")[2]], OTHER, f"give {key} with the same files")
+        ConfigIssue(
+            key, vars(data)[key.partition(".")[2]], OTHER_CONTENT, f"give {key} with the same files"
+        )
         for key in known
         if key.startswith("data.") and here.get(key) != known[key]
     ]
@@ -153,7 +155,9 @@ def check_data(data: object, folder: Path) -> None:
         raise DataError(wrong)
 
 
-def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]) -> dict[str, Any]:
+def relocate_inputs(
+    values: Mapping[str, Any], folder: Path, given: Mapping[str, object]
+) -> dict[str, Any]:
     """Returns the resolved config of a run with the paths where its inputs lie now.
 
     ``given`` holds paths that a user gives instead. Raises ``ConfigError`` for given files of
@@ -162,7 +166,7 @@ def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]
     known = recorded_digests(folder)
     found = {key: dict(part) if isinstance(part, Mapping) else part for key, part in values.items()}
     wrong = []
-    for key, _ in _inputs(values):
+    for key, _ in _input_paths(values):
         group, _, name = key.partition(".")
         if key in given:
             found[group][name] = given[key]
@@ -171,12 +175,14 @@ def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]
                 reason = (
                     "no such files" if here is None else "holds other content than the run read"
                 )
-                wrong.append(Complaint(key, given[key], reason, f"give {key} with the same files"))
+                wrong.append(
+                    ConfigIssue(key, given[key], reason, f"give {key} with the same files")
+                )
             continue
-        found[group][name] = _found_again(key, found[group], folder, known.get(key))
-    known_keys = dict(_inputs(values))
+        found[group][name] = _find_moved(key, found[group], folder, known.get(key))
+    known_keys = dict(_input_paths(values))
     wrong += [
-        Complaint(key, value, "is no path that the run has read", "leave it out")
+        ConfigIssue(key, value, "is no path that the run has read", "leave it out")
         for key, value in given.items()
         if key not in known_keys
     ]
@@ -185,12 +191,12 @@ def located(values: Mapping[str, Any], folder: Path, given: Mapping[str, object]
     return found
 
 
-def _found_again(key: str, part: Mapping[str, Any], folder: Path, known: str | None) -> object:
+def _find_moved(key: str, part: Mapping[str, Any], folder: Path, known: str | None) -> object:
     """Returns the paths of an input where it lies now, with the known content if possible."""
     name = key.partition(".")[2]
     first = None
     for base in launch_folders(folder):
-        place = _joined(base, part[name], folder)
+        place = _join_launch_folder(base, part[name], folder)
         digest = _digest(key, {**part, name: place})
         if digest is not None and digest == (known or digest):
             return place
@@ -198,12 +204,16 @@ def _found_again(key: str, part: Mapping[str, Any], folder: Path, known: str | N
     return first or part[name]
 
 
-def _joined(base: Path, value: object, folder: Path) -> object:
+def _join_launch_folder(base: Path, value: object, folder: Path) -> object:
     """Returns paths as they are from a launch folder; absolute ones move with it."""
     if isinstance(value, str):
-        launch = read_json(folder / FILE).get("launch_folder")
+        launch = read_json(folder / INPUTS_FILE).get("launch_folder")
         path = Path(value).expanduser()
         if isinstance(launch, str) and path.is_absolute() and path.is_relative_to(launch):
             path = path.relative_to(launch)
         return str(base / path)
-    return [_joined(base, it, folder) for it in value] if isinstance(value, Sequence) else value
+    return (
+        [_join_launch_folder(base, it, folder) for it in value]
+        if isinstance(value, Sequence)
+        else value
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from scalewise.output import printable
+from scalewise.console import printable
 
 
 class PlainConsole(Console):
@@ -25,7 +25,7 @@ class PlainConsole(Console):
         return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})
 
 
-def styled(*parts: str | tuple[str, str]) -> Text:
+def styled_text(*parts: str | tuple[str, str]) -> Text:
     """Returns one line of plain texts, each with a style where one is given."""
     line = Text()
     for part in parts:

@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 HIDDEN = "[hidden]"
 """What stands in place of a secret."""
 
-SHORTEST = 6
+MIN_SECRET_LENGTH = 6
 """Characters of the shortest value that is replaced wherever it occurs."""
 WHOLE_WORD = 12
 """Shorter values are replaced only where no letter, digit or ``_`` is adjacent."""
@@ -50,8 +50,8 @@ _ASSIGNED = re.compile(
     r"(?i)(?:password|passwd|pwd|secret|token|api_?key|access_?key|account_?key)"
     r"[\"']?\s*[=:]\s*(?:\"([^\"]+)\"|'((?:[^'\\]|\\.)+)'|[\"']?([^\s;&,\"'}]+))"
 )
-_IN_ADDRESS = re.compile(r"://([^\s/:@]*):(\S+)@")
-_USER_IN_ADDRESS = re.compile(r"://([^\s/:@]{12,})@")
+_IN_URL = re.compile(r"://([^\s/:@]*):(\S+)@")
+_USER_IN_URL = re.compile(r"://([^\s/:@]{12,})@")
 _PLAIN = re.compile(r"(?:[A-Z]?[a-z]+|[A-Z]+)([-_. /:](?:[A-Z]?[a-z]+|[A-Z]+))*")
 _NUMBER = re.compile(r"(?i)[\d\s.,:/+_T-]+|0x[\da-f]+|[+-]?(?:\d+\.?\d*|\.\d+)e[+-]?\d+")
 _RANDOM = re.compile(r"[A-Za-z0-9+]+")
@@ -140,34 +140,34 @@ _IN_QUERY = re.compile(
     r"|client_secret|(?:access_|auth_|refresh_|id_|private_|api_?)?token|api_?key)=)"
     r"[^&\s\"'#<>]{8,}"
 )
-_ADDRESS = re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")
+_URL = re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Returns ``text`` with every secret replaced by ``[hidden]``."""
     pattern = _pattern(*_sources())
     if pattern is not None:
         text = pattern.sub(HIDDEN, text)
     if "://" in text:
-        text = _ADDRESS.sub(HIDDEN, text)
+        text = _URL.sub(HIDDEN, text)
         text = _IN_QUERY.sub(rf"\1{HIDDEN}", text)
     return KNOWN_SHAPES.sub(HIDDEN, text)
 
 
-def redacted_tree(value: object) -> Any:
+def redact_tree(value: object) -> Any:
     """Returns nested lists and mappings with :func:`redacted` applied to each string in them."""
     if isinstance(value, str):
-        return redacted(value)
+        return redact(value)
     if isinstance(value, Mapping):
-        return {redacted_tree(key): redacted_tree(entry) for key, entry in value.items()}
+        return {redact_tree(key): redact_tree(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted_tree(entry) for entry in value]
+        return [redact_tree(entry) for entry in value]
     return value
 
 
-def holds_secret(text: str) -> bool:
+def contains_secret(text: str) -> bool:
     """Returns whether :func:`redacted` would change ``text``."""
-    return redacted(text) != text
+    return redact(text) != text
 
 
 def reveals_secret(name: str, value: str) -> bool:
@@ -177,7 +177,7 @@ def reveals_secret(name: str, value: str) -> bool:
     """
     is_path = value.startswith("/") and os.path.exists(value)
     named = is_secret_name(name) and not is_path
-    return named or _ASSIGNED.search(value) is not None or holds_secret(value)
+    return named or _ASSIGNED.search(value) is not None or contains_secret(value)
 
 
 def is_secret_name(name: str) -> bool:
@@ -193,14 +193,14 @@ def is_secret_name(name: str) -> bool:
     return any(_WORD.search(word) for word in words) or bool(_LAST_WORDS.search(" ".join(words)))
 
 
-def secrets() -> frozenset[str]:
+def known_secrets() -> frozenset[str]:
     """Returns every value that is replaced, of the environment and of key files."""
     return _secrets(*_sources())
 
 
-def remember(value: str) -> None:
+def remember_secret(value: str) -> None:
     """Treats ``value`` as a secret for the rest of the process, though it left the environment."""
-    _remembered.update(_in_value("SECRET", value))
+    _remembered.update(_secrets_in_value("SECRET", value))
 
 
 _remembered: set[str] = set()
@@ -241,10 +241,10 @@ def _secrets(
 ) -> frozenset[str]:
     found = set(remembered)
     for name, value in environment:
-        found.update(_in_value(name, value))
+        found.update(_secrets_in_value(name, value))
     for path, _, _ in files:
         with suppress(OSError, UnicodeDecodeError):
-            found.update(_in_file(Path(path)))
+            found.update(_secrets_in_file(Path(path)))
     return frozenset(found)
 
 
@@ -258,7 +258,7 @@ def _pattern(
     spelt = {
         form: secret
         for secret in _secrets(environment, files, remembered)
-        for form in _forms(secret)
+        for form in _spellings(secret)
     }
     if not spelt:
         return None
@@ -270,7 +270,7 @@ def _pattern(
     return re.compile("|".join(alternatives))
 
 
-def _forms(secret: str) -> set[str]:
+def _spellings(secret: str) -> set[str]:
     """Returns a secret as it stands in plain text, JSON, YAML, HTML, URLs and shell lines."""
     escaped = html.escape(secret)
     return {
@@ -289,13 +289,13 @@ def _forms(secret: str) -> set[str]:
     }
 
 
-def _in_value(name: str, value: str) -> Iterator[str]:
+def _secrets_in_value(name: str, value: str) -> Iterator[str]:
     """Yields the secrets that one environment variable holds."""
     named = is_secret_name(name)
     if named and not (
         value.startswith(("/", "~", ".")) and os.path.exists(os.path.expanduser(value))
     ):
-        yield from _of_named(value)
+        yield from _secrets_of_named(value)
     for assigned in _ASSIGNED.finditer(value):
         quoted = assigned[1] or assigned[2]
         yield from filter(_is_distinct, [quoted or assigned[3]])
@@ -303,12 +303,12 @@ def _in_value(name: str, value: str) -> Iterator[str]:
             yield assigned[0]
     yield from (found[0] for found in KNOWN_SHAPES.finditer(value))
     if "://" in value:
-        yield from filter(_is_distinct, _in_address(name, value))
+        yield from filter(_is_distinct, _secrets_in_url(name, value))
     elif not named and _is_random(value):
         yield value
 
 
-def _of_named(value: str) -> Iterator[str]:
+def _secrets_of_named(value: str) -> Iterator[str]:
     """Yields a value under a secret's name, whole and in parts: ``Bearer abc``, ``sid=abc``."""
     if not ("://" in value and urlsplit(value.split()[0]).hostname):
         yield from filter(_is_distinct, [value.strip()])
@@ -316,26 +316,26 @@ def _of_named(value: str) -> Iterator[str]:
         yield from filter(_is_distinct, parts)
     if value.lstrip().startswith("{"):
         try:
-            yield from filter(_is_distinct, _in_json(json.loads(value)))
+            yield from filter(_is_distinct, _secrets_in_json(json.loads(value)))
         except (ValueError, RecursionError):
             return
 
 
-def _in_json(value: object) -> Iterator[str]:
+def _secrets_in_json(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         for name, entry in value.items():
             if isinstance(entry, str) and is_secret_name(name):
                 yield entry
                 yield from (line for line in entry.splitlines() if len(line) >= PLAIN_WORD)
             else:
-                yield from _in_json(entry)
+                yield from _secrets_in_json(entry)
 
 
-def _in_address(name: str, value: str) -> Iterator[str]:
+def _secrets_in_url(name: str, value: str) -> Iterator[str]:
     """Yields user names, passwords, keys in queries and paths of webhooks."""
-    for found in _IN_ADDRESS.finditer(value):
+    for found in _IN_URL.finditer(value):
         yield from (found[2], unquote(found[2]))
-    yield from (found[1] for found in _USER_IN_ADDRESS.finditer(value))
+    yield from (found[1] for found in _USER_IN_URL.finditer(value))
     try:
         parts = urlsplit(value.strip())
     except ValueError:
@@ -349,12 +349,12 @@ def _in_address(name: str, value: str) -> Iterator[str]:
         yield parts.username
 
 
-def _in_file(path: Path) -> Iterator[str]:
+def _secrets_in_file(path: Path) -> Iterator[str]:
     text = path.read_text("utf-8")
     if path.name == "settings":
         for line in text.splitlines():
             key, _, value = line.partition("=")
-            yield from _in_value(key.strip(), value.strip())
+            yield from _secrets_in_value(key.strip(), value.strip())
     elif "netrc" in path.name or re.search(r"\bmachine\b", text):
         yield from filter(_is_distinct, re.findall(r"\bpassword\s+(\S+)", text))
     else:
@@ -363,7 +363,7 @@ def _in_file(path: Path) -> Iterator[str]:
 
 def _is_distinct(value: str) -> bool:
     """Returns whether a value can be told from ordinary text, so that it may be replaced."""
-    if len(value) < SHORTEST or value.lower() in _ordinary():
+    if len(value) < MIN_SECRET_LENGTH or value.lower() in _ordinary_names():
         return False
     if len(value) < PLAIN_WORD and _NUMBER.fullmatch(value):
         return False
@@ -372,7 +372,7 @@ def _is_distinct(value: str) -> bool:
 
 
 @cache
-def _ordinary() -> frozenset[str]:
+def _ordinary_names() -> frozenset[str]:
     """Returns names of this user, machine and folder, in lower case."""
     home = os.path.expanduser("~")
     found = {home, home.rpartition("/")[2], socket.gethostname()}

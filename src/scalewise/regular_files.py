@@ -32,12 +32,12 @@ def open_binary(path: Path) -> BufferedReader:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            check(path)
+            check_regular(path)
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise _irregular(path, mode)
+        raise _irregular_reason(path, mode)
     return os.fdopen(descriptor, "rb")
 
 
@@ -52,17 +52,17 @@ def read_text(path: Path, errors: str = "strict") -> str:
     return read_bytes(path).decode("utf-8", errors).replace("\r\n", "\n")
 
 
-def check(path: Path) -> None:
+def check_regular(path: Path) -> None:
     """Raises ``IrregularFileError`` for what exists and is no regular file, without opening it."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
         return
     if not stat.S_ISREG(mode):
-        raise _irregular(path, mode)
+        raise _irregular_reason(path, mode)
 
 
-def _irregular(path: Path, mode: int) -> IrregularFileError:
+def _irregular_reason(path: Path, mode: int) -> IrregularFileError:
     kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
     reason = f"{path} is {kind}, not a regular file"
     return IrregularFileError.one("", "", reason, "remove it, or put a copy of the file back")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 
-from scalewise.output import printable
+from scalewise.console import printable
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w/.*?@%+-]*", re.ASCII)
 _SPECIAL_IN_DOUBLE_QUOTES = re.compile(r'["$`\\!]')
@@ -23,14 +23,14 @@ _SPECIAL_IN_KEYS = re.compile(r"([\\()\[\]{}:=, \t])")
 _WORDS = {"null", "true", "false", "nan", "inf"}
 
 
-def typed(key: str, value: object) -> str:
+def format_override(key: str, value: object) -> str:
     """Returns :func:`override` as one word of a shell."""
     return shell_word(override(key, value))
 
 
 def override(key: str, value: object) -> str:
     """Returns ``key=value`` as Hydra reads it back as ``value``, no shell in between."""
-    return f"{key}={_for_hydra(value)}"
+    return f"{key}={_quote_for_hydra(value)}"
 
 
 def shell_word(text: object) -> str:
@@ -56,16 +56,16 @@ def _for_printf(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
 
 
-def _for_hydra(value: object) -> str:
+def _quote_for_hydra(value: object) -> str:
     if isinstance(value, Enum):
-        return _for_hydra(value.name)
+        return _quote_for_hydra(value.name)
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_for_hydra, value))}]"
+        return f"[{','.join(map(_quote_for_hydra, value))}]"
     if isinstance(value, Mapping):
         keys = {_SPECIAL_IN_KEYS.sub(r"\\\1", str(key)): entry for key, entry in value.items()}
-        return f"{{{','.join(f'{key}:{_for_hydra(entry)}' for key, entry in keys.items())}}}"
+        return f"{{{','.join(f'{key}:{_quote_for_hydra(entry)}' for key, entry in keys.items())}}}"
     if not isinstance(value, str | PurePath):
         return str(value)
     text = str(value)
@@ -73,8 +73,8 @@ def _for_hydra(value: object) -> str:
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation of OmegaConf's
     # Hydra reads a backslash as itself, but before a quote.
-    return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", _escape, text) + "'"
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     return found[1] * 2 + ("\\'" if found[2] else "")

@@ -7,16 +7,16 @@ MICRO = 1e-6
 MEGA = 1e6
 GIGA = 1e9
 TERA = 1e12
-LARGEST = 2**63 - 1
+MAX_NUMBER = 2**63 - 1
 """The largest integer that torch and the files of a run can hold."""
 
 
-def bytes_text(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Returns ``count`` bytes in binary units: ``4.13 GiB``, ``512 KiB``."""
-    return _scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"), KIB)
+    return _scale(count, ("B", "KiB", "MiB", "GiB", "TiB"), KIB)
 
 
-def seconds_text(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Returns a duration: ``85 us``, ``640 ms``, ``12.4 s``, ``3 min 05 s``, ``1 h 04 min``."""
     if 0 < round(seconds / MICRO) < 1000:
         return f"{seconds / MICRO:.0f} us"
@@ -31,17 +31,17 @@ def seconds_text(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def count_text(count: float) -> str:
+def format_count(count: float) -> str:
     """Returns a count with a decimal suffix: ``950``, ``1.24 M``, ``8.03 B``."""
-    return _scaled(count, ("", "k", "M", "B", "T"), 1000).rstrip()
+    return _scale(count, ("", "k", "M", "B", "T"), 1000).rstrip()
 
 
-def dollars_text(dollars: float) -> str:
+def format_dollars(dollars: float) -> str:
     """Returns a price: ``$0.42``, ``$7,787``."""
     return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:,.2f}"
 
 
-def _scaled(count: float, units: tuple[str, ...], base: int) -> str:
+def _scale(count: float, units: tuple[str, ...], base: int) -> str:
     """Returns a count in the unit in which it is at least 1 and, rounded, below ``base``."""
     shown, digits, place = float(count), 0, 0
     while abs(round(shown, digits)) >= base and place < len(units) - 1:

@@ -8,16 +8,16 @@ from fixtures.layouts import marks
 
 import scalewise
 from scalewise.bench import calibrate, profile
-from scalewise.measure.steptime import StepClock
-from scalewise.models.decoder import weights
-from scalewise.precision.fp8 import FIRST
+from scalewise.measure.steptime import StepTimer
+from scalewise.models.decoder import state_dict_adapter
+from scalewise.precision.fp8 import FIRST_CAPABILITY
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no fp8 products before Ada")
 SMOKE = ("experiment=smoke", "tracking=none", "hardware=auto", "trainer.validate_every=null")
 
@@ -40,7 +40,7 @@ def test_a_run_trains_and_measures(precision: str, tmp_path: Path) -> None:
 def test_fp32_losses_equal_those_of_the_cpu(tmp_path: Path) -> None:
     """From weights on disk: the two kinds of device draw different random numbers."""
     run = scalewise.compose(SMOKE)
-    weights.export(run.model.build(1).state_dict(), run.model, tmp_path / "start")
+    state_dict_adapter.export_folder(run.model.build(1).state_dict(), run.model, tmp_path / "start")
     tokenizer = run.data.prepare(run.model.vocabulary, run.seed).tokenizer
     losses = []
     for hardware in ("cpu", "auto"):
@@ -120,7 +120,7 @@ def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
 def test_the_clock_reads_the_device_and_not_the_host() -> None:
     device = torch.device("cuda")
     matrix = torch.randn(4096, 4096, device=device)
-    clock = StepClock(device)
+    clock = StepTimer(device)
     for phase in ("data", "forward", "backward", "optimizer"):
         clock.mark(phase)
         if phase == "forward":
@@ -164,8 +164,8 @@ def test_the_peak_is_near_the_one_foreseen(parts: tuple[str, ...], tmp_path: Pat
 
 def test_a_device_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file = calibrate.calibrated(scalewise.compose(SMOKE), calibrate.Options(seconds=0.2))
-    figures = profile.figures(file)
+    file = calibrate.calibrate(scalewise.compose(SMOKE), calibrate.CalibrateOptions(seconds=0.2))
+    figures = profile.measured_figures(file)
     for name in ("bf16_reached_tflops", "bandwidth_share", "launch_us", "host_link_gb_per_s"):
         value = figures[name]
         assert isinstance(value, float)

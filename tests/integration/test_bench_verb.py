@@ -11,7 +11,7 @@ import pytest
 import yaml
 from fixtures.doors import TINY, Doors
 
-from scalewise.bench import wire
+from scalewise.bench import throttled_link
 from scalewise.bench.parallel import BOUND, LAUNCH_BOUND
 
 SMALL = ("collectives", "largest_kib=1024", "seconds=0.02")
@@ -75,7 +75,9 @@ def test_a_step_costs_what_a_hand_written_one_does(scalewise: Doors) -> None:
     assert min(found["launch_s"]["all"]) <= LAUNCH_BOUND
 
 
-needs_a_cable = pytest.mark.skipif(bool(wire.obstacle()), reason=wire.obstacle())
+needs_a_cable = pytest.mark.skipif(
+    bool(throttled_link.missing_requirement()), reason=throttled_link.missing_requirement()
+)
 
 TALK = """
 import socket, sys
@@ -92,7 +94,7 @@ else:
 
 @needs_a_cable
 def test_a_cable_is_as_slow_as_asked() -> None:
-    with wire.Wire() as cable:
+    with throttled_link.ThrottledLink() as cable:
         cable.shape(40)
         line = ["ip", "netns", "exec"]
         talk = [sys.executable, "-c", TALK]

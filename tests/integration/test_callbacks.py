@@ -10,7 +10,7 @@ from fixtures.doors import same_weights
 from fixtures.jobs import Job
 
 from scalewise.checkpoints import store
-from scalewise.verbs import evaluate
+from scalewise.commands import evaluate
 
 
 def test_early_stopping_ends_a_run_well(job: Job) -> None:
@@ -27,7 +27,7 @@ def test_ema_is_validated_and_saved_next_to_the_weights(job: Job) -> None:
     assert averaged.column("train/loss") == plain.column("train/loss")
     assert averaged.column("val/loss") != plain.column("val/loss")
     assert same_weights(averaged.weights(), plain.weights())
-    average = store.whole(averaged.checkpoint(averaged.checkpoints[-1]), store.AVERAGE)
+    average = store.full_tensors(averaged.checkpoint(averaged.checkpoints[-1]), store.AVERAGE)
     assert not same_weights(average, averaged.weights())
 
 

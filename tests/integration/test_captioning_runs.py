@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import scalewise
 from scalewise import cli
-from scalewise.data.shapes import WORDS, Shapes
+from scalewise.data.synthetic_shapes import WORDS, SyntheticShapes
 
 TINY = "experiment=finetune/captioning_tiny"
 
@@ -22,7 +22,7 @@ TINY = "experiment=finetune/captioning_tiny"
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Returns a folder of drawn shapes as files, with their captions and their tokenizer."""
-    splits = Shapes(image_size=48).prepare(len(WORDS), 1)
+    splits = SyntheticShapes(image_size=48).prepare(len(WORDS), 1)
     assert splits.tokenizer is not None
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())
     lines = []

@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert resumed.column(key) == run.column(key), key
     for part in ("model", "optimizer"):
-        ends = [store.whole(one.checkpoint(STEPS), part) for one in (resumed, run)]
+        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (resumed, run)]
         assert same_weights(*ends), part
 
 
@@ -134,8 +134,8 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other(before: str, after: str,
     second = job.of(*SGD, f"parallelism={after}", resume=first.checkpoint(3))
     assert second.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=1e-5)
     assert_close(second.weights(STEPS), whole.weights(STEPS))
-    for name, state in store.whole(whole.checkpoint(STEPS), "optimizer").items():
-        got = store.whole(second.checkpoint(STEPS), "optimizer")[name]
+    for name, state in store.full_tensors(whole.checkpoint(STEPS), "optimizer").items():
+        got = store.full_tensors(second.checkpoint(STEPS), "optimizer")[name]
         scale = float(state.abs().max())
         torch.testing.assert_close(got, state, rtol=1e-4, atol=1e-4 * scale)
 

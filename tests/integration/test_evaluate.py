@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalewise
 from scalewise import cli
+from scalewise.commands import evaluate
+from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError, ConfigError
-from scalewise.evaluation import generation, held_out, live
-from scalewise.models.module import ModelModule
-from scalewise.verbs import evaluate
-from scalewise.verbs.trained import recorded
+from scalewise.evaluation import generation, load_model, validation_metrics
+from scalewise.models.base_module import ModelModule
 
 SMOKE = (
     "experiment=smoke",
@@ -96,11 +96,11 @@ def test_transformers_foretells_and_writes_the_same(
 ) -> None:
     assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
-    told = recorded(plain.path)
+    told = load_trained(plain.path)
     rows = told.splits().validation
     assert rows is not None
-    module = live.model(told, CPU)
-    ours = held_out.measured(module, rows, 3, micro_batch=2)
+    module = load_model.load_model(told, CPU)
+    ours = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
     tokens_BS = torch.from_numpy(rows.gather([0, 1, 2])).long()
     with torch.no_grad():
         logits_BTV = theirs(tokens_BS[:, :-1]).logits
@@ -142,7 +142,7 @@ class Fixed(ModelModule):
 
 
 def draws(module: Fixed, temperature: float, count: int, seed: int = 1) -> list[int]:
-    found = generation.continued(module, [0], 8, temperature, seed)
+    found = generation.generate(module, [0], 8, temperature, seed)
     return [next(found) for _ in range(count)]
 
 

@@ -6,7 +6,7 @@ import pytest
 from fixtures.jobs import Job
 
 from scalewise import ConfigError, compose
-from scalewise.config import tree
+from scalewise.config import paths
 
 SHORT = (
     "experiment=smoke",
@@ -26,7 +26,7 @@ USUAL = ("single", "ddp", "fsdp", "pipeline", "deepspeed_zero3")
     "option",
     [
         pytest.param(option, marks=() if option in USUAL else pytest.mark.exhaustive)
-        for option in tree.names("parallelism")
+        for option in paths.option_names("parallelism")
     ],
 )
 def test_an_option_trains(option: str, job: Job) -> None:

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import scalewise
 from scalewise import cli
 from scalewise.checkpoints import store
-from scalewise.exports import Form, folder
+from scalewise.commands.trained import load_trained
+from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.decoder import weights
-from scalewise.verbs.trained import recorded
+from scalewise.models.decoder import state_dict_adapter
+from scalewise.strategies.single import SingleDevice
 
 PREFIX = "model."
 
@@ -29,9 +29,9 @@ def trained(
     run = scalewise.compose(["experiment=smoke", "tracking=none", "trainer.max_steps=8"])
     result = scalewise.train(run, tmp_path_factory.mktemp("trained") / "run")
     assert result.status == "ok", result.reason
-    checkpoint = store.latest(result.folder / "checkpoints")
+    checkpoint = store.newest_checkpoint(result.folder / "checkpoints")
     assert checkpoint is not None
-    held = store.whole(checkpoint)
+    held = store.full_tensors(checkpoint)
     return run, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
 
 
@@ -41,7 +41,7 @@ def test_the_export_gives_the_same_logits_in_transformers(
     run, state = trained
     module = run.model.build(run.seed)
     module.load_state_dict(state)
-    weights.export(state, run.model, tmp_path)
+    state_dict_adapter.export_folder(state, run.model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens_BT = torch.randint(0, run.model.vocabulary, (2, 32))
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_the_export_starts_a_new_run(
     trained: tuple[scalewise.Run, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     run, state = trained
-    weights.export(state, run.model, tmp_path)
+    state_dict_adapter.export_folder(state, run.model, tmp_path)
     line = ["experiment=smoke", "data=synthetic", "tracking=none", f"model.weights={tmp_path}"]
     started = scalewise.compose(line).model.build(run.seed)
     for name, tensor in started.state_dict().items():
@@ -109,9 +109,9 @@ def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> N
     run = scalewise.compose([*SMOKE, *CASES[case]])
     result = scalewise.train(run, tmp_path / "run")
     assert result.status == "ok", result.reason
-    told = recorded(result.folder)
+    told = load_trained(result.folder)
 
-    ours = SingleLayout(DeviceKind.cpu).build(run)
+    ours = SingleDevice(DeviceKind.cpu).build(run)
     with torch.no_grad():
         begun = ours(TOKENS_BT)
         state = told.state()
@@ -121,9 +121,9 @@ def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> N
     assert (trained - begun).abs().max() > 0.05
 
     merged, alone = tmp_path / "merged", tmp_path / "alone"
-    assert folder.write(told, merged, Form.merged) == []
+    assert hf_export.write_export(told, merged, AdapterExport.merged) == []
     assert_close(AutoModelForCausalLM.from_pretrained(merged), trained)
-    assert folder.write(told, alone, Form.alone) == []
+    assert hf_export.write_export(told, alone, AdapterExport.alone) == []
     base = AutoModelForCausalLM.from_pretrained(alone / "base")
     assert_close(PeftModel.from_pretrained(base, alone), trained)
 
@@ -131,11 +131,11 @@ def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> N
         twice = ("adapter=lora", "adapter.rank=8", "adapter.alpha=32", "adapter.targets=[.*]")
         resumed = scalewise.compose([*SMOKE, *twice, f"adapter.resume={alone}"])
         with torch.no_grad():
-            again = SingleLayout(DeviceKind.cpu).build(resumed)(TOKENS_BT)
+            again = SingleDevice(DeviceKind.cpu).build(resumed)(TOKENS_BT)
         torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4)
         return
     resumed = scalewise.compose([*SMOKE, *CASES[case], f"adapter.resume={alone}"])
-    for name, parameter in SingleLayout(DeviceKind.cpu).build(resumed).named_parameters():
+    for name, parameter in SingleDevice(DeviceKind.cpu).build(resumed).named_parameters():
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
 

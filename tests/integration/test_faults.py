@@ -193,7 +193,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
     assert "No space left on device" in failed.status["reason"]
     kept = failed.checkpoints
     assert kept, "the first fits"
-    assert store.latest(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
+    assert store.newest_checkpoint(failed.path / "checkpoints") == failed.checkpoint(kept[-1])
     assert not list((failed.path / "checkpoints").glob(".partial-*"))
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from fixtures.doors import Doors
 
-from scalewise.plan.plan import planned
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 WIDE = (
     "experiment=smoke",
@@ -43,13 +43,13 @@ LINES = [
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line) or "single")
 def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, scalewise: Doors) -> None:
     run = compose(*WIDE, *line)
-    free = planned(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
+    free = build_plan(replace(run, launch=replace(run.launch, memory_limit_gib=1e3))).fit
     least, _, most = free.reserved
     for limit, verdict, code in (
-        (0.9 * least, Verdict.out_of_memory, 3),
-        (1.01 * most, Verdict.fits, 0),
+        (0.9 * least, FitStatus.out_of_memory, 3),
+        (1.01 * most, FitStatus.fits, 0),
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
-        assert planned(compose(*WIDE, *line, launch)).fit.verdict is verdict
+        assert build_plan(compose(*WIDE, *line, launch)).fit.verdict is verdict
         ended = scalewise(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
         assert ended.code == code, ended.said

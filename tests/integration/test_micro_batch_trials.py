@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from fixtures.doors import UNTRACKED, Doors
 
-from scalewise.launch import trial
-from scalewise.plan.sizing import sized, ways
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
+from scalewise.launch import memory_probe_run
+from scalewise.planner.auto_micro_batch import choose_by_probes, micro_batch_options
+from scalewise.planner.fit_check import FitStatus
+from scalewise.run_config import RunConfig
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 LONG = (
     *UNTRACKED,
     "hardware=cpu",
@@ -36,12 +36,14 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
     layout: str, compose: Compose
 ) -> None:
     run = compose(*LONG, f"parallelism={layout}")
-    assert {way.verdict for way in ways(run)} == {Verdict.fits}
+    assert {way.verdict for way in micro_batch_options(run)} == {FitStatus.fits}
 
-    def limited(tried: Run) -> str:
-        return trial.status(replace(tried, launch=replace(tried.launch, memory_limit_gib=0.5)))
+    def limited(tried: RunConfig) -> str:
+        return memory_probe_run.probe_status(
+            replace(tried, launch=replace(tried.launch, memory_limit_gib=0.5))
+        )
 
-    found = sized(run, limited)
+    found = choose_by_probes(run, limited)
     ends = {trial.rows: trial.status for trial in found.trials}
     largest = 64 // run.parallelism.data_parallel_size
     assert [*ends] == [largest >> step for step in range(len(ends))]

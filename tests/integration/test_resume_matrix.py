@@ -12,7 +12,7 @@ from fixtures.matrix import FURTHER
 
 from scalewise import ConfigError, compose
 from scalewise.checkpoints import store
-from scalewise.config import tree
+from scalewise.config import paths
 
 STEPS = 6
 SEED = 23
@@ -36,7 +36,7 @@ CODED = ("adamw_8bit", "adamw_4bit")
 
 def of_group(group: str) -> dict[str, tuple[str, ...]]:
     """Returns every option of a group with the overrides that it needs beside it."""
-    plain = {name: (f"{group}={name}",) for name in tree.names(group)}
+    plain = {name: (f"{group}={name}",) for name in paths.option_names(group)}
     return {**plain, **FURTHER.get(group, {})}
 
 
@@ -89,5 +89,5 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert resumed.column(key) == whole.column(key), key
     for part in store.TENSORS:
-        ends = [store.whole(run.checkpoint(STEPS), part) for run in (resumed, whole)]
+        ends = [store.full_tensors(run.checkpoint(STEPS), part) for run in (resumed, whole)]
         assert same_weights(*ends), part

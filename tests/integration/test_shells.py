@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from fixtures.fixes import alternatives, value_of
 
-from scalewise.typed_override import typed
+from scalewise.typed_override import format_override
 
 CHARACTERS = "ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`" + "\n\t\r\x1b\u200bé語"
 PIECES = [*CHARACTERS, "${a}", "$(b)", "\\\n"]
@@ -36,7 +36,7 @@ def values() -> list[object]:
 def test_values_survive_a_shell(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    words = [typed("key", value) for value in values()]
+    words = [format_override("key", value) for value in values()]
     for word in words:
         assert alternatives(f"set {word}, or leave it out") == [[word]]
     script = f"printf '%s\\0' {' '.join(words)}"

@@ -12,8 +12,8 @@ import pytest
 from fixtures.doors import TINY, Doors, Ended, Folder
 
 from scalewise import compose
-from scalewise.plan.host import checkpoint_bytes
-from scalewise.tracking.names import METRICS, TIMES
+from scalewise.planner.host_memory import checkpoint_bytes
+from scalewise.tracking.metric_names import METRICS, TIMES
 
 ONCE = "measured in one step"
 JOINT = "time/forward_backward_s"

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def publish(folder: Path, **where: str | None) -> str:
-    return wandb_report.publish(folder, **({"entity": None, "project": "trials"} | where))
+    return wandb_report.publish_report(folder, **({"entity": None, "project": "trials"} | where))
 
 
 class TestPublish:
@@ -120,7 +120,7 @@ class TestPublish:
 
 class TestDashboard:
     def test_is_made_with_its_sections(self, server: WandbServer, views: Views) -> None:
-        url = workspace.save("overview", entity=None, project="trials")
+        url = workspace.save_workspace("overview", entity=None, project="trials")
         (view,) = views.of("project-view")
         assert view.given["displayName"] == "overview"
         sections = view.spec["section"]["panelBankConfig"]["sections"]
@@ -134,13 +134,13 @@ class TestDashboard:
     def test_again_it_is_the_same_and_keeps_what_people_set(
         self, server: WandbServer, views: Views
     ) -> None:
-        first = workspace.save("overview", entity=None, project="trials")
+        first = workspace.save_workspace("overview", entity=None, project="trials")
         (view,) = views.of("project-view")
         spec = view.spec
         spec["section"]["runSets"][0]["search"] = {"query": "mine"}
         spec["section"]["panelBankConfig"]["sections"] = []
         view.given["spec"] = json.dumps(spec)
-        assert workspace.save("overview", entity=None, project="trials") == first
+        assert workspace.save_workspace("overview", entity=None, project="trials") == first
         (view,) = views.of("project-view")
         assert view.saves == 2
         assert view.spec["section"]["runSets"][0]["search"]["query"] == "mine"
@@ -148,7 +148,7 @@ class TestDashboard:
 
     def test_another_name_is_another(self, server: WandbServer, views: Views) -> None:
         for name in ("overview", "mine"):
-            workspace.save(name, entity=None, project="trials")
+            workspace.save_workspace(name, entity=None, project="trials")
         assert len(views.of("project-view")) == 2
 
     def test_from_the_command_line(

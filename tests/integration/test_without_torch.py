@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import scalewise as package
-from scalewise.config import tree
+from scalewise.config import paths
 
 
 def stand_on_torch() -> set[str]:
@@ -68,7 +68,7 @@ def test_there_is_no_torch(bare: Path, scalewise: Doors) -> None:
 
 OF_TRANSFORMERS = "finetune/captioning_tiny"
 """What it holds is known by a trace of its model alone, which is torch's."""
-OF_OURS = [name for name in tree.names("experiment") if name != OF_TRANSFORMERS]
+OF_OURS = [name for name in paths.option_names("experiment") if name != OF_TRANSFORMERS]
 
 
 def test_a_model_of_transformers_wants_torch(plan: Plan) -> None:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
+from scalewise.strategies.single import SingleDevice
 
 LORA = (
     "adapter=lora",
@@ -83,7 +83,7 @@ def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference
     assert {name.removeprefix("model.") for name in gradients(run, 2)} == trained
     first = {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in SingleLayout(DeviceKind.cpu).build(spec).named_parameters()
+        for name, tensor in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
     }
     for name, tensor in first.items():
         assert torch.equal(held[name], tensor) == (name not in trained), name
@@ -92,7 +92,7 @@ def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_adapted_model_begins_as_the_model(adapter: str) -> None:
     lines = [[*SHAPE, *LLAMA, *further] for further in ((), ADAPTERS[adapter])]
-    plain, adapted = (SingleLayout(DeviceKind.cpu).build(compose(line)) for line in lines)
+    plain, adapted = (SingleDevice(DeviceKind.cpu).build(compose(line)) for line in lines)
     tokens_BT = torch.arange(64).reshape(2, 32)
     torch.testing.assert_close(adapted(tokens_BT), plain(tokens_BT), rtol=0, atol=2e-6)
 
@@ -155,7 +155,7 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
             use_dora=adapter == "dora",
         )
     inject_adapter_in_model(config, theirs)
-    return SingleLayout(DeviceKind.cpu).build(spec), theirs
+    return SingleDevice(DeviceKind.cpu).build(spec), theirs
 
 
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -177,7 +177,7 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])
 def test_flops_are_those_torch_counts(adapter: str) -> None:
     run = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter], "model.layers=8"])
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(tokens).float().logsumexp(-1).sum().backward()

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from scalewise import ConfigError, Run, compose
+from scalewise.commands.trained import load_trained
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.decoder import weights
-from scalewise.verbs.trained import recorded
+from scalewise.models.decoder import state_dict_adapter
+from scalewise.strategies.single import SingleDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 """PEFT asks for it."""
@@ -58,7 +58,7 @@ def test_a_layout_goes_on_from_what_another_has_trained(
     reference = alone("accumulated", *line)
     assert_equal(run, reference)
     assert reference.column("train/loss")[0] < earlier.column("train/loss")[-1]
-    assert recorded(run.path).adapter.resume == str(earlier.path / "checkpoints/step-00000003")
+    assert load_trained(run.path).adapter.resume == str(earlier.path / "checkpoints/step-00000003")
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -78,7 +78,7 @@ def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
     free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
     earlier = Job(tmp_path, shared_cache).of(*SHAPE, *LLAMA, *LORA, *free)
     module = built(compose([*SHAPE, *LLAMA, *LORA, f"adapter.resume={earlier.path}"]))
-    state = recorded(earlier.path).state()
+    state = load_trained(earlier.path).state()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
@@ -88,8 +88,8 @@ def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapte
 ) -> None:
     earlier = alone("accumulated", *LORA)
     line = (*LORA, f"adapter.resume={earlier.path}")
-    began = recorded(alone("accumulated", *line).path, beginning=True).merged()
-    for name, tensor in recorded(earlier.path).merged().items():
+    began = load_trained(alone("accumulated", *line).path, beginning=True).merged()
+    for name, tensor in load_trained(earlier.path).merged().items():
         assert torch.equal(began[name], tensor), name
     pairs = ["objective=dpo", "data.pairs=true"]
     assert compose([*SHAPE, *LLAMA, *LORA, *pairs]).asks_each_pass
@@ -97,7 +97,7 @@ def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapte
 
 
 def built(run: Run) -> nn.Module:
-    return SingleLayout(DeviceKind.cpu).build(run)
+    return SingleDevice(DeviceKind.cpu).build(run)
 
 
 LLAMA_LAYERS = ["q_proj", "up_proj", "down_proj"]
@@ -175,7 +175,7 @@ def written(tmp_path: Path) -> Written:
         config, (kind, *further) = WRITTEN[case]
         shape = [*SHAPE, *(GPT2 if case.startswith("fused") else LLAMA)]
         run, base, folder = compose(shape), tmp_path / "base", tmp_path / "adapter"
-        weights.export(run.model.build(1).state_dict(), run.model, base)
+        state_dict_adapter.export_folder(run.model.build(1).state_dict(), run.model, base)
         own = deepcopy(config)  # PEFT writes the base into it
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), own)
         generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from scalewise import compose
 from scalewise.checkpoints import store
-from scalewise.verbs.trained import recorded
+from scalewise.commands.trained import load_trained
 
 DECAY, STEPS = 0.6, 4
 STEPPED = (
@@ -53,7 +53,7 @@ def single(job: Job) -> Folder:
 
 
 def average(run: Folder, step: int) -> dict[str, torch.Tensor]:
-    return store.whole(run.checkpoint(step), store.AVERAGE)
+    return store.full_tensors(run.checkpoint(step), store.AVERAGE)
 
 
 def averaged_by_torch(steps: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def test_one_device_averages_as_torch_does(plain: Folder, single: Folder) -> Non
 
 
 def test_the_average_is_given_away(single: Folder) -> None:
-    told = recorded(single.path)
+    told = load_trained(single.path)
     assert told.averaged
     given = {f"model.{name}": tensor for name, tensor in told.state().items()}
     held = average(single, STEPS)
@@ -136,7 +136,7 @@ def test_a_run_resumed_after_its_end_trains_from_the_weights(
 def test_an_average_begins_where_it_is_told_to(job: Job, plain: Folder) -> None:
     late = ("+callbacks.ema.update_starting_at_step=1", "+callbacks.ema.update_every_n_steps=2")
     run = job.of(*RUN, *EMA, *late, "trainer.micro_batch=12")
-    has = [store.has(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
+    has = [store.has_tensors(run.checkpoint(step), store.AVERAGE) for step in (1, 2, 3)]
     assert has == [False, False, True]
     assert same_weights(average(run, 3), plain.weights(3))
     assert run.column("val/loss")[:2] == plain.column("val/loss")[:2]

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import cli
-from scalewise.data.loader import Loader, Share
+from scalewise.data.dataloader import BatchShare, TrainLoader
 from scalewise.evaluation import captions
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.hf.image_text import ImageTextModule
-from scalewise.models.hf.spec import HuggingFace, Init
+from scalewise.models.hf.config import HuggingFaceConfig, InitKind
+from scalewise.models.hf.vision_language import VisionLanguageModule
+from scalewise.strategies.single import SingleDevice
 
 
 @pytest.fixture(params=PICTURING)
@@ -28,7 +28,7 @@ def stack(request: pytest.FixtureRequest, stacked: Callable[[str], Stacked]) -> 
 
 def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
-    spec, sequence = HuggingFace(path=str(stack.folder)), 9
+    spec, sequence = HuggingFaceConfig(path=str(stack.folder)), 9
     module = spec.build(1)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, sequence))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
@@ -45,11 +45,11 @@ def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
 
 def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: Stacked) -> None:
     run = stack.run("adapter=lora", "model.init=random", "model.depth=8")
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, 9))
     with FlopCounterMode(display=False) as counted:  # it counts no attention on the CPU
         module(pixels, labels.long()).sum().backward()
-    assert isinstance(run.model, HuggingFace)
+    assert isinstance(run.model, HuggingFaceConfig)
     assert run.model.facts.picture is not None
     attended = (9 + QUERIES) ** 2
     if stack.encodes:
@@ -85,7 +85,7 @@ def test_a_plan_that_does_not_fit_is_given_a_cure(capsys: pytest.CaptureFixture[
 
 
 def test_fresh_query_tokens_are_drawn(stack: Stacked) -> None:
-    spec = HuggingFace(path=str(stack.folder), init=Init.random)
+    spec = HuggingFaceConfig(path=str(stack.folder), init=InitKind.random)
     drawn = dict(spec.build(7).named_parameters())["head.query_tokens"]
     assert drawn.std().item() == pytest.approx(0.02, rel=0.2)
 
@@ -94,17 +94,17 @@ def test_captions_are_held_out_and_written_as_by_transformers(stack: Stacked) ->
     run, peer = stack.run(), stack.theirs()
     rows = run.data.prepare(32, run.seed).validation
     assert rows is not None
-    module = HuggingFace(path=str(stack.folder)).build(1)
-    assert isinstance(module, ImageTextModule)
-    found = captions.measured(module, rows, 10, 4, {0})
-    (batch,) = Loader(rows, Share(10, 10), seed=None, steps=1)
+    module = HuggingFaceConfig(path=str(stack.folder)).build(1)
+    assert isinstance(module, VisionLanguageModule)
+    found = captions.measure_captions(module, rows, 10, 4, {0})
+    (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=None, steps=1)
     given = stack.asked(batch)
     with torch.no_grad():
         assert found.loss == pytest.approx(peer(**given).loss.item(), rel=1e-5)
     assert found.labels == int((batch["labels"] != -100).sum())
-    tokens = captions.written(module, batch["inputs"], 0.0, 1)
+    tokens = captions.generate_captions(module, batch["inputs"], 0.0, 1)
     ids_BT = torch.stack([next(tokens) for _ in range(9)], dim=1)
     how: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "use_cache": False}
     wanted_BT = peer.generate(given["pixel_values"], eos_token_id=None, **how)
     assert torch.equal(ids_BT, wanted_BT[:, -9:])
-    assert found.told[0][1] == captions.until(ids_BT[0].tolist(), {0})
+    assert found.told[0][1] == captions.truncate_at_end(ids_BT[0].tolist(), {0})

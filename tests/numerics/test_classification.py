@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
 from scalewise import ConfigError, compose
-from scalewise.models.decoder.spec import Decoder
+from scalewise.models.decoder.config import DecoderConfig
 
 CLASSES = (
     "objective=classification",
@@ -48,7 +48,7 @@ def test_a_layout_takes_the_steps_of_one_device(
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_logits_are_those_of_transformers(spec: Decoder, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(spec: DecoderConfig, tmp_path: Path) -> None:
     model = replace(spec, classes=3, tied=False)
     module, tokens_BT = model.build(1).eval(), tokens(model)
     model.export(module.state_dict(), tmp_path)

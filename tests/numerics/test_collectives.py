@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scalewise import compose
-from scalewise.layouts.ddp import CONSTANT_BUFFERS
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
+from scalewise.strategies.ddp import CONSTANT_BUFFERS
 
 THIRD_STEP = (
     "optimizer=sgd",
@@ -198,7 +198,7 @@ def whole(messages: Messages) -> Messages:
     return Counter({(kind, ranks, size): 1 for (kind, ranks), size in sums.items()})
 
 
-def declared(run: Run, rank: int) -> Messages:
+def declared(run: RunConfig, rank: int) -> Messages:
     messages: Messages = Counter()
     for each in run.parallelism.collectives(run, rank):
         ranks = run.parallelism.ranks_along(each.axes, rank)

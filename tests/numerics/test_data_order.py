@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.data.order import Order, permutation
-from scalewise.data.rows import PackedRows, RandomRows
+from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.data.datasets import PackedDataset, RandomDataset
+from scalewise.data.shuffle_order import ShuffleOrder, epoch_permutation
 from scalewise.objectives import IGNORED
 
 SEQUENCE = 4
@@ -16,7 +16,7 @@ SEQUENCE = 4
 
 def numbered(rows):
     """Row i holds the tokens i * SEQUENCE and on, so that a batch tells its indices."""
-    return PackedRows([np.arange(rows * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
+    return PackedDataset([np.arange(rows * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
 
 
 def indices(batch):
@@ -26,7 +26,7 @@ def indices(batch):
 
 
 def shares(global_batch, micro_batch, ranks):
-    return [Share(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
+    return [BatchShare(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
 
 
 cuts = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
@@ -36,7 +36,7 @@ cuts = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
 @given(cuts, st.integers(1, 200), st.integers(0, 2**32))
 def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
-    held, order = numbered(rows), Order(rows, seed, cut[0])
+    held, order = numbered(rows), ShuffleOrder(rows, seed, cut[0])
     for step in (0, 1, 7):
         read = []
         for micro_step in range(step * (n := shares(*cut)[0].accumulation), (step + 1) * n):
@@ -53,42 +53,42 @@ def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
 @given(cuts)
 def test_a_share_has_no_more_micro_steps_than_it_needs(cut):
     global_batch, micro_batch, ranks = cut
-    needed = Share(*cut[:2], 0, ranks).accumulation
+    needed = BatchShare(*cut[:2], 0, ranks).accumulation
     assert (needed - 1) * micro_batch * ranks < global_batch <= needed * micro_batch * ranks
     even = global_batch % (micro_batch * ranks) == 0
-    assert Share(*cut[:2], 0, ranks).masks(numbered(3)) == (not even)
-    assert Share(*cut[:2], 0, ranks).masks(RandomRows(0, 9, 0, 9, SEQUENCE, 0.1))
+    assert BatchShare(*cut[:2], 0, ranks).masks(numbered(3)) == (not even)
+    assert BatchShare(*cut[:2], 0, ranks).masks(RandomDataset(0, 9, 0, 9, SEQUENCE, 0.1))
 
 
 @settings(deadline=None, max_examples=60)
 @given(rows=st.integers(1, 60), seed=st.integers(0, 2**63), global_batch=st.integers(1, 80))
 def test_every_row_comes_once_per_epoch(rows, seed, global_batch):
-    order, epochs = Order(rows, seed, global_batch), 3
+    order, epochs = ShuffleOrder(rows, seed, global_batch), 3
     steps = -(-rows * epochs // global_batch)
     read = np.concatenate([order.indices(s, 0, global_batch) for s in range(steps)])
     for epoch in range(epochs):
         one = read[epoch * rows : (epoch + 1) * rows]
         assert sorted(one) == list(range(rows))
-        np.testing.assert_array_equal(one, permutation(rows, seed, epoch))
+        np.testing.assert_array_equal(one, epoch_permutation(rows, seed, epoch))
 
 
 def test_epochs_and_seeds_differ():
-    orders = {tuple(permutation(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {tuple(epoch_permutation(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
 
 
 def test_the_order_is_what_it_was():
-    assert permutation(8, 1234, 0).tolist() == [7, 3, 0, 1, 4, 2, 5, 6]
+    assert epoch_permutation(8, 1234, 0).tolist() == [7, 3, 0, 1, 4, 2, 5, 6]
 
 
 def test_a_stored_order_wraps():
-    assert Order(3, None, 4).indices(0, 0, 4).tolist() == [0, 1, 2, 0]
+    assert ShuffleOrder(3, None, 4).indices(0, 0, 4).tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("rows", "global_batch"), [(0, 4), (4, 0)])
 def test_an_order_of_nothing_is_refused(rows, global_batch):
     with pytest.raises(ValueError, match="cannot fill a global batch"):
-        Order(rows, 0, global_batch)
+        ShuffleOrder(rows, 0, global_batch)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_an_order_of_nothing_is_refused(rows, global_batch):
 )
 def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
     rows = numbered(21)
-    whole = [indices(batch) for batch in Loader(rows, Share(8, 8), seed=3, steps=6)]
+    whole = [indices(batch) for batch in TrainLoader(rows, BatchShare(8, 8), seed=3, steps=6)]
     loaders = [
-        iter(Loader(rows, Share(8, micro_batch, rank, ranks), seed=3, steps=6))
+        iter(TrainLoader(rows, BatchShare(8, micro_batch, rank, ranks), seed=3, steps=6))
         for rank in range(ranks)
     ]
     for expected in whole:
@@ -112,7 +112,7 @@ def test_rows_of_a_step_do_not_depend_on_the_layout(ranks, micro_batch):
 @pytest.mark.parametrize("stop", [0, 1, 5, 11])
 def test_a_resumed_loader_gives_the_batches_that_were_left(stop):
     def loader(**more):
-        return Loader(numbered(13), Share(4, 2), seed=0, steps=6, **more)
+        return TrainLoader(numbered(13), BatchShare(4, 2), seed=0, steps=6, **more)
 
     whole = list(loader())
     assert len(whole) == len(loader()) == 12
@@ -134,7 +134,7 @@ def test_a_resumed_loader_gives_the_batches_that_were_left(stop):
 
 def test_validation_reads_the_same_rows_in_every_layout_and_again():
     rows = numbered(19)
-    alone = ValidationLoader(rows, Share(16, 8))
+    alone = ValidationLoader(rows, BatchShare(16, 8))
     assert [indices(batch) for batch in alone] == [list(range(8)), list(range(8, 16))]
     assert len(list(alone)) == len(alone) == 2
     ranks = [ValidationLoader(rows, share) for share in shares(16, 2, 2)]
@@ -159,7 +159,7 @@ def test_validation_reads_each_row_once_on_any_ranks(rows, global_batch, ranks, 
 
 
 def test_rows_that_fill_up_are_tokens_and_no_labels():
-    first, second = Loader(numbered(9), Share(3, 2), seed=0, steps=1)
+    first, second = TrainLoader(numbered(9), BatchShare(3, 2), seed=0, steps=1)
     assert (first["labels"] != IGNORED).all()
     assert (second["labels"][1] == IGNORED).all()
     for batch in (first, second):
@@ -167,15 +167,15 @@ def test_rows_that_fill_up_are_tokens_and_no_labels():
         assert (batch["inputs"] >= 0).all()
 
 
-MASKED = RandomRows(3, 50, 0, 23, 16, masked_share=0.4)
+MASKED = RandomDataset(3, 50, 0, 23, 16, masked_share=0.4)
 
 
 @settings(deadline=None, max_examples=60)
 @given(cuts)
 def test_the_first_micro_batch_of_a_step_counts_its_labels(cut):
     steps = 4
-    alone = list(Loader(MASKED, Share(cut[0], cut[0]), seed=1, steps=steps))
-    loaders = [Loader(MASKED, share, seed=1, steps=steps) for share in shares(*cut)]
+    alone = list(TrainLoader(MASKED, BatchShare(cut[0], cut[0]), seed=1, steps=steps))
+    loaders = [TrainLoader(MASKED, share, seed=1, steps=steps) for share in shares(*cut)]
     every = shares(*cut)[0].accumulation
     totals, counted = np.zeros(steps, int), np.zeros(steps, int)
     for loader in loaders:
@@ -187,17 +187,19 @@ def test_the_first_micro_batch_of_a_step_counts_its_labels(cut):
     assert counted.tolist() == [int(batch["labels_of_step"]) for batch in alone]
 
 
-@pytest.mark.parametrize("share", [Share(8, 8), Share(8, 4), Share(8, 3), Share(8, 3, 2, 3)])
+@pytest.mark.parametrize(
+    "share", [BatchShare(8, 8), BatchShare(8, 4), BatchShare(8, 3), BatchShare(8, 3, 2, 3)]
+)
 def test_rows_without_masks_count_none(share):
     assert all(
-        "labels_of_step" not in batch for batch in Loader(numbered(9), share, seed=0, steps=2)
+        "labels_of_step" not in batch for batch in TrainLoader(numbered(9), share, seed=0, steps=2)
     )
 
 
 def test_masked_tokens_are_inputs_and_no_labels():
-    plain = RandomRows(3, 50, 0, 23, 16)
+    plain = RandomDataset(3, 50, 0, 23, 16)
     masked, whole = (
-        next(iter(Loader(rows, Share(8, 8), seed=1, steps=1))) for rows in (MASKED, plain)
+        next(iter(TrainLoader(rows, BatchShare(8, 8), seed=1, steps=1))) for rows in (MASKED, plain)
     )
     assert torch.equal(masked["inputs"], whole["inputs"])
     kept = masked["labels"] != IGNORED
@@ -205,12 +207,12 @@ def test_masked_tokens_are_inputs_and_no_labels():
     assert 0.4 < kept.float().mean() < 0.8
 
 
-@pytest.mark.parametrize("share", [Share(5, 2), Share(5, 2, 1, 2), Share(4, 2)])
+@pytest.mark.parametrize("share", [BatchShare(5, 2), BatchShare(5, 2, 1, 2), BatchShare(4, 2)])
 @pytest.mark.parametrize("rows", [numbered(13), MASKED], ids=["plain", "masked"])
 def test_a_resumed_uneven_loader_gives_the_batches_that_were_left(rows, share):
-    whole = list(Loader(rows, share, seed=0, steps=5))
+    whole = list(TrainLoader(rows, share, seed=0, steps=5))
     stop = 2 * share.accumulation
-    rest = list(Loader(rows, share, seed=0, steps=5, start=stop))
+    rest = list(TrainLoader(rows, share, seed=0, steps=5, start=stop))
     assert len(rest) == 3 * share.accumulation
     for batch, expected in zip(rest, whole[stop:], strict=True):
         assert batch.keys() == expected.keys()
@@ -218,7 +220,7 @@ def test_a_resumed_uneven_loader_gives_the_batches_that_were_left(rows, share):
 
 
 def test_labels_are_the_inputs_one_place_on_and_share_their_memory():
-    batch = next(iter(Loader(numbered(5), Share(2, 2), seed=0, steps=1)))
+    batch = next(iter(TrainLoader(numbered(5), BatchShare(2, 2), seed=0, steps=1)))
     assert batch["inputs"].dtype == batch["labels"].dtype == torch.int64
     assert batch["inputs"].shape == batch["labels"].shape == (2, SEQUENCE)
     assert torch.equal(batch["inputs"] + 1, batch["labels"])

@@ -24,16 +24,20 @@ from torch.utils import flop_counter
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from scalewise.errors import CheckpointError, ConfigError
-from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
-from scalewise.models.decoder.weights import export, from_hugging_face, load
+from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.state_dict_adapter import (
+    export_folder,
+    from_hf_state_dict,
+    load_state_dict,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def peer_config(spec: Decoder) -> PreTrainedConfig:
+def peer_config(spec: DecoderConfig) -> PreTrainedConfig:
     """Returns Hugging Face's config of a spec, written here apart from what ``export`` writes."""
-    if spec.position is Position.learned:
+    if spec.position is PositionKind.learned:
         return GPT2Config(
             vocab_size=spec.vocabulary,
             n_positions=spec.context,
@@ -69,7 +73,7 @@ def peer_config(spec: Decoder) -> PreTrainedConfig:
     )
 
 
-def peer(spec: Decoder, seed: int = 1) -> nn.Module:
+def peer(spec: DecoderConfig, seed: int = 1) -> nn.Module:
     """Returns Hugging Face's model of a spec with every parameter random, norms and biases too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(peer_config(spec)).eval()
@@ -79,29 +83,33 @@ def peer(spec: Decoder, seed: int = 1) -> nn.Module:
 
 
 @torch.no_grad()
-def assert_same_logits(ours: nn.Module, theirs: nn.Module, spec: Decoder) -> None:
+def assert_same_logits(ours: nn.Module, theirs: nn.Module, spec: DecoderConfig) -> None:
     batch = tokens(spec)
     torch.testing.assert_close(ours.eval()(batch), theirs(batch).logits, **EXACT)
 
 
-def read(name: str) -> Decoder:
+def read(name: str) -> DecoderConfig:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     del values["defaults"]
-    enums = {"norm": Norm, "position": Position, "activation": Activation}
-    return Decoder(**{key: enums.get(key, lambda x: x)(value) for key, value in values.items()})
+    enums = {"norm": NormKind, "position": PositionKind, "activation": ActivationKind}
+    return DecoderConfig(
+        **{key: enums.get(key, lambda x: x)(value) for key, value in values.items()}
+    )
 
 
 @each_peer
-def test_logits_are_those_of_hugging_face(spec: Decoder) -> None:
+def test_logits_are_those_of_hugging_face(spec: DecoderConfig) -> None:
     theirs = peer(spec)
     ours = spec.build(0)
-    ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
+    ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     assert_same_logits(ours, theirs, spec)
 
 
 @each_peer
 @pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one-file", "shards"])
-def test_saved_folder_gives_the_same_logits(spec: Decoder, shard: str, tmp_path: Path) -> None:
+def test_saved_folder_gives_the_same_logits(
+    spec: DecoderConfig, shard: str, tmp_path: Path
+) -> None:
     theirs = peer(spec)
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
@@ -109,9 +117,9 @@ def test_saved_folder_gives_the_same_logits(spec: Decoder, shard: str, tmp_path:
 
 
 @each_peer
-def test_exported_folder_gives_the_same_logits(spec: Decoder, tmp_path: Path) -> None:
+def test_exported_folder_gives_the_same_logits(spec: DecoderConfig, tmp_path: Path) -> None:
     ours = replace(spec, initial_std=0.3).build(0)
-    export(ours.state_dict(), spec, tmp_path)
+    export_folder(ours.state_dict(), spec, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same_logits(ours, theirs, spec)
     assert_same_logits(replace(spec, weights=str(tmp_path)).build(0), theirs, spec)
@@ -122,14 +130,14 @@ def test_published_gpt2_names_have_no_prefix_and_carry_masks() -> None:
     bare = {k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     ours = GPT2.build(0)
-    ours.load_state_dict(from_hugging_face(bare, GPT2))
+    ours.load_state_dict(from_hf_state_dict(bare, GPT2))
     assert_same_logits(ours, theirs, GPT2)
 
 
 @pytest.mark.parametrize("spec", HYBRIDS.values(), ids=HYBRIDS.keys())
-def test_shape_without_a_home_is_not_exported(spec: Decoder, tmp_path: Path) -> None:
+def test_shape_without_a_home_is_not_exported(spec: DecoderConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no such model"):
-        export(spec.build(0).state_dict(), spec, tmp_path / "out")
+        export_folder(spec.build(0).state_dict(), spec, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -177,10 +185,10 @@ LOST = json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safete
 )
 def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    export(LLAMA.build(0).state_dict(), LLAMA, folder)
+    export_folder(LLAMA.build(0).state_dict(), LLAMA, folder)
     harm(folder)
     with pytest.raises(CheckpointError, match=reason) as refusal:
-        load(folder, LLAMA)
+        load_state_dict(folder, LLAMA)
     for complaint in refusal.value.complaints:
         assert complaint.key == "model.weights"
         assert str(tmp_path) in str(complaint.value)
@@ -189,9 +197,9 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
 
 
 def test_head_that_is_not_the_embedding_is_not_tied(tmp_path: Path) -> None:
-    export(LLAMA.build(0).state_dict(), LLAMA, tmp_path)
+    export_folder(LLAMA.build(0).state_dict(), LLAMA, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.tied=false"):
-        load(tmp_path, replace(LLAMA, tied=True))
+        load_state_dict(tmp_path, replace(LLAMA, tied=True))
 
 
 def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -199,7 +207,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @each_spec
-def test_census_is_the_module(spec: Decoder) -> None:
+def test_census_is_the_module(spec: DecoderConfig) -> None:
     module = spec.build(0)
     census = [(weight.name, weight.shape) for weight in spec.census()]
     assert census == shapes(module)
@@ -218,7 +226,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
 
 
 @each_spec
-def test_flops_are_those_torch_counts(spec: Decoder) -> None:
+def test_flops_are_those_torch_counts(spec: DecoderConfig) -> None:
     # torch's counter knows flash attention on CUDA only: count the CPU's by the same formulas
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -240,7 +248,7 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
 
 
 @each_spec
-def test_gradient_reaches_every_parameter(spec: Decoder) -> None:
+def test_gradient_reaches_every_parameter(spec: DecoderConfig) -> None:
     module = spec.build(0)
     loss(module, tokens(spec)).backward()
     for name, parameter in module.named_parameters():
@@ -249,7 +257,7 @@ def test_gradient_reaches_every_parameter(spec: Decoder) -> None:
 
 
 @each_spec
-def test_bf16_autocast_is_near_fp32(spec: Decoder) -> None:
+def test_bf16_autocast_is_near_fp32(spec: DecoderConfig) -> None:
     module, batch = spec.build(0), tokens(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         logits = module(batch)
@@ -259,7 +267,7 @@ def test_bf16_autocast_is_near_fp32(spec: Decoder) -> None:
 
 
 @each_spec
-def test_a_token_does_not_see_those_after_it(spec: Decoder) -> None:
+def test_a_token_does_not_see_those_after_it(spec: DecoderConfig) -> None:
     module, batch = spec.build(0), tokens(spec)
     other = batch.clone()
     other[:, 20:] = (other[:, 20:] + 1) % spec.vocabulary
@@ -271,7 +279,7 @@ def test_a_token_does_not_see_those_after_it(spec: Decoder) -> None:
 @pytest.mark.parametrize(
     ("spec", "relative"), [(LLAMA, True), (GPT2, False)], ids=["rope", "learned"]
 )
-def test_positions_say_where_a_token_is(spec: Decoder, relative: bool) -> None:
+def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> None:
     module, batch = replace(spec, initial_std=0.3).build(0).eval(), tokens(spec, length=24)
     places = torch.arange(24)
 
@@ -294,11 +302,11 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 @each_peer
-def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: Decoder) -> None:
+def test_bf16_module_is_as_near_fp32_as_hugging_face(spec: DecoderConfig) -> None:
     batch, ours_off, theirs_off = tokens(spec), 0.0, 0.0
     for seed in range(8):  # which of the two rounds better differs from weights to weights
         theirs, ours = peer(spec, seed), spec.build(0).eval()
-        ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
+        ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
         with torch.no_grad():
             exact = ours(batch)
             ours_off += (ours.bfloat16()(batch) - exact).abs().mean().item()

@@ -19,9 +19,9 @@ from torchao.float8.float8_linear import Float8Linear
 
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.base import Part
-from scalewise.precision.fp8 import Float8, Recipe
+from scalewise.models.base import StageSlice
+from scalewise.precision.fp8 import Float8, ScalingRecipe
+from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
 FP8 = ("precision=fp8", "precision.compute=fp32")
@@ -36,7 +36,7 @@ SMALLEST = {E4M3: 2.0**-10 / 448, E5M2: 2.0**-17 / 57344}
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> None:
     run = compose([*SHAPE, *shape, *FP8])
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
     linear = {name for name, each in module.named_modules() if isinstance(each, nn.Linear)}
     assert converted == {name for name in linear if name.startswith("blocks.")}
@@ -47,15 +47,15 @@ def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> Non
 
 def test_a_layer_that_16_does_not_divide_stays() -> None:
     run = compose([*SHAPE, *LLAMA, *FP8, "model.feedforward=40"])
-    block = SingleLayout(DeviceKind.cpu).build(run).get_submodule("blocks.0")
+    block = SingleDevice(DeviceKind.cpu).build(run).get_submodule("blocks.0")
     assert not isinstance(block.get_submodule("feedforward.down"), Float8Linear)
     assert isinstance(block.get_submodule("attention.output"), Float8Linear)
 
 
-@pytest.mark.parametrize("recipe", Recipe)
+@pytest.mark.parametrize("recipe", ScalingRecipe)
 @pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_losses_and_gradients_are_those_of_torchaos_conversion(
-    recipe: Recipe, shape: tuple[str, ...]
+    recipe: ScalingRecipe, shape: tuple[str, ...]
 ) -> None:
     run = compose([*SHAPE, *shape, *FP8, f"precision.recipe={recipe}"])
     plain = run.model.build(1)
@@ -80,13 +80,13 @@ def largest_error(a: Tensor, b: Tensor, of_a: float, of_b: float) -> Tensor:
     return off_a @ b + a @ off_b + off_a @ off_b
 
 
-@pytest.mark.parametrize("recipe", Recipe)
-def test_products_err_as_their_formats_do(recipe: Recipe) -> None:
+@pytest.mark.parametrize("recipe", ScalingRecipe)
+def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
     generator = torch.Generator().manual_seed(7)
     x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
     spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
-    module = spec.shape(Part(range(1))).to_empty(device="cpu")
+    module = spec.shape(StageSlice(range(1))).to_empty(device="cpu")
     Float8(recipe=recipe).apply(module, spec, DeviceKind.cpu)
     layer = module.get_submodule("blocks.0.feedforward.up")
     assert isinstance(layer, Float8Linear)
@@ -96,7 +96,7 @@ def test_products_err_as_their_formats_do(recipe: Recipe) -> None:
     y.backward(up)
     assert x.grad is not None
     assert layer.weight.grad is not None
-    weight, of_up = layer.weight.detach(), E5M2 if recipe is Recipe.tensorwise else E4M3
+    weight, of_up = layer.weight.detach(), E5M2 if recipe is ScalingRecipe.tensorwise else E4M3
     for found, a, b, of_a in (
         (y.detach(), x.detach(), weight.T, E4M3),
         (x.grad, up, weight, of_up),

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from scalewise.measure.memory import LiveBytes
-from scalewise.models.base import Part
-from scalewise.models.hf.spec import HuggingFace, Init
+from scalewise.models.base import StageSlice
+from scalewise.models.hf.config import HuggingFaceConfig, InitKind
 
 
 def tokens() -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     folder = checkpoints(family, shards)
     assert len([*folder.glob("*.safetensors")]) == 1 or shards == "20KB"
-    spec = HuggingFace(path=str(folder))
+    spec = HuggingFaceConfig(path=str(folder))
     module, wanted = spec.build(1), theirs(folder)
     torch.testing.assert_close(module(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
     held = {name: tuple(each.shape) for name, each in module.named_parameters()}
@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers(
 @torch.no_grad()
 def test_further_architectures_give_their_logits_too(family: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(family)
-    spec = HuggingFace(path=str(folder))
+    spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.complaints()] == []
     ours, wanted = spec.build(1).eval(), theirs(folder)
     torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
@@ -55,7 +55,7 @@ def test_further_architectures_give_their_logits_too(family: str, checkpoints: C
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fresh_weights_are_drawn_for_any_part_alike(family: str, checkpoints: Checkpoints) -> None:
-    spec = HuggingFace(path=str(checkpoints(family)), init=Init.random)
+    spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random)
     whole = dict(spec.build(7).named_parameters())
     for part in spec.stages(4, 32):
         piece = spec.shape(part)
@@ -74,8 +74,8 @@ def eight_ranks() -> Iterator[DeviceMesh]:
 
 
 def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Checkpoints) -> None:
-    spec = HuggingFace(path=str(checkpoints("llama")))
-    module = spec.shape(Part(range(spec.layers)))
+    spec = HuggingFaceConfig(path=str(checkpoints("llama")))
+    module = spec.shape(StageSlice(range(spec.layers)))
     for name, parameter in [*module.named_parameters()]:
         holder, _, key = name.rpartition(".")
         cut = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
@@ -96,12 +96,12 @@ def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Chec
 def test_an_export_is_loaded_by_transformers(
     family: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    spec = HuggingFace(path=str(checkpoints(family)), init=Init.random, depth=3)
+    spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random, depth=3)
     module = spec.build(5)
     spec.export(module.state_dict(), tmp_path / "export")
     found = theirs(tmp_path / "export")
     assert found.config.num_hidden_layers == 3
     torch.testing.assert_close(found(tokens()).logits, module(tokens()), rtol=0, atol=0)
-    again = HuggingFace(path=str(tmp_path / "export"))
+    again = HuggingFaceConfig(path=str(tmp_path / "export"))
     assert [*again.complaints()] == []
     torch.testing.assert_close(again.build(1)(tokens()), module(tokens()), rtol=0, atol=0)

@@ -27,11 +27,11 @@ from transformers.pytorch_utils import Conv1D
 
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.hf.module import HuggingFaceModule
-from scalewise.models.tape import Work
-from scalewise.plan.replays import tapes_of
-from scalewise.precision.fp8 import Recipe
+from scalewise.models.hf.causal_lm import CausalLMModule
+from scalewise.models.op_graph import OpWork
+from scalewise.planner.liveness_cache import model_op_graphs
+from scalewise.precision.fp8 import ScalingRecipe
+from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
 FP8 = ("precision=fp8", "precision.compute=fp32")
@@ -55,17 +55,17 @@ def model_of_transformers(folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("recipe", Recipe)
+@pytest.mark.parametrize("recipe", ScalingRecipe)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_torchaos_conversion(
-    family: str, recipe: Recipe, checkpoints: Checkpoints
+    family: str, recipe: ScalingRecipe, checkpoints: Checkpoints
 ) -> None:
     run = compose([*of_transformers(checkpoints(family), *FP8, f"precision.recipe={recipe}")])
     ours, theirs = (
-        SingleLayout(DeviceKind.cpu).build(run),
+        SingleDevice(DeviceKind.cpu).build(run),
         model_of_transformers(checkpoints(family)),
     )
-    assert isinstance(ours, HuggingFaceModule)
+    assert isinstance(ours, CausalLMModule)
     config = replace(Float8LinearConfig.from_recipe_name(recipe.value), emulate=True)
     head = theirs.get_output_embeddings()
     convert_to_float8_training(
@@ -147,12 +147,12 @@ def test_the_clock_tells_products_in_8_bits_apart(
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )
     was, now = (
-        tapes_of(run.model, run.parallelism.holds(run).shape).block.operators
+        model_op_graphs(run.model, run.parallelism.holds(run).shape).block.operators
         for run in (plain, fp8)
     )
-    products = [each for each in now if each.work is Work.product_fp8]
-    before = [each for each in was if each.work is Work.product]
-    assert not [each for each in now if each.work is Work.product]
+    products = [each for each in now if each.work is OpWork.product_fp8]
+    before = [each for each in was if each.work is OpWork.product]
+    assert not [each for each in now if each.work is OpWork.product]
     assert [each.flops for each in products] == [each.flops for each in before]
     assert [each.backward_flops for each in products] == [2 * each.flops for each in products]
     assert all(min(each.casts) > 0 for each in products)

@@ -30,16 +30,16 @@ from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM
 
 from scalewise import compose
+from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import live
-from scalewise.exports import integers
+from scalewise.evaluation import load_model
+from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.hf.module import HuggingFaceModule
-from scalewise.models.tape import Work
-from scalewise.plan.replays import tapes_of
+from scalewise.models.hf.causal_lm import CausalLMModule
+from scalewise.models.op_graph import OpWork
+from scalewise.planner.liveness_cache import model_op_graphs
 from scalewise.quantization.fake import FakeQuantizedLinear
-from scalewise.verbs.trained import recorded
+from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
 QATS = {
@@ -62,8 +62,8 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(
     family: str, name: str, checkpoints: Checkpoints
 ) -> None:
     run = compose([*of_transformers(checkpoints(family), *QATS[name])])
-    ours = SingleLayout(DeviceKind.cpu).build(run)
-    assert isinstance(ours, HuggingFaceModule)
+    ours = SingleDevice(DeviceKind.cpu).build(run)
+    assert isinstance(ours, CausalLMModule)
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints(family))
     prepared = QATConfig(of_torchao(run), step="prepare")
     linear = {
@@ -119,8 +119,10 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
     was, now = (
         [
             operator
-            for operator in tapes_of(run.model, run.parallelism.holds(run).shape).block.operators
-            if operator.work is Work.product
+            for operator in model_op_graphs(
+                run.model, run.parallelism.holds(run).shape
+            ).block.operators
+            if operator.work is OpWork.product
         ]
         for run in (plain, rounded)
     )
@@ -150,10 +152,10 @@ def test_an_export_holds_integers_that_say_what_training_said(
     told, held = exported(run, to)
     assert "model.layers.0.self_attn.q_proj.weight_scale" in held
 
-    module = integers.read(to, told, CPU)
+    module = compressed_tensors.load_compressed(to, told, CPU)
     matrices = [parameter for _, parameter in module.named_parameters()]
     assert sum(isinstance(each, IntxUnpackedToInt8Tensor) for each in matrices) == 28
-    assert torch.equal(module(TOKENS_BT), live.model(told, CPU)(TOKENS_BT))
+    assert torch.equal(module(TOKENS_BT), load_model.load_model(told, CPU)(TOKENS_BT))
     config = json.loads((to / "config.json").read_text("utf-8"))
     assert config["quantization_config"]["format"] == "pack-quantized"
 
@@ -170,7 +172,7 @@ def test_transformers_multiplies_by_the_integers(
 
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
-    told = recorded(trained["qat_8da4w"].path)
+    told = load_trained(trained["qat_8da4w"].path)
     told.model.export(told.merged(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no integers of blocks"):
-        integers.read(tmp_path, told, CPU)
+        compressed_tensors.load_compressed(tmp_path, told, CPU)

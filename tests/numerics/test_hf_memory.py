@@ -11,14 +11,14 @@ from fixtures.jobs import Job
 from fixtures.layouts import mesh, needs_deepspeed
 
 from scalewise import compose
-from scalewise.bench.ledger_lines import ZERO
+from scalewise.activation_checkpointing import Recompute
+from scalewise.bench.memory_accuracy_runs import ZERO
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.offload import Away, Restore
-from scalewise.layouts.single import SingleLayout
-from scalewise.memory import Recompute
-from scalewise.plan import memory, traffic
-from scalewise.plan.replays import offloaded
-from scalewise.training.trace import refusal, traced
+from scalewise.planner import host_transfer, worst_rank
+from scalewise.planner.liveness_cache import offloaded_bytes
+from scalewise.strategies.activation_offload import OffloadedStorages, Restore
+from scalewise.strategies.single import SingleDevice
+from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
 
 LONG = pytest.mark.exhaustive
 FULL, LORA = "memory=checkpoint_full", ("adapter=lora", "adapter.rank=4")
@@ -160,8 +160,8 @@ def test_the_peak_is_the_one_foreseen(
     family: str, line: tuple[str, ...], checkpoints: Checkpoints, job: Job
 ) -> None:
     overrides = small(checkpoints(family), *line)
-    foreseen = memory.worst(compose(overrides))
-    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    foreseen = worst_rank.worst_rank_breakdown(compose(overrides))
+    found = job.of(*overrides).summary["metrics"]["worst_rank/peak_bytes"]
     error = foreseen.peak / found - 1
     print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.02
@@ -175,18 +175,18 @@ def test_as_much_is_handed_over_as_foreseen(
     """And brought back: traffic counts it twice."""
     run = compose(small(checkpoints(family), OFFLOAD, f"memory.recompute={recompute}"))
     gone: list[int] = []
-    put = Away._handed_over
+    put = OffloadedStorages._handed_over
 
-    def counted(away: Away, storage: torch.UntypedStorage) -> Restore:
+    def counted(away: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
         gone.append(storage.nbytes())
         return put(away, storage)
 
-    monkeypatch.setattr(Away, "_handed_over", counted)
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    monkeypatch.setattr(OffloadedStorages, "_handed_over", counted)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
     found, holds = sum(gone), run.parallelism.holds(run)
-    assert found == offloaded(run, holds) > 0
-    assert traffic.of_rank(run, holds).activations == 2 * found
+    assert found == offloaded_bytes(run, holds) > 0
+    assert host_transfer.rank_traffic(run, holds).activations == 2 * found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,8 +204,8 @@ def test_ledger_and_trace_agree(
     family: str, line: tuple[str, ...], checkpoints: Checkpoints
 ) -> None:
     run = compose(small(checkpoints(family), *line, "model.init=random", "model.depth=8"))
-    assert refusal(run) is None
-    assert memory.worst(run).peak == pytest.approx(traced(run).peak, rel=0.02)
+    assert rejection_reason(run) is None
+    assert worst_rank.worst_rank_breakdown(run).peak == pytest.approx(trace_run(run).peak, rel=0.02)
 
 
 @needs_deepspeed
@@ -216,7 +216,7 @@ def test_the_peak_of_zero_is_near(
 ) -> None:
     further = (each for each in line if not each.startswith("model."))
     overrides = small(checkpoints("wide"), "trainer.micro_batch=1", *further)
-    foreseen = memory.worst(compose(overrides)).peak
-    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
+    foreseen = worst_rank.worst_rank_breakdown(compose(overrides)).peak
+    found = job.of(*overrides).summary["metrics"]["worst_rank/peak_bytes"]
     print(f"{' '.join(line)}: {foreseen / found - 1:+.2%}")
     assert abs(foreseen / found - 1) < 0.05

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.errors import CheckpointError
-from scalewise.models.hf.spec import HuggingFace
+from scalewise.models.hf.config import HuggingFaceConfig
 
 SINGLE = "model.safetensors"
 Tensors = dict[str, Tensor]
@@ -27,7 +27,7 @@ def tokens() -> Tensor:
 
 
 def assert_same_logits(folder: Path) -> None:
-    spec = HuggingFace(path=str(folder))
+    spec = HuggingFaceConfig(path=str(folder))
     assert [*spec.complaints()] == []
     ours, theirs = spec.build(1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -196,7 +196,7 @@ REJECTED: list[tuple[Change, str, str]] = [
 def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
     change: Change, reason: str, cure: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    spec = HuggingFace(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
+    spec = HuggingFaceConfig(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
     (complaint,) = spec.complaints()
     assert reason in complaint.reason
     assert cure in complaint.cure
@@ -211,7 +211,7 @@ def test_a_buffer_with_other_values_is_rejected(checkpoints: Checkpoints, tmp_pa
 
     folder = changed(checkpoints, "apertus", change, tmp_path / "apertus")
     with pytest.raises(CheckpointError, match=r"a buffer model\.layers\.0\.mlp\.act_fn\.beta"):
-        HuggingFace(path=str(folder)).build(1)
+        HuggingFaceConfig(path=str(folder)).build(1)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_an_export_holds_what_transformers_saves(
     family: str, change: Change, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = changed(checkpoints, family, change, tmp_path / family)
-    spec, out, saved = HuggingFace(path=str(folder)), tmp_path / "out", tmp_path / "saved"
+    spec, out, saved = HuggingFaceConfig(path=str(folder)), tmp_path / "out", tmp_path / "saved"
     spec.export(dict(spec.build(1).state_dict()), out)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     theirs.save_pretrained(saved)

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from scalewise import compose
-from scalewise.data.loader import Loader, Share
-from scalewise.evaluation import live
-from scalewise.exports import Form
-from scalewise.exports import folder as exports
+from scalewise.commands.trained import load_trained
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.evaluation import load_model
+from scalewise.export import AdapterExport
+from scalewise.export import hf_export as exports
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.verbs.trained import recorded
+from scalewise.strategies.single import SingleDevice
 
 BATCH = "all_at_once"
 LONG = pytest.mark.exhaustive
@@ -163,7 +163,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     losses = []
-    for batch in Loader(rows, Share(11, 11, 0, 1), seed=run.seed, steps=3):
+    for batch in TrainLoader(rows, BatchShare(11, 11, 0, 1), seed=run.seed, steps=3):
         logits = model(batch["inputs"]).logits.flatten(0, 1)
         loss = F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
         losses.append(loss.item())
     assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
     to = found.path / "exported"
-    exports.write(recorded(found.path), to, Form.merged)
+    exports.write_export(load_trained(found.path), to, AdapterExport.merged)
     ours, trained = load_file(to / "model.safetensors"), model.state_dict()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-5, atol=1e-6)
@@ -222,7 +222,7 @@ def test_packed_weights_are_those_that_transformers_packs(
     run = compose([*line(folder, *SMALL, "quantization=nf4")])
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        ours = SingleLayout(DeviceKind.cpu).build(run)(tokens)
+        ours = SingleDevice(DeviceKind.cpu).build(run)(tokens)
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-5, atol=1e-6)
         whole = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     assert not torch.allclose(ours, whole, rtol=1e-3, atol=1e-3)
@@ -245,18 +245,18 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
     folder = checkpoints(family)
     sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
     found = job.of(*line(folder, *sharded))
-    told = recorded(found.path)
-    exports.write(told, found.path / "exported", Form.merged)
+    told = load_trained(found.path)
+    exports.write_export(told, found.path / "exported", AdapterExport.merged)
     tokens = torch.randint(256, (2, 32))
     theirs = AutoModelForCausalLM.from_pretrained(found.path / "exported")
     with torch.no_grad():
-        logits = live.model(told, torch.device("cpu"))(tokens)
+        logits = load_model.load_model(told, torch.device("cpu"))(tokens)
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-5, atol=1e-5)
         packed = "quantization=nf4" in more
         base = (packed_by_transformers if packed else AutoModelForCausalLM.from_pretrained)(folder)
         begun = base(tokens).logits
         if more:
-            exports.write(told, found.path / "adapter", Form.alone)
+            exports.write_export(told, found.path / "adapter", AdapterExport.alone)
             adapted = PeftModel.from_pretrained(base, found.path / "adapter").train()
             torch.testing.assert_close(adapted(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits, begun)

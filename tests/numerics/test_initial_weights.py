@@ -12,14 +12,14 @@ from fixtures.decoders import (
     tokens,
 )
 
-from scalewise.models.base import Part
-from scalewise.models.decoder.module import DecoderModule
-from scalewise.models.decoder.spec import Decoder
-from scalewise.models.decoder.weights import export
+from scalewise.models.base import StageSlice
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.model import DecoderModule
+from scalewise.models.decoder.state_dict_adapter import export_folder
 
 
 @each_spec
-def test_meta_then_empty_then_init_is_a_fresh_build(spec: Decoder) -> None:
+def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None:
     with torch.device("meta"):
         late = spec.build(0)
     assert {p.device.type for p in late.parameters()} == {"meta"}
@@ -33,7 +33,7 @@ def test_meta_then_empty_then_init_is_a_fresh_build(spec: Decoder) -> None:
 
 @each_spec
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_parts_have_the_weights_of_the_whole(spec: Decoder, count: int) -> None:
+def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) -> None:
     whole, batch = spec.build(5).eval(), tokens(spec)
     named, seen, x = dict(whole.named_parameters()), set(), batch
     for part in spec.stages(count, batch.shape[1]):
@@ -54,8 +54,8 @@ def test_parts_have_the_weights_of_the_whole(spec: Decoder, count: int) -> None:
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_parts_of_given_weights_are_those_of_the_whole(spec: Decoder, tmp_path: Path) -> None:
-    export(spec.build(1).state_dict(), spec, tmp_path)
+def test_parts_of_given_weights_are_those_of_the_whole(spec: DecoderConfig, tmp_path: Path) -> None:
+    export_folder(spec.build(1).state_dict(), spec, tmp_path)
     given = replace(spec, weights=str(tmp_path))
     named = given.build(0).state_dict()
     for part in given.stages(3, 16):
@@ -85,7 +85,7 @@ def test_building_leaves_the_global_generator_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
-    held = LLAMA.shape(Part(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
+    held = LLAMA.shape(StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
     LLAMA.fill(held, 3)
     for name, parameter in LLAMA.build(3).named_parameters():
         assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name

@@ -9,8 +9,8 @@ from fixtures.jobs import Job
 from fixtures.layouts import needs_deepspeed
 
 from scalewise import compose
-from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
-from scalewise.plan import memory
+from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM, ZERO
+from scalewise.planner import worst_rank
 from scalewise.units import GIB
 
 LONG = pytest.mark.exhaustive
@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
     ids=" ".join,
 )
 def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
-    foreseen = memory.worst(compose((*SMALL, *line)))
+    foreseen = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
     metrics = job.of(*SMALL, *line).summary["metrics"]
     assert metrics["plan/peak_bytes"] == foreseen.peak
     error = foreseen.peak / metrics["memory/peak_bytes"] - 1
@@ -87,7 +87,7 @@ BLOCKS = (*SMALL, "model.layers=16", "trainer.micro_batch=8")
 @pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=LONG)])
 def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) -> None:
     most, least = (
-        memory.worst(compose((*BLOCKS, *layout, f"memory={option}"))).peak
+        worst_rank.worst_rank_breakdown(compose((*BLOCKS, *layout, f"memory={option}"))).peak
         for option in ("none", "checkpoint_full")
     )
     budget = (least + share * (most - least)) / GIB
@@ -107,8 +107,8 @@ def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) ->
     ids=" ".join,
 )
 def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
-    foreseen = memory.worst(compose((*SMALL, *line)))
-    found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
+    foreseen = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
+    found = job.of(*SMALL, *line).summary["metrics"]["worst_rank/peak_bytes"]
     error = foreseen.peak / found - 1
     print(f"{' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
     assert abs(error) < 0.08

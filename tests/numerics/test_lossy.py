@@ -9,7 +9,7 @@ from fixtures.doors import Folder
 from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS
 
-from scalewise.hardware import DeviceKind, Hardware, on_this_machine
+from scalewise.hardware import DeviceKind, Hardware, resolve_for_machine
 
 LEARN = (
     "experiment=smoke",
@@ -32,7 +32,7 @@ HOOKS = {
     "post_local_sgd": ("parallelism.lossless_steps=10",),
 }
 BF16 = ("ddp", "fsdp", "hsdp", "tensor", "context", "pipeline_one_f_one_b", "shard_tensor")
-EMULATED = on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16
+EMULATED = resolve_for_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16
 USUAL = () if EMULATED else ("fsdp",)
 """Where bf16 is emulated, each takes minutes."""
 

@@ -14,18 +14,26 @@ from fixtures.layouts import LAYOUTS, LLAMA, SHAPE, marks
 from torch import Tensor, nn
 
 from scalewise import compose
-from scalewise.config import tree
-from scalewise.layouts.optimizer_state import allocate, put
-from scalewise.layouts.optimizer_state import tensors as state_tensors
+from scalewise.config import paths
 from scalewise.models.base import Weight
-from scalewise.optimizers import AdamW, Optimizer
-from scalewise.optimizers.adam import AdamW4bit, AdamW8bit
-from scalewise.optimizers.matrix import Adafactor, Muon
-from scalewise.optimizers.schedule_free import ScheduleFree
-from scalewise.optimizers.sgd import SGD, Lion
+from scalewise.optimizers import AdamWConfig, OptimizerConfig
+from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
+from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
+from scalewise.optimizers.schedule_free import ScheduleFreeConfig
+from scalewise.optimizers.sgd import LionConfig, SGDConfig
+from scalewise.strategies.optimizer_state_dict import allocate_state, put_state, state_tensors
 
-SPECS = (SGD(), Lion(), AdamW(), AdamW8bit(), AdamW4bit(), Adafactor(), Muon(), ScheduleFree())
-SPECS += (AdamW(offload=True),)
+SPECS = (
+    SGDConfig(),
+    LionConfig(),
+    AdamWConfig(),
+    AdamW8bitConfig(),
+    AdamW4bitConfig(),
+    AdafactorConfig(),
+    MuonConfig(),
+    ScheduleFreeConfig(),
+)
+SPECS += (AdamWConfig(offload=True),)
 
 
 @pytest.fixture
@@ -51,7 +59,7 @@ def tensors_of(value: Tensor) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
-def test_state_is_what_is_counted(spec: Optimizer) -> None:
+def test_state_is_what_is_counted(spec: OptimizerConfig) -> None:
     held = held_by()
     optimizer = spec.build(held)
     optimizer.step()
@@ -64,7 +72,7 @@ def test_state_is_what_is_counted(spec: Optimizer) -> None:
 
 
 def test_lion_takes_the_paper_s_step() -> None:
-    spec = Lion(lr=0.01, weight_decay=0.1)
+    spec = LionConfig(lr=0.01, weight_decay=0.1)
     held = held_by()
     optimizer = spec.build(held)
     slow = [(parameter.detach().clone(), torch.zeros_like(parameter)) for _, parameter in held]
@@ -82,7 +90,7 @@ def test_lion_takes_the_paper_s_step() -> None:
 
 
 def test_muon_is_torch_s_two_optimizers() -> None:
-    spec, held, peers = Muon(lr=0.01), held_by(), held_by()
+    spec, held, peers = MuonConfig(lr=0.01), held_by(), held_by()
     ours = spec.build(held)
     hidden = [p for w, p in peers if spec.is_hidden(w)]
     matrices = [p for w, p in peers if not spec.is_hidden(w) and len(w.shape) > 1]
@@ -128,7 +136,7 @@ REACHED = {
 
 
 def test_every_optimizer_has_a_loss_to_reach() -> None:
-    of_the_suite = set(tree.names("optimizer")) - {
+    of_the_suite = set(paths.option_names("optimizer")) - {
         "module"
     }  # a module of the user's brings its own
     assert set(REACHED) == of_the_suite
@@ -237,8 +245,8 @@ def test_moments_of_few_bits_go_on_under_another_layout(name: str, job: Job) -> 
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("spec", [AdamW8bit(), AdamW4bit()], ids=["8bit", "4bit"])
-def test_decoded_moments_get_the_same_codes_again(spec: Optimizer, kind: torch.dtype) -> None:
+@pytest.mark.parametrize("spec", [AdamW8bitConfig(), AdamW4bitConfig()], ids=["8bit", "4bit"])
+def test_decoded_moments_get_the_same_codes_again(spec: OptimizerConfig, kind: torch.dtype) -> None:
     """Whatever the gradients were, and in every aligned slice of a weight."""
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(1)
@@ -256,11 +264,11 @@ def test_decoded_moments_get_the_same_codes_again(spec: Optimizer, kind: torch.d
         other = spec.over([{"params": [rows, small], "weight_decay": 0.0}])
         known = {key: value.shape for key, value in saved.items()}
         known |= {f"{slot}/w": rows.shape for slot in ("exp_avg", "exp_avg_sq")}
-        room = allocate([other], {rows: "w", small: "s"}, known)
+        room = allocate_state([other], {rows: "w", small: "s"}, known)
         for key, value in room.items():
             held = saved[key]
             value.copy_(held[part] if held.shape == weight.shape else held)
-        put([other], {rows: "w", small: "s"}, room)
+        put_state([other], {rows: "w", small: "s"}, room)
         again = state_tensors([other], {rows: "w", small: "s"})
         for key, value in again.items():
             held = saved[key]
@@ -272,11 +280,13 @@ def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256))
     numbers = torch.randn_like(weight)
-    held = AdamW8bit().over([{"params": [weight], "weight_decay": 0.0}])
-    put([held], {weight: "w"}, {"exp_avg/w": numbers.clone(), "exp_avg_sq/w": numbers.square()})
+    held = AdamW8bitConfig().over([{"params": [weight], "weight_decay": 0.0}])
+    put_state(
+        [held], {weight: "w"}, {"exp_avg/w": numbers.clone(), "exp_avg_sq/w": numbers.square()}
+    )
     once = state_tensors([held], {weight: "w"})
     torch.testing.assert_close(once["exp_avg/w"], numbers, rtol=0.1, atol=0.02)
-    put([held], {weight: "w"}, {key: value.clone() for key, value in once.items()})
+    put_state([held], {weight: "w"}, {key: value.clone() for key, value in once.items()})
     twice = state_tensors([held], {weight: "w"})
     assert all(torch.equal(twice[key], once[key]) for key in once)
 

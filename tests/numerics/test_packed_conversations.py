@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from test_decoder import EXACT, peer
 from torch import Tensor
 
-from scalewise.data.loader import Batch, tensors
-from scalewise.data.packing import PackedTexts
-from scalewise.layouts.base import Loss
-from scalewise.models.decoder.spec import Decoder
-from scalewise.models.decoder.weights import from_hugging_face
-from scalewise.models.module import ModelModule
+from scalewise.data.dataloader import Batch, as_batch
+from scalewise.data.packing import PackedTextDataset
+from scalewise.models.base_module import ModelModule
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.decoder.state_dict_adapter import from_hf_state_dict
 from scalewise.objectives import IGNORED, CausalLM
+from scalewise.strategies.base import ScaledLoss
 
 LENGTHS = (11, 7, 20, 3, 13, 16)
 SEQUENCE = 32
@@ -35,24 +35,26 @@ CASES = [
 ]
 
 
-def texts(spec: Decoder) -> list[NDArray[np.int32]]:
+def texts(spec: DecoderConfig) -> list[NDArray[np.int32]]:
     """Returns ids of texts; the first third of each are no labels, nor is any first token."""
     draw = np.random.default_rng(5)
     found = [draw.integers(0, spec.vocabulary, length, dtype=np.int32) for length in LENGTHS]
     return [np.where(np.arange(len(ids)) < len(ids) // 3, ~ids, ids) for ids in found]
 
 
-def packed(spec: Decoder) -> Batch:
+def packed(spec: DecoderConfig) -> Batch:
     """Returns all texts in as few rows as hold them."""
     ids_N = np.concatenate(texts(spec))
-    rows = PackedTexts(ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end=0)
+    rows = PackedTextDataset(
+        ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end=0
+    )
     assert len(rows) < len(LENGTHS)
-    return tensors(rows.gather(range(len(rows))), False, masked=True, packing=True)
+    return as_batch(rows.gather(range(len(rows))), False, masked=True, packing=True)
 
 
 def by_itself(ids_S: NDArray[np.int32]) -> Batch:
     """Returns a text as a row of its own."""
-    return tensors(ids_S[None].astype(np.int64), False, masked=True)
+    return as_batch(ids_S[None].astype(np.int64), False, masked=True)
 
 
 def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
@@ -66,10 +68,10 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
 
 
 @each_spec
-def test_logits_and_gradients_are_those_of_each_text_alone(spec: Decoder) -> None:
+def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
     module, batch = spec.build(3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["places"])
-    Loss(CausalLM()).of(module, batch).backward()
+    ScaledLoss(CausalLM()).of(module, batch).backward()
     found = _gradients(module)
     module.zero_grad()
     for ids_S in texts(spec):
@@ -77,7 +79,7 @@ def test_logits_and_gradients_are_those_of_each_text_alone(spec: Decoder) -> Non
         torch.testing.assert_close(
             logits_BTV[where(batch, ids_S)], module(one["inputs"])[0], **EXACT
         )
-        Loss(CausalLM()).of(module, one).backward()
+        ScaledLoss(CausalLM()).of(module, one).backward()
     assert_close(found, _gradients(module), "gradients")
     labels = sum(int((ids_S[1:] >= 0).sum()) for ids_S in texts(spec))
     assert int((batch["labels"] != IGNORED).sum()) == labels
@@ -88,10 +90,10 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
 
 
 @each_peer
-def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: Decoder) -> None:
+def test_logits_are_those_of_hugging_face_by_its_position_ids(spec: DecoderConfig) -> None:
     theirs, batch = peer(spec), packed(spec)
     ours = spec.build(0)
-    ours.load_state_dict(from_hugging_face(theirs.state_dict(), spec))
+    ours.load_state_dict(from_hf_state_dict(theirs.state_dict(), spec))
     with torch.no_grad():
         wanted = theirs(batch["inputs"], position_ids=batch["places"], use_cache=False).logits
         found = ours(batch["inputs"], None, batch["places"])

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
-from scalewise.data.loader import Batch, Share, ValidationLoader, tensors
-from scalewise.data.rows import RandomRows
+from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader, as_batch
+from scalewise.data.datasets import RandomDataset
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.base import Loss
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.module import ModelModule
+from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO, IGNORED
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
+from scalewise.strategies.base import ScaledLoss
+from scalewise.strategies.single import SingleDevice
 
 PAIRS = ("objective=dpo", "objective.beta=0.5", "data.pairs=true")
 WAYS = {"kept": PAIRS, "asked": (*PAIRS, "adapter=lora"), "pissa": (*PAIRS, "adapter=pissa")}
@@ -42,14 +42,14 @@ CASES = [
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> RunConfig:
     return compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora"])
 
 
 @pytest.fixture
-def module(run: Run) -> ModelModule:
+def module(run: RunConfig) -> ModelModule:
     """An adapted model that has learnt something."""
-    built: Any = SingleLayout(DeviceKind.cpu).build(run)
+    built: Any = SingleDevice(DeviceKind.cpu).build(run)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in built.parameters():
@@ -58,15 +58,15 @@ def module(run: Run) -> ModelModule:
     return built
 
 
-def batch(run: Run, pairs: int, filled: int = 0) -> Batch:
+def batch(run: RunConfig, pairs: int, filled: int = 0) -> Batch:
     """Returns pairs whose answers differ in length, and some that fill the batch up."""
-    rows = RandomRows(3, run.model.vocabulary, 0, 50, run.data.sequence, 0.2, pairs=True)
+    rows = RandomDataset(3, run.model.vocabulary, 0, 50, run.data.sequence, 0.2, pairs=True)
     tokens_P2S = rows.gather(range(pairs))
     for pair, two in enumerate(tokens_P2S):
         for side, row in enumerate(two):
             row[len(row) - 3 * pair - 2 * side :] = ~0
     filler = np.full((filled, *tokens_P2S.shape[1:]), ~0)
-    return tensors(np.concatenate([tokens_P2S, filler]), pin_memory=False, masked=True)
+    return as_batch(np.concatenate([tokens_P2S, filler]), pin_memory=False, masked=True)
 
 
 def by_hand(logits_BTV: Tensor, said_BTV: Tensor, labels_BT: Tensor, beta: float) -> Tensor:
@@ -88,7 +88,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, labels_BT: Tensor, beta: float
 
 @pytest.mark.parametrize("chunk", [None, 24])
 def test_loss_and_gradients_are_those_of_the_formula(
-    chunk: int | None, run: Run, module: ModelModule
+    chunk: int | None, run: RunConfig, module: ModelModule
 ) -> None:
     reference = run.model.build(run.seed)
     objective = replace(run.objective, loss_chunk=chunk)
@@ -102,8 +102,8 @@ def test_loss_and_gradients_are_those_of_the_formula(
     module.zero_grad()
     objective.apply(module, in_forward=False)
     with torch.no_grad(), run.adapter.off(module):
-        given["reference"] = Loss(objective.reference).of(module, given)
-    found_3 = Loss(objective, 1 / 5).of(module, given)
+        given["reference"] = ScaledLoss(objective.reference).of(module, given)
+    found_3 = ScaledLoss(objective, 1 / 5).of(module, given)
     found_3[0].backward()
     torch.testing.assert_close(found_3[0], wanted, rtol=1e-5, atol=0)
     assert_close(_gradients(module), gradients, "gradients")
@@ -113,27 +113,27 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def test_pairs_that_fill_a_batch_up_are_none(run: Run, module: ModelModule) -> None:
+def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule) -> None:
     objective = DPO()
     found = []
     for filled in (0, 3):
         given = batch(run, 4, filled)
         said_B = -torch.arange(2.0 * (4 + filled))
-        loss_3 = Loss(objective).of(module, {**given, "reference": said_B})
+        loss_3 = ScaledLoss(objective).of(module, {**given, "reference": said_B})
         assert int(objective.count(given["labels"])) == 4
         found.append(loss_3)
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_model_is_its_own_reference_before_it_is_trained(run: Run) -> None:
+def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> None:
     objective, given = DPO(), batch(run, 4)
     model = run.model.build(1)
-    given["reference"] = Loss(objective.reference).of(model, given).detach()
-    loss, margin, right = Loss(objective, 1 / 4).of(model, given).tolist()
+    given["reference"] = ScaledLoss(objective.reference).of(model, given).detach()
+    loss, margin, right = ScaledLoss(objective, 1 / 4).of(model, given).tolist()
     assert (loss, margin, right) == (pytest.approx(np.log(2)), 0.0, 0.5)
 
 
-def test_without_its_adapter_a_model_is_what_it_was(run: Run, module: ModelModule) -> None:
+def test_without_its_adapter_a_model_is_what_it_was(run: RunConfig, module: ModelModule) -> None:
     tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
     learnt, plain = module(tokens_BT), run.model.build(run.seed)(tokens_BT)
     with run.adapter.off(module):
@@ -149,7 +149,7 @@ def _trained(module: ModelModule) -> list[str]:
 
 def test_flops_are_those_torch_counts() -> None:
     run = compose([*SHAPE, *LLAMA, *PAIRS, "adapter=lora", "model.layers=8"])
-    module: Any = SingleLayout(DeviceKind.cpu).build(run)
+    module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         with torch.no_grad(), run.adapter.off(module):
@@ -163,8 +163,8 @@ def test_flops_are_those_torch_counts() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (3, 2)])
 def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
-    rows = RandomRows(3, 50, 0, 11, 8, pairs=True)
-    shares = [Share(11, micro_batch, rank, ranks) for rank in range(ranks)]
+    rows = RandomDataset(3, 50, 0, 11, 8, pairs=True)
+    shares = [BatchShare(11, micro_batch, rank, ranks) for rank in range(ranks)]
     loaders = [ValidationLoader(rows, share) for share in shares]
     said_N2 = np.zeros((11, 2), dtype=np.float32)
     for loader in loaders:

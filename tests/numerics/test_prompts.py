@@ -26,14 +26,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from scalewise import cli, compose
-from scalewise.adapters import peft_folder
-from scalewise.adapters.layers import is_added
-from scalewise.exports import Form, folder
+from scalewise.adapters import peft_import
+from scalewise.adapters.target_modules import is_adapter_weight
+from scalewise.commands.trained import load_trained
+from scalewise.export import AdapterExport, hf_export
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.decoder import weights
+from scalewise.models.decoder import state_dict_adapter
 from scalewise.objectives import IGNORED
-from scalewise.verbs.trained import recorded
+from scalewise.strategies.single import SingleDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 """PEFT asks for it."""
@@ -63,7 +63,7 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 
 def learnt(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is trained, by name."""
-    return {name: each for name, each in module.named_parameters() if is_added(name)}
+    return {name: each for name, each in module.named_parameters() if is_adapter_weight(name)}
 
 
 def beside(tensors: Iterable[Tensor]) -> Tensor:
@@ -90,13 +90,13 @@ def test_what_is_learnt_takes_the_steps_of_one_device(
     reference = alone("accumulated", *KINDS[kind])
     assert_equal(run, reference)
     held, wanted = run.weights(), reference.weights()
-    module = SingleLayout(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS[kind]]))
+    module = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS[kind]]))
     first = dict(module.named_parameters())
     assert {*gradients(reference, 2)} == {f"model.{name}" for name in learnt(module)}
     assert held.keys() == {f"model.{name}" for name in first}
     for name, tensor in first.items():
-        assert torch.equal(held[f"model.{name}"], tensor) != is_added(name), name
-        assert torch.equal(wanted[f"model.{name}"], tensor) != is_added(name), name
+        assert torch.equal(held[f"model.{name}"], tensor) != is_adapter_weight(name), name
+        assert torch.equal(wanted[f"model.{name}"], tensor) != is_adapter_weight(name), name
 
 
 @pytest.mark.exhaustive
@@ -111,7 +111,7 @@ def test_keys_stand_before_each_of_the_texts_of_a_row(
 
 
 def test_packed_texts_are_computed_as_each_alone() -> None:
-    module = SingleLayout(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS["prefix"]]))
+    module = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA, *KINDS["prefix"]]))
     places_BS = torch.arange(32).remainder(20).expand(2, -1)
     found = module(TOKENS_BT, places_BS=places_BS)
     for text in (slice(0, 20), slice(20, 32)):
@@ -124,8 +124,8 @@ def test_what_is_learnt_computes_what_peft_does(
     kind: str, shape: tuple[str, ...], tmp_path: Path
 ) -> None:
     spec = compose([*SHAPE, *shape, *KINDS[kind]])
-    ours = SingleLayout(DeviceKind.cpu).build(spec)
-    weights.export(spec.model.build(spec.seed).state_dict(), spec.model, tmp_path)
+    ours = SingleDevice(DeviceKind.cpu).build(spec)
+    state_dict_adapter.export_folder(spec.model.build(spec.seed).state_dict(), spec.model, tmp_path)
     config = THEIRS[kind](num_virtual_tokens=6, task_type="CAUSAL_LM")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config)
     vectors = theirs.prompt_encoder["default"].embedding.weight
@@ -160,14 +160,14 @@ def test_what_was_trained_goes_to_peft_and_back(
 ) -> None:
     batch = "accumulated" if shape is LLAMA else "all_at_once"
     run = alone(batch, *KINDS[kind])
-    told = recorded(run.path)
-    assert folder.write(told, tmp_path / "alone", Form.alone) == [
+    told = load_trained(run.path)
+    assert hf_export.write_export(told, tmp_path / "alone", AdapterExport.alone) == [
         "no tokenizer: the data were token ids"
     ]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "base")
     theirs = PeftModel.from_pretrained(base, tmp_path / "alone").eval()
     resume = f"adapter.resume={tmp_path / 'alone'}"
-    ours = SingleLayout(DeviceKind.cpu).build(compose([*SHAPE, *shape, *KINDS[kind], resume]))
+    ours = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *shape, *KINDS[kind], resume]))
     for name, tensor in learnt(ours).items():
         assert torch.equal(tensor, run.weights()[f"model.{name}"])
     with torch.no_grad():
@@ -205,8 +205,8 @@ def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
     reference = alone("accumulated", *KINDS[kind])
     exported = []
     for told, to in ((run, tmp_path / "tensor"), (reference, tmp_path / "alone")):
-        folder.write(recorded(told.path), to, Form.alone)
-        exported.append(load_file(to / peft_folder.WEIGHTS))
+        hf_export.write_export(load_trained(told.path), to, AdapterExport.alone)
+        exported.append(load_file(to / peft_import.WEIGHTS))
     assert_close(*exported, "exports")
     half = run.checkpoint(2)
     for other in ((), LAYOUTS["fsdp"], LAYOUTS[layout]):
@@ -218,7 +218,7 @@ def test_what_tensor_ranks_have_trained_is_whole_elsewhere(
 @BOTH
 def test_flops_are_those_torch_counts(kind: str) -> None:
     run = compose([*SHAPE, *LLAMA, *KINDS[kind]])
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         module(TOKENS_BT).float().logsumexp(-1).sum().backward()
     queries = 38 / 32 if kind == "prompt" else 1
@@ -230,6 +230,6 @@ def test_flops_are_those_torch_counts(kind: str) -> None:
 @BOTH
 def test_the_census_is_the_module(kind: str) -> None:
     run = compose([*SHAPE, *GPT2, *KINDS[kind]])
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     found = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
     assert found == [(w.name, w.shape, w.trainable) for w in run.census()]

@@ -15,9 +15,14 @@ from torch import Tensor
 
 from scalewise import cli, compose
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.quantization.linear import FourBitLinear, Int8Linear, PackedLinear
-from scalewise.quantization.packing import FP4, NF4, FourBit, Int8
+from scalewise.quantization.bitsandbytes_config import (
+    FourBitConfig,
+    FP4Config,
+    Int8Config,
+    NF4Config,
+)
+from scalewise.quantization.packed_linear import FourBitLinear, Int8Linear, PackedLinear
+from scalewise.strategies.single import SingleDevice
 
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.targets=[attention.query,feedforward.down]")
 QUANTIZATIONS = {
@@ -63,7 +68,7 @@ def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference
     assert held.keys() == {weight.name for weight in spec.census()}
     trained = {weight.name for weight in spec.census() if weight.trainable}
     assert {key.removeprefix("model.") for key in gradients(run, 2)} == trained
-    first = SingleLayout(DeviceKind.cpu).build(spec)
+    first = SingleDevice(DeviceKind.cpu).build(spec)
     for key, tensor in first.named_parameters():
         key = key.replace(".base_layer.", ".")
         assert torch.equal(held[key], tensor) == (key not in trained), key
@@ -75,16 +80,18 @@ def test_the_census_is_the_module(name: str, shape: tuple[str, ...]) -> None:
     spec = compose([*SHAPE, *shape, *LORA, *QUANTIZATIONS[name]])
     found = {
         key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
-        for key, held in SingleLayout(DeviceKind.cpu).build(spec).named_parameters()
+        for key, held in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
     }
     assert found == {w.name: (w.shape, w.size(4), w.trainable) for w in spec.census()}
 
 
-def theirs(packing: FourBit | Int8, whole: Tensor, bias: Tensor | None) -> torch.nn.Linear:
+def theirs(
+    packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None
+) -> torch.nn.Linear:
     """Returns bitsandbytes' own layer of a matrix."""
     out, into = whole.shape
     layer: torch.nn.Linear
-    if isinstance(packing, Int8):
+    if isinstance(packing, Int8Config):
         layer = bnb.nn.Linear8bitLt(
             into, out, bias=bias is not None, has_fp16_weights=False, threshold=packing.threshold
         )
@@ -101,10 +108,18 @@ def theirs(packing: FourBit | Int8, whole: Tensor, bias: Tensor | None) -> torch
     return layer
 
 
-PACKINGS = [NF4(), NF4(double=False), FP4(), FP4(double=False), Int8()]
+PACKINGS = [
+    NF4Config(),
+    NF4Config(double=False),
+    FP4Config(),
+    FP4Config(double=False),
+    Int8Config(),
+]
 
 
-def packed(packing: FourBit | Int8, whole: Tensor, bias: Tensor | None = None) -> PackedLinear:
+def packed(
+    packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None = None
+) -> PackedLinear:
     out, into = whole.shape
     layer = packing.layer(into, out, bias=bias is not None).to_empty(device="cpu")
     layer.pack(whole)
@@ -121,7 +136,7 @@ def whole() -> Tensor:
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 def test_products_and_gradients_are_those_of_bitsandbytes(
-    packing: FourBit | Int8, whole: Tensor
+    packing: FourBitConfig | Int8Config, whole: Tensor
 ) -> None:
     bias, x = torch.randn(136), torch.randn(3, 5, 250)
     found = []
@@ -136,11 +151,13 @@ def test_products_and_gradients_are_those_of_bitsandbytes(
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
-def test_bytes_are_those_of_bitsandbytes(packing: FourBit | Int8, whole: Tensor) -> None:
+def test_bytes_are_those_of_bitsandbytes(
+    packing: FourBitConfig | Int8Config, whole: Tensor
+) -> None:
     layer = theirs(packing, whole, None)
     held = [tensor for key, tensor in layer.state_dict().items() if not key.endswith("_map")]
     held = [tensor for tensor in held if tensor.numel() > 1]
-    if isinstance(packing, FourBit):  # what is no tensor lies packed as text
+    if isinstance(packing, FourBitConfig):  # what is no tensor lies packed as text
         held = [held[0], *(t for k, t in layer.state_dict().items() if k.endswith("absmax"))]
         offset = 4 * packing.double
     else:
@@ -153,7 +170,7 @@ def test_more_bits_err_less(whole: Tensor) -> None:
     """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
     errors = {
         name: float((packed(packing, whole).unpacked(torch.float32) - whole).norm() / whole.norm())
-        for name, packing in {"nf4": NF4(), "fp4": FP4(), "int8": Int8()}.items()
+        for name, packing in {"nf4": NF4Config(), "fp4": FP4Config(), "int8": Int8Config()}.items()
     }
     assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
 
@@ -161,7 +178,7 @@ def test_more_bits_err_less(whole: Tensor) -> None:
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tensor) -> None:
     """What CUDA runs; here with the operators that stand for its kernels."""
-    packing = Int8(threshold=threshold)
+    packing = Int8Config(threshold=threshold)
     ours, wanted = packed(packing, whole), theirs(packing, whole, None).eval()
     assert isinstance(ours, Int8Linear)
     x = torch.randn(2, 8, 250, generator=torch.Generator().manual_seed(3))
@@ -174,7 +191,7 @@ def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tenso
 
 
 def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
-    layer, x = packed(NF4(), whole), torch.randn(4, 250, requires_grad=True)
+    layer, x = packed(NF4Config(), whole), torch.randn(4, 250, requires_grad=True)
     assert isinstance(layer, FourBitLinear)
     with torch.autocast("cpu", torch.bfloat16):
         product = layer(x)

@@ -34,15 +34,15 @@ from torchao.quantization import (
 from torchao.quantization.qat import QATConfig
 
 from scalewise import compose
+from scalewise.commands.trained import load_trained
 from scalewise.errors import CheckpointError
-from scalewise.evaluation import live
-from scalewise.exports import integers
+from scalewise.evaluation import load_model
+from scalewise.export import compressed_tensors
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.module import ModelModule
+from scalewise.models.base_module import ModelModule
 from scalewise.quantization.fake import FakeQuantizedLinear
-from scalewise.run import Run
-from scalewise.verbs.trained import recorded
+from scalewise.run_config import RunConfig
+from scalewise.strategies.single import SingleDevice
 
 LONG = pytest.mark.exhaustive
 QATS = {
@@ -70,21 +70,21 @@ def linear(module: nn.Module) -> dict[str, nn.Linear]:
 @pytest.mark.parametrize("name", QATS)
 def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None:
     run = compose([*SHAPE, *LLAMA, *QATS[name]])
-    module = SingleLayout(DeviceKind.cpu).build(run)
+    module = SingleDevice(DeviceKind.cpu).build(run)
     assert {type(each) for each in linear(module).values()} == {FakeQuantizedLinear}
     assert len(linear(module)) == 7 * run.model.layers
     held = {key: (tuple(p.shape), p.dtype) for key, p in module.named_parameters()}
     assert held == {weight.name: (weight.shape, torch.float32) for weight in run.model.census()}
     plain = compose([*SHAPE, *LLAMA])
-    for key, tensor in SingleLayout(DeviceKind.cpu).build(plain).named_parameters():
+    for key, tensor in SingleDevice(DeviceKind.cpu).build(plain).named_parameters():
         assert torch.equal(module.get_parameter(key), tensor), key
 
 
 @pytest.mark.parametrize("name", QATS)
 def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> None:
     run = compose([*SHAPE, *LLAMA, *QATS[name]])
-    ours = SingleLayout(DeviceKind.cpu).build(run)
-    theirs = SingleLayout(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA]))
+    ours = SingleDevice(DeviceKind.cpu).build(run)
+    theirs = SingleDevice(DeviceKind.cpu).build(compose([*SHAPE, *LLAMA]))
     prepared = QATConfig(of_torchao(run), step="prepare")
     quantize_(theirs, prepared, filter_fn=lambda _, key: key in linear(theirs))
     found = []
@@ -184,13 +184,13 @@ def test_an_export_holds_integers_that_say_what_training_said(
     matrices = [tensor for key, tensor in held.items() if key.endswith(("_packed", "_scale"))]
     assert sum(tensor.nbytes for tensor in matrices) == nbytes
 
-    module = integers.read(to, told, CPU)
+    module = compressed_tensors.load_compressed(to, told, CPU)
     layers = linear(module).values()
     assert {type(layer.weight) for layer in layers} == {IntxUnpackedToInt8Tensor}
     levels = torch.cat([layer.weight.qdata.flatten() for layer in layers])  # type: ignore[union-attr]  # torchao's
     assert levels.dtype == torch.int8
     assert levels.unique().tolist() == [*range(-8, 8)]
-    assert torch.equal(module(TOKENS_BT), live.model(told, CPU)(TOKENS_BT))
+    assert torch.equal(module(TOKENS_BT), load_model.load_model(told, CPU)(TOKENS_BT))
     assert torch.equal(module(TOKENS_BT), by_torchao(compose_of(run), told_exact(run))(TOKENS_BT))
 
     assert_measured(run, to)
@@ -200,15 +200,15 @@ def test_an_export_holds_integers_that_say_what_training_said(
         assert line in (to / "README.md").read_text("utf-8")
 
 
-def compose_of(run: Folder) -> Run:
+def compose_of(run: Folder) -> RunConfig:
     return compose([*SHAPE, *LLAMA, *QATS[run.resolved["choices"]["quantization"]]])
 
 
 def told_exact(run: Folder) -> ModelModule:
-    return live.model(recorded(run.path), CPU, exact=True)
+    return load_model.load_model(load_trained(run.path), CPU, exact=True)
 
 
-def by_torchao(run: Run, module: ModelModule) -> ModelModule:
+def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
     """Returns the model that torchao makes of a trained one."""
     quantize_(module, of_torchao(run), filter_fn=lambda _, key: key in linear(module))
     return module
@@ -223,17 +223,17 @@ def test_transformers_multiplies_by_the_integers(
 
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
-    told = recorded(trained["qat_8da4w"].path)
+    told = load_trained(trained["qat_8da4w"].path)
     told.model.export(told.merged(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no integers of blocks"):
-        integers.read(tmp_path, told, CPU)
+        compressed_tensors.load_compressed(tmp_path, told, CPU)
 
 
 @pytest.mark.parametrize("columns", [8, 24])
 def test_eight_integers_lie_in_one_word(columns: int) -> None:
     numbers = torch.randint(-8, 8, (5, columns), dtype=torch.int8)
-    words = integers.packed(numbers)
+    words = compressed_tensors.pack_int4(numbers)
     assert words.shape == (5, columns // 8)
-    assert torch.equal(integers.unpacked(words), numbers)
+    assert torch.equal(compressed_tensors.unpack_int4(words), numbers)
     lowest = torch.tensor([[-7, -8, -8, -8, -8, -8, -8, 7]])
-    assert integers.packed(lowest).tolist() == [[1 - (1 << 28)]]
+    assert compressed_tensors.pack_int4(lowest).tolist() == [[1 - (1 << 28)]]

@@ -14,7 +14,7 @@ from fixtures.jobs import Job
 from fixtures.layouts import LAYOUTS, LLAMA, SHAPE
 
 from scalewise.checkpoints import store
-from scalewise.checkpoints.writer import Writer
+from scalewise.checkpoints.writer import BackgroundWriter
 
 TOLERANCE = 1e-5
 STEPS = (
@@ -134,10 +134,10 @@ def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
     """Training stands still for at most 15 % of the time that it would take to write."""
     model = {f"w{number}": torch.randn(1 << 21) for number in range(8)}
     slots = {f"{slot}/{name}": w.clone() for slot in ("a", "b") for name, w in model.items()}
-    tensors, rest = {"model": model, "optimizer": slots}, store.packed({"global_step": 1})
+    tensors, rest = {"model": model, "optimizer": slots}, store.pack_state({"global_step": 1})
     blocked: dict[bool, list[float]] = {False: [], True: []}
     writers = {
-        beside: Writer(background=beside, device=torch.device("cpu"), shared=False)
+        beside: BackgroundWriter(background=beside, device=torch.device("cpu"), shared=False)
         for beside in blocked
     }
     for number in range(4):  # by turns, as the disk is others' too
@@ -145,7 +145,7 @@ def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
             path = tmp_path / f"{beside}-{number}"
             began = time.perf_counter()
             staged = writer.staged(tensors)
-            writer.submit(partial(store.save, path, staged, rest))
+            writer.submit(partial(store.save_checkpoint, path, staged, rest))
             blocked[beside].append(time.perf_counter() - began)
             writer.finish()
     ratio = min(blocked[True][1:]) / min(blocked[False][1:])  # the first makes room

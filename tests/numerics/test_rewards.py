@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalewise import compose
-from scalewise.data.loader import Batch, tensors
+from scalewise.data.dataloader import Batch, as_batch
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.base import Loss
-from scalewise.layouts.single import SingleLayout
-from scalewise.models.module import ModelModule
+from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
-from scalewise.run import Run
-from scalewise.training.answering import Answering
+from scalewise.run_config import RunConfig
+from scalewise.strategies.base import ScaledLoss
+from scalewise.strategies.single import SingleDevice
+from scalewise.training.rollout import Rollout
 
 REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
 PAID = (*REWARDS, "adapter=lora", "objective.beta=0.2")
@@ -40,14 +40,14 @@ CASES = [
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> RunConfig:
     return compose([*SHAPE, *LLAMA, *PAID])
 
 
 @pytest.fixture
-def module(run: Run) -> ModelModule:
+def module(run: RunConfig) -> ModelModule:
     """An adapted model that has learnt something."""
-    built: Any = SingleLayout(DeviceKind.cpu).build(run)
+    built: Any = SingleDevice(DeviceKind.cpu).build(run)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in built.parameters():
@@ -56,22 +56,22 @@ def module(run: Run) -> ModelModule:
     return built
 
 
-def prompts(run: Run, filled: int = 0) -> Batch:
+def prompts(run: RunConfig, filled: int = 0) -> Batch:
     """Returns five prompts with their right answers, and rows that fill the batch up."""
     tokens_BS = run.data.prepare(run.model.vocabulary, 0).train.gather(range(5))
     filler = np.full((filled, tokens_BS.shape[1]), ~0)
-    return tensors(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
+    return as_batch(np.concatenate([tokens_BS, filler]), pin_memory=False, masked=True)
 
 
-def answering(run: Run) -> Answering:
+def answering(run: RunConfig) -> Rollout:
     assert isinstance(run.objective, GRPO)
-    return Answering(run.objective, run.data)
+    return Rollout(run.objective, run.data)
 
 
-def explored(run: Run, module: ModelModule, batch: Batch, step: int = 0) -> Batch:
+def explored(run: RunConfig, module: ModelModule, batch: Batch, step: int = 0) -> Batch:
     with torch.no_grad():
         return answering(run).explored(
-            batch, lambda asked, given: Loss(asked).of(module, given), run.seed, step
+            batch, lambda asked, given: ScaledLoss(asked).of(module, given), run.seed, step
         )
 
 
@@ -96,7 +96,7 @@ def by_hand(logits_BTV: Tensor, said_BTV: Tensor, given: Batch, group: int, beta
     return torch.stack(losses).mean()
 
 
-def test_gradients_are_those_of_the_formula(run: Run, module: ModelModule) -> None:
+def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule) -> None:
     given = explored(run, module, prompts(run))
     assert given["advantage"].any()
     reference = run.model.build(run.seed)(given["inputs"]).detach()
@@ -107,8 +107,8 @@ def test_gradients_are_those_of_the_formula(run: Run, module: ModelModule) -> No
     question = run.objective.reference
     assert question is not None
     with torch.no_grad(), run.adapter.off(module):
-        given["reference"] = Loss(question).of(module, given)
-    loss, reward, kl = Loss(run.objective, 1 / 20).of(module, given)
+        given["reference"] = ScaledLoss(question).of(module, given)
+    loss, reward, kl = ScaledLoss(run.objective, 1 / 20).of(module, given)
     loss.backward()
     assert_close(_gradients(module), gradients, "gradients")
     assert kl > 0
@@ -119,17 +119,19 @@ def _gradients(module: ModelModule) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def test_rows_that_fill_a_batch_up_are_none(run: Run, module: ModelModule) -> None:
+def test_rows_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule) -> None:
     objective = replace(run.objective, beta=0.0)
     found = []
     for filled in (0, 3):
         given = explored(run, module, prompts(run, filled))
         assert int(objective.count(given["labels"])) == 20
-        found.append(Loss(objective).of(module, given))
+        found.append(ScaledLoss(objective).of(module, given))
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_what_is_drawn_knows_no_answer_and_no_neighbours(run: Run, module: ModelModule) -> None:
+def test_what_is_drawn_knows_no_answer_and_no_neighbours(
+    run: RunConfig, module: ModelModule
+) -> None:
     given = prompts(run)
     wanted = explored(run, module, given)["labels"]
     blind = {key: tensor.clone() for key, tensor in given.items()}
@@ -141,11 +143,11 @@ def test_what_is_drawn_knows_no_answer_and_no_neighbours(run: Run, module: Model
     assert not torch.equal(explored(run, module, given, step=1)["labels"], wanted)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely(run: Run) -> None:
+def test_tokens_are_drawn_as_often_as_they_are_likely(run: RunConfig) -> None:
     objective = GRPO(answers=20_000)
     shares_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     given = {key: tensor[:1] for key, tensor in prompts(run).items()}
-    found = Answering(objective, run.data).explored(
+    found = Rollout(objective, run.data).explored(
         given, lambda asked, batch: shares_V.log().expand(20_000, 4), seed=3, step=7
     )
     for place in range(32 - run.data.answer, 32):
@@ -155,11 +157,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(run: Run) -> None:
 
 def test_flops_are_those_torch_counts() -> None:
     run = compose([*SHAPE, *LLAMA, *REWARDS, "model.layers=8"])
-    module: Any = SingleLayout(DeviceKind.cpu).build(run)
+    module: Any = SingleDevice(DeviceKind.cpu).build(run)
     batch = prompts(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         given = explored(run, module, batch)
-        Loss(run.objective).of(module, given)[0].backward()
+        ScaledLoss(run.objective).of(module, given)[0].backward()
     passes = 3.5 + run.data.answer
     attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
     found = counter.get_total_flops() / given["inputs"].numel()

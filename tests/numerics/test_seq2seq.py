@@ -11,10 +11,10 @@ from fixtures.stacked import Stacked
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from scalewise.data.loader import Loader, Share
-from scalewise.evaluation import held_out
-from scalewise.evaluation.generation import answered
-from scalewise.models.hf.spec import HuggingFace
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.evaluation import validation_metrics
+from scalewise.evaluation.generation import generate_answer
+from scalewise.models.hf.config import HuggingFaceConfig
 
 Stack = Callable[[str], Stacked]
 
@@ -25,7 +25,7 @@ def test_flops_are_those_that_torch_counts(
 ) -> None:
     """Of attention it counts 12 where flash attention's backward makes 14."""
     sequence, target = sizes
-    spec = HuggingFace(path=str(checkpoints("t5")))
+    spec = HuggingFaceConfig(path=str(checkpoints("t5")))
     module = spec.build(1)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         rows = [torch.ones((1, n), dtype=torch.long) for n in (sequence - target, target)]
@@ -41,14 +41,14 @@ def test_answers_are_held_out_and_written_as_by_transformers(stacked: Stack) -> 
     run, peer = stack.run(), stack.theirs()
     rows = run.data.prepare(256, run.seed).validation
     assert rows is not None
-    module = HuggingFace(path=str(stack.folder)).build(1)
-    found = held_out.measured(module, rows, 10, 4)
-    (batch,) = Loader(rows, Share(10, 10), seed=1, steps=1)
+    module = HuggingFaceConfig(path=str(stack.folder)).build(1)
+    found = validation_metrics.measure_loss(module, rows, 10, 4)
+    (batch,) = TrainLoader(rows, BatchShare(10, 10), seed=1, steps=1)
     with torch.no_grad():
         assert found.loss == pytest.approx(peer(**stack.asked(batch)).loss.item(), rel=1e-5)
     assert found.labels == int((batch["labels"] != -100).sum())
     question = [5, 9, 200, 31]
-    written = answered(module, question, 0.0, 1)
+    written = generate_answer(module, question, 0.0, 1)
     ids = [next(written) for _ in range(6)]
     given = torch.tensor([question])
     wanted = peer.generate(given, max_new_tokens=6, do_sample=False, use_cache=False)

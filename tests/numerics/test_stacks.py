@@ -14,12 +14,12 @@ from fixtures.steps import assert_close, assert_equal
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from scalewise import compose
-from scalewise.evaluation import live
-from scalewise.exports import Form
-from scalewise.exports import folder as exports
-from scalewise.models.hf.spec import HuggingFace, Init
-from scalewise.training.trace import refusal, traced
-from scalewise.verbs.trained import recorded
+from scalewise.commands.trained import load_trained
+from scalewise.evaluation import load_model
+from scalewise.export import AdapterExport
+from scalewise.export import hf_export as exports
+from scalewise.models.hf.config import HuggingFaceConfig, InitKind
+from scalewise.training.fake_tensor_trace import rejection_reason, trace_run
 
 LONG = pytest.mark.exhaustive
 ENCODER = "t5"
@@ -40,7 +40,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
 @pytest.mark.parametrize("family", STACKED)
 def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stack) -> None:
     stack = stacked(family)
-    spec, peer, run = HuggingFace(path=str(stack.folder)), stack.theirs(), stack.run()
+    spec, peer, run = HuggingFaceConfig(path=str(stack.folder)), stack.theirs(), stack.run()
     assert [*spec.complaints()] == []
     assert spec.parameters == peer.num_parameters()
     ours, (batch,) = spec.build(1), [*stack.batches(1)]
@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stac
 def test_fresh_weights_are_drawn_for_as_many_layers(
     family: str, layers: int, starts: tuple[int, ...], stacked: Stack
 ) -> None:
-    spec = HuggingFace(path=str(stacked(family).folder), init=Init.random, depth=4)
+    spec = HuggingFaceConfig(path=str(stacked(family).folder), init=InitKind.random, depth=4)
     assert (spec.layers, spec.facts.starts) == (layers, starts)
     one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_steps_are_those_of_transformers_in_a_hand_loop(
         losses.append(loss.item())
     assert found.column("train/loss") == pytest.approx(losses, rel=1e-5)
     to = found.path / "exported"
-    exports.write(recorded(found.path), to, Form.merged)
+    exports.write_export(load_trained(found.path), to, AdapterExport.merged)
     assert_close(stack.theirs(to).state_dict(), model.state_dict(), "weights")
 
 
@@ -157,7 +157,7 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack
     stack = stacked(family)
     run, peer = stack.run("adapter=lora"), get_peft_model(stack.theirs(), LoraConfig(r=8))
     wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
-    assert isinstance(run.model, HuggingFace)
+    assert isinstance(run.model, HuggingFaceConfig)
     module = run.model.build(1)
     ours = [weight.name for weight in run.census() if weight.trainable]
     assert {f"base_model.model.{module.theirs(name)}" for name in ours} == wanted
@@ -178,16 +178,16 @@ def test_what_was_trained_is_asked_and_exported_and_goes_on(
     stack = stacked(family)
     sharded = (*LAYOUTS["fsdp"], *more, "trainer.micro_batch=6", "checkpoint.every=2")
     found = job.of(*stack.line(*sharded))
-    told = recorded(found.path)
+    told = load_trained(found.path)
     (batch,) = stack.batches(1)
     with torch.no_grad():
-        logits = stack.logits(live.model(told, torch.device("cpu")), batch)
+        logits = stack.logits(load_model.load_model(told, torch.device("cpu")), batch)
         assert not torch.equal(logits, stack.their_logits(stack.theirs(), batch))
     to, alone = found.path / "exported", found.path / "adapter"
-    exports.write(told, to, Form.merged)
+    exports.write_export(told, to, AdapterExport.merged)
     models = [stack.theirs(to)]
     if more:
-        exports.write(told, alone, Form.alone)
+        exports.write_export(told, alone, AdapterExport.alone)
         base = stack.theirs(alone / "base" if "model.init=random" in more else None)
         models.append(PeftModel.from_pretrained(base, alone))
         asked = None if stack.pictured else "SEQ_2_SEQ_LM"
@@ -220,8 +220,8 @@ def test_the_peak_is_the_one_traced(
 ) -> None:
     overrides = (*stacked(family).measured, *further)
     run = compose(overrides)
-    assert refusal(run) is None
-    foreseen = traced(run, whole=True).peak
+    assert rejection_reason(run) is None
+    foreseen = trace_run(run, whole=True).peak
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{family} {' '.join(further)}: {foreseen / found - 1:+.2%}")
     assert abs(foreseen / found - 1) < 0.02

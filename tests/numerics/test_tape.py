@@ -7,34 +7,34 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from scalewise.activation_checkpointing import FixedCheckpointing, Recompute
 from scalewise.hardware import DeviceKind
 from scalewise.measure.memory import LiveBytes
-from scalewise.memory import Checkpointing, Recompute
-from scalewise.models.base import Part
-from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
-from scalewise.models.tape import Pass
-from scalewise.plan.replay import replay
+from scalewise.models.base import StageSlice
+from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.op_graph import ForwardSpec
+from scalewise.planner.activation_liveness import simulate_part
 from scalewise.precision.fp8 import Float8
-from scalewise.quantization import NoQuantization
-from scalewise.quantization.aware import QAT8da4w, QATInt4
+from scalewise.quantization import NoQuantizationConfig
+from scalewise.quantization.qat import QAT8da4wConfig, QATInt4Config
 
 ROWS, TOKENS = 8, 64
 FP8 = Float8()
-PART = Part(range(1))
+PART = StageSlice(range(1))
 SPECS = {
-    "llama": Decoder(
+    "llama": DecoderConfig(
         vocabulary=256, context=TOKENS, width=64, layers=1, heads=4, feedforward=160, kv_heads=2
     ),
-    "gpt2": Decoder(
+    "gpt2": DecoderConfig(
         vocabulary=256,
         context=TOKENS,
         width=64,
         layers=1,
         heads=4,
         feedforward=160,
-        norm=Norm.layernorm,
-        position=Position.learned,
-        activation=Activation.gelu,
+        norm=NormKind.layernorm,
+        position=PositionKind.learned,
+        activation=ActivationKind.gelu,
         bias=True,
     ),
 }
@@ -51,7 +51,7 @@ FORMATS = {
     "qat_8da4w, bf16_mixed": (4, 2, 4),
     "qat_8da4w, bf16_true": (2, 2, 2),
 }
-QATS = {"qat_int4": QATInt4(), "qat_8da4w": QAT8da4w(group=16)}
+QATS = {"qat_int4": QATInt4Config(), "qat_8da4w": QAT8da4wConfig(group=16)}
 NEVER = {("gpt2", name) for name in FORMATS if "qat" in name}
 """What is refused: GPT-2's matrices have biases."""
 CASES = [(family, name) for family in SPECS for name in FORMATS if (family, name) not in NEVER]
@@ -66,8 +66,8 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
     spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
     mixed = "bf16_mixed" in precision
     in_fp8 = FP8.in_fp8(spec) if "fp8" in precision else ()
-    rounding = QATS.get(precision.partition(",")[0], NoQuantization())
-    shape = Pass(
+    rounding = QATS.get(precision.partition(",")[0], NoQuantizationConfig())
+    shape = ForwardSpec(
         *(ROWS, TOKENS, stream, compute, held),
         casts=mixed,
         on_cpu=True,
@@ -78,7 +78,7 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
         rounds_inputs=rounding.rounds_inputs,
     )
     tape = spec.tapes(shape).block
-    foreseen = replay(tape, recompute, fresh=fresh)
+    foreseen = simulate_part(tape, recompute, fresh=fresh)
     found = _measured(spec, precision, recompute, fresh=fresh)
     # What the block reads stays for as long as the test has it.
     kept = recompute is not Recompute.nothing or any(0 in op.saved for op in tape.operators)
@@ -89,17 +89,17 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
 
 
 def _measured(
-    spec: Decoder, precision: str, recompute: Recompute, *, fresh: bool
+    spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
     module = spec.shape(PART)
     if "fp8" in precision:
         FP8.apply(module, spec, DeviceKind.cpu)
-    QATS.get(precision.partition(",")[0], NoQuantization()).apply(module, spec)
+    QATS.get(precision.partition(",")[0], NoQuantizationConfig()).apply(module, spec)
     module.to_empty(device="cpu")
     module.init_weights(1)
     number = torch.bfloat16 if "bf16_true" in precision else torch.float32
     module.to(number)
-    Checkpointing(recompute).apply(module, PART)
+    FixedCheckpointing(recompute).apply(module, PART)
     (block,) = module.layers()
     if not fresh:
         for parameter in block.parameters():

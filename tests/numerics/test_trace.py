@@ -7,13 +7,19 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from scalewise.bench.ledger_lines import FULL, MIXED, fsdp, mesh
-from scalewise.bench.ledger_worlds import LARGE, SUMS, TRACED, TRACED_SELDOM, stages
-from scalewise.plan import memory
-from scalewise.run import Run
-from scalewise.training.trace import on_cpu, refusal, traced
+from scalewise.bench.memory_accuracy_ranks import (
+    LARGE,
+    SUMS,
+    TRACED,
+    TRACED_SELDOM,
+    pipeline_overrides,
+)
+from scalewise.bench.memory_accuracy_runs import FULL, MIXED, fsdp_overrides, mesh_overrides
+from scalewise.planner import worst_rank
+from scalewise.run_config import RunConfig
+from scalewise.training.fake_tensor_trace import rejection_reason, trace_run, with_cpu_operators
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 LONG = pytest.mark.exhaustive
 
@@ -28,8 +34,8 @@ def run_of(compose: Compose) -> Compose:
 )
 def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
     run = run_of(*line)
-    assert refusal(run) is None
-    found, foreseen = traced(run), memory.worst(on_cpu(run))
+    assert rejection_reason(run) is None
+    found, foreseen = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
     error = foreseen.peak / found.peak - 1
     fullest = max(found.moments, key=lambda moment: found.moments[moment])
     print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {fullest}")
@@ -38,8 +44,8 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
 
 
 def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
-    line = (MIXED, *fsdp(8), FULL)
-    plain, averaged = traced(run_of(*line)), traced(run_of(*line, "callbacks=[ema]"))
+    line = (MIXED, *fsdp_overrides(8), FULL)
+    plain, averaged = trace_run(run_of(*line)), trace_run(run_of(*line, "callbacks=[ema]"))
     run = run_of(*line, "callbacks=[ema]")
     expected = run.parallelism.holds(run).average_bytes(run)
     assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
@@ -54,11 +60,11 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
         *(
             pytest.param(layers, line, marks=LONG)
             for layers, line in [
-                (12, (MIXED, *fsdp(8), SUMS)),
-                (12, (MIXED, *fsdp(4), "model=openllama_7b", "data.sequence=2048")),
-                (12, (MIXED, *mesh(tensor=8))),
-                (12, (MIXED, *mesh(shards=16, tensor=8), FULL)),
-                (24, (MIXED, *stages(shards=2))),
+                (12, (MIXED, *fsdp_overrides(8), SUMS)),
+                (12, (MIXED, *fsdp_overrides(4), "model=openllama_7b", "data.sequence=2048")),
+                (12, (MIXED, *mesh_overrides(tensor=8))),
+                (12, (MIXED, *mesh_overrides(shards=16, tensor=8), FULL)),
+                (24, (MIXED, *pipeline_overrides(shards=2))),
             ]
         ),
     ],
@@ -68,7 +74,7 @@ def test_shallow_copies_tell_of_the_whole(
     layers: int, line: tuple[str, ...], run_of: Compose
 ) -> None:
     run = run_of(*line, f"model.layers={layers}")
-    assert traced(run).peak == pytest.approx(traced(run, whole=True).peak, rel=0.02)
+    assert trace_run(run).peak == pytest.approx(trace_run(run, whole=True).peak, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +84,10 @@ def test_shallow_copies_tell_of_the_whole(
         (("parallelism=deepspeed_zero3",), "DeepSpeed works on real memory"),
         (("compile=block",), "what a compiler fuses"),
         (("precision=fp16_mixed",), "fp16 is not computed on the CPU"),
-        ((*fsdp(8), "parallelism.cpu_offload=true"), "what is offloaded"),
+        ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "what is offloaded"),
     ],
 )
 def test_what_cannot_be_traced_says_why(
     line: tuple[str, ...], reason: str, run_of: Compose
 ) -> None:
-    assert reason in (refusal(run_of(*line)) or "")
+    assert reason in (rejection_reason(run_of(*line)) or "")

@@ -12,7 +12,7 @@ from fixtures.layouts import LAYOUTS, SHAPE
 from fixtures.probes import DAWDLES
 
 from scalewise import compose
-from scalewise.tracking.names import TIMES
+from scalewise.tracking.metric_names import TIMES
 
 FP32_BYTES = 4
 LONG = pytest.mark.exhaustive

@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer, seed_everything
 
 from scalewise import compose
 from scalewise.errors import ConfigError
-from scalewise.tracking.files import write_json
-from scalewise.training import user_trace
+from scalewise.tracking.run_files import write_json
+from scalewise.training import user_module_trace
 
 LONG = pytest.mark.exhaustive
 STEPS, ROWS = 12, 8
@@ -198,7 +198,7 @@ def test_steps_of_its_own_are_followed(job: Job) -> None:
 def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) -> None:
     lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
     measured = job.of(*lines).summary["metrics"]
-    foreseen = user_trace.traced(compose(lines))
+    foreseen = user_module_trace.trace_user_module(compose(lines))
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         key = f"memory/{name}_bytes"
         print(f"{key}: {foreseen[key]:,} traced, {measured[key]:,} measured")
@@ -220,4 +220,4 @@ def test_what_a_trace_cannot_follow_is_refused(lines: tuple[str, ...], reason: s
     replaced = {line.partition("=")[0] for line in lines}
     kept = [line for line in YOURS if line.partition("=")[0] not in replaced]
     with pytest.raises(ConfigError, match=reason):
-        user_trace.traced(compose([*kept, *lines], here=False))
+        user_module_trace.trace_user_module(compose([*kept, *lines], here=False))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from scalewise import atomic, failures
-from scalewise.launch import words
-from scalewise.launch.status import Ending
-from scalewise.tracking.files import MetricsFile, read_json, write_json
+from scalewise.launch import exit_reports
+from scalewise.launch.status import Outcome
+from scalewise.tracking.run_files import MetricsFile, read_json, write_json
 
 BLOCK = 4096
 
@@ -52,10 +52,10 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     planted = ("x", f".x.{os.getpid()}", ".x.tmp", "x.tmp", ".x.reserve", "metrics.csv", "copy")
     for name in planted:
         (folder / name).symlink_to(victim)
-    atomic.write(folder / "x", b"ours")
-    atomic.reserve(folder / "x", 100)
+    atomic.write_atomic(folder / "x", b"ours")
+    atomic.reserve_space(folder / "x", 100)
     (tmp_path / "source").write_text("copied")
-    atomic.copy(tmp_path / "source", folder / "copy")
+    atomic.copy_atomic(tmp_path / "source", folder / "copy")
     MetricsFile(folder / "metrics.csv").append([{"step": 1}])
     assert victim.read_text() == "theirs"
     assert (folder / "x").read_text() == "ours"
@@ -76,50 +76,50 @@ def test_rows_are_not_appended_through_a_link(tmp_path: Path) -> None:
 def test_a_file_has_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        atomic.write(tmp_path / "x", b"")
+        atomic.write_atomic(tmp_path / "x", b"")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
 
 
 def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(disk: Path) -> None:
-    atomic.write(disk / "x", b"old")
+    atomic.write_atomic(disk / "x", b"old")
     fill(disk)
     with pytest.raises(OSError, match="No space left") as caught:
-        atomic.write(disk / "x", bytes(2 * BLOCK))
+        atomic.write_atomic(disk / "x", bytes(2 * BLOCK))
     assert caught.value.errno == errno.ENOSPC
     assert (disk / "x").read_bytes() == b"old"
     assert names(disk) == {"x"}
 
 
 def test_reserved_space_is_written_again_and_again(disk: Path) -> None:
-    atomic.write(disk / "x", b"old")
-    atomic.reserve(disk / "x", 8 * BLOCK)
+    atomic.write_atomic(disk / "x", b"old")
+    atomic.reserve_space(disk / "x", 8 * BLOCK)
     fill(disk)
     for size in (1, 2, 3, 4):
-        atomic.write(disk / "x", bytes([size]) * size * BLOCK)
+        atomic.write_atomic(disk / "x", bytes([size]) * size * BLOCK)
         assert (disk / "x").read_bytes() == bytes([size]) * size * BLOCK
         (disk / "fill").unlink()
         fill(disk)
-    atomic.release(disk / "x")
+    atomic.release_space(disk / "x")
     assert names(disk) == {"x"}
 
 
 def test_what_is_larger_than_the_reserve_is_not_written_in_part(disk: Path) -> None:
-    atomic.write(disk / "x", b"old")
-    atomic.reserve(disk / "x", BLOCK)
+    atomic.write_atomic(disk / "x", b"old")
+    atomic.reserve_space(disk / "x", BLOCK)
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
-        atomic.write(disk / "x", bytes(2 * BLOCK))
+        atomic.write_atomic(disk / "x", bytes(2 * BLOCK))
     assert (disk / "x").read_bytes() == b"old"
-    atomic.write(disk / "x", b"new")
+    atomic.write_atomic(disk / "x", b"new")
     assert (disk / "x").read_bytes() == b"new"
 
 
 def test_space_that_is_not_free_is_not_reserved(disk: Path) -> None:
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
-        atomic.reserve(disk / "x", BLOCK)
+        atomic.reserve_space(disk / "x", BLOCK)
     assert names(disk) == set()
 
 
@@ -127,7 +127,7 @@ def test_reserve_is_used_wherever_new_blocks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, without a file system of its own."""
-    atomic.reserve(tmp_path / "x", BLOCK)
+    atomic.reserve_space(tmp_path / "x", BLOCK)
 
     def full(*_: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -141,15 +141,15 @@ def test_reserve_is_used_wherever_new_blocks_are_refused(
 
 
 def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
-    words.clear(disk)
-    words.reserve(disk, 3)
+    exit_reports.prepare_reports(disk)
+    exit_reports.reserve_report(disk, 3)
     fill(disk)
     tail = ("x" * 500,) * 12
-    words.leave(disk, 3, Ending("failed", "the disk is full", 3, tail))
-    assert words.said(disk) == [Ending("failed", "the disk is full", 3, tail)]
-    words.leave(disk, 3, Ending("failed", "again", 3, ("é" * 5000,)))
-    assert words.said(disk) == [Ending("failed", "again", 3)]
-    words.remove(disk)
+    exit_reports.write_report(disk, 3, Outcome("failed", "the disk is full", 3, tail))
+    assert exit_reports.read_reports(disk) == [Outcome("failed", "the disk is full", 3, tail)]
+    exit_reports.write_report(disk, 3, Outcome("failed", "again", 3, ("é" * 5000,)))
+    assert exit_reports.read_reports(disk) == [Outcome("failed", "again", 3)]
+    exit_reports.remove_reports(disk)
     assert names(disk) == set()
 
 
@@ -167,20 +167,20 @@ def test_a_rank_leaves_its_word_on_a_full_disk(disk: Path) -> None:
     ],
 )
 def test_a_lack_of_space_has_its_fix(error: Exception, fix: str | None) -> None:
-    lacking = atomic.lack_of_space(error)
+    lacking = atomic.disk_full_reason(error)
     assert (lacking is None) == (fix is None)
     if fix is not None and lacking is not None:
         assert fix in lacking[1]
-        assert fix in failures.message(error)
-        assert str(error) in failures.message(error)
+        assert fix in failures.exception_message(error)
+        assert str(error) in failures.exception_message(error)
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: atomic.write(path, b"x" * 100_000),
-        lambda path: atomic.reserve(path, 100_000),
-        lambda path: atomic.copy(path.with_name("large"), path),
+        lambda path: atomic.write_atomic(path, b"x" * 100_000),
+        lambda path: atomic.reserve_space(path, 100_000),
+        lambda path: atomic.copy_atomic(path.with_name("large"), path),
         lambda path: MetricsFile(path).append([{"step": 10**9}] * 20_000),
     ],
     ids=["write", "reserve", "copy", "metrics"],
@@ -197,4 +197,4 @@ def test_a_file_beyond_the_limit_on_sizes_is_named(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, held)
     assert caught.value.filename == str(tmp_path / "file")
-    assert "ulimit -f" in failures.message(caught.value)
+    assert "ulimit -f" in failures.exception_message(caught.value)

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from fixtures.verbs import Noted
 
-from scalewise.config.door import Job, open_door
-from scalewise.config.searched import searched
+from scalewise.config.app import SweepJob, run_command
+from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
-from scalewise.study.space import Interval
+from scalewise.hpo.space import IntervalAxis
 
-Jobs = Callable[..., list[Job]]
+Jobs = Callable[..., list[SweepJob]]
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """Returns the jobs of a line, with a sweep's file of these contents as ``sweep=own``."""
     monkeypatch.chdir(tmp_path)
 
-    def found(*typed: str, **sweeper: object) -> list[Job]:
+    def found(*typed: str, **sweeper: object) -> list[SweepJob]:
         file = tmp_path / "own" / "sweeps" / "own.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
         file.write_text(yaml.safe_dump(content, sort_keys=False))
         verb = Noted()
-        assert open_door(verb, ["-cd", "own", "sweep=own", *typed]) == 0
+        assert run_command(verb, ["-cd", "own", "sweep=own", *typed]) == 0
         return verb.jobs
 
     return found
 
 
-def varied(jobs: Sequence[Job], *keys: str) -> list[tuple[str, ...]]:
+def varied(jobs: Sequence[SweepJob], *keys: str) -> list[tuple[str, ...]]:
     return [tuple(job.varied[key] for key in keys) for job in jobs]
 
 
@@ -147,7 +147,7 @@ def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
         line += ["hydra.sweeper.sampler=grid"]
         key = key if "never ends" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
     with pytest.raises(ConfigError) as caught:
-        searched(["-m", *line]) if command == "wandb" else open_door(Noted(), ["-m", *line])
+        preview_search(["-m", *line]) if command == "wandb" else run_command(Noted(), ["-m", *line])
     found = {complaint.key: complaint for complaint in caught.value.complaints}
     complaint = found.get(key) or found[""]  # W&B has the grid by its size alone
     assert reason in complaint.reason
@@ -165,7 +165,7 @@ def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> Non
     factors = "+hydra.sweeper.factors={model.layers:[1,2],precision:[fp32,bf16_mixed]}"
     axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
     with pytest.raises(ConfigError, match="where a sweep has at most 10,000") as caught:
-        open_door(Noted(), ["-m", axis, *line])
+        run_command(Noted(), ["-m", axis, *line])
     assert key in [complaint.key for complaint in caught.value.complaints]
 
 
@@ -179,7 +179,7 @@ def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:
 
 
 def test_a_range_is_an_interval_of_a_search_without_being_listed() -> None:
-    found = searched(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
-    assert found.space == [Interval("seed", 1, 999_999_999, step=1)]
-    found = searched(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
-    assert found.space == [Interval("optimizer.lr", 0.1, 0.4, step=0.1)]
+    found = preview_search(["-m", "hydra/sweeper=optuna", "seed=range(1,1000000000)"])
+    assert found.space == [IntervalAxis("seed", 1, 999_999_999, step=1)]
+    found = preview_search(["-m", "hydra/sweeper=optuna", "optimizer.lr=range(0.1,0.5,0.1)"])
+    assert found.space == [IntervalAxis("optimizer.lr", 0.1, 0.4, step=0.1)]

@@ -6,29 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.bench import collectives, options, picture, wire
-from scalewise.bench.fit import Sample
+from scalewise.bench import collectives, collectives_plot, options, throttled_link
+from scalewise.bench.link_fit import CollectiveSample
 from scalewise.cli import main
 from scalewise.errors import ConfigError
-from scalewise.parallelism.collectives import Kind
+from scalewise.parallelism.communication import CollectiveKind
 
 
 def test_options_are_told_from_overrides() -> None:
-    chosen, rest = options.split(
-        ["ranks=4", "hardware=cpu", "record=true", "seconds=0.5"], collectives.Options
+    chosen, rest = options.split_options(
+        ["ranks=4", "hardware=cpu", "record=true", "seconds=0.5"], collectives.CollectivesOptions
     )
-    assert chosen == collectives.Options(ranks=4, record=True, seconds=0.5)
+    assert chosen == collectives.CollectivesOptions(ranks=4, record=True, seconds=0.5)
     assert rest == ["hardware=cpu"]
 
 
 def test_an_option_is_meant() -> None:
     with pytest.raises(ConfigError, match="rank=2: no such key; did you mean ranks"):
-        options.split(["rank=2", "seed=1"], collectives.Options)
+        options.split_options(["rank=2", "seed=1"], collectives.CollectivesOptions)
 
 
 def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
-    samples = [Sample(Kind.send, 2, size, 1e-3) for size in (1024, 4096)]
-    drawn = picture.chart(samples, None).to_dict()
+    samples = [CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in (1024, 4096)]
+    drawn = collectives_plot.collectives_chart(samples, None).to_dict()
     (rows,) = drawn["datasets"].values()
     assert {row["what"] for row in rows} == {"measured"}
     assert "lost in noise" in drawn["title"]["text"]
@@ -36,7 +36,7 @@ def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
 
 def test_all_options_that_are_wrong_are_named() -> None:
     with pytest.raises(ConfigError) as refused:
-        options.split(["ranks=x", "record=1"], collectives.Options)
+        options.split_options(["ranks=x", "record=1"], collectives.CollectivesOptions)
     assert [str(complaint) for complaint in refused.value.complaints] == [
         "ranks=x: is not a whole number",
         "record=1: is not true or false",
@@ -44,8 +44,8 @@ def test_all_options_that_are_wrong_are_named() -> None:
 
 
 def test_sizes_go_up_to_the_largest() -> None:
-    assert list(collectives.sizes(64 * 2**20)) == [1024 * 4**power for power in range(9)]
-    assert list(collectives.sizes(20_000)) == [1024, 4096, 16384]
+    assert list(collectives.message_sizes(64 * 2**20)) == [1024 * 4**power for power in range(9)]
+    assert list(collectives.message_sizes(20_000)) == [1024, 4096, 16384]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_refusals(
 
 def test_where_no_cable_can_be_laid_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert wire.obstacle() == "making network namespaces needs root"
+    assert throttled_link.missing_requirement() == "making network namespaces needs root"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert wire.obstacle() == "there is no ip: apt-get install iproute2"
+    assert throttled_link.missing_requirement() == "there is no ip: apt-get install iproute2"

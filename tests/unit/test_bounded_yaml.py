@@ -9,8 +9,8 @@ import yaml
 from fixtures.reports import make_run
 
 from scalewise import bounded_yaml, cli
-from scalewise.bounded_yaml import UnboundedError
-from scalewise.tracking.files import read_yaml
+from scalewise.bounded_yaml import YamlLimitError
+from scalewise.tracking.run_files import read_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -35,8 +35,8 @@ BAD = {
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_a_document_without_bounds_is_rejected(text: str) -> None:
-    with pytest.raises(yaml.YAMLError if text.endswith("nowhere") else UnboundedError):
-        bounded_yaml.load(text)
+    with pytest.raises(yaml.YAMLError if text.endswith("nowhere") else YamlLimitError):
+        bounded_yaml.load_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_document_without_bounds_is_rejected(text: str) -> None:
     ],
 )
 def test_another_is_read_as_yaml_reads_it(text: str) -> None:
-    assert bounded_yaml.load(text) == yaml.safe_load(text)
+    assert bounded_yaml.load_yaml(text) == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)

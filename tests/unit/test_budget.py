@@ -9,16 +9,16 @@ from itertools import combinations
 import pytest
 from fixtures.layouts import LLAMA_8B
 
+from scalewise.activation_checkpointing import AutoCheckpointing, FixedCheckpointing, Recompute
 from scalewise.errors import ConfigError
-from scalewise.memory import Auto, Checkpointing, Recompute
-from scalewise.plan import memory, steptime
-from scalewise.plan.budget import settled
-from scalewise.plan.plan import planned
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
+from scalewise.planner import step_time, worst_rank
+from scalewise.planner.auto_checkpointing import resolve_auto_checkpointing
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 LINE = (*LLAMA_8B, "trainer.micro_batch=2")
 ROOMY = (*LINE, "hardware.memory_gib=1000")
 PIPED = (
@@ -30,19 +30,19 @@ PIPED = (
 ZERO_BUBBLE = (*PIPED, "parallelism.pipeline_schedule=interleaved_zero_bubble")
 
 
-def everything(run: Run) -> Iterator[Run]:
+def everything(run: RunConfig) -> Iterator[RunConfig]:
     """Every mixture of two kinds of blocks, in any numbers; the first is of the kind that saves."""
     layers = run.model.layers
     for otherwise, recompute in combinations(Recompute, 2):
         for count in range(1, layers + 1):
-            forgetting = Checkpointing(recompute, round(layers / count, 4), otherwise)
+            forgetting = FixedCheckpointing(recompute, round(layers / count, 4), otherwise)
             yield replace(run, memory=forgetting)
 
 
-def extremes(run: Run) -> tuple[int, int]:
-    most = replace(run, memory=Checkpointing())
-    least = replace(run, memory=Checkpointing(Recompute.full))
-    return memory.worst(least).peak, memory.worst(most).peak
+def extremes(run: RunConfig) -> tuple[int, int]:
+    most = replace(run, memory=FixedCheckpointing())
+    least = replace(run, memory=FixedCheckpointing(Recompute.full))
+    return worst_rank.worst_rank_breakdown(least).peak, worst_rank.worst_rank_breakdown(most).peak
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75, 0.95])
@@ -53,50 +53,57 @@ def test_nothing_within_the_budget_takes_less_time(
     run = compose(*line, "memory=auto", here=False)
     low, high = extremes(run)
     budget = low + share * (high - low)
-    chosen, _ = settled(replace(run, memory=Auto(budget / GIB)))
-    peak = memory.worst(chosen).peak
+    chosen, _ = resolve_auto_checkpointing(replace(run, memory=AutoCheckpointing(budget / GIB)))
+    peak = worst_rank.worst_rank_breakdown(chosen).peak
     assert 0.9 * budget < peak <= budget
-    rates = steptime.rates(run)
+    rates = step_time.device_rates(run)
     assert rates is not None
-    own = steptime.again(chosen, rates)
+    own = step_time.recompute_seconds(chosen, rates)
     others = [
-        steptime.again(it, rates) for it in everything(run) if memory.worst(it).peak <= budget
+        step_time.recompute_seconds(it, rates)
+        for it in everything(run)
+        if worst_rank.worst_rank_breakdown(it).peak <= budget
     ]
     assert own <= min(others) * 1.001
 
 
 def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
     run = compose(*ROOMY, "memory=auto", "memory.budget_gib=1000", here=False)
-    assert settled(run) == (replace(run, memory=Checkpointing()), ("memory=none",))
+    assert resolve_auto_checkpointing(run) == (
+        replace(run, memory=FixedCheckpointing()),
+        ("memory=none",),
+    )
 
 
 def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> None:
-    assert planned(compose(*LINE, here=False)).fit.verdict is not Verdict.fits
-    plan = planned(compose(*LINE, "memory=auto", here=False))
-    assert plan.fit.verdict is Verdict.fits
+    assert build_plan(compose(*LINE, here=False)).fit.verdict is not FitStatus.fits
+    plan = build_plan(compose(*LINE, "memory=auto", here=False))
+    assert plan.fit.verdict is FitStatus.fits
     assert plan.told[0].startswith("memory=checkpoint_")
     assert compose(*LINE, *plan.told, here=False).memory == plan.run.memory
 
 
 def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
     plain, roomy = (
-        planned(compose(*LINE, "memory=auto", *budget, here=False))
+        build_plan(compose(*LINE, "memory=auto", *budget, here=False))
         for budget in ((), ("memory.budget_gib=200",))
     )
-    assert roomy.fit.verdict is not Verdict.out_of_memory
+    assert roomy.fit.verdict is not FitStatus.out_of_memory
     assert roomy.fit.peak >= plain.fit.peak
 
 
 def test_what_helps_nothing_is_told(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
-    assert planned(compose(*huge, here=False)).fit.verdict is Verdict.out_of_memory
+    assert build_plan(compose(*huge, here=False)).fit.verdict is FitStatus.out_of_memory
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* left"):
-        settled(compose(*LINE, "memory=auto", "memory.budget_gib=1", here=False))
+        resolve_auto_checkpointing(compose(*LINE, "memory=auto", "memory.budget_gib=1", here=False))
 
 
 def test_a_schedule_that_cannot_keep_products_is_spared_them(compose: Compose) -> None:
     run = compose(*ZERO_BUBBLE, "memory=auto", here=False)
     low, high = extremes(run)
-    chosen, _ = settled(replace(run, memory=Auto((low + high) / 2 / GIB)))
+    chosen, _ = resolve_auto_checkpointing(
+        replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
+    )
     assert Recompute.selective not in chosen.memory.of_model(run.model.layers)
-    assert memory.worst(chosen).peak <= (low + high) / 2
+    assert worst_rank.worst_rank_breakdown(chosen).peak <= (low + high) / 2

@@ -8,31 +8,31 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from scalewise.errors import ConfigError
-from scalewise.launch.job import Order, execute
-from scalewise.run import Run
+from scalewise.launch.job import JobSpec, execute
+from scalewise.run_config import RunConfig
 from scalewise.training.callbacks.ema import EMAWeightAveraging
-from scalewise.training.callbacks.guard import LossGuard
-from scalewise.training.callbacks.inject import Raise
-from scalewise.training.callbacks.open import instantiated
+from scalewise.training.callbacks.fault_injection import InjectException
+from scalewise.training.callbacks.instantiate import instantiate_callbacks
+from scalewise.training.callbacks.loss_guard import LossGuard
 from scalewise.training.callbacks.profiler import Profiler
 
 NAMES = "lightning.pytorch.callbacks"
 
 
-def test_every_option_makes_its_callback(compose: Callable[..., Run]) -> None:
+def test_every_option_makes_its_callback(compose: Callable[..., RunConfig]) -> None:
     run = compose("callbacks=[guard,early_stopping,ema,profiler]", "+inject=raise")
-    kinds = [LossGuard, EarlyStopping, EMAWeightAveraging, Profiler, Raise]
-    assert [type(callback) for callback in instantiated(run)] == kinds
-    assert instantiated(compose("callbacks=none")) == []
+    kinds = [LossGuard, EarlyStopping, EMAWeightAveraging, Profiler, InjectException]
+    assert [type(callback) for callback in instantiate_callbacks(run)] == kinds
+    assert instantiate_callbacks(compose("callbacks=none")) == []
 
 
-def test_arguments_arrive(compose: Callable[..., Run]) -> None:
+def test_arguments_arrive(compose: Callable[..., RunConfig]) -> None:
     run = compose(
         "callbacks=none",
         f"+callbacks.timer._target_={NAMES}.Timer",
         "+callbacks.timer.duration={minutes: 3}",
     )
-    (timer,) = instantiated(run)
+    (timer,) = instantiate_callbacks(run)
     assert isinstance(timer, Timer)
     assert timer.time_remaining() == 180
 
@@ -62,12 +62,12 @@ def test_arguments_arrive(compose: Callable[..., Run]) -> None:
     ],
 )
 def test_what_cannot_be_made_is_refused(
-    compose: Callable[..., Run], lines: list[str], key: str, reason: str
+    compose: Callable[..., RunConfig], lines: list[str], key: str, reason: str
 ) -> None:
     trusted = "trusted_packages=[antigravity_of_nobody]"
     run = compose(trusted, *(f"++callbacks.{line}" for line in lines))
     with pytest.raises(ConfigError) as caught:
-        instantiated(run)
+        instantiate_callbacks(run)
     (complaint,) = caught.value.complaints
     assert complaint.key == f"callbacks.{key}"
     assert reason in complaint.reason
@@ -83,43 +83,49 @@ def test_what_cannot_be_made_is_refused(
     ids=lambda lines: lines[0],
 )
 def test_what_cannot_be_made_is_refused_before_there_is_a_folder(
-    compose: Callable[..., Run], lines: list[str], tmp_path: Path
+    compose: Callable[..., RunConfig], lines: list[str], tmp_path: Path
 ) -> None:
     run = compose("callbacks=none", *(f"+callbacks.x.{line}" for line in lines))
     with pytest.raises(ConfigError, match=r"callbacks\.x"):
-        execute(Order(run), tmp_path / "runs" / "job")
+        execute(JobSpec(run), tmp_path / "runs" / "job")
     assert not any(tmp_path.iterdir())
 
 
-def test_all_refusals_come_at_once(compose: Callable[..., Run]) -> None:
+def test_all_refusals_come_at_once(compose: Callable[..., RunConfig]) -> None:
     lines = [f"+callbacks.{name}._target_=torch.nowhere.X" for name in ("x", "y")]
     run = compose(*lines)
     with pytest.raises(ConfigError) as caught:
-        instantiated(run)
+        instantiate_callbacks(run)
     assert len(caught.value.complaints) == 2
 
 
 def test_a_class_of_an_untrusted_package_is_refused_under_a_trusted_name(
-    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = type("Foreign", (Timer,), {"__module__": "elsewhere.callbacks"})
     monkeypatch.setattr("lightning.pytorch.callbacks.Foreign", foreign, raising=False)
     target = f"+callbacks.x={{_target_:{NAMES}.Foreign,duration:{{minutes:1}}}}"
     with pytest.raises(ConfigError, match=r"'elsewhere', which is not trusted; .*\[elsewhere\]"):
-        instantiated(compose(target))
-    assert instantiated(compose(target, "trusted_packages=[elsewhere]"))
+        instantiate_callbacks(compose(target))
+    assert instantiate_callbacks(compose(target, "trusted_packages=[elsewhere]"))
 
 
 def test_only_packages_that_the_user_trusts_are_looked_for_in_the_current_folder(
-    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     code = "from lightning.pytorch import Callback\nclass Here(Callback): pass\n"
     for package in ("peft_absent_here", "mine_in_this_folder"):
         Path(f"{package}.py").write_text(code)
-    monkeypatch.setattr("scalewise.trust.TRUSTED_PACKAGES", ("peft_absent_here",))
+    monkeypatch.setattr(
+        "scalewise.validation.trusted_imports.TRUSTED_PACKAGES", ("peft_absent_here",)
+    )
     with pytest.raises(ConfigError, match="cannot be imported"):
-        instantiated(compose("callbacks=none", "+callbacks.x._target_=peft_absent_here.Here"))
+        instantiate_callbacks(
+            compose("callbacks=none", "+callbacks.x._target_=peft_absent_here.Here")
+        )
     line = "+callbacks.x._target_=mine_in_this_folder.Here"
-    assert instantiated(compose("callbacks=none", line, "trusted_packages=[mine_in_this_folder]"))
+    assert instantiate_callbacks(
+        compose("callbacks=none", line, "trusted_packages=[mine_in_this_folder]")
+    )

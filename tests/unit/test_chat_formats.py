@@ -14,14 +14,14 @@ from fixtures.chat_templates import CHATML, GEMMA, PARTS, TOKENIZERS, write_toke
 from pyarrow import parquet
 from tokenizers import Tokenizer
 
-from scalewise.data import templates
-from scalewise.data.base import Splits
-from scalewise.data.chat import Chat
-from scalewise.data.chat_messages import ROLES, Conversation, Keys
-from scalewise.data.conversations import conversation
-from scalewise.data.preference import Preference
+from scalewise.data import chat_templates
+from scalewise.data.base import DataSplits
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_formats import parse_conversation
+from scalewise.data.chat_messages import ROLES, Conversation, RecordKeys
+from scalewise.data.chat_templates import PlainTemplate
+from scalewise.data.preference import PreferenceData
 from scalewise.data.seq2seq import Seq2SeqData
-from scalewise.data.templates import Plain
 from scalewise.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 128, "validation_fractio
 
 
 def read(record: dict[str, Any], *ignored: str) -> Conversation:
-    return conversation(record, Keys(ignored))
+    return parse_conversation(record, RecordKeys(ignored))
 
 
 def tables(record: dict[str, Any], *ignored: str) -> list[dict[str, Any]]:
@@ -278,11 +278,11 @@ def test_records_are_rejected(name: str) -> None:
 
 def test_metadata_is_counted_and_keys_are_left_out_on_request() -> None:
     notes: Counter[str] = Counter()
-    keys = Keys(["persona", "history"], notes)
+    keys = RecordKeys(["persona", "history"], notes)
     told = {"messages": [USER | {"id": 7}, ANSWER], "source": "web", "toxic": False, "id": "x"}
-    conversation(told | {"persona": "pirate"}, keys)
+    parse_conversation(told | {"persona": "pirate"}, keys)
     alpaca = {"instruction": "a", "output": "b", "history": [["c", "d"]]}
-    assert [message.text for message in conversation(alpaca, keys).messages] == ["a", "b"]
+    assert [message.text for message in parse_conversation(alpaca, keys).messages] == ["a", "b"]
     assert notes == {
         f"key {key} is not read, times": count
         for key, count in (("id", 2), ("source", 1), ("toxic", 1), ("persona", 1), ("history", 1))
@@ -367,7 +367,7 @@ def test_flags_and_numbers_that_are_not_read_are_rejected(switch: dict[str, Any]
 def test_numbers_that_describe_a_record_are_noted(key: str) -> None:
     notes: Counter[str] = Counter()
     record = {"messages": [USER, ANSWER | {key: 0.5}], key: 3}
-    conversation(record, Keys((), notes))
+    parse_conversation(record, RecordKeys((), notes))
     assert notes == {f"key {key} is not read, times": 2}
 
 
@@ -397,7 +397,7 @@ def with_template(folder: Path, template: str) -> dict[str, Any]:
     return {"tokenizer": str(file), "end_of_text": "</s>", "sequence": 128}
 
 
-def text_of(splits: Splits, row: int = 0) -> str:
+def text_of(splits: DataSplits, row: int = 0) -> str:
     (ids_S,) = splits.train.gather([row])
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     ids = [token if token >= 0 else ~token for token in ids_S.ravel().tolist()]
@@ -406,7 +406,9 @@ def text_of(splits: Splits, row: int = 0) -> str:
 
 def test_a_history_is_trained_on_before_the_last_answer(tmp_path: Path) -> None:
     record = {"instruction": "And Malta?", "output": "Second.", "history": [["Sicily?", "First."]]}
-    splits = Chat(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL).prepare(300, 0)
+    splits = ChatData(paths=lines(tmp_path, record | {"system": "Be brief."}), **SMALL).prepare(
+        300, 0
+    )
     assert text_of(splits).startswith(
         "### System:\nBe brief.\n\n### User:\nSicily?\n\n### Assistant:\nFirst.<|endoftext|>"
         "### User:\nAnd Malta?\n\n### Assistant:\nSecond.<|endoftext|>"
@@ -433,10 +435,10 @@ OF_TEMPLATES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "chatml"])
 def test_what_a_template_does_not_write_is_rejected(plain: bool, tmp_path: Path) -> None:
-    template = Plain("</s>")
+    template = PlainTemplate("</s>")
     if not plain:
         file = write_tokenizer(tmp_path, TOKENIZERS["byte_level"](), CHATML)
-        template = templates.beside(file)
+        template = chat_templates.load_template(file)
     for name, (record, reason) in OF_TEMPLATES.items():
         with pytest.raises(ValueError, match=reason):
             pytest.fail(f"{name} is written: {template(read(record))}")
@@ -450,17 +452,19 @@ def test_a_system_text_that_the_template_does_not_write_is_rejected(tmp_path: Pa
     )
     record = {"conversations": TALK, "system": "Talk like a sailor."}
     options = {**SMALL, **with_template(tmp_path, silent)}
-    chat = Chat(paths=lines(tmp_path, record), **options)
+    chat = ChatData(paths=lines(tmp_path, record), **options)
     with pytest.raises(DataError, match=r"a\.jsonl:1 has a turn of 'system', which the chat templ"):
         chat.prepare(1000, 0)
-    chat = Chat(paths=chat.paths, **{**options, **with_template(tmp_path, GEMMA)})
+    chat = ChatData(paths=chat.paths, **{**options, **with_template(tmp_path, GEMMA)})
     with pytest.raises(DataError, match=r"a\.jsonl:1 is rejected by the chat template: no system"):
         chat.prepare(1000, 0)
 
 
 def test_contents_are_parts_where_the_template_needs_them(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, PARTS)}
-    splits = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options).prepare(1000, 0)
+    splits = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options).prepare(
+        1000, 0
+    )
     expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
     assert text_of(splits).startswith(expected)
 
@@ -472,21 +476,21 @@ def test_nulls_that_parquet_adds_are_absent(tmp_path: Path) -> None:
     ]
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    splits = Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+    splits = ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
     assert len(splits.train) == 2
 
 
 def test_notes_are_told_at_every_start(tmp_path: Path) -> None:
-    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
+    chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER], "id": 1}), **SMALL)
     assert chat.prepare(300, 0).note == chat.prepare(300, 0).note == "key id is not read, times: 1"
 
 
 def test_keys_to_leave_out_are_an_option(tmp_path: Path) -> None:
     record = {"messages": [USER, ANSWER], "persona": "pirate"}
-    chat = Chat(paths=lines(tmp_path, record), **SMALL)
+    chat = ChatData(paths=lines(tmp_path, record), **SMALL)
     with pytest.raises(DataError, match=r"has persona, which .*'data\.ignore_keys=\[persona\]'"):
         chat.prepare(300, 0)
-    allowed = Chat(**{**vars(chat), "ignore_keys": ("persona",)})
+    allowed = ChatData(**{**vars(chat), "ignore_keys": ("persona",)})
     assert allowed.prepare(300, 0).note == "key persona is not read, times: 1"
 
 
@@ -496,7 +500,7 @@ def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
         deep = {"a": deep}
     record = {"messages": [USER, ANSWER], "tools": [WRAPPED | {"deep": deep}]}
     for options in (SMALL, with_template(tmp_path, CHATML)):
-        chat = Chat(paths=lines(tmp_path, record), **{**SMALL, **options})
+        chat = ChatData(paths=lines(tmp_path, record), **{**SMALL, **options})
         with pytest.raises(DataError, match=r"a\.jsonl:1 "):
             chat.prepare(1000, 0)
 
@@ -505,9 +509,9 @@ def test_records_nested_too_deeply_are_rejected_by_line(tmp_path: Path) -> None:
 
 
 def sides(record: dict[str, Any]) -> list[str]:
-    from scalewise.data import pairs
+    from scalewise.data import preference_formats
 
-    texts = pairs.written(record, Plain("."), Keys())
+    texts = preference_formats.parse_pair(record, PlainTemplate("."), RecordKeys())
     return ["".join(piece.text for piece in pieces) for pieces in texts]
 
 
@@ -583,7 +587,7 @@ def test_preferences_drop_nothing(more: dict[str, Any], reason: str) -> None:
 
 def test_preferences_note_metadata(tmp_path: Path) -> None:
     record = {"prompt": "hello", "chosen": "fine", "rejected": "bad", "score_chosen": 9}
-    splits = Preference(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
+    splits = PreferenceData(paths=lines(tmp_path, record), **SMALL).prepare(300, 0)
     assert splits.note == "key score_chosen is not read, times: 1"
 
 
@@ -631,9 +635,9 @@ ENDLESS = {
 def test_an_endless_template_is_named_with_its_record(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
     options = {**SMALL, **with_template(tmp_path, ENDLESS[name])}
-    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
+    chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
         chat.prepare(1000, 0)
     (complaint,) = error.value.complaints
@@ -645,7 +649,7 @@ def test_an_endless_template_is_named_with_its_record(
 
 def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:
     options = {**SMALL, **with_template(tmp_path, "{% for %}")}
-    chat = Chat(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
+    chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), **options)
     with pytest.raises(DataError, match=r"tokenizer_config\.json: the chat template has an error"):
         chat.prepare(1000, 0)
 
@@ -659,14 +663,14 @@ def test_a_nul_character_is_rejected_in_every_format(suffix: str, tmp_path: Path
     else:
         path.write_text(json.dumps([record] if suffix == ".json" else record))
     with pytest.raises(DataError, match=f"a{suffix}:1 has a NUL character"):
-        Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+        ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
 
 
 def test_json_lists_are_read_as_strictly_as_json_lines(tmp_path: Path) -> None:
     record = json.dumps({"messages": [USER, ANSWER], "score": float("nan")})
     (tmp_path / "a.json").write_text(f"[{record}]")
     with pytest.raises(DataError, match="NaN is no JSON value"):
-        Chat(paths=(str(tmp_path / "a.json"),), **SMALL).prepare(300, 0)
+        ChatData(paths=(str(tmp_path / "a.json"),), **SMALL).prepare(300, 0)
 
 
 def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
@@ -674,4 +678,4 @@ def test_two_columns_of_one_name_are_rejected(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([column, column], ["messages", "messages"])
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has more than one column messages"):
-        Chat(paths=(str(tmp_path / "a.parquet"),), **SMALL).prepare(300, 0)
+        ChatData(paths=(str(tmp_path / "a.parquet"),), **SMALL).prepare(300, 0)

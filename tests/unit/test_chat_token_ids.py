@@ -20,10 +20,10 @@ from fixtures.chat_templates import (
 )
 from transformers import AutoTokenizer
 
-from scalewise.data.base import Splits
-from scalewise.data.chat import Chat
-from scalewise.data.chat_rendering import Renderer, Request, Setup
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.base import DataSplits
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_rendering import RenderRequest, RenderSetup, TemplateRenderer
+from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import DataError
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -49,11 +49,11 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, Any]) -> Splits:
+def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, Any]) -> DataSplits:
     file = write_tokenizer(folder / "tokenizer", TOKENIZERS[tokenizer](), template)
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    chat = Chat(
+    chat = ChatData(
         paths=(str(path),),
         tokenizer=str(file),
         end_of_text="</s>",
@@ -63,13 +63,13 @@ def prepared(folder: Path, template: str, tokenizer: str, *records: dict[str, An
     return chat.prepare(1000, 0)
 
 
-def ids_of(splits: Splits, row: int, count: int) -> tuple[list[int], list[int]]:
+def ids_of(splits: DataSplits, row: int, count: int) -> tuple[list[int], list[int]]:
     """The first token ids of a row, and which of them are labels."""
     (ids_S,) = splits.train.gather([row])
     return np.where(ids_S < 0, ~ids_S, ids_S)[:count].tolist(), (ids_S >= 0)[:count].tolist()
 
 
-def learnt(splits: Splits, row: int = 0) -> str:
+def learnt(splits: DataSplits, row: int = 0) -> str:
     (ids_S,) = splits.train.gather([row])
     loaded = AutoTokenizer.from_pretrained(splits.tokenizer.parent)
     return loaded.decode(ids_S[ids_S >= 0].tolist(), clean_up_tokenization_spaces=False)
@@ -99,7 +99,9 @@ def test_ids_are_those_of_the_class_that_transformers_loads(kind: str, tmp_path:
     file.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": TURNS}) + "\n")
-    chat = Chat(paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0)
+    chat = ChatData(
+        paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0
+    )
     theirs = AutoTokenizer.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
@@ -138,7 +140,7 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
 def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
     files: dict[str, dict[str, Any]], configured: bool, tmp_path: Path
 ) -> None:
-    own = Tokenization(300, end_of_text="</s>").train(lambda: iter(["hello how are you"]))
+    own = TokenizerSource(300, end_of_text="</s>").train(lambda: iter(["hello how are you"]))
     file = write_tokenizer(tmp_path / "tokenizer", own, CHATML)
     if not configured:
         config = file.with_name("tokenizer_config.json")
@@ -150,7 +152,9 @@ def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
         path.write_text(json.dumps(stored | content))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": TURNS}) + "\n")
-    chat = Chat(paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0)
+    chat = ChatData(
+        paths=(str(path),), tokenizer=str(file), end_of_text="</s>", validation_fraction=0
+    )
     theirs = AutoTokenizer.from_pretrained(file.parent)
     assert len(theirs) > own.get_vocab_size()
     expected = theirs.apply_chat_template(TURNS, return_dict=True)["input_ids"]
@@ -199,8 +203,8 @@ def test_answers_end_as_the_template_ends_them() -> None:
         "raw_arguments": "fine thanks</s>4 degrees, naïve 🙂</s>",
     }
     for name, template in TEMPLATES.items():
-        renderer = Renderer(Setup({"default": template}, SPECIAL_TOKENS, 10))
-        rendered = renderer.train(Request(TURNS, [True] * 4))
+        renderer = TemplateRenderer(RenderSetup({"default": template}, SPECIAL_TOKENS, 10))
+        rendered = renderer.train(RenderRequest(TURNS, [True] * 4))
         found = "".join(rendered.text[start:stop] for start, stop in rendered.spans)
         assert found == expected[name], name
 
@@ -274,8 +278,10 @@ def test_the_template_for_tools_writes_tools(tmp_path: Path) -> None:
     file.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")
-    chat = Chat(paths=(str(path),), tokenizer=str(file.parent), end_of_text="</s>", sequence=256)
-    splits = Chat(**{**vars(chat), "validation_fraction": 0}).prepare(1000, 0)
+    chat = ChatData(
+        paths=(str(path),), tokenizer=str(file.parent), end_of_text="</s>", sequence=256
+    )
+    splits = ChatData(**{**vars(chat), "validation_fraction": 0}).prepare(1000, 0)
     theirs = AutoTokenizer.from_pretrained(file.parent)
     expected = theirs.apply_chat_template(CALLS, tools=TOOLS, return_dict=True)["input_ids"]
     assert ids_of(splits, 0, len(expected))[0] == expected

@@ -15,34 +15,38 @@ from scalewise import inputs
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError, ConfigError
 from scalewise.launch import locks
-from scalewise.launch.resume import checkpoint_for, differences, locked_checkpoint
-from scalewise.run import Run
-from scalewise.tracking.files import write_json
+from scalewise.launch.checkpoint_lookup import (
+    find_checkpoint,
+    locked_find_checkpoint,
+    resume_issues,
+)
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import write_json
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 STEPS = 100
 
 
-def leave(run: Run, folder: Path, *steps: int, status: str = "interrupted") -> Path:
+def leave(run: RunConfig, folder: Path, *steps: int, status: str = "interrupted") -> Path:
     """Writes what a run leaves: its config, its status and a checkpoint for each of ``steps``."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
     write_json(folder / "status.json", {"status": status})
     for step in steps:
         tensors = {"model": {"w": torch.zeros(1)}, "optimizer": {"exp_avg/w": torch.zeros(1)}}
-        store.save(
-            store.path_of(folder / "checkpoints", step),
+        store.save_checkpoint(
+            store.checkpoint_path(folder / "checkpoints", step),
             tensors,
-            store.packed({"global_step": step}),
+            store.pack_state({"global_step": step}),
         )
     return folder
 
 
-def found(run: Run, folder: Path, **where: bool) -> Path | None:
-    return checkpoint_for(run, folder, STEPS, **where)
+def found(run: RunConfig, folder: Path, **where: bool) -> Path | None:
+    return find_checkpoint(run, folder, STEPS, **where)
 
 
-def refused(run: Run, folder: Path) -> str:
+def refused(run: RunConfig, folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         found(run, folder)
     return str(caught.value)
@@ -56,7 +60,9 @@ def test_the_newest_run_of_the_name(
     run = compose(f"resume={asked}")
     leave(run, tmp_path / "2026-01-01_00-00-00", 50)
     newest = leave(run, tmp_path / "2026-01-02_00-00-00", 3, 7, status=status)
-    assert found(run, tmp_path / "2026-01-03_00-00-00") == store.path_of(newest / "checkpoints", 7)
+    assert found(run, tmp_path / "2026-01-03_00-00-00") == store.checkpoint_path(
+        newest / "checkpoints", 7
+    )
 
 
 @pytest.mark.parametrize("asked", ["last", "auto"])
@@ -74,7 +80,7 @@ def test_the_newest_run_is_the_last_to_start_in_utc(
         leave(run, tmp_path / name, 5)
         write_json(tmp_path / name / "status.json", {"status": "failed", "started": started})
     newest = tmp_path / "2026-01-01_15-00-00" / "checkpoints"
-    assert found(run, tmp_path / "now") == store.path_of(newest, 5)
+    assert found(run, tmp_path / "now") == store.checkpoint_path(newest, 5)
 
 
 @pytest.mark.parametrize("asked", ["last", "auto", "the folder"])
@@ -83,11 +89,11 @@ def test_a_run_that_another_process_drives_is_refused(
 ) -> None:
     folder = leave(compose(), tmp_path / "2026-01-01", 5)
     run = replace(compose(), resume=str(folder) if asked == "the folder" else asked)
-    with locks.acquire(folder):
+    with locks.acquire_lock(folder):
         said = refused(run, tmp_path / "now")
     assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in said
     assert f"end it: kill {os.getpid()}" in said
-    assert found(run, tmp_path / "now") == store.path_of(folder / "checkpoints", 5)
+    assert found(run, tmp_path / "now") == store.checkpoint_path(folder / "checkpoints", 5)
 
 
 def test_a_living_process_is_enough_where_there_are_no_locks(
@@ -107,21 +113,21 @@ def test_two_processes_do_not_resume_the_same_newest_run(compose: Compose, tmp_p
     source = leave(compose(), tmp_path / "2026-01-01", 5)
     own = tmp_path / "2026-01-02"
     run = compose("resume=last")
-    with locked_checkpoint(run, own, STEPS) as path:
-        assert path == store.path_of(source / "checkpoints", 5)
+    with locked_find_checkpoint(run, own, STEPS) as path:
+        assert path == store.checkpoint_path(source / "checkpoints", 5)
         with (
             pytest.raises(CheckpointError, match=f"{source} is in use by process"),
-            locked_checkpoint(run, tmp_path / "other", STEPS),
+            locked_find_checkpoint(run, tmp_path / "other", STEPS),
         ):
             pass
         own.mkdir()
         (own / "overrides.txt").touch()
-        claimed = locks.acquire(own)
+        claimed = locks.acquire_lock(own)
     with claimed, pytest.raises(CheckpointError, match=f"{own} is in use by process"):
         found(run, tmp_path / "other")
-    with locked_checkpoint(replace(run, resume=str(source)), own, STEPS) as path:
+    with locked_find_checkpoint(replace(run, resume=str(source)), own, STEPS) as path:
         assert path is not None
-        with locked_checkpoint(replace(run, resume=str(source)), own, STEPS) as second:
+        with locked_find_checkpoint(replace(run, resume=str(source)), own, STEPS) as second:
             assert second == path
 
 
@@ -130,16 +136,16 @@ def test_auto_starts_anew_after_a_run_that_ended_well(compose: Compose, tmp_path
     done = leave(compose(), tmp_path / "2026-01-02", 60, status="ok")
     here = tmp_path / "2026-01-03"
     assert found(compose("resume=auto"), here) is None
-    assert found(compose("resume=last"), here) == store.path_of(done / "checkpoints", 60)
+    assert found(compose("resume=last"), here) == store.checkpoint_path(done / "checkpoints", 60)
 
 
 def test_a_run_without_a_checkpoint_is_passed_over(compose: Compose, tmp_path: Path) -> None:
     older = leave(compose(), tmp_path / "2026-01-01", 5)
     leave(compose(), tmp_path / "2026-01-02")
     torn = leave(compose(), tmp_path / "2026-01-03", 9)
-    (file,) = (store.path_of(torn / "checkpoints", 9) / "model").iterdir()
+    (file,) = (store.checkpoint_path(torn / "checkpoints", 9) / "model").iterdir()
     os.truncate(file, 1)
-    expected = store.path_of(older / "checkpoints", 5)
+    expected = store.checkpoint_path(older / "checkpoints", 5)
     assert found(compose("resume=last"), tmp_path / "2026-01-04") == expected
 
 
@@ -154,7 +160,7 @@ def test_the_same_job_of_the_sweep_before(compose: Compose, tmp_path: Path) -> N
     for job in ("0", "1"):
         leave(compose(), tmp_path / "2026-01-01" / job, 3 + int(job))
     path = found(compose("resume=auto"), tmp_path / "2026-01-02" / "1", in_sweep=True)
-    assert path == store.path_of(tmp_path / "2026-01-01/1/checkpoints", 4)
+    assert path == store.checkpoint_path(tmp_path / "2026-01-01/1/checkpoints", 4)
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000007"])
@@ -162,7 +168,7 @@ def test_a_path_is_a_run_its_checkpoints_or_one_of_them(
     compose: Compose, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
-    expected = store.path_of(folder / "checkpoints", 7)
+    expected = store.checkpoint_path(folder / "checkpoints", 7)
     assert found(compose(f"resume='{folder / where}'"), tmp_path / "now") == expected
     monkeypatch.setenv("HOME", str(tmp_path))
     assert found(compose(f"resume='~/run/{where}'"), tmp_path / "now") == expected
@@ -175,11 +181,11 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     compose: Compose, tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3, 7)
-    damaged = store.path_of(folder / "checkpoints", 7)
+    damaged = store.checkpoint_path(folder / "checkpoints", 7)
     (damaged / store.TRAINING).write_bytes(b"")
     resume = asked if asked == "last" else tmp_path / asked
     path = found(compose(f"resume='{resume}'"), tmp_path / "now")
-    assert path == store.path_of(folder / "checkpoints", 3)
+    assert path == store.checkpoint_path(folder / "checkpoints", 3)
     said = capsys.readouterr().out
     assert said == f"resume: {damaged} is damaged; going on from step-00000003\n"
 
@@ -229,12 +235,12 @@ def test_what_must_not_differ(
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3)
     run = compose(*overrides, f"resume={folder}")
-    complaints = list(differences(run, folder))
+    complaints = list(resume_issues(run, folder))
     assert sorted(complaint.key for complaint in complaints) == keys
 
     def resumed(lines: Sequence[str]) -> None:
         run = compose(*lines)
-        if run.resume and (found := list(differences(run, folder))):
+        if run.resume and (found := list(resume_issues(run, folder))):
             raise ConfigError(found)
 
     for complaint in complaints:
@@ -261,8 +267,8 @@ def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
     wrote, run = compose("hardware=cpu", *before), compose("hardware=cpu", *after)
     folder = leave(wrote, tmp_path / "run", 3)
     assert wrote.global_batch == run.global_batch
-    assert list(differences(run, folder)) == []
-    (complaint,) = differences(compose("trainer.global_batch=7"), folder)
+    assert list(resume_issues(run, folder)) == []
+    (complaint,) = resume_issues(compose("trainer.global_batch=7"), folder)
     assert (complaint.key, complaint.value) == ("trainer.global_batch", 7)
     assert f"trained with {wrote.global_batch}" in complaint.reason
     assert f"trainer.global_batch={wrote.global_batch}" in complaint.cure
@@ -275,7 +281,7 @@ def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
     kept = yaml.safe_load((folder / "resolved.yaml").read_text())
     kept["parallelism"] = {"_target_": "somebodys.Layout"}
     (folder / "resolved.yaml").write_text(yaml.safe_dump(kept))
-    assert list(differences(compose(), folder)) == []
+    assert list(resume_issues(compose(), folder)) == []
 
 
 def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Path) -> None:
@@ -283,7 +289,7 @@ def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Pa
     message = refused(compose(f"resume={folder}"), tmp_path / "now")
     assert "has done 100 of 100 steps" in message
     assert "trainer.max_steps above 100" in message
-    assert found(compose("resume=auto"), tmp_path / "now") == store.path_of(
+    assert found(compose("resume=auto"), tmp_path / "now") == store.checkpoint_path(
         folder / "checkpoints", STEPS
     )
     assert "has done 100 of 100 steps" in refused(compose("resume=last"), tmp_path / "now")
@@ -294,7 +300,7 @@ def test_a_config_that_cannot_be_read_is_no_difference(
     compose: Compose, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "resolved.yaml").write_text(content)
-    assert list(differences(compose(), tmp_path)) == []
+    assert list(resume_issues(compose(), tmp_path)) == []
 
 
 @pytest.mark.parametrize("trainer", [0.5, {}, {"micro_batch": "text"}, [], "text"], ids=repr)
@@ -304,20 +310,20 @@ def test_a_config_without_its_batch_is_named(
     values = {**compose().as_dict(), "trainer": trainer}
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=f"{tmp_path}/resolved.yaml is damaged") as caught:
-        list(differences(compose(), tmp_path))
+        list(resume_issues(compose(), tmp_path))
     assert "put a copy of it back" in str(caught.value)
 
 
-def written(run: Run, folder: Path) -> Path:
+def written(run: RunConfig, folder: Path) -> Path:
     """Writes what a run records of itself before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
-    inputs.record(run.as_dict(), folder)
+    inputs.write_inputs(run.as_dict(), folder)
     return folder
 
 
-def reasons(run: Run, folder: Path) -> dict[str, str]:
-    return {complaint.key: complaint.reason for complaint in differences(run, folder)}
+def reasons(run: RunConfig, folder: Path) -> dict[str, str]:
+    return {complaint.key: complaint.reason for complaint in resume_issues(run, folder)}
 
 
 def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: Path) -> None:
@@ -326,7 +332,7 @@ def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: 
         (tmp_path / disk / "text.txt").write_text("some text")
         (tmp_path / disk / "tokenizer.json").write_text("{}")
 
-    def on(disk: str) -> Run:
+    def on(disk: str) -> RunConfig:
         files = f"data.paths=[{disk}/text.txt]", f"data.tokenizer={disk}/tokenizer.json"
         return compose("data=text", *files)
 
@@ -352,10 +358,10 @@ def test_runs_of_earlier_versions_had_no_special_tokens(
     values = yaml.safe_load(yaml.safe_dump(run.as_dict()))
     del values["data"]["special_tokens"]
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    found = [complaint.key for complaint in differences(run, tmp_path)]
+    found = [complaint.key for complaint in resume_issues(run, tmp_path)]
     assert found == ["data.special_tokens"] * given
     if given:
-        (complaint,) = differences(run, tmp_path)
+        (complaint,) = resume_issues(run, tmp_path)
         assert complaint.cure == "set data.special_tokens=false, or resume=null"
         line.append("data.special_tokens=false")
-    assert not list(differences(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))
+    assert not list(resume_issues(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))

@@ -43,12 +43,12 @@ def rest(step: int = 3) -> dict[str, Any]:
 
 
 def save(path: Path, step: int = 3, **more: Any) -> None:
-    store.save(path, tensors(step), store.packed(rest(step) | more))
+    store.save_checkpoint(path, tensors(step), store.pack_state(rest(step) | more))
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    path = store.path_of(tmp_path / "checkpoints", 3)
+    path = store.checkpoint_path(tmp_path / "checkpoints", 3)
     save(path)
     return path
 
@@ -69,7 +69,7 @@ def file_of(path: Path, kind: str) -> str:
 
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        store.load(path)
+        store.load_state(path)
     (complaint,) = caught.value.complaints
     assert complaint.key == "resume"
     assert complaint.value == path
@@ -84,11 +84,11 @@ def sign(path: Path) -> None:
 
 
 def test_what_is_saved_comes_back(saved: Path) -> None:
-    assert store.load(saved) == rest()
+    assert store.load_state(saved) == rest()
     for part, expected in tensors().items():
-        loaded = store.whole(saved, part)
+        loaded = store.full_tensors(saved, part)
         assert loaded.keys() == expected.keys()
-        assert store.shapes(saved, part) == {name: t.shape for name, t in expected.items()}
+        assert store.tensor_shapes(saved, part) == {name: t.shape for name, t in expected.items()}
         for name, tensor in expected.items():
             assert loaded[name].dtype is tensor.dtype
             assert torch.equal(loaded[name], tensor)
@@ -97,7 +97,7 @@ def test_what_is_saved_comes_back(saved: Path) -> None:
 def test_a_reader_fills_what_it_asks_for(saved: Path) -> None:
     """The tensors a layout holds are filled in place, those it lacks are not read."""
     head = torch.zeros(6, 4)
-    store.read(saved, "model", {"model.head": head})
+    store.read_into(saved, "model", {"model.head": head})
     assert torch.equal(head, tensors()["model"]["model.head"])
 
 
@@ -114,7 +114,7 @@ def test_another_model_s_tensors_are_refused(
 ) -> None:
     before = {name: tensor.clone() for name, tensor in into.items()}
     with pytest.raises(CheckpointError) as caught:
-        store.read(saved, "model", into)
+        store.read_into(saved, "model", into)
     (complaint,) = caught.value.complaints
     assert (complaint.key, complaint.value, complaint.reason) == ("resume", saved, reason)
     assert "the model that wrote it" in complaint.cure
@@ -123,7 +123,7 @@ def test_another_model_s_tensors_are_refused(
 
 def test_saving_again_replaces(saved: Path) -> None:
     save(saved, epoch=9)
-    assert store.load(saved)["epoch"] == 9
+    assert store.load_state(saved)["epoch"] == 9
 
 
 @every_file
@@ -206,7 +206,7 @@ def test_data_of_another_program_is_refused(saved: Path, content: object) -> Non
 
 
 @pytest.mark.parametrize("part", store.TENSORS)
-@pytest.mark.parametrize("ask", [store.whole, store.shapes])
+@pytest.mark.parametrize("ask", [store.full_tensors, store.tensor_shapes])
 def test_tensors_that_are_no_safetensors_are_refused(
     saved: Path, part: str, ask: Callable[[Path, str], object]
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_rank_that_cannot_write_says_so(
 
     monkeypatch.setattr(store.HuggingFaceStorageWriter, "write_data", fails)
     with pytest.raises(expected, match=said):
-        save(store.path_of(tmp_path, 3))
+        save(store.checkpoint_path(tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,7 +255,7 @@ def test_a_writer_that_dies_leaves_nothing_that_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(store, "write_json", dies)
         with pytest.raises(KeyboardInterrupt):
-            save(store.path_of(saved.parent, 4), 4)
+            save(store.checkpoint_path(saved.parent, 4), 4)
     assert list(saved.parent.iterdir()) == [saved]
 
 
@@ -263,20 +263,20 @@ def test_a_partial_folder_of_a_killed_writer_is_not_read_and_goes(saved: Path) -
     partial = saved.parent / ".partial-step-00000009"
     partial.mkdir()
     (partial / store.MANIFEST).write_text((saved / store.MANIFEST).read_text())
-    assert list(store.steps(saved.parent)) == [3]
-    save(store.path_of(saved.parent, 4), 4)
+    assert list(store.list_checkpoints(saved.parent)) == [3]
+    save(store.checkpoint_path(saved.parent, 4), 4)
     assert not partial.exists()
 
 
 def test_the_latest_passes_over_damaged_ones(saved: Path) -> None:
-    later = [store.path_of(saved.parent, step) for step in (4, 5, 123_456_789)]
+    later = [store.checkpoint_path(saved.parent, step) for step in (4, 5, 123_456_789)]
     for path in later:
         save(path)
     os.truncate(later[2] / tensors_file(later[2]), 10)
     (later[1] / store.MANIFEST).unlink()
-    assert list(store.steps(saved.parent)) == [3, 4, 123_456_789]
-    assert store.latest(saved.parent) == later[0]
-    assert store.latest(saved.parent / "none") is None
+    assert list(store.list_checkpoints(saved.parent)) == [3, 4, 123_456_789]
+    assert store.newest_checkpoint(saved.parent) == later[0]
+    assert store.newest_checkpoint(saved.parent / "none") is None
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -289,11 +289,11 @@ def test_a_checkpoint_taken_over_outlives_the_first(
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     for _ in range(2):
-        store.take_over(saved, tmp_path / "other")
-    kept = store.path_of(tmp_path / "other", 3)
+        store.adopt_checkpoint(saved, tmp_path / "other")
+    kept = store.checkpoint_path(tmp_path / "other", 3)
     assert (kept / store.MANIFEST).samefile(saved / store.MANIFEST) == links
     shutil.rmtree(saved)
-    assert store.verify(kept) == 3
+    assert store.verify_checkpoint(kept) == 3
     assert list(kept.parent.iterdir()) == [kept]
 
 
@@ -311,12 +311,12 @@ def test_pruning_keeps_the_newest_and_the_best(
     tmp_path: Path, keep: int, best: int | None, left: list[int]
 ) -> None:
     for step in (1, 2, 3, 4):
-        save(store.path_of(tmp_path, step), step)
+        save(store.checkpoint_path(tmp_path, step), step)
     if best is not None:
         store.mark_best(tmp_path, best, 0.5)
-        assert store.best_of(tmp_path) == (best, 0.5)
-    store.prune(tmp_path, keep)
-    assert list(store.steps(tmp_path)) == left
+        assert store.best_checkpoint(tmp_path) == (best, 0.5)
+    store.prune_checkpoints(tmp_path, keep)
+    assert list(store.list_checkpoints(tmp_path)) == left
     assert not list(tmp_path.glob(".partial*"))
 
 
@@ -340,19 +340,19 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
     harm: Callable[[Path], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = store.path_of(tmp_path / "checkpoints", 3)
+    path = store.checkpoint_path(tmp_path / "checkpoints", 3)
     average = {"model.embedding": torch.ones(6, 4)}
-    store.save(path, tensors() | {store.AVERAGE: average}, store.packed(rest()))
+    store.save_checkpoint(path, tensors() | {store.AVERAGE: average}, store.pack_state(rest()))
     name = file_of(path, kind)
     harm(path / name)
     assert f"is damaged ({name}: " in refused(path)
     if kind not in reads:
-        assert trained.checkpoint(tmp_path, step, reads) == path
+        assert trained.choose_checkpoint(tmp_path, step, reads) == path
         (note,) = capsys.readouterr().out.splitlines()
         assert note.startswith(f"note: the training state of {path} is damaged ({name}: ")
         return
     with pytest.raises(CheckpointError) as caught:
-        trained.checkpoint(tmp_path, step, reads)
+        trained.choose_checkpoint(tmp_path, step, reads)
     (complaint,) = caught.value.complaints
     assert (complaint.key, complaint.value) == ("step", step)
     assert f": step 3 is damaged ({name}: " in complaint.reason
@@ -362,10 +362,10 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
 def test_weights_of_an_earlier_step_take_the_place_of_damaged_ones(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(later := store.path_of(saved.parent, 4), 4)
+    save(later := store.checkpoint_path(saved.parent, 4), 4)
     (later / (name := tensors_file(later))).unlink()
-    assert trained.checkpoint(tmp_path, "last", ["model"]) == saved
+    assert trained.choose_checkpoint(tmp_path, "last", ["model"]) == saved
     said = capsys.readouterr().out
     assert said == f"step 4 is damaged ({name}: is missing); step 3 in its place\n"
     with pytest.raises(CheckpointError, match="choose another step"):
-        trained.checkpoint(tmp_path, "4", ["model"])
+        trained.choose_checkpoint(tmp_path, "4", ["model"])

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from scalewise import cli
-from scalewise.config import tree
+from scalewise.commands import doctor, trained, usage
+from scalewise.commands.bench import BENCHMARKS
+from scalewise.config import paths
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import Machine
-from scalewise.units import count_text
-from scalewise.verbs import doctor, trained, usage
-from scalewise.verbs.bench import BENCHMARKS
+from scalewise.units import format_count
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | int]
                 raise ending
             return ending
 
-        monkeypatch.setattr(importlib.import_module("scalewise.verbs.report"), "main", main)
+        monkeypatch.setattr(importlib.import_module("scalewise.commands.report"), "main", main)
         return cli.main(["report"])
 
     return run
@@ -44,8 +44,8 @@ def test_help_lists_verbs_groups_and_examples(
         rows[name] = rows.get(name, "") + line
     for verb in cli.VERBS:
         assert cli.VERBS[verb] in rows[verb]
-    for group in (*tree.GROUPS, "experiment", "sweep"):
-        assert all(name in rows[group] for name in tree.names(group))
+    for group in (*paths.GROUPS, "experiment", "sweep"):
+        assert all(name in rows[group] for name in paths.option_names(group))
     assert all(f"  {line}\n" in said for _, line in usage.EXAMPLES)
     long = tuple(
         f"  {group}"
@@ -172,7 +172,7 @@ class TestDoctor:
     def test_a_machine_without_a_device(self, memory: int) -> None:
         rows = self._rows(Machine((), "a processor", 3, memory))
         assert rows["CUDA"] == ("no device", "runs go to the CPU, at most 12 ranks; no fp16")
-        assert f"about {count_text(memory * 0.8 / 16)} parameters" in rows["memory"][1]
+        assert f"about {format_count(memory * 0.8 / 16)} parameters" in rows["memory"][1]
 
     def test_a_machine_with_devices(self) -> None:
         rows = self._rows(Machine(("NVIDIA H100", "NVIDIA H100"), "a processor", 64, 2**40))
@@ -201,7 +201,7 @@ class TestDoctor:
         assert meaning.endswith("pip install 'scalewise[hf]'")
 
     def _rows(self, machine: Machine) -> dict[str, tuple[str, str]]:
-        return {what: (state, meaning) for what, state, meaning in doctor.lines(machine)}
+        return {what: (state, meaning) for what, state, meaning in doctor.finding_lines(machine)}
 
 
 LONG = "x" * 5000
@@ -209,8 +209,8 @@ LONG = "x" * 5000
 
 def test_a_long_prompt_is_not_taken_for_a_folder(tmp_path: Path) -> None:
     line = [str(tmp_path), f"prompt={LONG}"]
-    assert trained.options(line) == {"prompt": LONG}
-    folder, options = trained.read("evaluate", line, {"prompt": ""}, [])
+    assert trained.parse_options(line) == {"prompt": LONG}
+    folder, options = trained.read_arguments("evaluate", line, {"prompt": ""}, [])
     assert (folder, options) == (tmp_path, {"prompt": LONG})
 
 

@@ -10,17 +10,17 @@ import yaml
 from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
-from scalewise.config import axes, naming, tree
-from scalewise.config.compose import changed, choices, compose, flat
-from scalewise.config.own import own_hydra
-from scalewise.config.searched import searched
+from scalewise.config import paths, run_naming, sweep_grid
+from scalewise.config.compose import changed_from_defaults, compose, flatten, group_choices
+from scalewise.config.hydra_context import hydra_session
+from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
-from scalewise.run import Run
-from scalewise.study.screen import Screen
-from scalewise.study.space import first, overrides
+from scalewise.hpo.screen import ScreeningDesign
+from scalewise.hpo.space import first_point, point_overrides
+from scalewise.run_config import RunConfig
 
-ROOT = tree.root()
-OPTIONS = [(group, name) for group in tree.GROUPS for name in tree.names(group)]
+ROOT = paths.project_root()
+OPTIONS = [(group, name) for group in paths.GROUPS for name in paths.option_names(group)]
 CLASSES = ("model.classes=2", "model.tied=false")
 BORING = "objective.target=lightning.pytorch.demos.boring_classes.BoringModel"
 INJECTED = [path.stem for path in sorted((ROOT / "conf" / "inject").glob("*.yaml"))]
@@ -83,7 +83,7 @@ def test_every_accident_composes(name: str) -> None:
     assert ("inject" in run.callbacks) is (name != "none")
 
 
-@pytest.mark.parametrize("name", tree.names("experiment"))
+@pytest.mark.parametrize("name", paths.option_names("experiment"))
 def test_every_experiment_composes_and_asks_a_question(name: str) -> None:
     run = compose([f"experiment={name}"], here=False)
     assert run.question.endswith("?")
@@ -99,23 +99,25 @@ SEARCHES = ("screen", "search_learning_rate")
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_corner_of_a_search_composes(name: str) -> None:
-    found = searched([f"sweep={name}"])
-    jobs = [overrides(first(found.space))]
+    found = preview_search([f"sweep={name}"])
+    jobs = [point_overrides(first_point(found.space))]
     if factors := found.sweeper.get("factors"):
-        jobs = Screen(factors).overrides()
+        jobs = ScreeningDesign(factors).overrides()
     for job in jobs:
         assert compose([f"sweep={name}", *job], here=False).choices["sweep"] == name
 
 
-@pytest.mark.parametrize("name", [name for name in tree.names("sweep") if name not in SEARCHES])
+@pytest.mark.parametrize(
+    "name", [name for name in paths.option_names("sweep") if name not in SEARCHES]
+)
 def test_every_job_of_every_sweep_composes(name: str) -> None:
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
     assert content["hydra"]["mode"] == "MULTIRUN"
     sweeper = content["hydra"]["sweeper"]
     assert set(sweeper) <= {"params", "zip"}
-    with own_hydra() as loader:
-        filed = axes.lines(sweeper.get("params", {}), sweeper.get("zip", {}))
-        jobs = axes.jobs(filed, [], list(sweeper.get("zip", {})), loader)
+    with hydra_session() as loader:
+        filed = sweep_grid.sweep_overrides(sweeper.get("params", {}), sweeper.get("zip", {}))
+        jobs = sweep_grid.expand_jobs(filed, [], list(sweeper.get("zip", {})), loader)
     runs = [compose([f"sweep={name}", *job], here=False) for job in jobs]
     assert len({str(run.as_dict()) for run in runs}) == len(jobs) > 1
 
@@ -161,7 +163,7 @@ def test_a_model_of_a_folder_is_named_by_it(path: str | None, name: str) -> None
     chosen = {"model": "hf", "parallelism": "ddp"}
     config = {"model": {"path": path}, "optimizer": {"lr": 1.0}}
     root = OmegaConf.create({**config, "hydra": {"runtime": {"choices": chosen}}})
-    assert naming.run_name(_root_=root) == f"{name}-ddp-lr1e0"
+    assert run_naming.build_run_name(_root_=root) == f"{name}-ddp-lr1e0"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_model_of_a_folder_is_named_by_it(path: str | None, name: str) -> None
 def test_the_name_of_a_sweep(given: dict[str, str], name: str) -> None:
     chosen = {"model": "decoder_nano", **{k: v for k, v in given.items() if k != "name"}}
     config = {"name": given["name"], "hydra": {"runtime": {"choices": chosen}}}
-    assert naming.sweep_name(_root_=OmegaConf.create(config)) == name
+    assert run_naming.build_sweep_name(_root_=OmegaConf.create(config)) == name
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_changed_is_what_differs_from_what_the_options_give(
     file = tmp_path / "a.txt"
     file.write_text("text\n")
     run = compose([line.format(file) for line in overrides])
-    assert changed(run) == [
+    assert changed_from_defaults(run) == [
         {"key": key, "default": default, "value": [str(file)] if value == "{0}" else value}
         for key, default, value in rows
     ]
@@ -211,28 +213,34 @@ def test_changed_is_what_differs_from_what_the_options_give(
 
 def test_changed_lists_options_alone_where_no_value_was_set() -> None:
     drawn = random.Random(5)
-    groups = [group for group in tree.CLOSED if len(choices([group])[group]) > 1]
+    groups = [group for group in paths.CLOSED_GROUPS if len(group_choices([group])[group]) > 1]
     usual = compose(here=False).choices
     valid = 0
     for _ in range(30):
-        chosen = {group: drawn.choice(tree.names(group)) for group in drawn.sample(groups, 3)}
+        chosen = {
+            group: drawn.choice(paths.option_names(group)) for group in drawn.sample(groups, 3)
+        }
         try:
             run = compose([f"{group}={name}" for group, name in chosen.items()], here=False)
         except ConfigError:  # not every option goes with every other
             continue
         valid += 1
-        found = {str(row["key"]): (row["default"], row["value"]) for row in changed(run)}
+        found = {
+            str(row["key"]): (row["default"], row["value"]) for row in changed_from_defaults(run)
+        }
         differing = {group: name for group, name in chosen.items() if name != usual[group]}
         assert found == {group: (usual[group], name) for group, name in differing.items()}
     assert valid > 5
 
 
 def test_flat_keeps_sequences_and_empty_mappings() -> None:
-    assert flat({"a": {"b": [1], "c": {}}, "d": 1}) == {"a.b": [1], "a.c": {}, "d": 1}
+    assert flatten({"a": {"b": [1], "c": {}}, "d": 1}) == {"a.b": [1], "a.c": {}, "d": 1}
 
 
 def test_the_choices_are_the_files() -> None:
-    assert choices(["schedule"]) == {"schedule": ["constant", "cosine", "linear", "module", "wsd"]}
+    assert group_choices(["schedule"]) == {
+        "schedule": ["constant", "cosine", "linear", "module", "wsd"]
+    }
 
 
 def test_callbacks_add_up() -> None:
@@ -267,6 +275,6 @@ def test_composing_leaves_a_hydra_application_alone() -> None:
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         held = GlobalHydra.instance().hydra
-        assert isinstance(compose(), Run)
+        assert isinstance(compose(), RunConfig)
         assert GlobalHydra.instance().hydra is held
     assert GlobalHydra.instance().hydra is None

@@ -16,16 +16,16 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, Node, OmegaConf
 
+from scalewise.config import app, composition_cache, paths
 from scalewise.config import compose as compose_module
-from scalewise.config import composition_cache, door, tree
-from scalewise.config.compose import changed
-from scalewise.config.composition_cache import composed_once
-from scalewise.config.door import End, Job
-from scalewise.config.own import own_hydra
-from scalewise.config.read import read
+from scalewise.config.app import JobEnd, SweepJob
+from scalewise.config.compose import changed_from_defaults
+from scalewise.config.composition_cache import shared_composition_cache
+from scalewise.config.hydra_context import hydra_session
+from scalewise.config.parse import parse_run
 from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("workstation")
 
@@ -70,7 +70,7 @@ LINES: tuple[tuple[str, ...], ...] = (
 
 @pytest.fixture(autouse=True)
 def _prepared() -> None:
-    door.prepare()
+    app.prepare()
 
 
 def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) -> object:
@@ -82,7 +82,7 @@ def outcome(loader: ConfigLoader, master: DictConfig, overrides: Sequence[str]) 
     flags = [(OmegaConf.is_struct(node), OmegaConf.is_readonly(node)) for node in nodes(config)]
     raw = OmegaConf.to_container(config, resolve=False)
     try:
-        run: object = read(config, overrides, overrides)
+        run: object = parse_run(config, overrides, overrides)
     except ConfigError as error:
         run = str(error)
     return raw, flags, run
@@ -99,16 +99,16 @@ def nodes(config: DictConfig) -> list[DictConfig]:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 def test_shared_compositions_equal_those_of_each_alone(seed: int) -> None:
-    with own_hydra() as loader:
+    with hydra_session() as loader:
         master = hydra_compose("config", ["seed=1"], return_hydra_config=True)
         alone = [outcome(loader, master, line) for line in LINES]
         order = [*range(len(LINES)), *range(len(LINES))]
         random.Random(seed).shuffle(order)
-        with composed_once():
+        with shared_composition_cache():
             for place in order:
                 assert outcome(loader, master, LINES[place]) == alone[place], LINES[place]
     assert any(isinstance(found, tuple) and len(found) == 2 for found in alone)
-    assert any(isinstance(found, tuple) and isinstance(found[-1], Run) for found in alone)
+    assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
 
 
 FILES = {
@@ -167,7 +167,7 @@ def test_options_that_refer_to_each_other_compose_as_each_alone(seed: int, tmp_p
 
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         alone = [composed(line) for line in lines]
-        with composed_once():
+        with shared_composition_cache():
             for line, wanted in zip(lines, alone, strict=True):
                 assert composed(line) == wanted, line
     assert sum(len(found) == 3 for found in alone) > 10, alone[:9]
@@ -175,30 +175,30 @@ def test_options_that_refer_to_each_other_compose_as_each_alone(seed: int, tmp_p
 
 def test_random_products_of_options_compose_as_each_alone() -> None:
     drawn = random.Random(3)
-    groups = [group for group in tree.GROUPS if len(tree.names(group)) > 1]
+    groups = [group for group in paths.GROUPS if len(paths.option_names(group)) > 1]
     lines = []
     for _ in range(25):
         some = drawn.sample(groups, 4)
-        line = [f"{group}={drawn.choice(tree.names(group))}" for group in some]
+        line = [f"{group}={drawn.choice(paths.option_names(group))}" for group in some]
         if drawn.random() < 0.3:
-            line.append(f"experiment={drawn.choice(tree.names('experiment'))}")
+            line.append(f"experiment={drawn.choice(paths.option_names('experiment'))}")
         lines.append(line)
-    with own_hydra() as loader:
+    with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
         alone = [outcome(loader, master, line) for line in lines]
-        with composed_once():
+        with shared_composition_cache():
             for line, wanted in zip(lines, alone, strict=True):
                 assert outcome(loader, master, line) == wanted, line
-    assert any(isinstance(found, tuple) and isinstance(found[-1], Run) for found in alone)
+    assert any(isinstance(found, tuple) and isinstance(found[-1], RunConfig) for found in alone)
 
 
 def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition_cache, "KEPT", 2)
     lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
-    with own_hydra() as loader:
+    with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
         alone = [outcome(loader, master, line) for line in lines]
-        with composed_once():
+        with shared_composition_cache():
             for _ in range(2):
                 assert [outcome(loader, master, line) for line in lines] == alone
 
@@ -215,13 +215,13 @@ def compositions(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Note
     monkeypatch.setattr(composition_cache, "_compose", counted)
     noted = Noted()
     line = ["-m", "experiment=smoke", f"seed=range(0,{count})", "optimizer.lr=1e-3,2e-3"]
-    assert door.open_door(noted, line) == 0
+    assert app.run_command(noted, line) == 0
     monkeypatch.undo()
     return len(composed), noted
 
 
 def test_jobs_that_differ_in_values_are_composed_once(
-    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     few, _ = compositions(2, monkeypatch)
     many, noted = compositions(12, monkeypatch)
@@ -242,9 +242,9 @@ def test_products_of_options_are_composed_once_an_option(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(composition_cache, "_compose", counted)
     optimizers, schedules = ("adamw", "sgd", "lion"), ("cosine", "linear", "wsd")
-    with own_hydra() as loader:
+    with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
-        with composed_once():
+        with shared_composition_cache():
             for optimizer, schedule in product(optimizers, schedules):
                 line = [f"optimizer={optimizer}", f"schedule={schedule}"]
                 loader.load_sweep_config(master, line)
@@ -267,12 +267,12 @@ class Hashed(Noted):
     """Does with each job what a sweep does before the first starts."""
 
     def many(
-        self, jobs: Sequence[Job], folder: Path, question: str, engine: Mapping[str, object]
-    ) -> list[End]:
-        compose_module._composed.cache_clear()
-        compose_module._at_rest.cache_clear()
+        self, jobs: Sequence[SweepJob], folder: Path, question: str, engine: Mapping[str, object]
+    ) -> list[JobEnd]:
+        compose_module._compose_unresolved.cache_clear()
+        compose_module._option_defaults.cache_clear()
         for job in jobs:
-            changed(job.run)
+            changed_from_defaults(job.run)
             config_hash(job.run)
         return super().many(jobs, folder, question, engine)
 
@@ -284,7 +284,7 @@ def test_a_job_of_a_sweep_costs_at_most_30_ms_before_the_first_starts(axes: str)
     for _ in range(4):
         noted = Hashed()
         began = time.process_time()
-        assert door.open_door(noted, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
+        assert app.run_command(noted, ["-m", "experiment=smoke", *SWEEPS[axes]]) == 0
         least = min(least, (time.process_time() - began) / len(noted.runs))
         if least <= 0.03:  # a busy machine only ever adds to it
             break
@@ -304,10 +304,10 @@ def test_jobs_that_choose_other_options_read_no_file_again(
         loaded.append(config_path)
         return load(self, config_path)
 
-    with own_hydra() as loader:
+    with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)
         monkeypatch.setattr(ConfigRepository, "load_config", counted)
-        with composed_once():
+        with shared_composition_cache():
             for name in ("sgd", "lion", "adamw"):
                 loader.load_sweep_config(master, [f"optimizer={name}"])
     assert len(loaded) == len(set(loaded))
@@ -317,7 +317,7 @@ def test_jobs_that_choose_other_options_read_no_file_again(
 def test_nothing_stays_replaced() -> None:
     from hydra._internal import config_loader_impl, defaults_list
 
-    with composed_once(), composed_once():
+    with shared_composition_cache(), shared_composition_cache():
         assert config_loader_impl.create_defaults_list is not composition_cache._list_defaults
     loader = config_loader_impl.ConfigLoaderImpl
     assert config_loader_impl.create_defaults_list is composition_cache._list_defaults

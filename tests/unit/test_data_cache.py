@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.data.cache import cache_folder, cached
-from scalewise.data.corpus import Corpus
+from scalewise.data.build_cache import build_cached, cache_folder
+from scalewise.data.stdlib_corpus import StdlibCorpus
 from scalewise.errors import DataError
 
 PREPARE = """
-from scalewise.data.corpus import Corpus
+from scalewise.data.stdlib_corpus import Corpus
 print(Corpus(vocabulary=400, megabytes=0.3, sequence=16).prepare(400, 0).tokenizer.parent)
 """
 
 KILLED = """
 import os, signal
-import scalewise.data.tokenized as tokenized
+import scalewise.data.tokenized_cache as tokenized
 
 def encode(tokenizer, end_of_text, documents):
     for ids in original(tokenizer, end_of_text, documents):
@@ -81,14 +81,14 @@ def test_a_builder_that_fails_leaves_nothing(cache):
         raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):
-        cached("thing", {}, fails)
+        build_cached("thing", {}, fails)
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_the_second_call_does_not_build_and_another_key_does():
     built = []
     for key in ({"a": 1}, {"a": 1}, {"a": 2}):
-        cached("thing", key, built.append)
+        build_cached("thing", key, built.append)
     assert len(built) == 2
 
 
@@ -106,11 +106,11 @@ def test_a_cache_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match="the cache cannot be written: Not a directory"):
-        cached("thing", {}, lambda folder: None)
+        build_cached("thing", {}, lambda folder: None)
 
 
 def test_a_shortened_cache_is_refused(capfd):
-    corpus = Corpus(vocabulary=300, megabytes=0.1, sequence=8)
+    corpus = StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8)
     folder = corpus.prepare(300, 0).tokenizer.parent
     os.truncate(folder / "train.bin", 100)
     with pytest.raises(DataError, match=r"holds 100 bytes, not \d+; delete .* and start again"):
@@ -120,7 +120,7 @@ def test_a_shortened_cache_is_refused(capfd):
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    Corpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)
+    StdlibCorpus(vocabulary=300, megabytes=0.1, sequence=8).prepare(300, 0)
     said = capsys.readouterr().err
     assert re.fullmatch(r"(preparing corpus \.\.\.[^\n]*\r)+[^\n]* tokens in [^\n]*s\n", said)
 
@@ -134,4 +134,4 @@ def test_a_library_in_rust_that_finds_no_space_is_told_with_the_fix(
         raise Exception("File too large (os error 27)")
 
     with pytest.raises(DataError, match=r"may not grow so large .*text-.*ulimit -f"):
-        cached("text", {}, build)
+        build_cached("text", {}, build)

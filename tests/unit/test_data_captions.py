@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from tokenizers import Tokenizer
 
-from scalewise.data import images
-from scalewise.data.base import PicturedRows, Splits
-from scalewise.data.captions import Captions
-from scalewise.data.loader import Loader, Share
-from scalewise.data.shapes import CAPTIONS, COLUMNS, ROWS, TOKENS, WORDS, Shapes
-from scalewise.data.tokenizing import END_OF_TEXT as END
+from scalewise.data import image_io
+from scalewise.data.base import CaptionedSequences, DataSplits
+from scalewise.data.captions import CaptionData
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.synthetic_shapes import CAPTIONS, COLUMNS, ROWS, TOKENS, WORDS, SyntheticShapes
+from scalewise.data.tokenization import END_OF_TEXT as END
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {
@@ -55,28 +55,28 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(folder: Path, *records: object, **more: Any) -> Captions:
+def told(folder: Path, *records: object, **more: Any) -> CaptionData:
     path = folder / "told.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-    return Captions(paths=(str(path),), **{**SMALL, **more})
+    return CaptionData(paths=(str(path),), **{**SMALL, **more})
 
 
-def caption(splits: Splits, row: int) -> str:
+def caption(splits: DataSplits, row: int) -> str:
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_T,) = splits.train.gather([row])
     return str(tokenizer.decode(ids_T[ids_T >= 0].tolist(), skip_special_tokens=False))
 
 
-def seen(splits: Splits, *rows: int) -> NDArray[np.uint8]:
-    assert isinstance(splits.train, PicturedRows)
+def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
+    assert isinstance(splits.train, CaptionedSequences)
     return splits.train.pictures(rows)
 
 
 def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
     wanted_CHW = drawn().transpose(2, 0, 1)
     for name in ("a.npy", "a.ppm", "a.png", "a.webp"):
-        assert np.array_equal(images.read(pictures / name), wanted_CHW)
-    grey_CHW = images.read(pictures / "grey.pgm")
+        assert np.array_equal(image_io.read_image(pictures / name), wanted_CHW)
+    grey_CHW = image_io.read_image(pictures / "grey.pgm")
     assert grey_CHW.shape == (3, 2, 4)
     assert (grey_CHW == np.arange(8).reshape(2, 4) * 17).all()
 
@@ -87,7 +87,7 @@ def test_a_photograph_stands_as_its_camera_did(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6  # a quarter turn to the right
     Image.fromarray(bright_HW3).save(tmp_path / "a.JPG", exif=turned, quality=95)
-    found_CHW = images.read(tmp_path / "a.JPG")
+    found_CHW = image_io.read_image(tmp_path / "a.JPG")
     assert found_CHW.shape == (3, 32, 16)
     assert found_CHW[:, :12].min() > 190
     assert found_CHW[:, 20:].max() < 10
@@ -97,7 +97,7 @@ def test_a_photograph_stands_as_its_camera_did(tmp_path: Path) -> None:
 def test_colours_of_any_kind_are_three(mode: str, tmp_path: Path) -> None:
     white, name = Image.new("RGB", (4, 2), "white"), "a.jpg" if mode == "CMYK" else "a.png"
     white.convert(mode).save(tmp_path / name)
-    assert (images.read(tmp_path / name) == np.full((3, 2, 4), 255)).all()
+    assert (image_io.read_image(tmp_path / name) == np.full((3, 2, 4), 255)).all()
 
 
 def test_pictures_without_pillow_say_what_to_install(
@@ -105,15 +105,15 @@ def test_pictures_without_pillow_say_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     np.save(tmp_path / "a.npy", drawn())
-    images.read(tmp_path / "a.npy")
+    image_io.read_image(tmp_path / "a.npy")
     with pytest.raises(ValueError, match=r"needs Pillow.*pip install 'scalewise\[images\]'"):
-        images.read(tmp_path / "a.jpg")
+        image_io.read_image(tmp_path / "a.jpg")
 
 
 def test_of_pillows_formats_none_starts_a_program(tmp_path: Path) -> None:
     (tmp_path / "a.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n")
     with pytest.raises(ValueError, match="cannot identify"):
-        images.read(tmp_path / "a.eps")
+        image_io.read_image(tmp_path / "a.eps")
 
 
 def _png() -> bytes:
@@ -146,7 +146,7 @@ def test_what_is_no_picture_says_so(name: str, tmp_path: Path) -> None:
     elif held is not None:
         np.save(tmp_path / name, held, allow_pickle=True)
     with pytest.raises(ValueError, match=reason):
-        images.read(tmp_path / name)
+        image_io.read_image(tmp_path / name)
 
 
 @pytest.mark.parametrize("side", [9_500, 13_304, 20_000])
@@ -155,14 +155,14 @@ def test_pictures_of_too_many_pixels_are_rejected(side: int, tmp_path: Path) -> 
     open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(side, side, 3))
     for name in ("a.png", "a.npy"):
         with pytest.raises(ValueError, match=f"{name} .more than 89,478,485 pixels"):
-            images.read(tmp_path / name)
+            image_io.read_image(tmp_path / name)
 
 
 def test_several_arrays_are_no_picture(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", one=drawn())
     (tmp_path / "a.npz").rename(tmp_path / "a.NPY")
     with pytest.raises(ValueError, match=r"names what is no picture: a\.NPY .several arrays"):
-        images.read(tmp_path / "a.NPY")
+        image_io.read_image(tmp_path / "a.NPY")
 
 
 def test_a_row_is_a_caption_with_its_picture(pictures: Path) -> None:
@@ -215,15 +215,15 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
         np.save(pictures / f"{number}.npy", np.full((4, 4), number, np.uint8))
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
     splits = told(pictures, *records, validation_fraction=0.25).prepare(300, 0)
-    assert isinstance(splits.validation, PicturedRows)
+    assert isinstance(splits.validation, CaptionedSequences)
     assert splits.validation.pictures([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
     assert seen(splits, 3)[0, 0, 0, 0] == 4
     assert caption(splits, 3) == f"4{END}"
 
 
 def test_batches_hold_pictures_and_labels() -> None:
-    splits = Shapes(rows=20, sequence=9).prepare(len(WORDS), 1)
-    first, second = Loader(splits.train, Share(5, 2, 0, 2), seed=1, steps=1)
+    splits = SyntheticShapes(rows=20, sequence=9).prepare(len(WORDS), 1)
+    first, second = TrainLoader(splits.train, BatchShare(5, 2, 0, 2), seed=1, steps=1)
     for batch in (first, second):
         assert batch["inputs"].shape == (2, 3, 32, 32)
         assert batch["inputs"].dtype == torch.uint8
@@ -235,7 +235,7 @@ def test_batches_hold_pictures_and_labels() -> None:
 
 
 def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
-    spec = Shapes(rows=300)
+    spec = SyntheticShapes(rows=300)
     one, again, other = (spec.prepare(len(WORDS), seed) for seed in (1, 1, 2))
     rows = range(5)
     assert np.array_equal(seen(one, *rows), seen(again, *rows))
@@ -249,7 +249,7 @@ def test_shapes_are_drawn_by_seed_and_say_what_they_are() -> None:
 
 
 def test_the_shape_is_where_its_caption_says() -> None:
-    splits = Shapes(rows=200).prepare(len(WORDS), 1)
+    splits = SyntheticShapes(rows=200).prepare(len(WORDS), 1)
     for row in range(20):
         *_, vertical, horizontal, _ = caption(splits, row).split()
         bright_HW = seen(splits, row)[0].max(0) >= 160

@@ -14,12 +14,12 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from scalewise.data.answers import template_of
-from scalewise.data.base import Rows, Splits
-from scalewise.data.chat import Chat
+from scalewise.data.base import DataSplits, Sequences
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_cache import chat_template
 from scalewise.data.chat_messages import ROLES, Conversation, Message
-from scalewise.data.templates import PLAIN, Plain, asking
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
+from scalewise.data.chat_templates import PLAIN, PlainTemplate, prompt_text
+from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
 ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
@@ -56,7 +56,7 @@ def lines(path: Path, *records: object) -> str:
     return str(path)
 
 
-def read(splits: Splits, rows: Rows, row: int = 0) -> tuple[str, str]:
+def read(splits: DataSplits, rows: Sequences, row: int = 0) -> tuple[str, str]:
     """Returns the text of a row, and that of its labels alone."""
     assert splits.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
@@ -87,7 +87,7 @@ def read(splits: Splits, rows: Rows, row: int = 0) -> tuple[str, str]:
 def test_formats_are_told_apart_and_answers_alone_are_labels(
     record: object, whole: str, answers: str, tmp_path: Path
 ) -> None:
-    splits = Chat(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL).prepare(300, 0)
+    splits = ChatData(paths=(lines(tmp_path / "a.jsonl", record),), **SMALL).prepare(300, 0)
     assert splits.train.masked
     said, learnt = read(splits, splits.train)
     assert said.rstrip(END_OF_TEXT) == whole or said.startswith(whole + END_OF_TEXT)
@@ -99,14 +99,14 @@ def test_what_no_row_holds_is_counted(tmp_path: Path) -> None:
     asked, said = ({**ALPACA, key: "word " * 200} for key in ("input", "output"))
     path = lines(tmp_path / "a.jsonl", ALPACA, asked, said, ALPACA)
     small = {**SMALL, "sequence": 64}
-    splits = Chat(paths=(path,), **small).prepare(300, 0)
+    splits = ChatData(paths=(path,), **small).prepare(300, 0)
     assert len(splits.train) == 3
     assert splits.note == (
         "of 4 conversations, data.sequence=64: 1 left out (answers begin past the row), "
         "1 cut (longer than the row)"
     )
     large = {**SMALL, "sequence": 1024}
-    assert Chat(paths=(path,), **large).prepare(300, 0).note == ""
+    assert ChatData(paths=(path,), **large).prepare(300, 0).note == ""
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl"])
@@ -119,7 +119,7 @@ def test_kinds_of_files(suffix: str, tmp_path: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
     else:
         lines(path, *records)
-    splits = Chat(paths=(str(path),), **SMALL).prepare(300, 0)
+    splits = ChatData(paths=(str(path),), **SMALL).prepare(300, 0)
     assert [read(splits, splits.train, row)[1] for row in (0, 1)] == [
         f"4{END_OF_TEXT}",
         f"4{END_OF_TEXT}7{END_OF_TEXT}",
@@ -136,7 +136,7 @@ def tokenizer(tmp_path: Path) -> Path:
     """Returns a tokenizer.json with the marks of ChatML and its template beside it."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    made = Tokenization(300).train(lambda: iter(["Add 2 and 2. user assistant system " * 20]))
+    made = TokenizerSource(300).train(lambda: iter(["Add 2 and 2. user assistant system " * 20]))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
     made.save(str(folder / "tokenizer.json"))
     bos = {"__type": "AddedToken", "content": "<s>"}
@@ -154,7 +154,7 @@ def test_a_template_writes_what_transformers_does(
     )
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     path = lines(tmp_path / "a.jsonl", {"messages": messages})
-    splits = Chat(
+    splits = ChatData(
         paths=(path,), tokenizer=str(tokenizer), sequence=128, validation_fraction=0
     ).prepare(512, 0)
     (ids_S,) = splits.train.gather([0])
@@ -166,7 +166,7 @@ def test_a_template_writes_what_transformers_does(
 def test_a_template_runs_in_a_sandbox(tokenizer: Path, tmp_path: Path) -> None:
     config = {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
-    chat = Chat(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
+    chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
     with pytest.raises(DataError, match=r"is rejected by the chat template.*unsafe"):
         chat.prepare(512, 0)
 
@@ -176,7 +176,7 @@ def test_a_refusing_template_makes_bad_rows(tokenizer: Path, tmp_path: Path) -> 
     config = {"chat_template": refuses + CHATML}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
     path = lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT)
-    chat = Chat(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
+    chat = ChatData(paths=(path,), tokenizer=str(tokenizer), validation_fraction=0)
     with pytest.raises(DataError, match=r"1 record that .*a.jsonl:2 is rejected .* no system"):
         chat.prepare(512, 0)
 
@@ -185,7 +185,7 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
     tokenizer: Path, tmp_path: Path
 ) -> None:
     config = tokenizer.with_name("tokenizer_config.json")
-    chat = Chat(
+    chat = ChatData(
         paths=(lines(tmp_path / "a.jsonl", MESSAGES),),
         tokenizer=str(tokenizer),
         sequence=128,
@@ -204,8 +204,10 @@ def test_a_template_may_come_in_a_file_of_its_own_or_in_a_list(
     config.write_text(json.dumps({"bos_token": "<s>"}))
     tokenizer.with_name("chat_template.jinja").write_text(marked)
     assert (chat.prepare(512, 0).train.gather([0])[0] == expected).all()
-    template = template_of(chat)
-    assert asking(template, "Hi") == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    template = chat_template(chat)
+    assert (
+        prompt_text(template, "Hi") == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_plain_template_is_the_one_that_is_exported() -> None:
@@ -213,17 +215,17 @@ def test_the_plain_template_is_the_one_that_is_exported() -> None:
     theirs = environment.from_string(PLAIN)
     for messages in (MESSAGES["messages"], SHAREGPT_AS_MESSAGES):
         told = tuple(Message(**turn) for turn in messages)
-        ours = "".join(piece.text for piece in Plain(END_OF_TEXT)(Conversation(told)))
+        ours = "".join(piece.text for piece in PlainTemplate(END_OF_TEXT)(Conversation(told)))
         assert theirs.render(messages=messages, eos_token=END_OF_TEXT) == ours
     asked = theirs.render(messages=MESSAGES["messages"][:1], add_generation_prompt=True)
-    assert asking(Plain(END_OF_TEXT), "Add 2 and 2.") == asked
+    assert prompt_text(PlainTemplate(END_OF_TEXT), "Add 2 and 2.") == asked
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ range(9999999) | list }}", "hello"])
 def test_a_template_that_breaks_is_told(source: str, tokenizer: Path, tmp_path: Path) -> None:
     config = {"chat_template": source}
     tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config))
-    chat = Chat(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
+    chat = ChatData(paths=(lines(tmp_path / "a.jsonl", MESSAGES),), tokenizer=str(tokenizer))
     with pytest.raises(DataError, match=r"a\.jsonl:1 "):
         chat.prepare(512, 0)
 
@@ -234,7 +236,7 @@ def test_a_mark_of_byte_order_and_parts_and_empty_columns_are_read(tmp_path: Pat
     record = {"messages": [{"role": "user", "content": parts}, MESSAGES["messages"][1]]}
     path = tmp_path / "a.jsonl"
     path.write_text("\ufeff" + "".join(f"{json.dumps(it)}\n" for it in (record, union, MESSAGES)))
-    rows = Chat(paths=(str(path),), **SMALL).prepare(300, 0).train
+    rows = ChatData(paths=(str(path),), **SMALL).prepare(300, 0).train
     assert (rows.gather([0]) == rows.gather([1])).all()
     assert (rows.gather([0]) == rows.gather([2])).all()
 
@@ -258,20 +260,20 @@ def test_bad_rows_are_named_and_counted(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps(MESSAGES)}\n\n{line}\n{json.dumps(ALPACA)}\n")
-    chat = Chat(paths=(str(path),), **SMALL)
+    chat = ChatData(paths=(str(path),), **SMALL)
     with pytest.raises(DataError) as error:
         chat.prepare(300, 0)
     assert "1 record that is no conversation: a.jsonl:3 " in str(error.value)
     assert BAD[line] in str(error.value)
     assert "data.max_bad_rows=1" in str(error.value)
-    allowed = Chat(paths=(str(path),), max_bad_rows=1, **SMALL).prepare(300, 0)
+    allowed = ChatData(paths=(str(path),), max_bad_rows=1, **SMALL).prepare(300, 0)
     assert len(allowed.train) == 2
     assert "left out 1 record, the first a.jsonl:3" in capsys.readouterr().err
 
 
 def test_some_are_held_out_and_rows_are_cut_and_filled(tmp_path: Path) -> None:
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * 40} for n in range(40)]
-    chat = Chat(
+    chat = ChatData(
         paths=(lines(tmp_path / "a.jsonl", *records),),
         vocabulary=300,
         sequence=32,
@@ -289,16 +291,16 @@ def test_a_row_too_short_for_any_answer_is_refused(tmp_path: Path) -> None:
     record = {"instruction": "why " * 200, "output": "so"}
     path = lines(tmp_path / "a.jsonl", record)
     with pytest.raises(DataError, match=r"no answer of the train split .* give data.sequence="):
-        Chat(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0).prepare(300, 0)
+        ChatData(paths=(path,), vocabulary=300, sequence=16, validation_fraction=0).prepare(300, 0)
     both = lines(tmp_path / "b.jsonl", record, MESSAGES)
-    kept = Chat(paths=(both,), **SMALL).prepare(300, 0)
+    kept = ChatData(paths=(both,), **SMALL).prepare(300, 0)
     assert len(kept.train) == 1
 
 
 def test_a_change_is_seen(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", MESSAGES)
-    first = Chat(paths=(path,), **SMALL).prepare(300, 0)
-    again = Chat(paths=(path,), **SMALL).prepare(300, 0)
+    first = ChatData(paths=(path,), **SMALL).prepare(300, 0)
+    again = ChatData(paths=(path,), **SMALL).prepare(300, 0)
     assert first.tokenizer == again.tokenizer
     lines(tmp_path / "a.jsonl", MESSAGES, ALPACA)
-    assert len(Chat(paths=(path,), **SMALL).prepare(300, 0).train) == 2
+    assert len(ChatData(paths=(path,), **SMALL).prepare(300, 0).train) == 2

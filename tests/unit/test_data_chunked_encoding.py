@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from scalewise.data import chunked_encoding, encoding
-from scalewise.data.encoding import encode
-from scalewise.data.reading import Document
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
+from scalewise.data.encoding import encode_documents
+from scalewise.data.text_files import Document
+from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 
 WORDS = [
     "def",
@@ -46,7 +46,7 @@ def trained(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    return Tokenization(400).train(lambda: iter([text(2000, 0)]))
+    return TokenizerSource(400).train(lambda: iter([text(2000, 0)]))
 
 
 def llama2() -> Tokenizer:
@@ -123,7 +123,10 @@ def test_windows_give_the_ids_of_the_whole_document(
         if document
         for token in [*tokenizer.encode(document, add_special_tokens=False).ids, end]
     ]
-    assert np.concatenate(list(encode(tokenizer, Tokenization(0), documents))).tolist() == expected
+    assert (
+        np.concatenate(list(encode_documents(tokenizer, TokenizerSource(0), documents))).tolist()
+        == expected
+    )
 
 
 LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -205,7 +208,9 @@ def test_windows_are_aligned_with_the_pre_tokenization_of_the_whole_document(
     for name, document in LONG.items():
         whole = tokenizer.encode(document, add_special_tokens=False).ids
         found = [
-            token for ids, _ in chunked_encoding.encoded(tokenizer, [document]) for token in ids
+            token
+            for ids, _ in chunked_encoding.encode_windows(tokenizer, [document])
+            for token in ids
         ]
         assert found == whole, name
 
@@ -233,7 +238,7 @@ def test_windows_are_joined_without_encoding_the_document_again(
         return encode_batch(tokenizer, batch, path)
 
     monkeypatch.setattr(chunked_encoding, "_encode_batch", counted)
-    list(encode(tokenizer, Tokenization(0), [document]))
+    list(encode_documents(tokenizer, TokenizerSource(0), [document]))
     assert len(document) > 10 * chunked_encoding.WINDOW_CHARACTERS
     assert sum(calls) < most * len(document)
 
@@ -242,7 +247,7 @@ def test_a_document_of_over_250000_characters_is_encoded_as_a_whole() -> None:
     tokenizer = llama2()
     document = text(90_000, 3)
     assert len(document) > 2 * chunked_encoding.WINDOW_CHARACTERS
-    ids = np.concatenate(list(encode(tokenizer, Tokenization(0), [document])))[:-1]
+    ids = np.concatenate(list(encode_documents(tokenizer, TokenizerSource(0), [document])))[:-1]
     assert ids.tolist() == tokenizer.encode(document, add_special_tokens=False).ids
 
 
@@ -253,7 +258,11 @@ def test_a_document_too_long_to_be_encoded_whole_is_named(
     tokenizer = byte_level()
     monkeypatch.setattr(chunked_encoding, "LONGEST_WINDOW", 5_000)
     document = Document(iter(["1" * 9_000]), "digits.txt")
-    ids = [token for part, _ in chunked_encoding.encoded(tokenizer, [document]) for token in part]
+    ids = [
+        token
+        for part, _ in chunked_encoding.encode_windows(tokenizer, [document])
+        for token in part
+    ]
     assert tokenizer.decode(ids) == "1" * 9_000
     assert "digits.txt is encoded in parts of up to 5,000 characters" in capsys.readouterr().err
 
@@ -263,7 +272,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_not_applied(tmp_path: Pa
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=12)
     tokenizer.save(str(tmp_path / "own.json"))
-    loaded = Tokenization(400, str(tmp_path / "own.json")).load()
+    loaded = TokenizerSource(400, str(tmp_path / "own.json")).load()
     assert loaded is not None
-    (ids,) = encode(loaded, Tokenization(0), ["hello " * 50])
+    (ids,) = encode_documents(loaded, TokenizerSource(0), ["hello " * 50])
     assert loaded.decode(ids.tolist()) == "hello " * 50

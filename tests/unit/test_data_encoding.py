@@ -9,9 +9,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data import chunked_encoding as chunked
 from scalewise.data import encoding
-from scalewise.data.encoding import encode, special_ids, training_pieces
-from scalewise.data.reading import Document
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.encoding import encode_documents, iter_training_text, special_ids
+from scalewise.data.text_files import Document
+from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import DataError
 
 WORDS = ["<s>", "</s>", "<unk>", "[CLS]", "[SEP]", *"abcdefgh"]
@@ -33,7 +33,7 @@ def template(single):
 
 
 def ids(tokenizer, documents, end="</s>", **options):
-    parts = encode(tokenizer, Tokenization(0, "own.json", end, **options), documents)
+    parts = encode_documents(tokenizer, TokenizerSource(0, "own.json", end, **options), documents)
     return [WORDS[token] for part in parts for token in part]
 
 
@@ -111,7 +111,7 @@ def test_a_document_that_cannot_be_encoded_is_named(make, others, capfd):
     documents.append(Document((text,), "b.jsonl line 7"))
     match = f"data.tokenizer=own.json: cannot encode b.jsonl line 7: .*{reason}"
     with pytest.raises(DataError, match=match):
-        list(encode(tokenizer, Tokenization(0, "own.json", "</s>"), documents))
+        list(encode_documents(tokenizer, TokenizerSource(0, "own.json", "</s>"), documents))
     assert capfd.readouterr().err == ""
 
 
@@ -124,28 +124,28 @@ def story(seed, words=4000):
 
 @pytest.mark.parametrize("chunk", [7, 1000, 10**9])
 def test_training_in_pieces_gives_the_same_tokenizer(monkeypatch, chunk):
-    whole = Tokenization(400).train(lambda: iter([story(1), story(2)]))
+    whole = TokenizerSource(400).train(lambda: iter([story(1), story(2)]))
     monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
 
     def documents():
         for text in (story(1), story(2)):
             yield Document((text[at : at + chunk] for at in range(0, len(text), chunk)), "a.txt")
 
-    assert Tokenization(400).train(documents).to_str() == whole.to_str()
+    assert TokenizerSource(400).train(documents).to_str() == whole.to_str()
 
 
 def test_training_pieces_are_bounded_and_end_at_their_share(monkeypatch):
     monkeypatch.setattr(encoding, "TRAINING_PIECE", 50)
     monkeypatch.setattr(encoding, "LONGEST_WORD", 200)
     text = story(1) + "x" * 1000 + story(2)
-    pieces = [*training_pieces([text, text], len(text) + 77)]
+    pieces = [*iter_training_text([text, text], len(text) + 77)]
     assert "".join(pieces) == text + text[:77]
     assert max(map(len, pieces)) <= 300
-    assert [*itertools.islice(training_pieces(["ab", "cd", "ef"], 3), 9)] == ["ab", "c"]
+    assert [*itertools.islice(iter_training_text(["ab", "cd", "ef"], 3), 9)] == ["ab", "c"]
 
 
 def test_parts_are_bounded(monkeypatch):
     monkeypatch.setattr(encoding, "PART_TOKENS", 10)
-    parts = [*encode(words(), Tokenization(0, None, "</s>"), ["a b c d"] * 20)]
+    parts = [*encode_documents(words(), TokenizerSource(0, None, "</s>"), ["a b c d"] * 20)]
     assert len(parts) == 10
     assert np.concatenate(parts).size == 100

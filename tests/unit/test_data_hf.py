@@ -11,11 +11,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from scalewise.data import reading
-from scalewise.data.hf import HuggingFace
-from scalewise.data.loader import Loader, Share
-from scalewise.data.rows import StreamedRows
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data import text_files
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.datasets import StreamedDataset
+from scalewise.data.hf_datasets import HFDatasetData
+from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import ConfigError, DataError
 
 TEXTS = [f"{number} bottles of milk stand on the wall.\n" for number in range(80)]
@@ -46,8 +46,8 @@ def everything(rows):
 
 def test_streamed_and_cached_rows_are_the_same(folder):
     options = {"path": str(folder), "validation_split": "test", **SMALL}
-    cached = HuggingFace(**options).prepare(300, 0)
-    streamed = HuggingFace(**options, streaming=True).prepare(300, 0)
+    cached = HFDatasetData(**options).prepare(300, 0)
+    streamed = HFDatasetData(**options, streaming=True).prepare(300, 0)
     assert not cached.train.streamed
     assert streamed.train.streamed
     assert len(streamed.train) == sys.maxsize
@@ -59,10 +59,10 @@ def test_streamed_and_cached_rows_are_the_same(folder):
 
 def test_a_folder_of_parquet_and_a_slice(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "pq" / "train.parquet")
-    whole = HuggingFace(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0)
-    jsonl = HuggingFace(path=str(folder), **SMALL).prepare(300, 0)
+    whole = HFDatasetData(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0)
+    jsonl = HFDatasetData(path=str(folder), **SMALL).prepare(300, 0)
     np.testing.assert_array_equal(everything(whole.train), everything(jsonl.train))
-    sliced = HuggingFace(
+    sliced = HFDatasetData(
         path=str(folder), split="train[:75%]", validation_split="train[75%:]", **SMALL
     ).prepare(300, 0)
     assert len(sliced.validation) < len(sliced.train) < len(whole.train)
@@ -74,8 +74,8 @@ def test_saved_datasets(folder, tmp_path, streaming):
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "held": one}).save_to_disk(tmp_path / "both")
     options = {"streaming": streaming, **SMALL}
-    rows = HuggingFace(path=str(tmp_path / "one"), **options).prepare(300, 0).train
-    both = HuggingFace(path=str(tmp_path / "both"), validation_split="held", **options)
+    rows = HFDatasetData(path=str(tmp_path / "one"), **options).prepare(300, 0).train
+    both = HFDatasetData(path=str(tmp_path / "both"), validation_split="held", **options)
     splits = both.prepare(300, 0)
     np.testing.assert_array_equal(rows.gather(range(40)), splits.train.gather(range(40)))
     np.testing.assert_array_equal(splits.validation.gather([3]), splits.train.gather([0, 3])[1:])
@@ -83,9 +83,9 @@ def test_saved_datasets(folder, tmp_path, streaming):
 
 def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
     def batches(**share):
-        rows = HuggingFace(path=str(folder), streaming=True, **SMALL).prepare(300, 0).train
+        rows = HFDatasetData(path=str(folder), streaming=True, **SMALL).prepare(300, 0).train
         start = share.pop("start", 0)
-        loader = Loader(rows, Share(4, 2, **share), seed=0, steps=6, start=start)
+        loader = TrainLoader(rows, BatchShare(4, 2, **share), seed=0, steps=6, start=start)
         return [batch["inputs"].numpy() for batch in loader]
 
     whole = batches()
@@ -97,13 +97,13 @@ def test_a_loader_of_a_stream_resumes_and_shares_it(folder):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_columns_of_every_arrow_string_type_and_nulls(tmp_path, streaming, kind, capfd):
-    reading.note.cache_clear()
+    text_files.print_note_once.cache_clear()
     types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
     column = pyarrow.array([*TEXTS, None]).cast(types.get(kind) or getattr(pyarrow, kind)())
     (tmp_path / "pq").mkdir()
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "pq" / "train.parquet")
-    data = HuggingFace(path=str(tmp_path / "pq"), streaming=streaming, **SMALL)
-    expected = HuggingFace(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0).train
+    data = HFDatasetData(path=str(tmp_path / "pq"), streaming=streaming, **SMALL)
+    expected = HFDatasetData(path=str(tmp_path / "pq"), **SMALL).prepare(300, 0).train
     rows = data.prepare(300, 0).train
     np.testing.assert_array_equal(rows.gather(range(9)), expected.gather(range(9)))
     note = f"left out 1 record of {tmp_path / 'pq'} without text (null), the first: "
@@ -117,7 +117,7 @@ def test_a_column_of_another_type_is_rejected_by_its_type(tmp_path):
     for field, kind in (("id", "int"), ("parts", "list"), ("raw", "bytes")):
         match = rf"data\.field={field}: row 1 of .* has no text there but {kind}; it has: id, parts"
         with pytest.raises(DataError, match=match):
-            HuggingFace(path=str(tmp_path / "pq"), field=field, **SMALL).prepare(300, 0)
+            HFDatasetData(path=str(tmp_path / "pq"), field=field, **SMALL).prepare(300, 0)
 
 
 def test_a_stream_repeats_itself_and_goes_back():
@@ -127,7 +127,7 @@ def test_a_stream_repeats_itself_and_goes_back():
         starts.append(1)
         yield from (np.arange(3), np.arange(3, 12))
 
-    rows = StreamedRows(start, 4)
+    rows = StreamedDataset(start, 4)
     assert rows.gather([0, 1, 1])[:, 0].tolist() == [0, 4, 4]
     assert len(starts) == 1
     assert rows.gather([2, 5])[:, 0].tolist() == [0, 4]
@@ -136,9 +136,9 @@ def test_a_stream_repeats_itself_and_goes_back():
 
 
 def test_a_given_tokenizer(folder, tmp_path):
-    made = Tokenization(320).train(lambda: iter(TEXTS))
+    made = TokenizerSource(320).train(lambda: iter(TEXTS))
     made.save(str(tmp_path / "own.json"))
-    data = HuggingFace(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
+    data = HFDatasetData(path=str(folder), tokenizer=str(tmp_path / "own.json"), sequence=8)
     row = data.prepare(400, 0).train.gather([0])[0]
     assert row.tolist() == [*made.encode(TEXTS[0]).ids, 0][:9]
 
@@ -155,22 +155,22 @@ def test_a_given_tokenizer(folder, tmp_path):
     ],
 )
 def test_what_is_refused(folder, match, options, streaming):
-    data = HuggingFace(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
+    data = HFDatasetData(**{"path": str(folder), "streaming": streaming, **SMALL, **options})
     with pytest.raises(DataError, match=match):
         data.prepare(300, 0)
 
 
 def test_a_dataset_that_cannot_be_had(tmp_path):
     with pytest.raises(DataError, match=r"data\.path='': is empty"):
-        HuggingFace().prepare(4096, 0)
+        HFDatasetData().prepare(4096, 0)
     with pytest.raises(DataError, match=r"data\.path=nobody/nothing: split 'train' cannot be read"):
-        HuggingFace(path="nobody/nothing").prepare(4096, 0)
+        HFDatasetData(path="nobody/nothing").prepare(4096, 0)
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "one")
     with pytest.raises(DataError, match="holds one saved dataset, whose split is train"):
-        HuggingFace(path=str(tmp_path / "one"), split="text").prepare(4096, 0)
+        HFDatasetData(path=str(tmp_path / "one"), split="text").prepare(4096, 0)
 
 
 def test_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[hf\]'"):
-        HuggingFace(path="a/b").prepare(4096, 0)
+        HFDatasetData(path="a/b").prepare(4096, 0)

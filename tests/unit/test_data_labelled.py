@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from scalewise.data.base import Splits
-from scalewise.data.corpus_classes import CorpusClasses
-from scalewise.data.labelled import Labelled
+from scalewise.data.base import DataSplits
+from scalewise.data.labeled_text import LabeledText
+from scalewise.data.stdlib_corpus_classes import StdlibCorpusClasses
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 16, "validation_fraction": 0.0}
@@ -25,12 +25,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / "cache"))
 
 
-def labelled(path: Path, *records: object, **more: Any) -> Labelled:
+def labelled(path: Path, *records: object, **more: Any) -> LabeledText:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-    return Labelled(paths=(str(path),), classes=CLASSES, **{**SMALL, **more})
+    return LabeledText(paths=(str(path),), classes=CLASSES, **{**SMALL, **more})
 
 
-def read(splits: Splits, row: int) -> tuple[str, int]:
+def read(splits: DataSplits, row: int) -> tuple[str, int]:
     """Returns the text before the one label of a row, and the label."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([row])
@@ -102,7 +102,7 @@ def test_a_row_is_one_text(tmp_path: Path) -> None:
 
 
 def test_embedded_texts_are_of_either_class_as_often() -> None:
-    splits = CorpusClasses(vocabulary=300, megabytes=1.0).prepare(300, 0)
+    splits = StdlibCorpusClasses(vocabulary=300, megabytes=1.0).prepare(300, 0)
     assert splits.validation is not None
     rows_BS = splits.train.gather(range(len(splits.train)))
     labels_B = rows_BS[rows_BS >= 0]

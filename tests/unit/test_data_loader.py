@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.data.rows import PackedRows
-from scalewise.training.fit import lightning_quiet
+from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.data.datasets import PackedDataset
+from scalewise.training.fit import silence_lightning
 
 
 class Witness(lightning.LightningModule):
@@ -42,9 +42,9 @@ class SaveAfter(lightning.Callback):
 
 
 def fit(folder, callbacks=(), checkpoint=None):
-    rows = PackedRows([np.arange(401, dtype=np.uint16)], 4)
-    loader, module = Loader(rows, Share(8, 4), seed=0, steps=6), Witness()
-    with lightning_quiet():
+    rows = PackedDataset([np.arange(401, dtype=np.uint16)], 4)
+    loader, module = TrainLoader(rows, BatchShare(8, 4), seed=0, steps=6), Witness()
+    with silence_lightning():
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_epochs=1,
@@ -102,7 +102,9 @@ def test_is_three_times_as_fast_as_a_map_style_dataloader(tmp_path):
     torch.set_num_threads(1)
     try:
         steps = count * (pairs + 1)
-        ours = iter(Loader(PackedRows([tokens], sequence), Share(8, 8), seed=0, steps=steps))
+        ours = iter(
+            TrainLoader(PackedDataset([tokens], sequence), BatchShare(8, 8), seed=0, steps=steps)
+        )
         mapped = DataLoader(Mapped(tokens, sequence), batch_size=micro_batch, shuffle=True)
         ratios = []
         for _ in range(pairs + 1):
@@ -117,12 +119,12 @@ def test_is_three_times_as_fast_as_a_map_style_dataloader(tmp_path):
 
 
 def test_a_validation_loader_keeps_no_state():
-    loader = ValidationLoader(PackedRows([np.arange(41, dtype=np.uint16)], 4), Share(2, 2))
+    loader = ValidationLoader(PackedDataset([np.arange(41, dtype=np.uint16)], 4), BatchShare(2, 2))
     assert not hasattr(loader, "state_dict")
 
 
 @pytest.mark.gpu
 def test_pinned_batches_are_whole():
-    rows = PackedRows([np.arange(41, dtype=np.uint16)], 4)
-    for batch in ValidationLoader(rows, Share(2, 2), pin_memory=True):
+    rows = PackedDataset([np.arange(41, dtype=np.uint16)], 4)
+    for batch in ValidationLoader(rows, BatchShare(2, 2), pin_memory=True):
         assert all(x_BT.is_pinned() and x_BT.is_contiguous() for x_BT in batch.values())

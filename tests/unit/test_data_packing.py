@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from scalewise.data.base import FIRST
-from scalewise.data.chat import Chat
-from scalewise.data.loader import Share, ValidationLoader, tensors
-from scalewise.data.packing import PackedTexts, best_fit
-from scalewise.data.rows import AnsweredRows, PaddedRows, RandomRows
+from scalewise.data.chat import ChatData
+from scalewise.data.dataloader import BatchShare, ValidationLoader, as_batch
+from scalewise.data.datasets import AnswerDataset, PaddedDataset, RandomDataset
+from scalewise.data.packing import PackedTextDataset, best_fit_pack
 from scalewise.objectives import IGNORED
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction": 0.2}
@@ -33,19 +33,19 @@ SMALL: dict[str, Any] = {"vocabulary": 300, "sequence": 64, "validation_fraction
 def test_a_text_goes_where_it_leaves_the_least_room(
     lengths: list[int], rows: list[list[int]]
 ) -> None:
-    assert best_fit(np.array(lengths, dtype=np.int64), 10) == rows
+    assert best_fit_pack(np.array(lengths, dtype=np.int64), 10) == rows
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_row_is_too_full_and_few_are_needed(seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 101, 500)
-    rows = best_fit(lengths, 100)
+    rows = best_fit_pack(lengths, 100)
     assert sorted(text for row in rows for text in row) == list(range(500))
     assert max(int(lengths[row].sum()) for row in rows) <= 100
     least = -(-int(lengths.sum()) // 100)
     assert len(rows) <= 11 / 9 * least + 4  # Johnson, 1973, of any decreasing fit
-    assert rows == best_fit(lengths, 100)
+    assert rows == best_fit_pack(lengths, 100)
 
 
 def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
-    rows = PackedTexts(*stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end=0)
+    rows = PackedTextDataset(*stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end=0)
     assert rows.gather([1]).tolist() == [[~(6 + FIRST), ~7, 8, 9, 10, 11]]
     assert rows.gather(np.array([0])).tolist() == [[~(1 + FIRST), 2, 3, ~(4 + FIRST), 5, ~0]]
     assert rows.gather([0, 1]).tolist() == [*rows.gather([0]).tolist(), *rows.gather([1]).tolist()]
@@ -62,51 +62,51 @@ def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
 
 def test_a_text_that_fits_is_whole_and_a_longer_one_is_cut() -> None:
     texts = [list(range(1, length + 1)) for length in (9, 6, 5, 1)]
-    rows = PackedTexts(*stored(*texts), sequence=5, end=0)
+    rows = PackedTextDataset(*stored(*texts), sequence=5, end=0)
     assert (len(rows), rows.cut) == (3, 1)
-    batch = tensors(rows.gather(range(3)), False, masked=True, packing=True)
+    batch = as_batch(rows.gather(range(3)), False, masked=True, packing=True)
     assert batch["inputs"].tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
     assert batch["labels"].tolist()[2] == [2, 3, 4, 5, IGNORED]
 
 
 def test_places_begin_anew_with_each_text() -> None:
-    rows = PackedTexts(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end=0)
-    (batch,) = ValidationLoader(rows, Share(1, 2))
+    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end=0)
+    (batch,) = ValidationLoader(rows, BatchShare(1, 2))
     assert batch["inputs"].tolist()[0] == [1, 2, 3, 4, 5, 6, 0]
     assert batch["labels"].tolist()[0] == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED]
     assert batch["places"].tolist()[0] == [0, 1, 2, 0, 1, 0, 1]
 
 
 def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
-    rows = PackedTexts(*stored([1, 2, 3], [4, 5]), sequence=4, end=0)
-    share = Share(2, 2, ranks=2)
-    batches = [next(iter(ValidationLoader(rows, Share(1, 1, rank, 2)))) for rank in range(2)]
+    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end=0)
+    share = BatchShare(2, 2, ranks=2)
+    batches = [next(iter(ValidationLoader(rows, BatchShare(1, 1, rank, 2)))) for rank in range(2)]
     assert share.masks(rows)
     assert batches[1]["places"].tolist() == [[0, 1, 2, 3]]
     assert (batches[1]["labels"] == IGNORED).all()
 
 
 def test_rows_of_one_text_have_no_places() -> None:
-    rows = PaddedRows(*stored([1, 2, 3]), sequence=4, end=0)
-    (batch,) = ValidationLoader(rows, Share(1, 1))
+    rows = PaddedDataset(*stored([1, 2, 3]), sequence=4, end=0)
+    (batch,) = ValidationLoader(rows, BatchShare(1, 1))
     assert batch.keys() == {"inputs", "labels"}
 
 
 def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
     texts = stored([1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7])
-    assert PaddedRows(*texts, sequence=4, end=0).filled == pytest.approx(10 / 15)
-    assert PackedTexts(*texts, sequence=4, end=0).filled == pytest.approx(10 / 10)
+    assert PaddedDataset(*texts, sequence=4, end=0).filled == pytest.approx(10 / 15)
+    assert PackedTextDataset(*texts, sequence=4, end=0).filled == pytest.approx(10 / 10)
     ids_N = np.array([~1, ~2, 3, ~4, 5, 6, 7], np.int32)
     starts, rows = np.array([0, 3, 7]), np.array([0, 1])
-    answered = AnsweredRows(ids_N, starts, rows, sequence=4, end=0, target=2)
+    answered = AnswerDataset(ids_N, starts, rows, sequence=4, end=0, target=2)
     assert answered.filled == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
 def test_random_rows_hold_several_texts() -> None:
-    rows = RandomRows(3, 50, 0, 20, 128, masked_share=0.3, packing=True)
-    plain = RandomRows(3, 50, 0, 20, 128)
+    rows = RandomDataset(3, 50, 0, 20, 128, masked_share=0.3, packing=True)
+    plain = RandomDataset(3, 50, 0, 20, 128)
     batch, wanted = (
-        tensors(each.gather(range(20)), False, masked=each.masked, packing=each.packing)
+        as_batch(each.gather(range(20)), False, masked=each.masked, packing=each.packing)
         for each in (rows, plain)
     )
     assert (batch["inputs"] == wanted["inputs"]).all()
@@ -122,7 +122,7 @@ def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     records = [{"instruction": f"Say {n}.", "output": f"{n} " * (n % 9)} for n in range(1, 40)]
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records if record["output"]))
     padded, packed = (
-        Chat(paths=(str(path),), packing=packing, **SMALL).prepare(300, 0)
+        ChatData(paths=(str(path),), packing=packing, **SMALL).prepare(300, 0)
         for packing in (False, True)
     )
     assert padded.note == ""
@@ -131,7 +131,7 @@ def test_what_packing_gains_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for before, after in ((padded.train, packed.train), (padded.validation, packed.validation)):
         assert len(after) < len(before)
         ids, laid = (rows.gather(range(len(rows))) for rows in (before, after))
-        said, told = (tensors(it, False, masked=True)["labels"] for it in (ids, laid))
+        said, told = (as_batch(it, False, masked=True)["labels"] for it in (ids, laid))
         for labels in (said, told):
             assert (labels != IGNORED).any()
         assert sorted(said[said >= 0].tolist()) == sorted(told[told >= 0].tolist())

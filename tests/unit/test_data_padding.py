@@ -10,23 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalewise import compose
-from scalewise.data.base import Splits
-from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.data.padding import run_notes
-from scalewise.data.rows import PackedRows
-from scalewise.run import Run
+from scalewise.data.base import DataSplits
+from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.data.datasets import PackedDataset
+from scalewise.data.padding import padding_notes
+from scalewise.run_config import RunConfig
 
 SEQUENCE = 2
 BASE = compose(["experiment=smoke", "parallelism=ddp"])
 NUMBERS = re.compile(r"([\d,]+) samples? padded to ([\d,]+) \(([\d,]+) (empty|repeated), (.*?)\)")
 
 
-def numbered(rows: int) -> PackedRows:
+def numbered(rows: int) -> PackedDataset:
     """The first token of each sample is its index."""
-    return PackedRows([np.arange(rows * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
+    return PackedDataset([np.arange(rows * SEQUENCE + 1, dtype=np.uint32)], SEQUENCE)
 
 
-def of(ranks: int, micro_batch: int, global_batch: int, validation: int, epochs: float) -> Run:
+def of(
+    ranks: int, micro_batch: int, global_batch: int, validation: int, epochs: float
+) -> RunConfig:
     trainer = replace(
         BASE.trainer,
         micro_batch=micro_batch,
@@ -38,10 +40,10 @@ def of(ranks: int, micro_batch: int, global_batch: int, validation: int, epochs:
     return replace(BASE, trainer=trainer, parallelism=replace(BASE.parallelism, replicas=ranks))
 
 
-def amounts(run: Run, splits: Splits | None) -> dict[str, tuple[int, int, int, str]]:
+def amounts(run: RunConfig, splits: DataSplits | None) -> dict[str, tuple[int, int, int, str]]:
     """Samples, what they are padded to, the difference and its share, by what is padded."""
     found = {}
-    for note in run_notes(run, splits):
+    for note in padding_notes(run, splits):
         match = NUMBERS.search(note)
         assert match, note
         samples, read, more = (int(number.replace(",", "")) for number in match.groups()[:3])
@@ -49,7 +51,7 @@ def amounts(run: Run, splits: Splits | None) -> dict[str, tuple[int, int, int, s
     return found
 
 
-def labelled(loader: Loader | ValidationLoader) -> tuple[int, int]:
+def labelled(loader: TrainLoader | ValidationLoader) -> tuple[int, int]:
     """Samples that a loader reads, and those of them with labels."""
     batches = list(loader)
     real = sum(int((batch["labels"] >= 0).all(1).sum()) for batch in batches)
@@ -76,18 +78,18 @@ def test_notes_have_the_numbers_that_loaders_read(
     epochs: float,
 ) -> None:
     run = of(ranks, micro_batch, global_batch, validation, epochs)
-    splits = Splits(numbered(rows), numbered(held_out))
+    splits = DataSplits(numbered(rows), numbered(held_out))
     steps = run.steps(rows)
-    shares = [Share(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
+    shares = [BatchShare(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
     validated = [replace(share, global_batch=validation) for share in shares]
-    step = [labelled(Loader(splits.train, it, seed=1, steps=1)) for it in shares]
+    step = [labelled(TrainLoader(splits.train, it, seed=1, steps=1)) for it in shares]
     checks = [labelled(ValidationLoader(numbered(held_out), it)) for it in validated]
     expected = {}
     for what, counts in (("each step", step), ("each validation", checks)):
         read, real = (sum(column) for column in zip(*counts, strict=True))
         if read > real:
             expected[what] = (real, read, read - real, f"{(read - real) / read:.1%}")
-    all_read = sum(labelled(Loader(splits.train, it, seed=1, steps=steps))[1] for it in shares)
+    all_read = sum(labelled(TrainLoader(splits.train, it, seed=1, steps=steps))[1] for it in shares)
     samples = int(np.ceil(epochs * rows))
     if all_read > samples:
         more = all_read - samples
@@ -97,8 +99,8 @@ def test_notes_have_the_numbers_that_loaders_read(
 
 def test_nothing_is_said_where_nothing_is_padded() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=12, validation=6, epochs=1)
-    assert list(run_notes(run, Splits(numbered(24), numbered(6)))) == []
-    assert list(run_notes(run)) == []
+    assert list(padding_notes(run, DataSplits(numbered(24), numbered(6)))) == []
+    assert list(padding_notes(run)) == []
 
 
 def test_a_plan_tells_of_steps_and_validations() -> None:
@@ -109,13 +111,13 @@ def test_a_plan_tells_of_steps_and_validations() -> None:
 
 def test_the_global_batch_of_the_note_pads_nothing() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=10, validation=6, epochs=1)
-    (note,) = run_notes(run)
+    (note,) = padding_notes(run)
     better = int(note.partition("trainer.global_batch=")[2].split()[0])
-    assert list(run_notes(of(2, 3, better, 6, 1))) == []
+    assert list(padding_notes(of(2, 3, better, 6, 1))) == []
 
 
 def test_no_validation_is_not_padded() -> None:
     run = of(ranks=2, micro_batch=3, global_batch=6, validation=16, epochs=1)
     never = replace(run, trainer=replace(run.trainer, validate_every=None))
-    assert list(run_notes(never)) == []
-    assert list(run_notes(run, Splits(numbered(6)))) == []
+    assert list(padding_notes(never)) == []
+    assert list(padding_notes(run, DataSplits(numbered(6)))) == []

@@ -14,9 +14,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from scalewise.data import reading
-from scalewise.data.file_patterns import matching, path_complaints
-from scalewise.data.reading import PLAIN, RECORDS, documents, json_lines, json_value, text_chunks
+from scalewise.data import text_files
+from scalewise.data.file_patterns import match_paths, path_issues
+from scalewise.data.text_files import (
+    PLAIN,
+    RECORDS,
+    iter_documents,
+    iter_json_lines,
+    parse_json,
+    text_chunks,
+)
 from scalewise.errors import DataError
 
 TEXT = "naïve café\nzwei Zeilen €\n"
@@ -31,11 +38,11 @@ MARKS = {
 
 @pytest.fixture(autouse=True)
 def _notes():
-    reading.note.cache_clear()
+    text_files.print_note_once.cache_clear()
 
 
 def texts(path, field=None):
-    return ["".join(document.chunks) for document in documents(path, field)]
+    return ["".join(document.chunks) for document in iter_documents(path, field)]
 
 
 def write_files(folder, *names):
@@ -46,13 +53,13 @@ def write_files(folder, *names):
 
 
 def names(folder, pattern):
-    return [str(path.relative_to(folder)) for path in matching([f"{folder}/{pattern}"])]
+    return [str(path.relative_to(folder)) for path in match_paths([f"{folder}/{pattern}"])]
 
 
 @pytest.mark.parametrize("encoding", MARKS)
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
 def test_byte_order_mark_decides_the_encoding(tmp_path, monkeypatch, encoding, chunk):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     (tmp_path / "a.txt").write_bytes(MARKS[encoding] + TEXT.encode(encoding))
     assert texts(tmp_path / "a.txt") == [TEXT]
     lines = "".join(json.dumps({"x": line}, ensure_ascii=False) + "\n" for line in TEXT.split())
@@ -63,11 +70,11 @@ def test_byte_order_mark_decides_the_encoding(tmp_path, monkeypatch, encoding, c
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
 def test_line_ends_are_one_character(tmp_path, monkeypatch, end, chunk):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     (tmp_path / "a.txt").write_bytes(f"one{end}{end}two{end}".encode())
     assert texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
     (tmp_path / "a.jsonl").write_bytes(f'{{"x": "one"}}{end}{end} {end}{{"x": "two"}}'.encode())
-    assert [number for number, _ in json_lines(tmp_path / "a.jsonl")] == [1, 4]
+    assert [number for number, _ in iter_json_lines(tmp_path / "a.jsonl")] == [1, 4]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -85,7 +92,7 @@ def test_line_ends_are_one_character(tmp_path, monkeypatch, end, chunk):
     ],
 )
 def test_undecodable_text_is_rejected_with_its_line(tmp_path, monkeypatch, content, reason, chunk):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     path = tmp_path / "a b.txt"
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -194,7 +201,7 @@ def test_control_characters_are_removed_as_printed(tmp_path):
 def test_a_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
     path = tmp_path / "it's.txt"
     path.write_bytes(MARKS[f"utf-16-{mark}"] + text.encode(f"utf-16-{actual}"))
-    for read in (texts, lambda path: [*json_lines(path)]):
+    for read in (texts, lambda path: [*iter_json_lines(path)]):
         with pytest.raises(DataError, match="has the byte order mark of UTF-16") as caught:
             read(path)
     command = caught.value.complaints[0].cure.partition(": ")[2]
@@ -291,12 +298,12 @@ def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
     with pytest.raises(DataError) as caught:
         texts(path, "x")
     assert caught.value.complaints[0].reason.startswith(f"line 3 {reason}")
-    others = [record for number, record in json_lines(path) if number != 3]
+    others = [record for number, record in iter_json_lines(path) if number != 3]
     assert others == [{"x": "one"}, {"x": "two"}]
 
 
 def test_a_pair_of_surrogates_is_a_character():
-    assert json_value('"\\ud83d\\ude00 \\\\ud800"') == "😀 \\ud800"
+    assert parse_json('"\\ud83d\\ude00 \\\\ud800"') == "😀 \\ud800"
 
 
 def test_null_is_left_out_with_a_note(tmp_path, capsys):
@@ -367,7 +374,7 @@ def test_patterns_match_as_in_glob(tmp_path, monkeypatch):
     )
     for pattern in (*patterns, "**/e/*", "d/*/a.txt", "none/*", "./d/*.txt", f"{tmp_path}/d/*.txt"):
         expected = {os.path.abspath(it) for it in glob.glob(pattern, recursive=True)}
-        found = {str(path.absolute()) for path in matching([pattern])}
+        found = {str(path.absolute()) for path in match_paths([pattern])}
         assert found == {it for it in expected if os.path.isfile(it)}, pattern
 
 
@@ -383,7 +390,7 @@ def test_links_that_disappear_are_passed_over(tmp_path, monkeypatch):
         return real_path(path)
 
     monkeypatch.setattr(os.path, "realpath", without_gone)
-    assert matching([f"{tmp_path}/d/**/*.txt"]) == [tmp_path / "d" / "x.txt"]
+    assert match_paths([f"{tmp_path}/d/**/*.txt"]) == [tmp_path / "d" / "x.txt"]
 
 
 def test_linked_files_are_read_once(tmp_path):
@@ -395,18 +402,18 @@ def test_linked_files_are_read_once(tmp_path):
         (tmp_path / "d" / f"loop{number}").symlink_to(tmp_path / "d")
     (tmp_path / "d" / "real" / "up").symlink_to("..")
     (tmp_path / "d" / "root").symlink_to("/")
-    found = matching([f"{tmp_path}/d/**/*.txt"])
+    found = match_paths([f"{tmp_path}/d/**/*.txt"])
     assert len(found) == 2
     assert {path.resolve() for path in found} == {
         tmp_path / "d" / "real" / "x.txt",
         tmp_path / "outside" / "y.txt",
     }
     assert names(tmp_path, "d/a-link/x.txt") == ["d/a-link/x.txt"]
-    assert len(matching([f"{tmp_path}/d/a-link/x.txt", f"{tmp_path}/d/real/x.txt"])) == 1
+    assert len(match_paths([f"{tmp_path}/d/a-link/x.txt", f"{tmp_path}/d/real/x.txt"])) == 1
 
 
 def complaints(pattern):
-    return [*path_complaints("data.paths", [str(pattern)], PLAIN | RECORDS, "my/*.txt")]
+    return [*path_issues("data.paths", [str(pattern)], PLAIN | RECORDS, "my/*.txt")]
 
 
 def test_suffixes_in_capitals_are_those_suffixes(tmp_path):
@@ -444,12 +451,12 @@ def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
     typed = complaint.cure.removeprefix("give ")
     ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
     pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
-    found = matching([pattern.replace("\\'", "'")])
+    found = match_paths([pattern.replace("\\'", "'")])
     assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
 
 
 def test_a_large_file_is_read_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 10)
     (tmp_path / "a.txt").write_text("ä" * 100)
     chunks = list(text_chunks(tmp_path / "a.txt"))
     assert max(map(len, chunks)) <= 10

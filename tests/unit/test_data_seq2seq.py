@@ -12,11 +12,11 @@ from fixtures.checkpoints import RANDOM_LLAMA, RANDOM_T5, WHOLE_TOKENS
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 from tokenizers import Tokenizer
 
-from scalewise.data.base import NOTHING, Splits
-from scalewise.data.loader import Loader, Share
+from scalewise.data.base import NOTHING, DataSplits
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.data.random_tokens import RandomTokens
 from scalewise.data.seq2seq import Seq2SeqData
-from scalewise.data.synthetic import Synthetic
-from scalewise.data.tokenizing import END_OF_TEXT as END
+from scalewise.data.tokenization import END_OF_TEXT as END
 from scalewise.errors import DataError
 
 SMALL: dict[str, Any] = {
@@ -37,7 +37,7 @@ def asked(path: Path, *records: object, **more: Any) -> Seq2SeqData:
     return Seq2SeqData(paths=(str(path),), **{**SMALL, **more})
 
 
-def read(splits: Splits, row: int) -> tuple[str, str]:
+def read(splits: DataSplits, row: int) -> tuple[str, str]:
     """Returns a question and its answer, ends and all."""
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     (ids_S,) = splits.train.gather([row])
@@ -86,8 +86,8 @@ def test_records_without_a_question_are_named(tmp_path: Path) -> None:
 
 
 def test_batches_say_where_there_is_no_token() -> None:
-    splits = Synthetic(sequence=24, vocabulary=50, masked=0.3, target_length=8).prepare(50, 1)
-    loader = Loader(splits.train, Share(5, 2, 0, 2), seed=1, steps=1)
+    splits = RandomTokens(sequence=24, vocabulary=50, masked=0.3, target_length=8).prepare(50, 1)
+    loader = TrainLoader(splits.train, BatchShare(5, 2, 0, 2), seed=1, steps=1)
     first, second = loader
     for batch in (first, second):
         assert batch["inputs"].shape == (2, 16)

@@ -8,12 +8,12 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, processors
 
-from scalewise.data import tokenizing
-from scalewise.data.corpus import Corpus
-from scalewise.data.encoding import encode
-from scalewise.data.reading import documents
-from scalewise.data.text import Text
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
+from scalewise.data import tokenization
+from scalewise.data.encoding import encode_documents
+from scalewise.data.stdlib_corpus import StdlibCorpus
+from scalewise.data.text import TextData
+from scalewise.data.text_files import iter_documents
+from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
 from scalewise.errors import DataError
 
 STORY = "".join(f"{number} sheep jumped over the fence.\n" for number in range(400))
@@ -37,7 +37,7 @@ def write_parquet(path, **columns):
 
 
 def test_the_corpus_is_python_and_holds_files_out():
-    splits = Corpus(vocabulary=400, megabytes=0.4, sequence=16).prepare(400, 0)
+    splits = StdlibCorpus(vocabulary=400, megabytes=0.4, sequence=16).prepare(400, 0)
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert "def " in train
     assert END_OF_TEXT in train
@@ -46,18 +46,18 @@ def test_the_corpus_is_python_and_holds_files_out():
 
 
 def test_the_corpus_is_cut_at_its_size():
-    sizes = [len(Corpus(megabytes=mb, **SMALL).prepare(300, 0).train) for mb in (0.1, 0.3)]
+    sizes = [len(StdlibCorpus(megabytes=mb, **SMALL).prepare(300, 0).train) for mb in (0.1, 0.3)]
     assert 2 < sizes[1] / sizes[0] < 4.5
 
 
 def test_a_corpus_without_files_is_refused():
     with pytest.raises(DataError, match=r"data\.megabytes=1e-06: .* has no two Python sources"):
-        Corpus(megabytes=1e-6).prepare(4096, 0)
+        StdlibCorpus(megabytes=1e-6).prepare(4096, 0)
 
 
 def test_rows_follow_each_other(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
-    splits = Text(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL).prepare(300, 0)
+    splits = TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0, **SMALL).prepare(300, 0)
     assert splits.validation is None
     assert (STORY + END_OF_TEXT).startswith(read(splits, splits.train))
     rows = splits.train.gather([0, 1])
@@ -66,7 +66,9 @@ def test_rows_follow_each_other(tmp_path):
 
 def test_one_plain_file_holds_out_its_end(tmp_path):
     (tmp_path / "a.md").write_text(STORY)
-    splits = Text(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL).prepare(300, 0)
+    splits = TextData(paths=(f"{tmp_path}/a.md",), validation_fraction=0.25, **SMALL).prepare(
+        300, 0
+    )
     train, validation = read(splits, splits.train), read(splits, splits.validation)
     assert STORY.startswith(train[:9000])
     held = STORY.index(validation[:60])
@@ -82,7 +84,7 @@ def test_one_file_of_records_holds_out_records(tmp_path, suffix):
         (tmp_path / "a.jsonl").write_text(lines)
     else:
         write_parquet(tmp_path / "a.parquet", body=texts, id=list(range(100)))
-    data = Text(paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **SMALL)
+    data = TextData(paths=(f"{tmp_path}/a.*",), field="body", validation_fraction=0.2, **SMALL)
     splits = data.prepare(300, 0)
     held = read(splits, splits.validation).split(END_OF_TEXT)
     assert held[:3] == [texts[4], texts[9], texts[14]]
@@ -92,7 +94,7 @@ def test_one_file_of_records_holds_out_records(tmp_path, suffix):
 def test_files_are_held_out_whole(tmp_path):
     for number in range(30):
         (tmp_path / f"{number}.py").write_text(f"# file {number:02d}\n" * 30)
-    data = Text(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
+    data = TextData(paths=(f"{tmp_path}/*.py",), validation_fraction=0.3, **SMALL)
     splits = data.prepare(300, 0)
     train, held = read(splits, splits.train), read(splits, splits.validation)
     for number in range(30):
@@ -103,7 +105,7 @@ def test_files_are_held_out_whole(tmp_path):
 def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(STORY)
-    data = Text(paths=(str(path),), **SMALL)
+    data = TextData(paths=(str(path),), **SMALL)
     first = data.prepare(300, 0).tokenizer
     assert data.prepare(300, 1).tokenizer == first
     path.write_text(STORY.replace("sheep", "goats"))
@@ -112,9 +114,9 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 def test_a_given_tokenizer_is_used(tmp_path):
     (tmp_path / "a.txt").write_text(STORY)
-    made = Tokenization(320).train(lambda: iter([STORY]))
+    made = TokenizerSource(320).train(lambda: iter([STORY]))
     made.save(str(tmp_path / "own.json"))
-    data = Text(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
+    data = TextData(paths=(f"{tmp_path}/a.txt",), tokenizer=str(tmp_path / "own.json"), sequence=8)
     splits = data.prepare(400, 0)
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
 
@@ -122,7 +124,7 @@ def test_a_given_tokenizer_is_used(tmp_path):
 @pytest.mark.parametrize("kind", ["text", "corpus"])
 def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
     (tmp_path / "a.txt").write_text(STORY)
-    made = Tokenization(300, end_of_text="<bos>").train(lambda: iter([STORY]))
+    made = TokenizerSource(300, end_of_text="<bos>").train(lambda: iter([STORY]))
     made.add_special_tokens(["</s>"])
     made.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
@@ -131,34 +133,34 @@ def test_special_tokens_of_a_given_tokenizer_are_noted(tmp_path, kind):
     own = {"tokenizer": str(tmp_path / "own.json"), "end_of_text": "</s>", "sequence": 8}
     note = "documents begin with <bos>, as the tokenizer adds it"
     if kind == "corpus":
-        assert Corpus(megabytes=0.3, **own).prepare(400, 0).note == note
+        assert StdlibCorpus(megabytes=0.3, **own).prepare(400, 0).note == note
         return
-    splits = Text(paths=(f"{tmp_path}/a.txt",), **own).prepare(400, 0)
+    splits = TextData(paths=(f"{tmp_path}/a.txt",), **own).prepare(400, 0)
     assert splits.note == f"{note}; data.special_tokens=false leaves it out"
     assert splits.train.gather([0])[0].tolist() == made.encode(STORY).ids[:9]
-    plain = Text(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own).prepare(400, 0)
+    plain = TextData(paths=(f"{tmp_path}/a.txt",), special_tokens=False, **own).prepare(400, 0)
     assert plain.note == ""
     assert plain.train.gather([0])[0].tolist() == made.encode(STORY).ids[1:10]
 
 
 def test_more_than_65536_tokens_are_stored_in_four_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(STORY + "rare")
-    made = Tokenization(300).train(lambda: iter([STORY]))
+    made = TokenizerSource(300).train(lambda: iter([STORY]))
     made.add_tokens([f"unused{number}" for number in range(2**16)] + ["rare"])
     made.save(str(tmp_path / "own.json"))
     own = {"tokenizer": str(tmp_path / "own.json"), "validation_fraction": 0.0}
-    rows = Text(paths=(f"{tmp_path}/a.txt",), sequence=1, **own).prepare(2**17, 0).train
+    rows = TextData(paths=(f"{tmp_path}/a.txt",), sequence=1, **own).prepare(2**17, 0).train
     assert rows.gather([len(rows) - 1])[0, 0] == made.token_to_id("rare") >= 2**16
 
 
 def test_a_trained_tokenizer_ends_texts_as_asked():
-    made = Tokenization(300, end_of_text="</s>").train(lambda: iter([STORY]))
+    made = TokenizerSource(300, end_of_text="</s>").train(lambda: iter([STORY]))
     assert made.encode(f"{STORY}</s>").ids[-1] == made.token_to_id("</s>") is not None
     assert made.token_to_id(END_OF_TEXT) is None
 
 
 def test_training_reads_no_more_than_its_share(monkeypatch):
-    monkeypatch.setattr(tokenizing, "TRAINING_CHARACTERS", 100)
+    monkeypatch.setattr(tokenization, "TRAINING_CHARACTERS", 100)
     read = []
 
     def documents():
@@ -166,13 +168,13 @@ def test_training_reads_no_more_than_its_share(monkeypatch):
             read.append(number)
             yield "a" * 60
 
-    Tokenization(300).train(documents)
+    TokenizerSource(300).train(documents)
     assert read == [0, 1]
 
 
 def test_forking_after_tokenizing_is_silent(capfd):
-    tokenizer = Tokenization(300).train(lambda: iter([STORY]))
-    list(encode(tokenizer, Tokenization(300), [STORY, STORY]))
+    tokenizer = TokenizerSource(300).train(lambda: iter([STORY]))
+    list(encode_documents(tokenizer, TokenizerSource(300), [STORY, STORY]))
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -182,7 +184,7 @@ def test_forking_after_tokenizing_is_silent(capfd):
 
 def refused(tmp_path, match, content=STORY, name="a.txt", **options):
     (tmp_path / name).write_text(content)
-    data = Text(paths=(f"{tmp_path}/a.*",), **{**SMALL, **options})
+    data = TextData(paths=(f"{tmp_path}/a.*",), **{**SMALL, **options})
     with pytest.raises(DataError, match=match):
         data.prepare(300, 0)
     assert not list((tmp_path / "cache" / "data").glob(".*"))
@@ -195,7 +197,7 @@ def test_too_large_a_tokenizer(tmp_path):
 
 def test_too_large_a_given_tokenizer(tmp_path):
     own = tmp_path / "own.json"
-    Tokenization(320).train(lambda: iter([STORY])).save(str(own))
+    TokenizerSource(320).train(lambda: iter([STORY])).save(str(own))
     refused(tmp_path, r"data\.tokenizer=.*: makes ids up to 319, but", tokenizer=str(own))
 
 
@@ -207,7 +209,7 @@ def test_what_is_no_tokenizer(tmp_path):
 
 def test_an_unknown_end_of_text(tmp_path):
     own = tmp_path / "own.json"
-    Tokenization(300).train(lambda: iter([STORY])).save(str(own))
+    TokenizerSource(300).train(lambda: iter([STORY])).save(str(own))
     match = r"data\.end_of_text=</s>: .* has no such token to put between documents; give \"data"
     refused(tmp_path, match, tokenizer=str(own), end_of_text="</s>")
 
@@ -223,7 +225,7 @@ def test_less_than_a_row(tmp_path):
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"data\.paths=nowhere\.txt: no such file"):
-        Text(paths=("nowhere.txt",)).prepare(300, 0)
+        TextData(paths=("nowhere.txt",)).prepare(300, 0)
 
 
 def test_an_unknown_suffix(tmp_path):
@@ -250,7 +252,7 @@ def test_a_line_that_is_not_json(tmp_path):
 def test_a_column_without_text(tmp_path):
     write_parquet(tmp_path / "a.parquet", body=["one"], id=[1])
     for field in ("text", "id"):
-        data = Text(paths=(f"{tmp_path}/a.parquet",), field=field)
+        data = TextData(paths=(f"{tmp_path}/a.parquet",), field=field)
         with pytest.raises(DataError, match=f"data.field={field}: .* columns of text: body; name"):
             data.prepare(4096, 0)
 
@@ -260,9 +262,9 @@ def test_a_shortened_parquet(tmp_path):
     write_parquet(path, text=[STORY])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"data\.paths=.*: is not whole parquet .*; copy"):
-        Text(paths=(str(path),), field="text").prepare(4096, 0)
+        TextData(paths=(str(path),), field="text").prepare(4096, 0)
 
 
 def test_a_file_that_goes_away(tmp_path):
     with pytest.raises(DataError, match=r"data\.paths=.*gone\.txt: cannot be read: No such file"):
-        list(documents(tmp_path / "gone.txt", None))
+        list(iter_documents(tmp_path / "gone.txt", None))

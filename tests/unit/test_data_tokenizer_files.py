@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from scalewise.data import tokenizer_files
-from scalewise.data.templates import beside
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.chat_templates import load_template
+from scalewise.data.tokenization import TokenizerSource
 from scalewise.errors import DataError
 
 TEXT = "hello how are you, naïve café"
@@ -28,7 +28,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def trained():
-    return Tokenization(300, end_of_text="</s>").train(lambda: iter([TEXT]))
+    return TokenizerSource(300, end_of_text="</s>").train(lambda: iter([TEXT]))
 
 
 def write_vocabulary(folder):
@@ -38,13 +38,13 @@ def write_vocabulary(folder):
 
 
 def loaded(path):
-    return Tokenization(0, str(path), "</s>").load()
+    return TokenizerSource(0, str(path), "</s>").load()
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_a_folder_is_the_tokenizer_in_it(tmp_path, name):
     trained().save(str(tmp_path / "tokenizer.json"))
-    assert not [*Tokenization(0, str(tmp_path / name)).complaints()]
+    assert not [*TokenizerSource(0, str(tmp_path / name)).complaints()]
     assert loaded(tmp_path / name).to_str() == trained().to_str()
     assert tokenizer_files.tokenizer_path(str(tmp_path / name)) == tmp_path / "tokenizer.json"
 
@@ -56,7 +56,7 @@ def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path, name):
     write_vocabulary(tmp_path / "bpe")
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}
     (tmp_path / "bpe" / "tokenizer_config.json").write_text(json.dumps(config))
-    assert not [*Tokenization(0, str(tmp_path / "bpe" / name)).complaints()]
+    assert not [*TokenizerSource(0, str(tmp_path / "bpe" / name)).complaints()]
     expected = AutoTokenizer.from_pretrained(tmp_path / "bpe")(TEXT)["input_ids"]
     assert loaded(tmp_path / "bpe" / name).encode(TEXT).ids == expected
 
@@ -148,7 +148,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     expected = AutoTokenizer.from_pretrained(tmp_path)("a b")["input_ids"]
     assert expected == [2, 5, 6, 3]
-    assert Tokenization(0, str(tmp_path), "[SEP]").load().encode("a b").ids == expected
+    assert TokenizerSource(0, str(tmp_path), "[SEP]").load().encode("a b").ids == expected
 
 
 def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
@@ -164,12 +164,12 @@ def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
     assert tokenizer_files.declared_tokens(path) == {"<pad>"}
     size = tokenizer.get_vocab_size()
     assert loaded(tmp_path).encode("<pad>").ids == [0, size]
-    Tokenization(0, path, "</s>").check(size + 1)
+    TokenizerSource(0, path, "</s>").check(size + 1)
     with pytest.raises(DataError, match="past the model's rows: <pad>") as caught:
-        Tokenization(0, path, "</s>").check(size)
+        TokenizerSource(0, path, "</s>").check(size)
     copied, _, override = caught.value.complaints[0].cure.rpartition("; ")[2].partition(", then ")
     subprocess.run(["sh", "-c", copied.partition(": ")[2]], check=True)
-    Tokenization(0, shlex.split(override)[0].partition("=")[2], "</s>").check(size)
+    TokenizerSource(0, shlex.split(override)[0].partition("=")[2], "</s>").check(size)
 
 
 def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
@@ -189,7 +189,7 @@ def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
 )
 def test_paths_without_a_tokenizer_are_rejected(tmp_path, name, reason):
     (tmp_path / "empty").mkdir()
-    (complaint,) = Tokenization(0, str(tmp_path / name)).complaints()
+    (complaint,) = TokenizerSource(0, str(tmp_path / name)).complaints()
     assert complaint.reason == reason
 
 
@@ -229,4 +229,4 @@ def test_a_template_of_a_class_that_transformers_cannot_load_is_rejected(tmp_pat
     config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "chat_template": "{{ bos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"cannot load the class that tokenizer_config\.json"):
-        beside(tmp_path / "tokenizer.json")
+        load_template(tmp_path / "tokenizer.json")

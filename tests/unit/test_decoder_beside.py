@@ -18,18 +18,18 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from scalewise.models.decoder import beside as beside_of
 from scalewise.models.decoder import config_keys
-from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
-from scalewise.models.decoder.weights import to_hugging_face
+from scalewise.models.decoder import hf_config_check as beside_of
+from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
+from scalewise.models.decoder.state_dict_adapter import to_hf_state_dict
 
-LLAMA = Decoder(64, 32, 32, 2, 4, 48, kv_heads=2)
+LLAMA = DecoderConfig(64, 32, 32, 2, 4, 48, kv_heads=2)
 GPT2 = dataclasses.replace(
     LLAMA,
     kv_heads=None,
-    position=Position.learned,
-    norm=Norm.layernorm,
-    activation=Activation.gelu,
+    position=PositionKind.learned,
+    norm=NormKind.layernorm,
+    activation=ActivationKind.gelu,
     bias=True,
     tied=True,
     feedforward=128,
@@ -109,7 +109,7 @@ def beside(folder: Path, config: PreTrainedConfig | dict[str, Any] | str) -> str
     ],
 )
 def test_a_decoder_computes_what_its_weights_were_trained_for(
-    spec: Decoder,
+    spec: DecoderConfig,
     config: PreTrainedConfig | dict[str, Any] | str,
     cures: list[str],
     tmp_path: Path,
@@ -121,8 +121,8 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])
-def test_the_suite_s_own_exports_are_begun_with(spec: Decoder, tmp_path: Path) -> None:
-    _, config = to_hugging_face(spec.build(seed=1).state_dict(), spec)
+def test_the_suite_s_own_exports_are_begun_with(spec: DecoderConfig, tmp_path: Path) -> None:
+    _, config = to_hf_state_dict(spec.build(seed=1).state_dict(), spec)
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
     assert list(begun.complaints()) == []
 
@@ -157,7 +157,7 @@ def test_every_key_of_a_config_class_is_compared_fixed_or_harmless(kind: str) ->
 def test_keys_that_a_file_lacks_have_the_defaults_of_transformers(kind: str) -> None:
     config = CLASSES[kind]()
     needed = {"hidden_size", "num_attention_heads"}
-    read = beside_of._of_gpt2 if kind == "gpt2" else beside_of._of_llama
+    read = beside_of._from_gpt2 if kind == "gpt2" else beside_of._from_llama
     given = {key: getattr(config, key) for key in needed} | {"model_type": kind}
     assert read(given) == read(config.to_dict())
 

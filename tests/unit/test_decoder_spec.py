@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from scalewise.models.base import Part, Split
-from scalewise.models.decoder.spec import Activation, Decoder, Norm, Position
+from scalewise.models.base import StageSlice, TPStyle
+from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormKind, PositionKind
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-SMALL = Decoder(vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48)
+SMALL = DecoderConfig(vocabulary=64, context=16, width=32, layers=2, heads=4, feedforward=48)
 PARAMETERS = {
     "decoder_nano": 1_180_800,
     "decoder_10m": 9_965_824,
@@ -31,11 +31,13 @@ PARAMETERS = {
 }
 
 
-def read(name: str) -> Decoder:
+def read(name: str) -> DecoderConfig:
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert values.pop("defaults") == ["/schema/model/decoder@_here_", "_self_"]
-    enums = {"norm": Norm, "position": Position, "activation": Activation}
-    return Decoder(**{key: enums.get(key, lambda x: x)(value) for key, value in values.items()})
+    enums = {"norm": NormKind, "position": PositionKind, "activation": ActivationKind}
+    return DecoderConfig(
+        **{key: enums.get(key, lambda x: x)(value) for key, value in values.items()}
+    )
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -67,8 +69,8 @@ def test_census_names_each_tensor_once() -> None:
 
 def test_fields_fit_a_structured_config() -> None:
     twin = OmegaConf.to_object(OmegaConf.create(dataclasses.asdict(SMALL)))
-    assert OmegaConf.structured(SMALL).norm is Norm.rmsnorm
-    assert Decoder(**twin) == SMALL
+    assert OmegaConf.structured(SMALL).norm is NormKind.rmsnorm
+    assert DecoderConfig(**twin) == SMALL
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_contradiction_names_key_value_and_cure(
 
 
 def test_odd_heads_are_fine_without_rotation() -> None:
-    spec = dataclasses.replace(SMALL, head_width=5, position=Position.learned)
+    spec = dataclasses.replace(SMALL, head_width=5, position=PositionKind.learned)
     assert list(spec.complaints()) == []
 
 
@@ -127,7 +129,7 @@ def test_flops_are_six_per_weight_and_grow_with_the_row() -> None:
 
 
 specs = st.builds(
-    Decoder,
+    DecoderConfig,
     vocabulary=st.sampled_from([64, 4096, 128_256]),
     context=st.just(64),
     width=st.sampled_from([32, 512]),
@@ -138,7 +140,7 @@ specs = st.builds(
 )
 
 
-def flops_of(spec: Decoder, part: Part, sequence: int) -> float:
+def flops_of(spec: DecoderConfig, part: StageSlice, sequence: int) -> float:
     """Returns a part's flops from those of models of no layer, and of some."""
     head = 6.0 * spec.vocabulary * spec.width
     block = (spec.flops(sequence) - head) / spec.layers
@@ -147,7 +149,7 @@ def flops_of(spec: Decoder, part: Part, sequence: int) -> float:
 
 @given(specs, st.data(), st.sampled_from([1, 64]))
 def test_stages_hold_every_layer_once_and_much_the_same_flops(
-    spec: Decoder, data: st.DataObject, sequence: int
+    spec: DecoderConfig, data: st.DataObject, sequence: int
 ) -> None:
     count = data.draw(st.integers(1, spec.layers))
     parts = spec.stages(count, sequence)
@@ -157,8 +159,8 @@ def test_stages_hold_every_layer_once_and_much_the_same_flops(
     assert [part.last for part in parts] == [False] * (count - 1) + [True]
     flops = [flops_of(spec, part, sequence) for part in parts]
     assert sum(flops) == pytest.approx(spec.flops(sequence))
-    block = flops_of(spec, Part(range(1), last=False), sequence)
-    least = max(spec.flops(sequence) / count, flops_of(spec, Part(range(1)), sequence))
+    block = flops_of(spec, StageSlice(range(1), last=False), sequence)
+    least = max(spec.flops(sequence) / count, flops_of(spec, StageSlice(range(1)), sequence))
     assert max(flops) <= least + block * (1 + 1e-9)
 
 
@@ -177,11 +179,11 @@ def test_the_head_counts_for_the_last_stage(name: str, count: int, layers: list[
     assert [len(part.layers) for part in spec.stages(count, sequence=1)] == layers
 
 
-@pytest.mark.parametrize("change", [{}, {"position": Position.learned}, {"tied": True}])
+@pytest.mark.parametrize("change", [{}, {"position": PositionKind.learned}, {"tied": True}])
 def test_tensor_parallelism_cuts_every_module_evenly(change: dict[str, object]) -> None:
-    spec = dataclasses.replace(SMALL, bias=True, norm=Norm.layernorm, kv_heads=2, **change)
+    spec = dataclasses.replace(SMALL, bias=True, norm=NormKind.layernorm, kv_heads=2, **change)
     split = spec.tensor_split()
-    cut_along = {Split.column: 0, Split.row: 1, Split.vocabulary: 0, Split.head: 0}
+    cut_along = {TPStyle.column: 0, TPStyle.row: 1, TPStyle.vocabulary: 0, TPStyle.head: 0}
     seen = set()
     for weight in spec.census():
         module = weight.name.rpartition(".")[0].replace(f"blocks.{weight.layer}.", "blocks.*.")
@@ -203,8 +205,8 @@ def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
         inside = {
             k.rpartition(".")[2]: v for k, v in split.items() if k.startswith(f"blocks.*.{half}.")
         }
-        assert inside.pop(row) is Split.row
-        assert set(inside.values()) == {Split.column}
+        assert inside.pop(row) is TPStyle.row
+        assert set(inside.values()) == {TPStyle.column}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -217,7 +219,7 @@ def test_a_tied_weight_is_in_the_census_once(tied: bool) -> None:
 
 def test_planning_a_decoder_needs_no_torch() -> None:
     code = (
-        "import sys; from scalewise.models.decoder.spec import Decoder;"
+        "import sys; from scalewise.models.decoder.config import Decoder;"
         "Decoder(8, 8, 8, 1, 1, 8).flops(8); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

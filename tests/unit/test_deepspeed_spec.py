@@ -18,10 +18,10 @@ from fixtures.doors import Doors, environment
 from fixtures.layouts import needs_deepspeed
 
 from scalewise.errors import ConfigError
-from scalewise.layouts.swap import SwapFolder
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
+from scalewise.strategies.nvme_swap import SwapFolder
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 ZERO_3 = ("parallelism=deepspeed_zero3",)
 
@@ -108,7 +108,7 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
 
 def test_a_killed_rank_leaves_no_swap_files_for_good(tmp_path: Path) -> None:
     code = (
-        "import os, signal; from scalewise.layouts.swap import SwapFolder;"
+        "import os, signal; from scalewise.strategies.nvme_swap import SwapFolder;"
         f"SwapFolder({str(tmp_path)!r}).open().joinpath('state').write_text('x');"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -135,7 +135,7 @@ INTERRUPTED = """
     from pathlib import Path
     from scalewise.hardware import DeviceKind
     from scalewise.launch import signals
-    from scalewise.layouts import extensions
+    from scalewise.strategies import extensions
     folder = Path(sys.argv[1])
     sys.executable = str(folder / "builder")
     with signals.raised("while it compiles"):
@@ -159,7 +159,7 @@ def test_a_signal_ends_the_compilers_in_groups_of_their_own(tmp_path: Path) -> N
 
 BUILD = """
 from scalewise.hardware import DeviceKind
-from scalewise.layouts import extensions
+from scalewise.strategies import extensions
 extensions.built("cpu_adam", DeviceKind.cpu)
 extensions.load("cpu_adam", DeviceKind.cpu)
 import torch

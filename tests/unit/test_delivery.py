@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from scalewise import cli
-from scalewise.launch.job import Order, tracked
-from scalewise.plan.plan import record
-from scalewise.run import Run
-from scalewise.tracking import delivery, server, tables
-from scalewise.tracking.connection import said
-from scalewise.tracking.delivery import Told, _rest
-from scalewise.tracking.files import FACTS, MetricsFile
-from scalewise.tracking.server import own_environment
+from scalewise.launch.job import JobSpec, with_wandb_group
+from scalewise.planner.plan import plan_record
+from scalewise.run_config import RunConfig
+from scalewise.tracking import tables, wandb_api, wandb_sync
+from scalewise.tracking.connection import server_error_text
+from scalewise.tracking.run_files import FACTS, MetricsFile
+from scalewise.tracking.wandb_api import wandb_environment
+from scalewise.tracking.wandb_sync import SyncedRun, _missing_rows
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Found:
     summary: dict[str, Any] = field(default_factory=dict)
 
 
-def folder_of(tmp_path: Path, steps: int, **status: Any) -> Told:
+def folder_of(tmp_path: Path, steps: int, **status: Any) -> SyncedRun:
     (tmp_path / "resolved.yaml").write_text("trainer: {log_every: 4}\ntracking: {}\n")
     (tmp_path / "status.json").write_text(json.dumps({"status": "ok", **status}))
     rows = [{"step": step, "train/loss": float(step)} for step in range(1, steps + 1)]
     MetricsFile(tmp_path / "metrics.csv").append(rows)
-    return Told.of(tmp_path)
+    return SyncedRun.of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -50,20 +50,20 @@ def test_what_is_missing_is_what_comes_after_the_last_step_there(
 ) -> None:
     told = folder_of(tmp_path, 10)
     found = Found({} if known is None else {"step": known})
-    assert [(row["step"], row["train/loss"]) for row in _rest(told, found)] == windows
+    assert [(row["step"], row["train/loss"]) for row in _missing_rows(told, found)] == windows
 
 
 def test_the_steps_before_a_resume_are_another_runs(tmp_path: Path) -> None:
     facts = {"id": "x", "resumed_from": "runs/a/b/checkpoints/step-00000008"}
     told = folder_of(tmp_path, 10, wandb=facts)
-    assert [row["step"] for row in _rest(told, Found())] == [10]
+    assert [row["step"] for row in _missing_rows(told, Found())] == [10]
 
 
 def test_a_validation_ends_a_window(tmp_path: Path) -> None:
     told = folder_of(tmp_path, 2)
     file = MetricsFile(tmp_path / "metrics.csv", after_step=2)
     file.append([{"step": 3, "train/loss": 1.0, "val/loss": 5.0}, {"step": 4, "train/loss": 2.0}])
-    assert [(row["step"], row.get("val/loss")) for row in _rest(told, Found())] == [
+    assert [(row["step"], row.get("val/loss")) for row in _missing_rows(told, Found())] == [
         (3, 5),
         (4, None),
     ]
@@ -74,7 +74,7 @@ def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
     status, reason, code = told.ending
     assert (status, code) == ("failed", 1)
     assert "gone" in reason
-    assert Told(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).ending == (
+    assert SyncedRun(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).ending == (
         "timeout",
         "r",
         4,
@@ -94,13 +94,13 @@ def test_attempts_are_in_the_order_of_their_time(tmp_path: Path) -> None:
         own = tmp_path / "wandb" / name
         own.mkdir(parents=True)
         (own / f"run-{name[-1]}.wandb").touch()
-    assert [log.stem for log in Told(tmp_path, {}).logs] == ["run-a", "run-b", "run-c"]
+    assert [log.stem for log in SyncedRun(tmp_path, {}).logs] == ["run-a", "run-b", "run-c"]
 
 
-def test_a_table_of_every_part_of_a_plan(compose: Callable[..., Run]) -> None:
+def test_a_table_of_every_part_of_a_plan(compose: Callable[..., RunConfig]) -> None:
     run = compose("experiment=smoke", "parallelism=ddp", "hardware=cpu")
-    plan: dict[str, Any] = record(run)
-    found = tables.foreseen(plan)
+    plan: dict[str, Any] = plan_record(run)
+    found = tables.predicted_tables(plan)
     assert {"plan/ledger", "plan/phases", "plan/collectives"} <= set(found)
     assert sum(size for _, size in found["plan/ledger"].rows) == plan["plan/peak_bytes"]
     for kind, axes, what, size, count, whole in found["plan/collectives"].rows:
@@ -114,10 +114,10 @@ def test_a_table_of_every_part_of_a_plan(compose: Callable[..., Run]) -> None:
 
 def test_what_was_not_measured_has_no_row() -> None:
     plan = {"plan/peak_bytes": 80, "plan/step_s": None}
-    found = tables.measured(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
+    found = tables.measured_table(plan, {"memory/peak_bytes": 100, "time/step_s": 0.5})
     assert found["plan/against_measured"].rows == [("memory/peak_bytes", "B", 80.0, 100.0, 0.8)]
     assert found["memory/measured"].rows == [("peak", 100)]
-    assert tables.measured({}, {}) == {}
+    assert tables.measured_table({}, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_what_was_not_measured_has_no_row() -> None:
     ],
 )
 def test_what_the_client_says_becomes_one_line(error: object, told: str) -> None:
-    assert told in said(error)
-    assert "\n" not in said(error)
+    assert told in server_error_text(error)
+    assert "\n" not in server_error_text(error)
 
 
 def test_variables_about_a_run_are_not_for_those_that_were_made(
@@ -141,12 +141,12 @@ def test_variables_about_a_run_are_not_for_those_that_were_made(
     kept = {"WANDB_MODE": "offline", "WANDB_NAME": "n", "WANDB_DIR": "/d", "WANDB_ENTITY": "e"}
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
-    with own_environment():
-        assert "WANDB_MODE" not in server.os.environ
-        assert "WANDB_NAME" not in server.os.environ
-        assert server.os.environ["WANDB_DIR"] != "/d"
-        assert server.os.environ["WANDB_ENTITY"] == "e"
-    assert {name: server.os.environ[name] for name in kept} == kept
+    with wandb_environment():
+        assert "WANDB_MODE" not in wandb_api.os.environ
+        assert "WANDB_NAME" not in wandb_api.os.environ
+        assert wandb_api.os.environ["WANDB_DIR"] != "/d"
+        assert wandb_api.os.environ["WANDB_ENTITY"] == "e"
+    assert {name: wandb_api.os.environ[name] for name in kept} == kept
 
 
 class TestRefusals:
@@ -185,25 +185,25 @@ class TestRefusals:
 
 class TestGroup:
     def test_a_run_alone_has_its_folder_for_a_group(
-        self, compose: Callable[..., Run], tmp_path: Path
+        self, compose: Callable[..., RunConfig], tmp_path: Path
     ) -> None:
         run = compose("experiment=smoke")
         folder = tmp_path / "name" / "time"
-        assert tracked(Order(run), folder, None).tracking.group == "name/time"
-        assert tracked(Order(run, sweep="s/t"), folder, None).tracking.group == "s/t"
+        assert with_wandb_group(JobSpec(run), folder, None).tracking.group == "name/time"
+        assert with_wandb_group(JobSpec(run, sweep="s/t"), folder, None).tracking.group == "s/t"
         named = compose("experiment=smoke", "tracking.group=mine")
-        assert tracked(Order(named, sweep="s/t"), folder, None).tracking.group == "mine"
+        assert with_wandb_group(JobSpec(named, sweep="s/t"), folder, None).tracking.group == "mine"
 
     def test_an_attempt_joins_the_one_that_it_goes_on_from(
-        self, compose: Callable[..., Run], tmp_path: Path
+        self, compose: Callable[..., RunConfig], tmp_path: Path
     ) -> None:
         earlier = tmp_path / "name" / "first"
         earlier.mkdir(parents=True)
         resume = earlier / "checkpoints" / "step-00000008"
-        order, folder = Order(compose("experiment=smoke")), tmp_path / "name" / "second"
-        assert tracked(order, folder, resume).tracking.group == "name/second"
+        order, folder = JobSpec(compose("experiment=smoke")), tmp_path / "name" / "second"
+        assert with_wandb_group(order, folder, resume).tracking.group == "name/second"
         (earlier / "status.json").write_text('{"wandb": {"group": "name/zeroth"}}')
-        assert tracked(order, folder, resume).tracking.group == "name/zeroth"
+        assert with_wandb_group(order, folder, resume).tracking.group == "name/zeroth"
 
 
 def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
     own = tmp_path / "wandb" / "run-20260101_000000-x"
     own.mkdir(parents=True)
     (own / "run-x.wandb").touch()
-    (tmp_path / delivery.MARKER).write_text('{"path": "http://here/e/p/x"}')
+    (tmp_path / wandb_sync.MARKER).write_text('{"path": "http://here/e/p/x"}')
 
     class Empty:
         url = "http://here"
@@ -223,5 +223,5 @@ def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
         def sync(self, *_: object) -> None:
             raise AssertionError("sent again")
 
-    with pytest.raises(delivery.ScalewiseError, match="deleted"):
-        delivery.deliver(Empty(), told, "e", "p")  # type: ignore[arg-type]  # what is asked of it
+    with pytest.raises(wandb_sync.ScalewiseError, match="deleted"):
+        wandb_sync.deliver_run(Empty(), told, "e", "p")  # type: ignore[arg-type]  # what is asked of it

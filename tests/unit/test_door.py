@@ -11,17 +11,17 @@ from fixtures.verbs import Noted
 from hydra._internal.utils import get_args_parser
 
 from scalewise import cli
-from scalewise.config.door import Verb, open_door
+from scalewise.config.app import Command, run_command
+from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.config.flags import ACCEPTED, REJECTED
-from scalewise.config.refuse import diagnose
-from scalewise.config.searched import searched
+from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("workstation")
 
 
-class Never(Verb):
+class Never(Command):
     """Fails the test when a line that must be refused reaches it."""
 
     def one(self, *args: object) -> int:
@@ -53,10 +53,10 @@ class Never(Verb):
     ],
 )  # fmt: skip
 def test_a_command_is_refused_whole_and_leaves_nothing(
-    arguments: list[str], keys: list[str], compose: Callable[..., Run], tmp_path: object
+    arguments: list[str], keys: list[str], compose: Callable[..., RunConfig], tmp_path: object
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_door(Never(), arguments)
+        run_command(Never(), arguments)
     assert sorted({complaint.key for complaint in caught.value.complaints}) == keys
     assert list(tmp_path.iterdir()) == []
 
@@ -67,7 +67,7 @@ def test_a_command_is_refused_whole_and_leaves_nothing(
 )
 def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_door(Never(), arguments)
+        run_command(Never(), arguments)
     (complaint,) = caught.value.complaints
     assert reason in complaint.reason
     assert "--cfg job" in complaint.cure
@@ -83,7 +83,9 @@ def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("command", [partial(open_door, Never()), searched], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    "command", [partial(run_command, Never()), preview_search], ids=["run", "sweep"]
+)
 def test_a_pickle_is_not_loaded(
     command: Callable[[list[str]], object],
     arguments: list[str],
@@ -124,7 +126,7 @@ def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
 )
 def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, cure: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_door(Never(), arguments)
+        run_command(Never(), arguments)
     (complaint,) = caught.value.complaints
     assert complaint.key == key
     assert cure in complaint.cure
@@ -133,7 +135,7 @@ def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, cur
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
 def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        searched(["-m", "seed=1,2", *flags])
+        preview_search(["-m", "seed=1,2", *flags])
     (complaint,) = caught.value.complaints
     assert complaint.key.startswith("--")
     assert complaint.cure == "leave it out"
@@ -142,7 +144,7 @@ def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) 
 def test_the_help_of_flags_lists_those_that_are_accepted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert open_door(Never(), ["--hydra-help"]) == 0
+    assert run_command(Never(), ["--hydra-help"]) == 0
     shown = capsys.readouterr().out
     assert "--multirun,-m" in shown
     assert "--experimental-rerun" not in shown
@@ -171,7 +173,7 @@ def test_flags_stand_anywhere_among_the_overrides(
     for name in ("own", "seed=1,2"):
         (tmp_path / name).mkdir()
     noted = Noted()
-    assert open_door(noted, line) == 0
+    assert run_command(noted, line) == 0
     assert [run.seed for run in noted.runs] == [1, 2]
 
 
@@ -187,24 +189,24 @@ def test_flags_stand_anywhere_among_the_overrides(
 def test_flags_with_values_between_overrides(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert open_door(Noted(), line) == 0
+    assert run_command(Noted(), line) == 0
     shown = capsys.readouterr().out
     assert "seed: 7" in shown
     assert "max_steps: 3" in shown
 
 
 def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
-    assert open_door(Noted(), ["--info", "seed=7"]) == 0
+    assert run_command(Noted(), ["--info", "seed=7"]) == 0
     assert "seed: 7" in capsys.readouterr().out
 
 
 def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
-    (complaint,) = diagnose(["optimizer.lr=1e-3,fast"])
+    (complaint,) = diagnose_overrides(["optimizer.lr=1e-3,fast"])
     assert complaint.cure == "the default is optimizer.lr=0.0003"
 
 
-def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> None:
-    class Broken(Verb):
+def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., RunConfig]) -> None:
+    class Broken(Command):
         def one(self, *args: object) -> int:
             raise ZeroDivisionError("a bug")
 
@@ -212,24 +214,24 @@ def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., Run]) -> 
 
     for arguments in ([], ["-m", "seed=1,2"]):
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            open_door(Broken(), arguments)
+            run_command(Broken(), arguments)
 
 
 @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
 def test_a_signal_leaves_nothing(
-    line: list[str], compose: Callable[..., Run], tmp_path: Path
+    line: list[str], compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     class Signalled(BaseException):
         pass
 
-    class Stops(Verb):
+    class Stops(Command):
         def one(self, *args: object) -> int:
             raise Signalled
 
         many = one
 
     with pytest.raises(Signalled):
-        open_door(Stops(), line)
+        run_command(Stops(), line)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -316,7 +318,7 @@ def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.M
     Path("there").mkdir()
     verb = Never()
     monkeypatch.setattr(verb, "one", lambda *_: 0)
-    assert open_door(verb, ["hydra.run.dir=new/../there"]) == 0
+    assert run_command(verb, ["hydra.run.dir=new/../there"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -324,7 +326,7 @@ def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.M
 def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> None:
     line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
     with pytest.raises(ConfigError, match=r"leads out of the sweep's folder.*job\.num") as caught:
-        open_door(Never(), line)
+        run_command(Never(), line)
     (complaint,) = caught.value.complaints
     assert (complaint.key, complaint.value) == ("hydra.sweep.subdir", subdir)
     assert list(tmp_path.iterdir()) == []
@@ -332,7 +334,7 @@ def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> 
 
 def test_jobs_may_have_folders_within_folders() -> None:
     noted = Noted()
-    assert open_door(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
+    assert run_command(noted, ["-m", "seed=1,2", "hydra.sweep.subdir=a/../b/${hydra.job.num}"]) == 0
     assert [job.folder.name for job in noted.jobs] == ["0", "1"]
 
 
@@ -355,7 +357,7 @@ def test_an_interpolation_of_hydra_is_named_by_its_key(
     monkeypatch.setenv("PLANTED_TOKEN", "Zx8Kq2Lm5Vb9Tn4Rw7Yc")
     flags = ["-m"] * (key != "hydra.run.dir")
     with pytest.raises(ConfigError) as caught:
-        open_door(Never(), [*flags, "seed=1", f"{key}={value}"])
+        run_command(Never(), [*flags, "seed=1", f"{key}={value}"])
     (complaint,) = caught.value.complaints
     assert (complaint.key, complaint.value) == (key, value)
     assert reason in complaint.reason
@@ -367,6 +369,6 @@ def test_a_resolved_config_has_its_name(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hydra shows the config without the node that says which options were chosen."""
-    assert open_door(Noted(), ["--cfg", "job", "--resolve", *more]) == 0
+    assert run_command(Noted(), ["--cfg", "job", "--resolve", *more]) == 0
     name = "module-single-fp32" if "objective=module" in more else "decoder_nano-single-fp32-"
     assert f"name: {name}" in capsys.readouterr().out

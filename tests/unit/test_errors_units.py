@@ -2,8 +2,8 @@
 
 import pytest
 
-from scalewise.errors import Complaint, ConfigError, DataError, as_typed
-from scalewise.units import GIB, KIB, bytes_text, count_text, dollars_text, seconds_text
+from scalewise.errors import ConfigError, ConfigIssue, DataError, format_value
+from scalewise.units import GIB, KIB, format_bytes, format_count, format_dollars, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -20,42 +20,42 @@ from scalewise.units import GIB, KIB, bytes_text, count_text, dollars_text, seco
     ],
 )
 def test_values_are_spelled_as_they_are_typed(value: object, text: str) -> None:
-    assert as_typed(value) == text
+    assert format_value(value) == text
 
 
 def test_complaints_are_counted() -> None:
-    one = Complaint("a.b", None, "is wrong", "mend it")
+    one = ConfigIssue("a.b", None, "is wrong", "mend it")
     assert str(ConfigError([one])) == "refused, 1 problem:\n  - a.b=null: is wrong; mend it"
-    assert str(ConfigError([one, Complaint("", "", "odd")])).endswith("\n  - odd")
+    assert str(ConfigError([one, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
     assert isinstance(DataError.one("k", 1, "r"), DataError)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (bytes_text(0), "0 B"),
-        (bytes_text(1.5 * KIB), "1.50 KiB"),
-        (bytes_text(4.13 * GIB), "4.13 GiB"),
-        (bytes_text(-2 * GIB), "-2.00 GiB"),
-        (bytes_text(3 * 1024**4), "3.00 TiB"),
-        (seconds_text(0.0), "0 ms"),
-        (seconds_text(8.5e-5), "85 us"),
-        (seconds_text(0.9996e-3), "1 ms"),
-        (seconds_text(0.64), "640 ms"),
-        (seconds_text(12.44), "12.4 s"),
-        (seconds_text(59.96), "1 min 00 s"),
-        (seconds_text(185), "3 min 05 s"),
-        (seconds_text(3599.7), "1 h 00 min"),
-        (seconds_text(3840), "1 h 04 min"),
-        (seconds_text(0.9996), "1.0 s"),
-        (dollars_text(0.424), "$0.42"),
-        (dollars_text(7787.4), "$7,787"),
-        (count_text(950), "950"),
-        (count_text(999.6), "1.00 k"),
-        (count_text(1_240_000), "1.24 M"),
-        (count_text(999_996), "1.00 M"),
-        (count_text(8.03e9), "8.03 B"),
-        (bytes_text(1023.9), "1.00 KiB"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(1.5 * KIB), "1.50 KiB"),
+        (format_bytes(4.13 * GIB), "4.13 GiB"),
+        (format_bytes(-2 * GIB), "-2.00 GiB"),
+        (format_bytes(3 * 1024**4), "3.00 TiB"),
+        (format_seconds(0.0), "0 ms"),
+        (format_seconds(8.5e-5), "85 us"),
+        (format_seconds(0.9996e-3), "1 ms"),
+        (format_seconds(0.64), "640 ms"),
+        (format_seconds(12.44), "12.4 s"),
+        (format_seconds(59.96), "1 min 00 s"),
+        (format_seconds(185), "3 min 05 s"),
+        (format_seconds(3599.7), "1 h 00 min"),
+        (format_seconds(3840), "1 h 04 min"),
+        (format_seconds(0.9996), "1.0 s"),
+        (format_dollars(0.424), "$0.42"),
+        (format_dollars(7787.4), "$7,787"),
+        (format_count(950), "950"),
+        (format_count(999.6), "1.00 k"),
+        (format_count(1_240_000), "1.24 M"),
+        (format_count(999_996), "1.00 M"),
+        (format_count(8.03e9), "8.03 B"),
+        (format_bytes(1023.9), "1.00 KiB"),
     ],
 )
 def test_quantities(text: str, expected: str) -> None:

@@ -19,16 +19,16 @@ from transformers import (
     LlamaConfig,
 )
 
-from scalewise.checkpoints.trained import SPECS, Trained
-from scalewise.data import templates
-from scalewise.data.base import Splits
-from scalewise.data.kept import keep
+from scalewise.checkpoints.trained import SPECS, TrainedRun
+from scalewise.data import chat_templates
+from scalewise.data.base import DataSplits
+from scalewise.data.run_tokenizer import save_tokenizer
 from scalewise.errors import ConfigError
-from scalewise.exports import Form, folder, staging
-from scalewise.run import Run
-from scalewise.tracking.files import copy_file, read_json, write_json
+from scalewise.export import AdapterExport, hf_export, staging
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import copy_file, read_json, write_json
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 SPECIAL = ["<|begin|>", "<|end_of_text|>", "<|eot|>", "<|pad|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -85,12 +85,12 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-def trained(compose: Compose, at: Path, *overrides: str) -> Trained:
+def trained(compose: Compose, at: Path, *overrides: str) -> TrainedRun:
     """Returns a run that has just begun."""
     run = compose(*overrides, "data.sequence=64", "trainer.max_steps=1", here=False)
     at.mkdir(exist_ok=True)
     specs = {name: getattr(run, name) for name in SPECS}
-    return Trained(folder=at, checkpoint=None, seed=1, **specs)
+    return TrainedRun(folder=at, checkpoint=None, seed=1, **specs)
 
 
 def of_text(model: Path, *more: str) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def test_an_export_generates_as_the_model_that_training_began_with(
 ) -> None:
     told = trained(compose, tmp_path / "run", *model(instruct), *data(instruct))
     to = tmp_path / "out"
-    assert folder.write(told, to, Form.merged) == []
+    assert hf_export.write_export(told, to, AdapterExport.merged) == []
     ours, theirs = AutoTokenizer.from_pretrained(to), AutoTokenizer.from_pretrained(instruct)
     for name in ("bos_token", "eos_token", "pad_token", "padding_side", "chat_template"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -176,8 +176,8 @@ def test_an_export_has_the_ids_of_its_training(
     line = [part.replace("tokenizer.json", name) for part in of_chat(model)]
     told = trained(compose, tmp_path / "run", *hf(model), *line)
     splits = told.splits()
-    keep(splits, told.folder)
-    folder.write(told, tmp_path / "out", Form.merged)
+    save_tokenizer(splits, told.folder)
+    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     expected = made.apply_chat_template(messages, return_dict=True)["input_ids"]
@@ -201,10 +201,10 @@ def test_an_end_that_a_run_has_taught_is_added_to_those_of_its_model(
     for name in ("config.json", "generation_config.json"):
         write_json(model / name, read_json(model / name) | config)
     told = trained(compose, tmp_path / "run", *hf(model), *of_chat(model))
-    folder.write(told, tmp_path / "out", Form.merged)
+    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (made.eos_token, made.pad_token) == ("<|end_of_text|>", "<|pad|>")
-    assert made.chat_template == templates.PLAIN
+    assert made.chat_template == chat_templates.PLAIN
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert peer.generation_config.eos_token_id == [2, 1]
     assert peer.config.eos_token_id == [2, 1]
@@ -217,7 +217,7 @@ def test_a_model_without_ends_stops_where_texts_end(
     bare.mkdir()
     shutil.copyfile(instruct / "tokenizer.json", bare / "tokenizer.json")
     told = trained(compose, tmp_path / "run", *DECODER, *of_text(bare))
-    folder.write(told, tmp_path / "out", Form.merged)
+    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert made.eos_token == "<|end_of_text|>"
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -228,7 +228,7 @@ def test_token_ids_keep_the_tokenizer_beside_the_weights(
     instruct: Path, compose: Compose, tmp_path: Path
 ) -> None:
     told = trained(compose, tmp_path / "run", *hf(instruct), "data=synthetic")
-    assert folder.write(told, tmp_path / "out", Form.merged) == []
+    assert hf_export.write_export(told, tmp_path / "out", AdapterExport.merged) == []
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert made.chat_template == TEMPLATE
 
@@ -250,7 +250,7 @@ def test_a_classifier_reads_batches(
     given = (f"data.tokenizer={model}/tokenizer.json", "data.end_of_text='<|end_of_text|>'")
     line = (*DECODER, "model.classes=2", "objective=classification", *data, *given)
     told = trained(compose, tmp_path / "run", *line)
-    folder.write(told, tmp_path / "out", Form.merged)
+    hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     made = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert made.pad_token == ("<|pad|>" if padded else "<|end_of_text|>")
     peer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
@@ -269,8 +269,8 @@ def test_exported_files_have_the_permissions_of_the_umask(
     told = trained(compose, tmp_path / "run", *hf(instruct), *of_text(instruct), "adapter=lora")
     before = os.umask(0o027)
     try:
-        for form in Form:
-            folder.write(told, tmp_path / form, form)
+        for form in AdapterExport:
+            hf_export.write_export(told, tmp_path / form, form)
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):
@@ -288,7 +288,7 @@ def test_an_export_that_is_interrupted_leaves_nothing_at_its_name(tmp_path: Path
     to = tmp_path / "export"
 
     def killed() -> None:
-        with staging.staged(to) as partial:
+        with staging.staging_folder(to) as partial:
             (partial / "half").write_text("a", "utf-8")
             assert not to.exists()
             raise Killed
@@ -305,7 +305,7 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) ->
     (half / "model.safetensors").write_bytes(b"half")
     (tmp_path / "kept").write_text("kept", "utf-8")
     (half / "link").symlink_to(tmp_path / "kept")
-    with staging.staged(to) as partial:
+    with staging.staging_folder(to) as partial:
         assert [*partial.iterdir()] == []
         (partial / "whole").write_text("a", "utf-8")
     assert [path.name for path in to.iterdir()] == ["whole"]
@@ -314,11 +314,11 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next(tmp_path: Path) ->
 
 
 def test_two_exports_of_one_name_do_not_mix(tmp_path: Path) -> None:
-    with staging.staged(tmp_path / "export") as partial:
+    with staging.staging_folder(tmp_path / "export") as partial:
         (partial / "first").write_text("a", "utf-8")
         with (
             pytest.raises(ConfigError, match="is being written by another export"),
-            staging.staged(tmp_path / "export"),
+            staging.staging_folder(tmp_path / "export"),
         ):
             pass
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["first"]
@@ -328,20 +328,23 @@ def test_links_at_the_names_of_an_export_are_not_followed(tmp_path: Path) -> Non
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / ".partial-export").symlink_to(elsewhere)
-    with staging.staged(tmp_path / "export") as partial:
+    with staging.staging_folder(tmp_path / "export") as partial:
         (partial / "file").write_text("a", "utf-8")
     assert [*elsewhere.iterdir()] == []
     (tmp_path / "link").symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="is there already"), staging.staged(tmp_path / "link"):
+    with (
+        pytest.raises(ConfigError, match="is there already"),
+        staging.staging_folder(tmp_path / "link"),
+    ):
         pass
 
 
 def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
     to = tmp_path / "export"
     to.mkdir()
-    with staging.staged(to) as partial:  # an empty one is taken
+    with staging.staging_folder(to) as partial:  # an empty one is taken
         (partial / "file").write_text("a", "utf-8")
-    with pytest.raises(ConfigError, match="is there already"), staging.staged(to):
+    with pytest.raises(ConfigError, match="is there already"), staging.staging_folder(to):
         pass
     assert [path.name for path in to.iterdir()] == ["file"]
 
@@ -354,7 +357,7 @@ def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
     source.write_text("{}", "utf-8")
     for name in ("tokenizer.json", "status.json"):
         (run / name).symlink_to(victim)
-    keep(Splits(None, None, source), run)  # type: ignore[arg-type]  # rows are not asked for
+    save_tokenizer(DataSplits(None, None, source), run)  # type: ignore[arg-type]  # rows are not asked for
     write_json(run / "status.json", {"state": "ok"})
     assert victim.read_text("utf-8") == "precious"
     assert (run / "tokenizer.json").read_text("utf-8") == "{}"

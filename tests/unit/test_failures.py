@@ -14,19 +14,19 @@ import pytest
 
 from scalewise import cli, failures
 from scalewise.errors import Interrupted, ScalewiseError
-from scalewise.failures import describe, survived
-from scalewise.launch import job, packed
-from scalewise.launch.classify import classify
-from scalewise.launch.engine import Began, Task, executed
-from scalewise.launch.job import Order, Result
-from scalewise.launch.packing import Demand, Room
-from scalewise.launch.sweep import execute_all
+from scalewise.failures import describe_exception, report_errors
+from scalewise.launch import job, packed_executor
+from scalewise.launch.executor import Began, SweepTask, execute_task
+from scalewise.launch.job import JobSpec, Result
+from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.launch.slot_scheduler import JobDemand, SlotCapacity
+from scalewise.launch.sweep_runner import execute_all
 from scalewise.reports import renderer
-from scalewise.reports.layout import NO_CHART, Picture
-from scalewise.run import Run
-from scalewise.tracking.files import read_json
+from scalewise.reports.chart_layout import NO_CHART, ChartPicture
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 TOO_MANY = OSError(errno.EMFILE, "Too many open files")
 REASON = "OSError: [Errno 24] Too many open files"
 
@@ -46,25 +46,27 @@ class TestOneLine:
         spec.loader.exec_module(module)
         with pytest.raises(ValueError, match="property name") as caught:
             module.happen()
-        assert describe(caught.value).startswith("JSONDecodeError: Expecting property name")
-        assert describe(caught.value).endswith(f" ({file}:4 in happen)")
-        assert classify(caught.value, 1).reason == describe(caught.value)
+        assert describe_exception(caught.value).startswith(
+            "JSONDecodeError: Expecting property name"
+        )
+        assert describe_exception(caught.value).endswith(f" ({file}:4 in happen)")
+        assert outcome_of_exception(caught.value, 1).reason == describe_exception(caught.value)
 
     def test_names_no_place_in_installed_packages(self) -> None:
         error = ZeroDivisionError("by\nzero")
-        assert describe(error) == "ZeroDivisionError: by zero"
+        assert describe_exception(error) == "ZeroDivisionError: by zero"
 
     def test_is_of_bounded_length(self) -> None:
-        assert len(describe(ValueError("x" * 10**6))) < failures.LONGEST + 100
+        assert len(describe_exception(ValueError("x" * 10**6))) < failures.MAX_MESSAGE_LENGTH + 100
 
 
 def test_survived_prints_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with survived("no report"):
+    with report_errors("no report"):
         raise_too_many()
-    with survived("no report"):
+    with report_errors("no report"):
         raise ScalewiseError("not now")
     for error in (KeyboardInterrupt(), Interrupted(15, "SIGTERM")):
-        with pytest.raises(type(error)), survived("no report"):
+        with pytest.raises(type(error)), report_errors("no report"):
             raise error
     assert capsys.readouterr().err.splitlines()[0].startswith(f"no report: {REASON}")
 
@@ -106,12 +108,12 @@ def test_a_command_ends_in_one_line(
 
 
 @pytest.fixture
-def order(compose: Compose) -> Order:
-    return Order(compose("experiment=smoke", "tracking=none"))
+def order(compose: Compose) -> JobSpec:
+    return JobSpec(compose("experiment=smoke", "tracking=none"))
 
 
 def test_a_launcher_that_fails_ends_the_status(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_attempt", raise_too_many)
     result = job.execute(order, tmp_path / "run")
@@ -126,7 +128,7 @@ def test_a_launcher_that_fails_ends_the_status(
 
 
 def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -134,8 +136,8 @@ def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
     monkeypatch.setattr(job.Status, "reserve", full)
     folder = tmp_path / "runs" / "name" / "run"
     (tmp_path / "kept").touch()
-    task = Task(0, order, folder)
-    result = executed(task, lambda _: None)
+    task = SweepTask(0, order, folder)
+    result = execute_task(task, lambda _: None)
     assert result.status == "refused"
     assert f"hydra.run.dir={folder}"[:60] in result.reason
     assert "the disk is full" in result.reason
@@ -143,22 +145,22 @@ def test_a_disk_full_from_the_start_refuses_and_leaves_nothing(
 
 
 def test_a_signal_while_a_job_begins_leaves_nothing(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(job.Status, "write", interrupted)
-    result = executed(Task(0, order, tmp_path / "runs" / "name" / "run"), lambda _: None)
+    result = execute_task(SweepTask(0, order, tmp_path / "runs" / "name" / "run"), lambda _: None)
     assert (result.status, result.exit_code) == ("interrupted", 143)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_that_cannot_begin_has_failed(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scalewise.launch.engine.execute", raise_too_many)
-    result = executed(Task(0, order, tmp_path / "0"), lambda _: None)
+    monkeypatch.setattr("scalewise.launch.executor.execute", raise_too_many)
+    result = execute_task(SweepTask(0, order, tmp_path / "0"), lambda _: None)
     assert result.status == "failed"
     assert result.reason.startswith(REASON)
 
@@ -166,14 +168,18 @@ def test_a_job_that_cannot_begin_has_failed(
 class Breaking:
     """An engine that ends one job and then fails."""
 
-    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+    def results(
+        self, tasks: Sequence[SweepTask], began: Began
+    ) -> Iterator[tuple[SweepTask, Result]]:
         began(tasks[0])
         yield tasks[0], Result("ok", "", 0, tasks[0].folder, {})
         raise_too_many()
 
 
-def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(order: Order, tmp_path: Path) -> None:
-    tasks = [Task(number, order, tmp_path / str(number)) for number in range(3)]
+def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(
+    order: JobSpec, tmp_path: Path
+) -> None:
+    tasks = [SweepTask(number, order, tmp_path / str(number)) for number in range(3)]
     results = execute_all(
         tasks,
         tmp_path,
@@ -199,39 +205,39 @@ class Crew:
     stopped = 0
 
     def __init__(self) -> None:
-        self.under_way: list[Task] = []
+        self.under_way: list[SweepTask] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.under_way)
 
-    def start(self, task: Task, seat: object) -> None:
+    def start(self, task: SweepTask, seat: object) -> None:
         if task.number == 0:
             raise_too_many()
         self.under_way.append(task)
 
-    def ended(self) -> Iterator[tuple[Task, Result]]:
+    def ended(self) -> Iterator[tuple[SweepTask, Result]]:
         task = self.under_way.pop()
         yield task, Result("ok", "", 0, task.folder, {})
 
 
-def test_a_packed_job_without_a_process_costs_no_other(order: Order, tmp_path: Path) -> None:
-    waiting = [(Task(n, order, tmp_path / str(n)), Demand(1, 1)) for n in range(3)]
-    room = Room((0,), 1)
-    found = packed._run(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
+def test_a_packed_job_without_a_process_costs_no_other(order: JobSpec, tmp_path: Path) -> None:
+    waiting = [(SweepTask(n, order, tmp_path / str(n)), JobDemand(1, 1)) for n in range(3)]
+    room = SlotCapacity((0,), 1)
+    found = packed_executor._run_job(waiting, room, False, Crew(), lambda _: None)  # type: ignore[arg-type]
     assert {task.number: result.status for task, result in found} == {0: "failed", 1: "ok", 2: "ok"}
 
 
 class TestRenderer:
     @pytest.fixture(autouse=True)
-    def own(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.Renderer]:
-        own = renderer.Renderer()
+    def own(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[renderer.ChartRenderer]:
+        own = renderer.ChartRenderer()
         monkeypatch.setattr(renderer, "svg", own.svg)
         yield own
         own.close()
 
     def test_that_dies_is_tried_again_once(
-        self, own: renderer.Renderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         tries = tmp_path / "tries"
         dying = tmp_path / "dying"
@@ -249,17 +255,19 @@ class TestRenderer:
         def draw(_: int) -> None:
             renderer.svg({}, "6.1")
 
-        text = Picture(draw, "ident", "sentence").wide  # type: ignore[arg-type]
+        text = ChartPicture(draw, "ident", "sentence").wide  # type: ignore[arg-type]
         assert text.startswith(f"<p>{NO_CHART}: RenderError: no process")
 
-    def test_tells_why_a_chart_is_none_and_draws_the_next(self, own: renderer.Renderer) -> None:
+    def test_tells_why_a_chart_is_none_and_draws_the_next(
+        self, own: renderer.ChartRenderer
+    ) -> None:
         with pytest.raises(renderer.RenderError, match="conversion failed"):
             own.svg({"mark": {"type": 3}}, "6.1")
         chart = {"data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
         assert own.svg(chart, "6.1").startswith("<svg")
 
     def test_has_no_answer_left_after_a_signal(
-        self, own: renderer.Renderer, monkeypatch: pytest.MonkeyPatch
+        self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         process = own._started()
         assert process.stdout is not None

@@ -7,20 +7,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scalewise.config import registry, tree
-from scalewise.config.compose import compose, flat
-from scalewise.config.refuse import diagnose
+from scalewise.config import paths, registry
+from scalewise.config.compose import compose, flatten
+from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 TIMES = 8
 """How often the defaults are composed in the processor time of any line, at the most."""
 ENOUGH = 0.5
 """Processor time, in seconds, that is looked at no further."""
 
-KEYS = [key for key in flat(compose(here=False).as_dict()) if not key.startswith("choices")]
-GROUPS = [*tree.GROUPS, "experiment", "sweep", "inject", "hydra/launcher", "schema/model"]
-OPTIONS = [name for group in (*tree.GROUPS, "experiment", "sweep") for name in tree.names(group)]
+KEYS = [key for key in flatten(compose(here=False).as_dict()) if not key.startswith("choices")]
+GROUPS = [*paths.GROUPS, "experiment", "sweep", "inject", "hydra/launcher", "schema/model"]
+OPTIONS = [
+    name for group in (*paths.GROUPS, "experiment", "sweep") for name in paths.option_names(group)
+]
 
 
 @st.composite
@@ -82,10 +84,10 @@ overrides = st.one_of(
 lines = st.lists(overrides, min_size=1, max_size=3)
 
 
-def answered(line: list[str]) -> tuple[Run | ConfigError, float]:
+def answered(line: list[str]) -> tuple[RunConfig | ConfigError, float]:
     """Returns what comes out of a line, and the processor time it took."""
     started = time.process_time()
-    answer: Run | ConfigError
+    answer: RunConfig | ConfigError
     try:
         answer = compose(line)
     except ConfigError as error:
@@ -156,8 +158,8 @@ def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) 
 @settings(max_examples=10)
 @given(st.lists(overrides, max_size=3))
 def test_diagnosing_never_raises(line: list[str]) -> None:
-    registry.discover()
+    registry.import_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for complaint in diagnose(line):
+        for complaint in diagnose_overrides(line):
             assert complaint.reason

@@ -8,9 +8,9 @@ import pytest
 from fixtures.golden import recorded
 
 from scalewise.config.compose import compose
-from scalewise.plan.host import checkpoint_bytes, of_node
-from scalewise.plan.plan import planned
-from scalewise.plan.total import total
+from scalewise.planner.host_memory import checkpoint_bytes, node_memory
+from scalewise.planner.plan import build_plan
+from scalewise.planner.sweep_totals import sum_plans
 
 CLUSTER = "hardware=h100_8x4 data=synthetic"
 DEVICE = "hardware=h100 data=synthetic"
@@ -67,10 +67,10 @@ RUNS = (
 
 def numbers_of(overrides: str) -> dict[str, Any]:
     """Every number of a run's plan that its text is written from."""
-    plan = planned(compose(overrides.split(), here=False))
+    plan = build_plan(compose(overrides.split(), here=False))
     run, fit, step = plan.run, plan.fit, plan.step
-    host = fit.host or of_node(run)
-    sums = total([plan])
+    host = fit.host or node_memory(run)
+    sums = sum_plans([plan])
     return {
         "ranks": run.world_size,
         "tokens per step": run.tokens_per_step,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalewise.training.callbacks.guard import LossGuard, TrainingDiverged
+from scalewise.training.callbacks.loss_guard import LossGuard, TrainingDiverged
 
 
 def feed(guard: LossGuard, losses: list[float], first: int = 1) -> None:

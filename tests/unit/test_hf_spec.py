@@ -22,12 +22,12 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 from safetensors.torch import load_file, save_file
 
 from scalewise.errors import CheckpointError
-from scalewise.models.hf.spec import HuggingFace, Init
-from scalewise.plan.layouts import sizes
-from scalewise.plan.search import searched
-from scalewise.run import Run
+from scalewise.models.hf.config import HuggingFaceConfig, InitKind
+from scalewise.planner.layout_enumeration import axis_sizes
+from scalewise.planner.search import search_runs
+from scalewise.run_config import RunConfig
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -166,7 +166,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_search_leaves_out_what_does_not_go_with_it(compose: Compose) -> None:
     line = (*RANDOM_LLAMA, *REST, "plan.search=layout", "hardware=h100")
     run = compose(*line, "hardware.devices_per_node=4", "trainer.global_batch=4", here=False)
-    found = {sizes(candidate.run.parallelism) for candidate in searched(run).candidates}
+    found = {axis_sizes(candidate.run.parallelism) for candidate in search_runs(run).candidates}
     assert {(1, 4, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)} <= found
     assert all(size[0] == size[3] == size[4] == 1 for size in found)
 
@@ -207,18 +207,18 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
     (kept / "snapshots" / ("0" * 40)).symlink_to(checkpoints("llama"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    spec = HuggingFace(path="somebody/small")
+    spec = HuggingFaceConfig(path="somebody/small")
     assert [*spec.complaints()] == []
     assert spec.build(1).get_parameter("head.lm_head.weight").shape == (256, 32)
 
 
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
-    (complaint,) = HuggingFace(path=path).complaints()
+    (complaint,) = HuggingFaceConfig(path=path).complaints()
     assert "has no weights as safetensors" in complaint.reason
     assert "model.init=random" in complaint.cure
-    assert [*HuggingFace(path=path, init=Init.random).complaints()] == []
-    assert [each.key for each in HuggingFace(path=path, depth=9).complaints()] == [
+    assert [*HuggingFaceConfig(path=path, init=InitKind.random).complaints()] == []
+    assert [each.key for each in HuggingFaceConfig(path=path, depth=9).complaints()] == [
         "model.depth",
         "model.path",
     ]
@@ -244,11 +244,11 @@ def test_weights_of_another_model_are_refused(
     path = described(tmp_path / "other", **CONFIGS["llama"][1])
     save_file(held, tmp_path / "other" / "model.safetensors")
     with pytest.raises(CheckpointError, match=said.replace("[", r"\[")):
-        HuggingFace(path=path).build(1)
+        HuggingFaceConfig(path=path).build(1)
 
 
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     path = described(tmp_path / "torn", **LLAMA)
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        HuggingFace(path=path).build(1)
+        HuggingFaceConfig(path=path).build(1)

@@ -8,25 +8,25 @@ from dataclasses import replace
 import pytest
 from fixtures.layouts import LLAMA_8B
 
-from scalewise.optimizers import AdamW
-from scalewise.optimizers.adam import PagedAdamW
-from scalewise.parallelism.single import Single
-from scalewise.plan import memory
-from scalewise.plan.host import checkpoint_bytes, of_node, ranks_on_a_node
-from scalewise.plan.plan import planned
-from scalewise.plan.traffic import of_rank, seconds
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
+from scalewise.optimizers import AdamWConfig
+from scalewise.optimizers.adam import PagedAdamWConfig
+from scalewise.parallelism.single import SingleConfig
+from scalewise.planner import worst_rank
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.host_memory import checkpoint_bytes, node_memory, ranks_per_node
+from scalewise.planner.host_transfer import rank_traffic, transfer_seconds
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 LINE = (*LLAMA_8B, "trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
 OFFLOAD = "parallelism.cpu_offload=true"
 
 
-def lines(run: Run) -> dict[str, int]:
-    return {line.what: line.most for line in of_node(run).lines}
+def lines(run: RunConfig) -> dict[str, int]:
+    return {line.what: line.most for line in node_memory(run).lines}
 
 
 @pytest.fixture
@@ -44,29 +44,31 @@ def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
 
 
 def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: Compose) -> None:
-    plain = replace(run_of(), parallelism=Single())
-    run = replace(plain, optimizer=AdamW(offload=True))
+    plain = replace(run_of(), parallelism=SingleConfig())
+    run = replace(plain, optimizer=AdamWConfig(offload=True))
     weights = run.model.parameters * 4
     there = lines(run)
     assert there["offloaded optimizer state"] == 2 * weights
     assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
     assert "offloaded gradients" not in there
-    assert of_rank(run, run.parallelism.holds(run)).link == 3 * weights
-    saved = memory.worst(plain).peak - memory.worst(run).peak
+    assert rank_traffic(run, run.parallelism.holds(run)).link == 3 * weights
+    saved = worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(run).peak
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
 
 def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
     """A step reads all of it in one order: what went first is wanted first."""
-    plain = replace(run_of("hardware.memory_gib=200"), parallelism=Single())
-    paged = replace(plain, optimizer=PagedAdamW())
+    plain = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
+    paged = replace(plain, optimizer=PagedAdamWConfig())
     small = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
     state = 2 * plain.model.parameters * 4
-    assert memory.worst(plain).peak - memory.worst(paged).peak == pytest.approx(state, rel=1e-3)
+    assert worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(
+        paged
+    ).peak == pytest.approx(state, rel=1e-3)
     assert lines(paged)["paged optimizer state"] == state
-    moved = [of_rank(run, run.parallelism.holds(run)).paged for run in (plain, paged, small)]
+    moved = [rank_traffic(run, run.parallelism.holds(run)).paged for run in (plain, paged, small)]
     assert moved == [0, 0, 2 * state]
-    quick, slow = (seconds(run, run.parallelism.holds(run)) for run in (paged, small))
+    quick, slow = (transfer_seconds(run, run.parallelism.holds(run)) for run in (paged, small))
     link = small.hardware.host_link_gb_per_s
     assert link is not None
     assert slow.stepping - quick.stepping == pytest.approx(2 * state / (link * 1e9))
@@ -75,8 +77,8 @@ def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
 def test_a_node_has_its_share_of_the_ranks(run_of: Compose) -> None:
     whole = run_of(OFFLOAD, "hardware.devices_per_node=8")
     half = run_of(OFFLOAD, "hardware.devices_per_node=4", "hardware.nodes=2")
-    assert (ranks_on_a_node(whole), ranks_on_a_node(half)) == (8, 4)
-    assert 2 * of_node(half).peak == of_node(whole).peak
+    assert (ranks_per_node(whole), ranks_per_node(half)) == (8, 4)
+    assert 2 * node_memory(half).peak == node_memory(whole).peak
 
 
 def test_what_lies_on_a_fast_disk_is_not_in_memory(compose: Compose) -> None:
@@ -116,23 +118,25 @@ def test_a_checkpoint_on_its_way_is_a_copy_of_the_state(run_of: Compose) -> None
 
 def test_a_node_may_be_too_small_where_the_devices_are_not(run_of: Compose) -> None:
     line = ("hardware.host_memory_gib=100", "checkpoint.background=true")
-    plan = planned(run_of(*line))
+    plan = build_plan(run_of(*line))
     assert plan.fit.host is not None
     assert plan.fit.host.peak > 100 * GIB
-    assert plan.fit.verdict is Verdict.host_out_of_memory
+    assert plan.fit.verdict is FitStatus.host_out_of_memory
     assert plan.cure is not None
     assert plan.cure.told == ("checkpoint.background=false",)
-    assert planned(run_of("hardware.host_memory_gib=200", *line[1:])).fit.verdict is Verdict.fits
+    assert (
+        build_plan(run_of("hardware.host_memory_gib=200", *line[1:])).fit.verdict is FitStatus.fits
+    )
 
 
 def test_a_profile_that_tells_of_no_node_judges_none(run_of: Compose) -> None:
-    fit = planned(run_of(OFFLOAD)).fit
+    fit = build_plan(run_of(OFFLOAD)).fit
     assert fit.host is None
-    assert fit.verdict is Verdict.fits
+    assert fit.verdict is FitStatus.fits
 
 
 def test_what_is_offloaded_for_nothing_need_not_be(run_of: Compose) -> None:
-    plan = planned(run_of(OFFLOAD, "hardware.host_memory_gib=64"))
-    assert plan.fit.verdict is Verdict.host_out_of_memory
+    plan = build_plan(run_of(OFFLOAD, "hardware.host_memory_gib=64"))
+    assert plan.fit.verdict is FitStatus.host_out_of_memory
     assert plan.cure is not None
     assert plan.cure.told == ("parallelism.cpu_offload=false",)

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from fixtures.reports import make_run, make_sweep
 
-from scalewise import cli, output
+from scalewise import cli, console
+from scalewise.commands import show, show_plan, show_study, usage
 from scalewise.errors import ConfigError
-from scalewise.launch.engine import Task
-from scalewise.launch.job import Order, Result
-from scalewise.plain_console import styled
-from scalewise.plan.plan import planned
-from scalewise.run import Run
-from scalewise.verbs import show, show_plan, show_study, usage
+from scalewise.launch.executor import SweepTask
+from scalewise.launch.job import JobSpec, Result
+from scalewise.plain_console import styled_text
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 
-SOURCE = Path(output.__file__).parent
+SOURCE = Path(console.__file__).parent
 HOSTILE = (
     "[/data/a.txt] [bold]b[/] [/] 'callbacks=[]' :smile: \N{PARTY POPPER} \x1b[31mred\x1b[0m "
     "\x1b]0;title\x07 \r\n\t\x00\x9b1m \N{RIGHT-TO-LEFT OVERRIDE}\u2028 \ud800 <img src=x>"
@@ -60,20 +60,20 @@ def test_only_one_module_prints() -> None:
         and node.func.id == "print"
         and not any(k.arg == "file" and isinstance(k.value, ast.Name) for k in node.keywords)
     }
-    assert calls == set(), "use scalewise.output.print_lines"
+    assert calls == set(), "use scalewise.console.print_lines"
 
 
 def test_only_one_module_makes_consoles() -> None:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text("utf-8")
         if path.name != "plain_console.py":
-            assert " Console(" not in text, f"{path}: use scalewise.output.console"
+            assert " Console(" not in text, f"{path}: use scalewise.console.get_console"
             assert "rich.markup" not in text, path
 
 
 @pytest.mark.parametrize("stderr", [False, True])
 def test_lines_are_plain(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_lines("one", HOSTILE, "three", stderr=stderr)
+    console.print_lines("one", HOSTILE, "three", stderr=stderr)
     said = capsys.readouterr()
     printed = said.err if stderr else said.out
     assert_shown(printed)
@@ -86,14 +86,14 @@ def test_consoles_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table(title=HOSTILE)
     table.add_column(HOSTILE, overflow="fold")
     table.add_row(HOSTILE)
-    output.console().print(HOSTILE, HOSTILE)
-    output.console().print(table, styled(HOSTILE, (HOSTILE, "red")))
+    console.get_console().print(HOSTILE, HOSTILE)
+    console.get_console().print(table, styled_text(HOSTILE, (HOSTILE, "red")))
     assert_shown(capsys.readouterr().out)
 
 
 def test_scripts_and_emoji_stay_as_they_are() -> None:
     kept = "naïve Ωμέγα 漢字 हिन्दी \u200c \N{MAN}\u200d\N{PERSONAL COMPUTER} \u00a0\u3000 e\u0301"
-    assert output.printable(kept) == kept
+    assert console.printable(kept) == kept
 
 
 def test_an_error_of_several_issues_has_a_line_for_each(
@@ -101,7 +101,7 @@ def test_an_error_of_several_issues_has_a_line_for_each(
 ) -> None:
     error = ConfigError.one(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     assert len(str(error).splitlines()) == 2
-    output.print_lines(*str(error).split("\n"))
+    console.print_lines(*str(error).split("\n"))
     assert_shown(capsys.readouterr().out)
 
 
@@ -184,19 +184,19 @@ def test_status_shows_what_a_sweep_varies_as_typed(
 
 
 @pytest.fixture
-def task(compose: Callable[..., Run], tmp_path: Path) -> Task:
+def task(compose: Callable[..., RunConfig], tmp_path: Path) -> SweepTask:
     run = compose("experiment=smoke")
-    order = Order(run, HOSTILE, varied={"data.paths": "[/data/a.txt]", HOSTILE: HOSTILE})
-    return Task(0, order, tmp_path)
+    order = JobSpec(run, HOSTILE, varied={"data.paths": "[/data/a.txt]", HOSTILE: HOSTILE})
+    return SweepTask(0, order, tmp_path)
 
 
-def test_what_train_prints_of_a_sweep(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_train_prints_of_a_sweep(task: SweepTask, capsys: pytest.CaptureFixture[str]) -> None:
     results = [Result(status, HOSTILE, 1, task.folder, {}) for status in ("failed", HOSTILE)]
-    show.announce(task, 2)
+    show.print_job_start(task, 2)
     for result in results:
-        show.outcome(task, result)
-    show.table([task, task], results)
-    show.resumed(2, 1, task.folder / HOSTILE)
+        show.print_job_outcome(task, result)
+    show.print_job_table([task, task], results)
+    show.print_resume_summary(2, 1, task.folder / HOSTILE)
     assert_shown(capsys.readouterr().out)
 
 
@@ -218,13 +218,13 @@ def test_what_a_study_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     }
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "status.json").write_text(json.dumps({"command": HOSTILE}))
-    show_study.refused(0, {HOSTILE: HOSTILE}, HOSTILE)
-    show_study.ended(record, tmp_path)
+    show_study.print_rejected_trial(0, {HOSTILE: HOSTILE}, HOSTILE)
+    show_study.print_search_result(record, tmp_path)
     assert_shown(capsys.readouterr().out)
 
 
 def test_plans_show_lists_as_typed(
-    compose: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compose: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text("some text\n" * 100)
@@ -233,9 +233,9 @@ def test_plans_show_lists_as_typed(
     large = compose(
         *small, "model=llama_160m", "hardware=rtx4090", "hardware.memory_gib=4", *lists, here=False
     )
-    plan = planned(large)
-    show_plan.one(plan)
-    show_plan.table([({"data.paths": f"[{file}]", HOSTILE: HOSTILE}, plan)])
+    plan = build_plan(large)
+    show_plan.print_plan(plan)
+    show_plan.print_plan_table([({"data.paths": f"[{file}]", HOSTILE: HOSTILE}, plan)])
     printed = capsys.readouterr().out
     assert_shown(printed)
     (line,) = [line for line in printed.splitlines() if line.startswith("scalewise train")]

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from scalewise.config import door, hydra_policy
+from scalewise.config import app, hydra_policy
+from scalewise.config.app import Command, SweepJob, run_command
 from scalewise.config.compose import compose
-from scalewise.config.door import Job, Verb, open_door
-from scalewise.config.own import own_hydra
+from scalewise.config.hydra_context import hydra_session
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("workstation")
 
@@ -26,14 +26,14 @@ TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs"
 """Callables that Hydra itself lets a config name."""
 
 
-class Quiet(Verb):
+class Quiet(Command):
     """Does nothing with a run."""
 
-    def one(self, run: Run, folder: Path) -> int:
+    def one(self, run: RunConfig, folder: Path) -> int:
         """Returns success."""
         return 0
 
-    def many(self, jobs: list[Job], *_: object) -> list[object]:  # type: ignore[override]
+    def many(self, jobs: list[SweepJob], *_: object) -> list[object]:  # type: ignore[override]
         """Runs nothing."""
         raise AssertionError(jobs)
 
@@ -98,7 +98,7 @@ def test_an_experiment_file_cannot_run_code_by_hydra(
     Path("own/experiments/x.yaml").write_text(yaml.safe_dump({"hydra": node}))
     before = list(logging.getLogger().handlers)
     with pytest.raises(ConfigError) as caught:
-        open_door(Quiet(), [*flags, "-cd", "own", "experiment=x"])
+        run_command(Quiet(), [*flags, "-cd", "own", "experiment=x"])
     assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
     assert logging.getLogger().handlers == before
     assert os.listdir() == ["own"]
@@ -119,7 +119,7 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
     Path(f"own/hydra/{group}/x.yaml").write_text(yaml.safe_dump(config))
     added = "+" if group == "callbacks" else ""
     with pytest.raises(ConfigError) as caught:
-        open_door(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
+        run_command(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
     assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
     assert os.listdir() == ["own"]
 
@@ -145,7 +145,7 @@ def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
     assert complaint.key.startswith("hydra")
     assert_fixes_work([line], complaint, compose)
     with pytest.raises(ConfigError, match=complaint.key.replace(".", r"\.")):
-        open_door(Quiet(), [line])
+        run_command(Quiet(), [line])
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
@@ -156,7 +156,7 @@ def test_a_package_is_not_imported_for_its_configs(
     monkeypatch.syspath_prepend(tmp_path)
     Path("evil_configs.py").write_text("open('ran', 'w')")
     with pytest.raises(ConfigError):
-        open_door(Quiet(), [flag, "pkg://evil_configs"])
+        run_command(Quiet(), [flag, "pkg://evil_configs"])
     assert not Path("ran").exists()
 
 
@@ -188,7 +188,7 @@ def test_other_applications_compose_as_before() -> None:
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
     before = ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append
-    with hydra_policy.enforced(), hydra_policy.enforced():
+    with hydra_policy.enforce_policy(), hydra_policy.enforce_policy():
         assert ConfigLoaderImpl.load_configuration is not before[0]
     assert (ConfigLoaderImpl.load_configuration, ConfigSearchPathImpl.append) == before
 
@@ -217,8 +217,8 @@ WRAPPED = st.recursive(
 @pytest.fixture(scope="module")
 def hydra_node() -> DictConfig:
     """The ``hydra`` node of the defaults, open for anything."""
-    door.prepare()
-    with own_hydra():
+    app.prepare()
+    with hydra_session():
         found = hydra.compose("config", return_hydra_config=True).hydra
     plain = OmegaConf.to_container(found, resolve=False)
     return OmegaConf.create({"hydra": plain})
@@ -238,8 +238,8 @@ PLACES = (
 def test_a_target_anywhere_is_found(hydra_node: DictConfig, place: str, value: object) -> None:
     config = copy.deepcopy(hydra_node)
     OmegaConf.update(config, f"hydra.{place}", value, merge=False, force_add=True)
-    assert list(hydra_policy.complaints_of(config))
+    assert list(hydra_policy.policy_issues(config))
 
 
 def test_the_defaults_name_no_foreign_target(hydra_node: DictConfig) -> None:
-    assert list(hydra_policy.complaints_of(hydra_node)) == []
+    assert list(hydra_policy.policy_issues(hydra_node)) == []

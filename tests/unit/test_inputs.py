@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from scalewise import inputs
+from scalewise.commands import trained
 from scalewise.config import registry
 from scalewise.data import content
-from scalewise.data.text import Text
-from scalewise.data.tokens import Tokens
+from scalewise.data.pretokenized import PretokenizedData
+from scalewise.data.text import TextData
 from scalewise.errors import ConfigError, DataError
-from scalewise.verbs import trained
 
 SMALL = {"vocabulary": 300, "sequence": 8}
 
@@ -37,7 +37,7 @@ def both_splits(data):
 
 
 def values(**data):
-    return {"data": {"_target_": registry.target(Text), **data}, "seed": 1}
+    return {"data": {"_target_": registry.target_name(TextData), **data}, "seed": 1}
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "project")
     run = tmp_path / "project" / "runs" / "a"
     run.mkdir(parents=True)
-    inputs.record(values(paths=["texts/*.txt"]), run)
+    inputs.write_inputs(values(paths=["texts/*.txt"]), run)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "project"
 
 
 def paths_found(run, **given):
-    found = inputs.located(values(paths=["texts/*.txt"]), run, given)
+    found = inputs.relocate_inputs(values(paths=["texts/*.txt"]), run, given)
     return found["data"]["paths"]
 
 
@@ -78,7 +78,7 @@ def test_held_out_files_depend_on_content_alone(tmp_path, monkeypatch):
     expected = None
     for number, paths in enumerate(spellings):
         monkeypatch.setenv("SCALEWISE_CACHE", str(tmp_path / f"cache-{number % 2}"))
-        found = both_splits(Text(paths=paths, validation_fraction=0.3, **SMALL))
+        found = both_splits(TextData(paths=paths, validation_fraction=0.3, **SMALL))
         expected = expected or found
         assert found == expected, paths
 
@@ -87,7 +87,7 @@ def test_the_same_files_elsewhere_are_cached_once(tmp_path):
     write_texts(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     tokenizers = {
-        Text(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL).prepare(300, 0).tokenizer
+        TextData(paths=(f"{tmp_path}/{name}/*.txt",), **SMALL).prepare(300, 0).tokenizer
         for name in ("one", "two")
     }
     assert len(tokenizers) == 1
@@ -98,7 +98,7 @@ def test_copies_of_one_file_fall_on_one_side(tmp_path):
     for number in range(12):
         copy = tmp_path / "one" / f"{number}-copy.txt"
         shutil.copy(tmp_path / "one" / f"{number}.txt", copy)
-    data = Text(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **SMALL)
+    data = TextData(paths=(f"{tmp_path}/one/*.txt",), validation_fraction=0.3, **SMALL)
     splits = data.prepare(300, 0)
     tokenizer = Tokenizer.from_file(str(splits.tokenizer))
     train, held = (tokenizer.decode([*chain(*rows)]) for rows in both_splits(data))
@@ -110,7 +110,9 @@ def test_copies_of_one_file_fall_on_one_side(tmp_path):
 def test_files_that_are_all_the_same_are_split_within(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("".join(f"line {number}\n" for number in range(300)))
-    train, held = both_splits(Text(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.2, **SMALL))
+    train, held = both_splits(
+        TextData(paths=(f"{tmp_path}/*.txt",), validation_fraction=0.2, **SMALL)
+    )
     assert 0 < len(held) < len(train) / 3
 
 
@@ -138,10 +140,10 @@ def test_the_place_with_the_known_content_is_taken(project, tmp_path, monkeypatc
 def test_absolute_paths_move_with_the_project(project, tmp_path, monkeypatch):
     monkeypatch.chdir(project)
     told = values(paths=[f"{project}/texts/*.txt"])
-    inputs.record(told, project / "runs" / "a")
+    inputs.write_inputs(told, project / "runs" / "a")
     monkeypatch.chdir(tmp_path)
     project.rename(tmp_path / "moved")
-    found = inputs.located(told, tmp_path / "moved" / "runs" / "a", {})
+    found = inputs.relocate_inputs(told, tmp_path / "moved" / "runs" / "a", {})
     assert found["data"]["paths"] == [f"{tmp_path}/moved/texts/*.txt"]
 
 
@@ -158,18 +160,18 @@ def test_given_paths_are_checked_by_content(project, tmp_path):
 
 
 def test_data_of_other_content_are_rejected(project, monkeypatch):
-    run, data = project / "runs" / "a", Text(paths=(f"{project}/texts/*.txt",))
+    run, data = project / "runs" / "a", TextData(paths=(f"{project}/texts/*.txt",))
     inputs.check_data(data, run)
     (project / "texts" / "3.txt").write_text("other content")
     with pytest.raises(DataError, match=r"data\.paths=.*: holds other content than the run"):
         inputs.check_data(data, run)
-    (run / inputs.FILE).unlink()
+    (run / inputs.INPUTS_FILE).unlink()
     inputs.check_data(data, run)
 
 
 def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeypatch):
     run = project / "runs" / "a"
-    (run / inputs.FILE).unlink()
+    (run / inputs.INPUTS_FILE).unlink()
     assert paths_found(run) == ["texts/*.txt"]
     monkeypatch.chdir(project)
     assert paths_found(run) == [f"{project}/texts/*.txt"]
@@ -178,19 +180,19 @@ def test_runs_of_earlier_versions_are_looked_for_here(project, tmp_path, monkeyp
 def test_names_of_the_hub_stay_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = {"model": {"path": "gpt2"}, "data": {"path": "roneneldan/TinyStories"}}
-    inputs.record(told, tmp_path)
+    inputs.write_inputs(told, tmp_path)
     assert inputs.recorded_digests(tmp_path) == {}
-    assert inputs.located(told, tmp_path, {}) == told
+    assert inputs.relocate_inputs(told, tmp_path, {}) == told
 
 
 def test_shards_are_told_apart_by_their_order(tmp_path):
     for name, first in (("a.bin", 0), ("b.bin", 100)):
         np.arange(first, first + 50, dtype="<u2").tofile(tmp_path / name)
-    one = inputs.digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
+    one = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
     (tmp_path / "a.bin").rename(tmp_path / "c.bin")
-    two = inputs.digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
+    two = inputs.content_digests({"data": {"paths": [f"{tmp_path}/*.bin"], "validation_paths": []}})
     assert one != two
-    assert Tokens(paths=(f"{tmp_path}/*.bin",), sequence=8).prepare(200, 0).train
+    assert PretokenizedData(paths=(f"{tmp_path}/*.bin",), sequence=8).prepare(200, 0).train
 
 
 def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
@@ -202,20 +204,24 @@ def test_model_weights_are_told_apart_by_content(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(data)
         (tmp_path / name / "config.json").write_text("{}")
-        found.append(inputs.digests({"model": {"path": str(tmp_path / name)}})["model.path"])
+        found.append(
+            inputs.content_digests({"model": {"path": str(tmp_path / name)}})["model.path"]
+        )
     assert found[0] == found[1]
     assert len({*found}) == 3
     (tmp_path / "a" / "README.md").write_text("says nothing of the weights")
-    assert inputs.digests({"model": {"path": str(tmp_path / "a")}})["model.path"] == found[0]
+    assert (
+        inputs.content_digests({"model": {"path": str(tmp_path / "a")}})["model.path"] == found[0]
+    )
 
 
 def test_options_of_commands_are_read_as_overrides():
     options = {"data.paths": "['a b.txt',c.txt]", "data.tokenizer": "x/tokenizer.json", "step": "1"}
-    found = trained._paths(options)
+    found = trained._path_options(options)
     assert found == {"data.paths": ["a b.txt", "c.txt"], "data.tokenizer": "x/tokenizer.json"}
-    assert trained._paths({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
+    assert trained._path_options({"data.paths": "a.txt"}) == {"data.paths": ["a.txt"]}
     with pytest.raises(ConfigError, match=r"data.paths=\[a: cannot be read"):
-        trained._paths({"data.paths": "[a"})
+        trained._path_options({"data.paths": "[a"})
 
 
 def test_documents_of_earlier_versions_had_no_special_tokens():
@@ -225,12 +231,12 @@ def test_documents_of_earlier_versions_had_no_special_tokens():
     trained_one, now = values(paths=["x"], tokenizer=None), values(special_tokens=True)
     inputs.add_missing(trained_one, now)
     assert trained_one["data"]["special_tokens"] is True
-    tokens = {"data": {"_target_": registry.target(Tokens)}}
+    tokens = {"data": {"_target_": registry.target_name(PretokenizedData)}}
     inputs.add_missing(tokens)
     assert set(tokens["data"]) == {"_target_"}
 
 
 def test_the_record_is_json_that_names_the_launch_folder(project):
-    record = json.loads((project / "runs" / "a" / inputs.FILE).read_text())
+    record = json.loads((project / "runs" / "a" / inputs.INPUTS_FILE).read_text())
     assert record["launch_folder"] == str(project)
     assert list(record["digests"]) == ["data.paths"]

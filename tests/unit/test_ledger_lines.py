@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scalewise import compose
-from scalewise.bench.ledger_lines import SMALL, TRAINED, TRAINED_SELDOM, ZERO
-from scalewise.config import tree
+from scalewise.bench.memory_accuracy_runs import SMALL, TRAINED, TRAINED_SELDOM, ZERO
+from scalewise.config import paths
 
 GROUPS = (
     "adapter",
@@ -40,6 +40,6 @@ def chosen() -> set[str]:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_is_in_a_line_or_has_a_reason(group: str) -> None:
-    options = {f"{group}={name}" for name in tree.names(group)}
+    options = {f"{group}={name}" for name in paths.option_names(group)}
     elsewhere = {option for option in ELSEWHERE if option.startswith(f"{group}=")}
     assert options - chosen() == elsewhere

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scalewise.hardware import DeviceKind
-from scalewise.launch.spec import Launch
-from scalewise.run import Run
-from scalewise.training.fit import Place, use_device
+from scalewise.launch.config import Launch
+from scalewise.run_config import RunConfig
+from scalewise.training.fit import RankInfo, set_device
 from scalewise.units import GIB
 
 
@@ -19,7 +19,7 @@ from scalewise.units import GIB
 def test_a_device_gives_no_more_than_its_limit(
     limit: float | None,
     shares: list[float],
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[float] = []
@@ -32,5 +32,5 @@ def test_a_device_gives_no_more_than_its_limit(
         hardware=replace(run.hardware, device=DeviceKind.cuda),
         launch=Launch(memory_limit_gib=limit),
     )
-    use_device(run, Place(rank=0, local_rank=0, local_ranks=1))
+    set_device(run, RankInfo(rank=0, local_rank=0, local_ranks=1))
     assert told == shares

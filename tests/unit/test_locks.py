@@ -43,40 +43,40 @@ def test_a_lock_excludes_other_processes_until_they_die(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
     with pytest.raises(InUseError, match=f"process {holder.pid} on {socket.gethostname()}"):
-        locks.acquire(tmp_path)
-    owner = locks.owner(tmp_path)
+        locks.acquire_lock(tmp_path)
+    owner = locks.lock_owner(tmp_path)
     assert owner is not None
     assert owner.cure == f"kill {holder.pid}"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert locks.owner(tmp_path) is None
-    with locks.acquire(tmp_path) as lock:
+    assert locks.lock_owner(tmp_path) is None
+    with locks.acquire_lock(tmp_path) as lock:
         assert lock.held
         assert json.loads((tmp_path / locks.FILE).read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_excludes_its_own_process_too(tmp_path: Path) -> None:
-    with locks.acquire(tmp_path), pytest.raises(InUseError):
-        locks.acquire(tmp_path)
-    locks.acquire(tmp_path).release()
+    with locks.acquire_lock(tmp_path), pytest.raises(InUseError):
+        locks.acquire_lock(tmp_path)
+    locks.acquire_lock(tmp_path).release()
 
 
 def test_looking_at_a_lock_leaves_nothing(tmp_path: Path) -> None:
-    assert locks.owner(tmp_path) is None
-    assert locks.owner(tmp_path / "absent") is None
+    assert locks.lock_owner(tmp_path) is None
+    assert locks.lock_owner(tmp_path / "absent") is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    with locks.acquire(tmp_path):
+    with locks.acquire_lock(tmp_path):
         child = os.fork()
         if child == 0:
             os.read(reader, 1)
             os._exit(0)
-    assert locks.owner(tmp_path) is None
-    with locks.acquire(tmp_path) as lock:
+    assert locks.lock_owner(tmp_path) is None
+    with locks.acquire_lock(tmp_path) as lock:
         assert lock.held
     os.write(writer, b"x")
     assert os.waitpid(child, 0)[1] == 0
@@ -85,9 +85,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_process_of_another_host_is_ended_there(tmp_path: Path) -> None:
-    with locks.acquire(tmp_path):
+    with locks.acquire_lock(tmp_path):
         (tmp_path / locks.FILE).write_text('{"pid": 12, "host": "node7"}')
-        owner = locks.owner(tmp_path)
+        owner = locks.lock_owner(tmp_path)
     assert owner is not None
     assert (str(owner), owner.cure) == ("process 12 on node7", "ssh node7 kill 12")
 
@@ -100,10 +100,10 @@ def test_a_file_system_without_locks_is_no_obstacle(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    lock = locks.acquire(tmp_path)
+    lock = locks.acquire_lock(tmp_path)
     assert not lock.held
     lock.release()
-    assert locks.owner(tmp_path) is None
+    assert locks.lock_owner(tmp_path) is None
 
 
 def test_a_read_only_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +111,4 @@ def test_a_read_only_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "open", read_only)
-    assert not locks.acquire(tmp_path).held
+    assert not locks.acquire_lock(tmp_path).held

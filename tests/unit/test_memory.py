@@ -11,8 +11,8 @@ from torch._C._profiler import _EventType
 
 from scalewise.measure import memory, profiled
 from scalewise.measure.memory import LiveBytes, MemoryProbe, host_peak_bytes
-from scalewise.measure.profiled import ProfiledBytes
-from scalewise.measure.storages import bytes_of
+from scalewise.measure.profiled import ProfiledAllocations
+from scalewise.measure.storages import storage_bytes
 
 ROWS, IN, HIDDEN, OUT = 16, 64, 128, 32
 PARAMETERS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
@@ -77,7 +77,7 @@ def test_the_peak_lies_between_what_must_and_what_could_be_held() -> None:
 
 def test_half_precision_halves_it() -> None:
     network = Network().bfloat16()
-    assert bytes_of(network.parameters()) == PARAMETERS // 2
+    assert storage_bytes(network.parameters()) == PARAMETERS // 2
 
 
 def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() -> None:
@@ -93,7 +93,7 @@ def test_activations_are_the_most_kept_before_any_backward_and_no_gradients() ->
     assert probe.finish()["memory/activations_bytes"] == 2 * ACTIVATIONS
 
 
-COUNTERS = pytest.mark.parametrize("counter", [LiveBytes, ProfiledBytes])
+COUNTERS = pytest.mark.parametrize("counter", [LiveBytes, ProfiledAllocations])
 
 
 def test_no_operator_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_no_operator_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
 
     monkeypatch.setattr(profiled, "_of_tree", of_tree)
-    with ProfiledBytes():
+    with ProfiledAllocations():
         network = Network()
         network(torch.ones(ROWS, IN)).backward()
         torch.optim.AdamW(network.parameters()).step()
@@ -146,8 +146,8 @@ def test_what_was_there_before_is_not_counted(counter: type) -> None:
 
 def test_bytes_of_counts_a_storage_once() -> None:
     whole = torch.zeros(100)
-    assert bytes_of([whole, whole[:10], whole.view(10, 10)]) == 400
-    assert bytes_of([]) == 0
+    assert storage_bytes([whole, whole[:10], whole.view(10, 10)]) == 400
+    assert storage_bytes([]) == 0
 
 
 def test_an_abandoned_probe_stops_counting() -> None:

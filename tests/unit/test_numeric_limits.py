@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from scalewise.config import registry, tree
+from scalewise.config import paths, registry
 from scalewise.errors import ConfigError
-from scalewise.plan.plan import planned
-from scalewise.run import Run
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 
 FLOATS = (1e23, -1e23, -1.0, math.nan, math.inf, -math.inf, 1e300, 1e-300, 0.0, 1e10)
 INTEGERS = (2**63 - 1, -(2**63), -1, 0, 10**30, 2**40)
@@ -38,11 +38,11 @@ def values_of(hint: Any) -> tuple[float, ...]:
     return (FLOATS if float in kinds else ()) + (INTEGERS if int in kinds else ())
 
 
-def runs(group: str, compose: Callable[..., Run]) -> Iterator[Run]:
+def runs(group: str, compose: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     """A run for each class of options of a group, where one composes without files."""
     seen: set[type] = set()
     machine = () if group == "hardware" else ("hardware=h100",)
-    for name in tree.names(group):
+    for name in paths.option_names(group):
         try:
             run = compose(f"{group}={name}", *machine, *WITH.get(name, ()), here=False)
         except ConfigError:
@@ -52,8 +52,10 @@ def runs(group: str, compose: Callable[..., Run]) -> Iterator[Run]:
             yield run
 
 
-@pytest.mark.parametrize("group", tree.CLOSED)
-def test_every_number_of_every_option_is_bounded(group: str, compose: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("group", paths.CLOSED_GROUPS)
+def test_every_number_of_every_option_is_bounded(
+    group: str, compose: Callable[..., RunConfig]
+) -> None:
     tried = 0
     for run in runs(group, compose):
         spec = getattr(run, group)
@@ -71,7 +73,7 @@ UNNUMBERED = {"precision", "compile", "tracking", "plan"}
 """Groups without a number."""
 
 
-def check(run: Run, key: str, value: float) -> None:
+def check(run: RunConfig, key: str, value: float) -> None:
     told = f"{key}={value}"
     run = run.settled()
     complaints = list(run.complaints())
@@ -85,7 +87,7 @@ def check(run: Run, key: str, value: float) -> None:
         return
     rejected = ""
     try:
-        planned(run)
+        build_plan(run)
     except ConfigError as error:
         rejected = str(error)
     assert not rejected or key in rejected, told
@@ -110,7 +112,7 @@ def check(run: Run, key: str, value: float) -> None:
     ],
 )
 def test_a_number_beyond_its_limit_is_rejected_by_its_key(
-    override: str, compose: Callable[..., Run]
+    override: str, compose: Callable[..., RunConfig]
 ) -> None:
     lines = override.split()
     with pytest.raises(ConfigError) as caught:
@@ -119,5 +121,5 @@ def test_a_number_beyond_its_limit_is_rejected_by_its_key(
 
 
 def test_every_class_of_options_is_tried() -> None:
-    registry.discover()
-    assert set(registry.OPTIONS) >= set(tree.CLOSED)
+    registry.import_options()
+    assert set(registry.OPTIONS) >= set(paths.CLOSED_GROUPS)

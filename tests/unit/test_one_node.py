@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scalewise.launch import one_node
+from scalewise.launch import rendezvous
 
 
 def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPa
         raise AssertionError(f"waited {seconds} s")
 
     monkeypatch.setattr("time.sleep", waited)
-    asked = [RendezvousParameters(one_node.NAME, "127.0.0.1", job, 1, 1) for job in ("a", "b")]
+    asked = [RendezvousParameters(rendezvous.NAME, "127.0.0.1", job, 1, 1) for job in ("a", "b")]
     first, second = (get_rendezvous_handler(one).next_rendezvous() for one in asked)
     met = [one.bootstrap_store_info for one in (first, second)]
     assert met[0].master_port != met[1].master_port
@@ -29,7 +29,7 @@ def test_jobs_of_one_process_meet_apart_and_at_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_store_listens_on_loopback_only() -> None:
-    asked = RendezvousParameters(one_node.NAME, "127.0.0.1", "job", 1, 1)
+    asked = RendezvousParameters(rendezvous.NAME, "127.0.0.1", "job", 1, 1)
     met = get_rendezvous_handler(asked).next_rendezvous()
     assert met.bootstrap_store_info is not None
     port = met.bootstrap_store_info.master_port
@@ -40,9 +40,9 @@ def test_store_listens_on_loopback_only() -> None:
 def test_gloo_uses_loopback_unless_an_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back
     del os.environ["GLOO_SOCKET_IFNAME"]
-    one_node.use_loopback()
+    rendezvous.use_loopback()
     name = os.environ["GLOO_SOCKET_IFNAME"]
     assert {each.address for each in psutil.net_if_addrs()[name]} & {"127.0.0.1"}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    one_node.use_loopback()
+    rendezvous.use_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -11,11 +11,11 @@ from fixtures.layouts import LAYOUTS, SHAPE
 
 from scalewise import ConfigError, compose
 from scalewise.models.base import Weight
-from scalewise.optimizers import SGD, AdamW, Optimizer
-from scalewise.optimizers.adam import AdamW4bit, AdamW8bit
-from scalewise.optimizers.matrix import Adafactor, Muon
-from scalewise.optimizers.schedule_free import ScheduleFree
-from scalewise.optimizers.sgd import Lion
+from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
+from scalewise.optimizers.adam import AdamW4bitConfig, AdamW8bitConfig
+from scalewise.optimizers.muon_adafactor import AdafactorConfig, MuonConfig
+from scalewise.optimizers.schedule_free import ScheduleFreeConfig
+from scalewise.optimizers.sgd import LionConfig
 
 MATRIX = Weight("blocks.0.attention.query.weight", (64, 128), "attention", 0)
 TABLE = Weight("embedding.weight", (64, 128), "embedding")
@@ -26,25 +26,25 @@ NUMBERS = 64 * 128
 @pytest.mark.parametrize(
     ("optimizer", "weight", "shards", "state"),
     [
-        (SGD(), MATRIX, 1, 4 * NUMBERS),
-        (SGD(momentum=0.0), MATRIX, 1, 0),
-        (Lion(), MATRIX, 1, 4 * NUMBERS),
-        (AdamW(), MATRIX, 1, 8 * NUMBERS),
-        (AdamW(), MATRIX, 3, 8 * 22 * 128),  # the first of three has a row more than the last
-        (ScheduleFree(), MATRIX, 1, 8 * NUMBERS),
-        (AdamW8bit(), MATRIX, 1, 2 * (NUMBERS + NUMBERS // 256 * 4 + 256 * 4)),
-        (AdamW8bit(), MATRIX, 4, 8 * NUMBERS // 4),  # below 4096 numbers they stay whole
-        (AdamW4bit(), MATRIX, 1, 2 * (NUMBERS // 2 + NUMBERS // 128 * 4 + 16 * 4)),
-        (AdamW4bit(), NORM, 1, 8 * 128),
-        (Adafactor(), MATRIX, 1, 4 * (64 + 128)),
-        (Adafactor(), NORM, 1, 4 * 128),
-        (Muon(), MATRIX, 1, 4 * NUMBERS),
-        (Muon(), TABLE, 1, 8 * NUMBERS),
-        (Muon(), NORM, 1, 8 * 128),
+        (SGDConfig(), MATRIX, 1, 4 * NUMBERS),
+        (SGDConfig(momentum=0.0), MATRIX, 1, 0),
+        (LionConfig(), MATRIX, 1, 4 * NUMBERS),
+        (AdamWConfig(), MATRIX, 1, 8 * NUMBERS),
+        (AdamWConfig(), MATRIX, 3, 8 * 22 * 128),  # the first of three has a row more than the last
+        (ScheduleFreeConfig(), MATRIX, 1, 8 * NUMBERS),
+        (AdamW8bitConfig(), MATRIX, 1, 2 * (NUMBERS + NUMBERS // 256 * 4 + 256 * 4)),
+        (AdamW8bitConfig(), MATRIX, 4, 8 * NUMBERS // 4),  # below 4096 numbers they stay whole
+        (AdamW4bitConfig(), MATRIX, 1, 2 * (NUMBERS // 2 + NUMBERS // 128 * 4 + 16 * 4)),
+        (AdamW4bitConfig(), NORM, 1, 8 * 128),
+        (AdafactorConfig(), MATRIX, 1, 4 * (64 + 128)),
+        (AdafactorConfig(), NORM, 1, 4 * 128),
+        (MuonConfig(), MATRIX, 1, 4 * NUMBERS),
+        (MuonConfig(), TABLE, 1, 8 * NUMBERS),
+        (MuonConfig(), NORM, 1, 8 * 128),
     ],
 )
 def test_state_is_counted_in_bytes(
-    optimizer: Optimizer, weight: Weight, shards: int, state: int
+    optimizer: OptimizerConfig, weight: Weight, shards: int, state: int
 ) -> None:
     assert optimizer.state_bytes(weight, shards, 4) == state
 
@@ -57,7 +57,9 @@ class Parameter:
 
 
 def test_groups_are_made_by_names() -> None:
-    optimizer = AdamW(lr=1.0, weight_decay=0.1, lr_factors={"embed": 0.5}, no_decay=("query",))
+    optimizer = AdamWConfig(
+        lr=1.0, weight_decay=0.1, lr_factors={"embed": 0.5}, no_decay=("query",)
+    )
     frozen = Parameter(requires_grad=False)
     held = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
     groups = optimizer.groups(cast(Any, [*held.items(), (MATRIX, frozen)]))
@@ -67,7 +69,7 @@ def test_groups_are_made_by_names() -> None:
 
 
 def test_factors_multiply() -> None:
-    optimizer = AdamW(lr=1.0, lr_factors={"embed": 0.5, "weight$": 0.1})
+    optimizer = AdamWConfig(lr=1.0, lr_factors={"embed": 0.5, "weight$": 0.1})
     assert optimizer.settings(TABLE)["lr"] == pytest.approx(0.05)
     assert optimizer.settings(MATRIX)["lr"] == pytest.approx(0.1)
 

@@ -10,25 +10,29 @@ import pytest
 
 from scalewise.config import registry
 from scalewise.errors import ScalewiseError
-from scalewise.launch import orders
-from scalewise.launch.engine import Task
-from scalewise.launch.job import Order
-from scalewise.run import Run
+from scalewise.launch import job_serialization
+from scalewise.launch.executor import SweepTask
+from scalewise.launch.job import JobSpec
+from scalewise.run_config import RunConfig
 
-registry.discover()
+registry.import_options()
 SPECS = [(group, name) for group, named in registry.OPTIONS.items() for name in named]
 SPECS.remove(("model", "decoder"))  # it has no defaults; every composed run has one
 
 
-def comes_back(run: Run, folder: Path) -> bool:
-    order = Order(run, "scalewise train", varied={"seed": "1"}, sweep="a/b", changed=[{"key": "x"}])
-    task = Task(3, order, folder / "3")
-    orders.write(task, folder / "order.json")
-    return orders.read(folder / "order.json") == task
+def comes_back(run: RunConfig, folder: Path) -> bool:
+    order = JobSpec(
+        run, "scalewise train", varied={"seed": "1"}, sweep="a/b", changed=[{"key": "x"}]
+    )
+    task = SweepTask(3, order, folder / "3")
+    job_serialization.write_task(task, folder / "order.json")
+    return job_serialization.read_task(folder / "order.json") == task
 
 
 @pytest.mark.parametrize(("group", "name"), SPECS)
-def test_every_spec(group: str, name: str, compose: Callable[..., Run], tmp_path: Path) -> None:
+def test_every_spec(
+    group: str, name: str, compose: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     spec = registry.OPTIONS[group][name]
     assert comes_back(replace(compose(), **{group: spec()}), tmp_path)
 
@@ -41,7 +45,7 @@ def test_every_spec(group: str, name: str, compose: Callable[..., Run], tmp_path
         "tracking.tags=[a,b] tracking.mode=offline trusted_packages=[mine] resume=last",
     ],
 )
-def test_what_was_typed(line: str, compose: Callable[..., Run], tmp_path: Path) -> None:
+def test_what_was_typed(line: str, compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text")
     assert comes_back(compose(*line.split(), here=False), tmp_path)
@@ -49,4 +53,4 @@ def test_what_was_typed(line: str, compose: Callable[..., Run], tmp_path: Path) 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ScalewiseError, match="cannot be seen from this machine"):
-        orders.read(tmp_path / "order.json")
+        job_serialization.read_task(tmp_path / "order.json")

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import pytest
 
-from scalewise import output
+from scalewise import console
 
 
 def left() -> TextIO:
@@ -39,7 +39,7 @@ def test_what_cannot_be_printed_is_dropped(
 ) -> None:
     given = stream()
     monkeypatch.setattr(sys, name, given)
-    with output.shielded(), output.shielded():
+    with console.shield_streams(), console.shield_streams():
         for _ in range(2):
             print("a line", file=getattr(sys, name), flush=True)
         print("not flushed", file=getattr(sys, name))
@@ -51,7 +51,7 @@ def test_what_cannot_be_printed_is_dropped(
 def test_characters_that_an_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     held = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
-    with output.shielded():
+    with console.shield_streams():
         print("a ━ b")
     assert held.getvalue() == b"a ? b\n"
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from fixtures.verbs import Noted
 
-from scalewise.config import tree
-from scalewise.config.door import open_door
-from scalewise.config.searched import searched
+from scalewise.config import paths
+from scalewise.config.app import run_command
+from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
-SMOKE = (tree.root() / "experiments" / "smoke.yaml").read_text("utf-8")
+SMOKE = (paths.project_root() / "experiments" / "smoke.yaml").read_text("utf-8")
 FILES = {
     "experiment/copy.yaml": SMOKE,
     "experiment/deep/copy.yaml": SMOKE,
@@ -20,8 +20,10 @@ FILES = {
     "experiment/broken.yaml": "trainer: [1\n",
     "experiment/unknown_key.yaml": "optimizer: {speed: 3}\n",
     "experiments/as_in_the_tree.yaml": SMOKE,
-    "sweep/copy.yaml": (tree.root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
-    "model/mine.yaml": (tree.root() / "conf" / "model" / "decoder_nano.yaml").read_text("utf-8"),
+    "sweep/copy.yaml": (paths.project_root() / "sweeps" / "learning_rate.yaml").read_text("utf-8"),
+    "model/mine.yaml": (paths.project_root() / "conf" / "model" / "decoder_nano.yaml").read_text(
+        "utf-8"
+    ),
 }
 
 
@@ -35,9 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own"
 
 
-def runs(folder: str, *lines: str) -> list[Run]:
+def runs(folder: str, *lines: str) -> list[RunConfig]:
     verb = Noted()
-    assert open_door(verb, ["-cd", folder, *lines]) == 0
+    assert run_command(verb, ["-cd", folder, *lines]) == 0
     return verb.runs
 
 
@@ -80,7 +82,7 @@ def test_a_refusal_knows_it(lines: list[str], complaint: str, folder: str) -> No
 def test_it_is_forgotten(folder: str) -> None:
     runs(folder, "experiment=copy")
     with pytest.raises(ConfigError, match="no such option"):
-        open_door(Noted(), ["experiment=copy"])
+        run_command(Noted(), ["experiment=copy"])
 
 
 TRUSTING = {
@@ -133,7 +135,7 @@ def test_no_sweep_of_wandb_trusts_a_package(trusting: str) -> None:
     more = ",".join(map(str, range(300)))  # more jobs than are validated one by one
     for line in ((), (f"seed={more}",)):
         with pytest.raises(ConfigError, match="is set by a file"):
-            searched(["-cd", trusting, "sweep=trusting", *line])
+            preview_search(["-cd", trusting, "sweep=trusting", *line])
 
 
 @pytest.mark.parametrize(

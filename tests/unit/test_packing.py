@@ -11,24 +11,24 @@ import pytest
 
 from scalewise.errors import ConfigError
 from scalewise.hardware import Machine
-from scalewise.launch import engines, packed
-from scalewise.launch.engine import Task
-from scalewise.launch.job import Order
-from scalewise.launch.packing import (
-    Demand,
-    Room,
-    demand,
+from scalewise.launch import executors, packed_executor
+from scalewise.launch.executor import SweepTask
+from scalewise.launch.job import JobSpec
+from scalewise.launch.slot_scheduler import (
+    JobDemand,
+    SlotCapacity,
+    job_demand,
+    machine_slots,
     makespan,
     next_to_start,
-    refusal,
-    seats,
-    share,
+    rejection_reason,
+    slot_cores,
 )
-from scalewise.plan import memory
-from scalewise.run import Run
+from scalewise.planner import worst_rank
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 GPUS = Machine(("NVIDIA H100",) * 8, "a processor", 64, 512 * GIB)
 CORES = Machine((), "a processor", 8, 32 * GIB)
 
@@ -48,8 +48,8 @@ CORES = Machine((), "a processor", 8, 32 * GIB)
 def test_the_first_that_fits_starts(
     waiting: list[tuple[int, int]], slots: int, free: int, place: int | None
 ) -> None:
-    room = Room(tuple(range(slots)), free)
-    assert next_to_start([Demand(*one) for one in waiting], room) == place
+    room = SlotCapacity(tuple(range(slots)), free)
+    assert next_to_start([JobDemand(*one) for one in waiting], room) == place
 
 
 @pytest.mark.parametrize(
@@ -67,76 +67,81 @@ def test_the_first_that_fits_starts(
 def test_how_long_a_packed_sweep_takes(
     jobs: list[tuple[int, int, float]], slots: int, memory: int, seconds: float
 ) -> None:
-    room = Room(tuple(range(slots)), memory)
-    assert makespan([(Demand(s, m), time) for s, m, time in jobs], room) == seconds
+    room = SlotCapacity(tuple(range(slots)), memory)
+    assert makespan([(JobDemand(s, m), time) for s, m, time in jobs], room) == seconds
 
 
 def test_slots_are_devices_or_pairs_of_cores() -> None:
-    assert len(seats(GPUS, None, on_cuda=True).slots) == 8
-    assert len(seats(GPUS, 3, on_cuda=True).slots) == 3
-    assert seats(CORES, None, on_cuda=False) == Room((0, 1, 2, 3), 32 * GIB)
-    assert len(seats(Machine((), "", 1, GIB), None, on_cuda=False).slots) == 1
+    assert len(machine_slots(GPUS, None, on_cuda=True).slots) == 8
+    assert len(machine_slots(GPUS, 3, on_cuda=True).slots) == 3
+    assert machine_slots(CORES, None, on_cuda=False) == SlotCapacity((0, 1, 2, 3), 32 * GIB)
+    assert len(machine_slots(Machine((), "", 1, GIB), None, on_cuda=False).slots) == 1
 
 
 @pytest.mark.parametrize(("cores", "count"), [(8, 4), (7, 3), (2, 2), (1, 1)])
 def test_slots_share_the_cores_out(cores: int, count: int) -> None:
-    own = [share(range(cores), [slot], count) for slot in range(count)]
+    own = [slot_cores(range(cores), [slot], count) for slot in range(count)]
     assert sorted(itertools.chain(*own)) == list(range(cores))
-    assert share(range(cores), range(count), count) == set(range(cores))
+    assert slot_cores(range(cores), range(count), count) == set(range(cores))
 
 
 def test_more_slots_than_cores_share_cores() -> None:
-    assert {len(share([4, 5], [slot], 6)) for slot in range(6)} == {1}
-    assert set().union(*(share([4, 5], [slot], 6) for slot in range(6))) == {4, 5}
+    assert {len(slot_cores([4, 5], [slot], 6)) for slot in range(6)} == {1}
+    assert set().union(*(slot_cores([4, 5], [slot], 6) for slot in range(6))) == {4, 5}
 
 
 class TestDemand:
-    ROOM = Room((0, 1), 32 * GIB)
+    ROOM = SlotCapacity((0, 1), 32 * GIB)
 
     def test_on_the_cpu_is_the_ledger_of_every_rank_and_their_processes(
         self, compose: Compose
     ) -> None:
         one = compose("model=llama_160m", "hardware=cpu")
         two = compose("model=llama_160m", "hardware=cpu", "parallelism=ddp")
-        assert demand(one, self.ROOM).slots == 1
-        assert demand(two, self.ROOM).slots == 2
-        beside = [demand(r, self.ROOM).memory - r.world_size * self.peak(r) for r in (one, two)]
+        assert job_demand(one, self.ROOM).slots == 1
+        assert job_demand(two, self.ROOM).slots == 2
+        beside = [job_demand(r, self.ROOM).memory - r.world_size * self.peak(r) for r in (one, two)]
         assert beside[0] == pytest.approx(0.9 * GIB, rel=0.01)
         assert beside[1] == pytest.approx(1.3 * GIB, rel=0.01)
 
-    def peak(self, run: Run) -> int:
-        return memory.worst(run).peak
+    def peak(self, run: RunConfig) -> int:
+        return worst_rank.worst_rank_breakdown(run).peak
 
     def test_a_limit_bounds_it(self, compose: Compose) -> None:
         free = compose("model=llama_160m", "hardware=cpu")
         held = compose("model=llama_160m", "hardware=cpu", "launch.memory_limit_gib=1")
-        saved = demand(free, self.ROOM).memory - demand(held, self.ROOM).memory
+        saved = job_demand(free, self.ROOM).memory - job_demand(held, self.ROOM).memory
         assert saved == self.peak(free) - GIB > 0
 
     def test_on_a_gpu_the_host_lends_only_processes(self, compose: Compose) -> None:
         run = compose("model=llama_160m", "hardware=h100", "parallelism=ddp", here=False)
-        found = demand(run, self.ROOM)
+        found = job_demand(run, self.ROOM)
         assert found.slots == run.world_size
         assert found.memory < (3.2 * run.world_size + 0.6) * GIB
 
     def test_what_never_fits_is_told_why(self, compose: Compose) -> None:
         fits = compose("hardware=cpu")
-        assert refusal(fits, demand(fits, self.ROOM), self.ROOM) == ""
+        assert rejection_reason(fits, job_demand(fits, self.ROOM), self.ROOM) == ""
         large = compose("model=llama3_8b", "hardware=cpu")
-        said = refusal(large, demand(large, self.ROOM), self.ROOM)
+        said = rejection_reason(large, job_demand(large, self.ROOM), self.ROOM)
         assert "of main memory; this machine has 32.00 GiB" in said
         wide = compose("hardware=h100", "parallelism=ddp", "parallelism.replicas=4", here=False)
-        assert refusal(wide, demand(wide, self.ROOM), self.ROOM) == "needs 4 devices of 2 slots"
+        assert (
+            rejection_reason(wide, job_demand(wide, self.ROOM), self.ROOM)
+            == "needs 4 devices of 2 slots"
+        )
         heavy = compose("model=llama3_70b", "hardware=h100", here=False)
-        assert "of a device that has 80 GiB" in refusal(heavy, Demand(1, 1), self.ROOM)
+        assert "of a device that has 80 GiB" in rejection_reason(heavy, JobDemand(1, 1), self.ROOM)
 
 
 def test_a_job_that_never_fits_is_refused_and_nothing_starts(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "this_machine", lambda: Machine((), "", 2, GIB))
-    task = Task(3, Order(compose("hardware=cpu")), tmp_path / "3")
-    ((told, result),) = engines.named({"engine": "packed"}).results([task], lambda _: None)
+    monkeypatch.setattr(packed_executor, "this_machine", lambda: Machine((), "", 2, GIB))
+    task = SweepTask(3, JobSpec(compose("hardware=cpu")), tmp_path / "3")
+    ((told, result),) = executors.build_executor({"engine": "packed"}).results(
+        [task], lambda _: None
+    )
     assert told == task
     assert (result.status, result.exit_code) == ("refused", 2)
     assert "this machine has 1.00 GiB" in result.reason
@@ -146,7 +151,7 @@ def test_a_job_that_never_fits_is_refused_and_nothing_starts(
 @pytest.mark.parametrize("slots", [0, -1, "two", 1.5])
 def test_slots_are_counted(slots: object) -> None:
     with pytest.raises(ConfigError, match=r"hydra.launcher.slots=.*: must be 1"):
-        engines.named({"engine": "packed", "slots": slots})
+        executors.build_executor({"engine": "packed", "slots": slots})
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "1,2"), ("4, 6,7", "6,7")])
@@ -156,6 +161,6 @@ def test_devices_are_those_that_this_process_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    seat = packed._seat([1, 2], 3, on_cuda=True)
+    seat = packed_executor._slot_devices([1, 2], 3, on_cuda=True)
     assert seat.gpus == seen
     assert seat.cores == os.sched_getaffinity(0)

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from scalewise.bench.pairs import excess, ratio
+from scalewise.bench.paired_ratio import neighbor_excess, paired_ratio
 
 
 def test_a_machine_that_slows_down_changes_nothing() -> None:
     hand = [1.0 + 0.01 * place for place in range(0, 82, 2)]
     suite = [1.02 * (1.0 + 0.01 * place) for place in range(1, 81, 2)]
-    found = ratio(suite, hand)
+    found = paired_ratio(suite, hand)
     assert found.pairs == 40
     assert (found.low, found.median, found.high) == pytest.approx((1.02, 1.02, 1.02))
 
@@ -23,16 +23,16 @@ def test_the_interval_holds_the_truth_among_outliers(seed: int) -> None:
         noise = [draw.lognormvariate(0, 0.05) for _ in range(count)]
         return [mean * each * (3 if draw.random() < 0.1 else 1) for each in noise]
 
-    found = ratio(times(200, 1.05), times(201, 1.0))
+    found = paired_ratio(times(200, 1.05), times(201, 1.0))
     assert found.low < 1.06
     assert found.high > 1.02
     assert found.high - found.low < 0.06
 
 
 def test_few_pairs_give_their_whole_range() -> None:
-    found = ratio([2.0, 3.0], [1.0, 1.0, 1.0])
+    found = paired_ratio([2.0, 3.0], [1.0, 1.0, 1.0])
     assert (found.low, found.high, found.pairs) == (2.0, 3.0, 2)
 
 
 def test_the_extra_time_of_a_step() -> None:
-    assert excess([2.0, 5.0], [1.0, 2.0, 4.0]) == [0.5, 2.0]
+    assert neighbor_excess([2.0, 5.0], [1.0, 2.0, 4.0]) == [0.5, 2.0]

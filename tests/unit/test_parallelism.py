@@ -7,24 +7,24 @@ import pytest
 from lightning.pytorch import strategies
 
 from scalewise.hardware import DeviceKind
-from scalewise.layouts.base import Layout
-from scalewise.parallelism import Parallelism
-from scalewise.parallelism.ddp import DDP, CommHook
-from scalewise.parallelism.mesh import AXES, Mesh, PipelineSchedule
-from scalewise.parallelism.single import Single
+from scalewise.parallelism import ParallelismConfig
+from scalewise.parallelism.ddp import CommHook, DDPConfig
+from scalewise.parallelism.mesh import AXES, MeshConfig, PipelineSchedule
+from scalewise.parallelism.single import SingleConfig
+from scalewise.strategies.base import ParallelStrategy
 
-LAID_OUT: list[tuple[Mesh, list[int], int]] = [
-    (Mesh(), [0], 1),
-    (Mesh(shards=4), [0, 1, 2, 3], 4),
-    (Mesh(replicate=2, shards=2), [0, 1, 2, 3], 4),
-    (Mesh(tensor=4), [0, 0, 0, 0], 1),
-    (Mesh(context=2), [0, 0], 2),
-    (Mesh(pipeline=4), [0, 0, 0, 0], 1),
-    (Mesh(shards=2, tensor=2), [0, 0, 1, 1], 2),
-    (Mesh(pipeline=2, shards=2), [0, 1, 0, 1], 2),
-    (Mesh(pipeline=2, replicate=2, tensor=2), [0, 0, 1, 1, 0, 0, 1, 1], 2),
-    (Mesh(replicate=2, shards=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
-    (Mesh(pipeline=2, shards=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
+LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
+    (MeshConfig(), [0], 1),
+    (MeshConfig(shards=4), [0, 1, 2, 3], 4),
+    (MeshConfig(replicate=2, shards=2), [0, 1, 2, 3], 4),
+    (MeshConfig(tensor=4), [0, 0, 0, 0], 1),
+    (MeshConfig(context=2), [0, 0], 2),
+    (MeshConfig(pipeline=4), [0, 0, 0, 0], 1),
+    (MeshConfig(shards=2, tensor=2), [0, 0, 1, 1], 2),
+    (MeshConfig(pipeline=2, shards=2), [0, 1, 0, 1], 2),
+    (MeshConfig(pipeline=2, replicate=2, tensor=2), [0, 0, 1, 1, 0, 0, 1, 1], 2),
+    (MeshConfig(replicate=2, shards=2, context=2), [0, 0, 1, 1, 2, 2, 3, 3], 8),
+    (MeshConfig(pipeline=2, shards=3, context=2), [0, 0, 1, 1, 2, 2] * 2, 6),
 ]
 """Meshes, the share of the rows that each rank reads, and the ranks gradients are averaged over."""
 
@@ -32,19 +32,19 @@ LAID_OUT: list[tuple[Mesh, list[int], int]] = [
 @pytest.mark.parametrize(
     ("spec", "devices", "sizes"),
     [
-        (Mesh(shards="auto"), None, {"shards": 2}),
-        (Mesh(shards="auto"), 8, {"shards": 8}),
-        (Mesh(shards="auto"), 1, {"shards": 1}),
-        (Mesh(replicate=2, shards="auto"), 8, {"replicate": 2, "shards": 4}),
-        (Mesh(replicate=2, shards="auto"), None, {"replicate": 2, "shards": 2}),
-        (Mesh(pipeline=2, tensor="auto", context=2), 12,
+        (MeshConfig(shards="auto"), None, {"shards": 2}),
+        (MeshConfig(shards="auto"), 8, {"shards": 8}),
+        (MeshConfig(shards="auto"), 1, {"shards": 1}),
+        (MeshConfig(replicate=2, shards="auto"), 8, {"replicate": 2, "shards": 4}),
+        (MeshConfig(replicate=2, shards="auto"), None, {"replicate": 2, "shards": 2}),
+        (MeshConfig(pipeline=2, tensor="auto", context=2), 12,
          {"pipeline": 2, "tensor": 3, "context": 2}),
-        (Mesh(shards=4, tensor="auto"), 2, {"shards": 4, "tensor": 1}),
-        (Mesh(shards=4), 2, {"shards": 4}),
+        (MeshConfig(shards=4, tensor="auto"), 2, {"shards": 4, "tensor": 1}),
+        (MeshConfig(shards=4), 2, {"shards": 4}),
     ],
 )  # fmt: skip
 def test_auto_is_what_the_devices_leave(
-    spec: Mesh, devices: int | None, sizes: dict[str, int]
+    spec: MeshConfig, devices: int | None, sizes: dict[str, int]
 ) -> None:
     settled = spec.settle(devices)
     assert settled.sizes == dict.fromkeys(AXES, 1) | sizes
@@ -54,7 +54,7 @@ def test_auto_is_what_the_devices_leave(
 
 
 @pytest.mark.parametrize(("spec", "shares", "averaged"), LAID_OUT, ids=repr)
-def test_who_reads_which_rows(spec: Mesh, shares: list[int], averaged: int) -> None:
+def test_who_reads_which_rows(spec: MeshConfig, shares: list[int], averaged: int) -> None:
     assert [spec.data_rank(rank) for rank in range(spec.world_size)] == shares
     assert set(shares) == set(range(spec.data_parallel_size))
     assert spec.averaged_over == averaged
@@ -63,21 +63,21 @@ def test_who_reads_which_rows(spec: Mesh, shares: list[int], averaged: int) -> N
 @pytest.mark.parametrize(
     ("spec", "drawn"),
     [
-        (Mesh(context=2), [0, 1]),
-        (Mesh(tensor=2), [0, 0]),
-        (Mesh(pipeline=2, shards=2, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
-        (DDP(replicas=2), [0, 1]),
+        (MeshConfig(context=2), [0, 1]),
+        (MeshConfig(tensor=2), [0, 0]),
+        (MeshConfig(pipeline=2, shards=2, tensor=2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (DDPConfig(replicas=2), [0, 1]),
     ],
     ids=repr,
 )
-def test_who_draws_alike(spec: Parallelism, drawn: list[int]) -> None:
+def test_who_draws_alike(spec: ParallelismConfig, drawn: list[int]) -> None:
     assert [spec.drawing_rank(rank) for rank in range(spec.world_size)] == drawn
 
 
 def test_every_replica_reads_rows_of_its_own() -> None:
-    assert [DDP(replicas=3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
-    assert DDP(replicas=3).averaged_over == DDP(replicas=3).data_parallel_size == 3
-    assert (Single().data_rank(0), Single().averaged_over) == (0, 1)
+    assert [DDPConfig(replicas=3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
+    assert DDPConfig(replicas=3).averaged_over == DDPConfig(replicas=3).data_parallel_size == 3
+    assert (SingleConfig().data_rank(0), SingleConfig().averaged_over) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ def test_every_replica_reads_rows_of_its_own() -> None:
      ("Interleaved1F1B", 3, 9), ("InterleavedZeroBubble", None, 6), ("ZBVZeroBubble", None, 6)],
 )  # fmt: skip
 def test_stages_and_pieces(schedule: str, each: int | None, stages: int) -> None:
-    spec = Mesh(pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each)
+    spec = MeshConfig(
+        pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each
+    )
     assert (spec.stages, spec.pieces) == (stages, stages)
     assert replace(spec, pipeline_micro_batches=12).pieces == 12
     assert list(spec.complaints()) == []
@@ -102,28 +104,28 @@ def test_torch_knows_every_schedule() -> None:
 @pytest.mark.parametrize(
     ("spec", "keys"),
     [
-        (Mesh(shards=0), ["shards"]),
-        (Mesh(shards=-1, tensor=0), ["shards", "tensor"]),
-        (Mesh(tensor="many"), ["tensor"]),
-        (Mesh(shards="auto", tensor="auto"), ["tensor"]),
-        (Mesh(pipeline="auto", shards="auto", tensor="auto"), ["shards", "tensor"]),
-        (Mesh(prefetch=-1), ["prefetch"]),
-        (Mesh(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
-        (Mesh(stages_per_rank=2), ["stages_per_rank"]),
-        (Mesh(stages_per_rank=1, pipeline_schedule=PipelineSchedule.interleaved_1f1b),
+        (MeshConfig(shards=0), ["shards"]),
+        (MeshConfig(shards=-1, tensor=0), ["shards", "tensor"]),
+        (MeshConfig(tensor="many"), ["tensor"]),
+        (MeshConfig(shards="auto", tensor="auto"), ["tensor"]),
+        (MeshConfig(pipeline="auto", shards="auto", tensor="auto"), ["shards", "tensor"]),
+        (MeshConfig(prefetch=-1), ["prefetch"]),
+        (MeshConfig(pipeline_micro_batches=0), ["pipeline_micro_batches"]),
+        (MeshConfig(stages_per_rank=2), ["stages_per_rank"]),
+        (MeshConfig(stages_per_rank=1, pipeline_schedule=PipelineSchedule.interleaved_1f1b),
          ["stages_per_rank"]),
-        (Mesh(stages_per_rank=3, pipeline_schedule=PipelineSchedule.zbv_zero_bubble),
+        (MeshConfig(stages_per_rank=3, pipeline_schedule=PipelineSchedule.zbv_zero_bubble),
          ["stages_per_rank"]),
-        (DDP(replicas=0), ["replicas"]),
-        (DDP(bucket_mib=0.0), ["bucket_mib"]),
-        (DDP(bucket_mib=math.nan), ["bucket_mib"]),
-        (DDP(powersgd_rank=0, averaging_period=0), ["powersgd_rank", "averaging_period"]),
-        (DDP(lossless_steps=-1), ["lossless_steps"]),
-        (DDP(comm_hook=CommHook.fp16_powersgd, lossless_steps=1), ["lossless_steps"]),
+        (DDPConfig(replicas=0), ["replicas"]),
+        (DDPConfig(bucket_mib=0.0), ["bucket_mib"]),
+        (DDPConfig(bucket_mib=math.nan), ["bucket_mib"]),
+        (DDPConfig(powersgd_rank=0, averaging_period=0), ["powersgd_rank", "averaging_period"]),
+        (DDPConfig(lossless_steps=-1), ["lossless_steps"]),
+        (DDPConfig(comm_hook=CommHook.fp16_powersgd, lossless_steps=1), ["lossless_steps"]),
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_layout(spec: Parallelism, keys: list[str]) -> None:
+def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
     complaints = list(spec.complaints())
     assert [complaint.key for complaint in complaints] == [f"parallelism.{key}" for key in keys]
     assert all(complaint.reason for complaint in complaints)
@@ -131,27 +133,27 @@ def test_what_is_no_layout(spec: Parallelism, keys: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [DDP(lossless_steps=0), DDP(comm_hook=CommHook.powersgd, lossless_steps=2),
-     DDP(comm_hook=CommHook.post_local_sgd, lossless_steps=0), Mesh(prefetch=0)],
+    [DDPConfig(lossless_steps=0), DDPConfig(comm_hook=CommHook.powersgd, lossless_steps=2),
+     DDPConfig(comm_hook=CommHook.post_local_sgd, lossless_steps=0), MeshConfig(prefetch=0)],
     ids=repr,
 )  # fmt: skip
-def test_edges_that_are_allowed(spec: Parallelism) -> None:
+def test_edges_that_are_allowed(spec: ParallelismConfig) -> None:
     assert list(spec.complaints()) == []
 
 
 def test_sizes_left_open_are_settled() -> None:
-    assert DDP().settle(4).world_size == 4
-    assert DDP(replicas=3).settle(4).world_size == 3
-    assert DDP().world_size == 2
-    assert Single().settle(8).world_size == Single().data_parallel_size == 1
+    assert DDPConfig().settle(4).world_size == 4
+    assert DDPConfig(replicas=3).settle(4).world_size == 3
+    assert DDPConfig().world_size == 2
+    assert SingleConfig().settle(8).world_size == SingleConfig().data_parallel_size == 1
 
 
 @pytest.mark.parametrize(
     ("spec", "theirs"),
-    [(Single(), "SingleDeviceStrategy"), (DDP(), "DDPStrategy"),
-     (Mesh(shards=2), "ModelParallelStrategy")],
+    [(SingleConfig(), "SingleDeviceStrategy"), (DDPConfig(), "DDPStrategy"),
+     (MeshConfig(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
-def test_each_is_a_strategy_of_lightning_s(spec: Parallelism, theirs: str) -> None:
+def test_each_is_a_strategy_of_lightning_s(spec: ParallelismConfig, theirs: str) -> None:
     strategy = spec.strategy(DeviceKind.cpu)
-    assert isinstance(strategy, Layout)
+    assert isinstance(strategy, ParallelStrategy)
     assert isinstance(strategy, getattr(strategies, theirs))

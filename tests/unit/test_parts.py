@@ -9,21 +9,25 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from hydra_plugins.scalewise_parts import PartSearchPath, PartSource
-from scalewise.config import door, tree
-from scalewise.config.own import own_hydra
+from scalewise.config import app, paths
+from scalewise.config.hydra_context import hydra_session
 
-GROUPS = [group for group in tree.CLOSED if group != "hardware"]
-MOST = max(len(tree.names(group)) for group in GROUPS)
+GROUPS = [group for group in paths.CLOSED_GROUPS if group != "hardware"]
+MOST = max(len(paths.option_names(group)) for group in GROUPS)
 LINES = [
-    [f"{group}={names[turn % len(names)]}" for group in GROUPS for names in [tree.names(group)]]
+    [
+        f"{group}={names[turn % len(names)]}"
+        for group in GROUPS
+        for names in [paths.option_names(group)]
+    ]
     for turn in range(MOST)
 ]
 """Every option at least once."""
 
 
 def composed(line: list[str]) -> DictConfig:
-    door.prepare()
-    with own_hydra():
+    app.prepare()
+    with hydra_session():
         return hydra.compose("config", overrides=line)
 
 
@@ -50,7 +54,7 @@ def test_what_is_composed_stays_the_same(line: list[str], monkeypatch: pytest.Mo
 def test_a_file_that_contradicts_its_schema_is_left_to_hydra(
     text: str, laid: bool, tmp_path: Path
 ) -> None:
-    door.prepare()
+    app.prepare()
     (tmp_path / "mine.yaml").write_text(
         f"defaults:\n  - /schema/optimizer/adamw@_here_\n  - _self_\n\n{text}\n", "utf-8"
     )
@@ -64,14 +68,14 @@ def test_a_file_that_contradicts_its_schema_is_left_to_hydra(
     ["[/optimizer/adamw@_here_, _self_]", "[/schema/optimizer/none@_here_, _self_]", "[_self_]"],
 )
 def test_what_stands_on_anything_else_is_left_to_hydra(defaults: str, tmp_path: Path) -> None:
-    door.prepare()
+    app.prepare()
     (tmp_path / "mine.yaml").write_text(f"defaults: {defaults}\nlr: 1.0\n", "utf-8")
     config = PartSource("main", str(tmp_path)).load_config("mine").config
     assert set(config) == {"defaults", "lr"}
 
 
 def test_a_file_that_was_edited_is_read_again(tmp_path: Path) -> None:
-    door.prepare()
+    app.prepare()
     source, file = PartSource("main", str(tmp_path)), tmp_path / "mine.yaml"
     head = "defaults: [/schema/optimizer/adamw@_here_, _self_]"
     for rate in (0.5, 0.25):

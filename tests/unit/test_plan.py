@@ -12,21 +12,21 @@ from itertools import product
 import pytest
 from fixtures.layouts import LLAMA_8B
 
-from scalewise.config import tree
+from scalewise.config import paths
 from scalewise.errors import ConfigError
-from scalewise.models.tape import Work
-from scalewise.parallelism.holds import shape
-from scalewise.plan import host
-from scalewise.plan.ledger import EVERY, Ledger, Line, Phase
-from scalewise.plan.line import replaced
-from scalewise.plan.plan import planned, price, record
-from scalewise.plan.spec import Method
-from scalewise.plan.steptime import StepTime, of_step
-from scalewise.plan.verdict import Fit, Verdict, judged
-from scalewise.run import Run
+from scalewise.models.op_graph import OpWork
+from scalewise.parallelism.rank_memory import forward_spec
+from scalewise.planner import host_memory
+from scalewise.planner.config import MemoryMethod
+from scalewise.planner.fit_check import FitReport, FitStatus, check_fit
+from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry, StepPhase
+from scalewise.planner.override_edit import replace_overrides
+from scalewise.planner.plan import build_plan, dollars_per_billion_tokens, plan_record
+from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 LLAMA = (
     *LLAMA_8B,
@@ -37,7 +37,7 @@ LLAMA = (
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Compose:
-    return lambda *line: planned(compose(*line, here=False))
+    return lambda *line: build_plan(compose(*line, here=False))
 
 
 def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
@@ -46,7 +46,7 @@ def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
     lines = {"text": (), "kept": pairs, "frozen": ("adapter=lora",)}
     lines["asked"] = (*pairs, "adapter=lora")
     runs = {name: compose(*LLAMA, *line, here=False) for name, line in lines.items()}
-    steps = {name: found for name, run in runs.items() if (found := of_step(run))}
+    steps = {name: found for name, run in runs.items() if (found := predict_step_time(run))}
     assert steps["kept"].products == pytest.approx(2 * steps["text"].products, rel=0.01)
     assert steps["asked"].products == pytest.approx(2 * steps["frozen"].products, rel=0.01)
     assert [name for name, step in steps.items() if step.reference] == ["asked"]
@@ -57,17 +57,19 @@ def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
     assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + third
 
 
-def ledger(gib: float) -> Ledger:
-    line = Line("all", dict.fromkeys(EVERY, int(gib * GIB)), "", "")
-    return Ledger((line,))
+def ledger(gib: float) -> MemoryBreakdown:
+    line = MemoryEntry("all", dict.fromkeys(ALL_PHASES, int(gib * GIB)), "", "")
+    return MemoryBreakdown((line,))
 
 
 @pytest.mark.parametrize(
     ("gib", "verdict"),
-    [(60, Verdict.fits), (70, Verdict.borderline), (80.5, Verdict.out_of_memory)],
+    [(60, FitStatus.fits), (70, FitStatus.borderline), (80.5, FitStatus.out_of_memory)],
 )
-def test_a_verdict_leaves_room_for_what_an_allocator_reserves(gib: float, verdict: Verdict) -> None:
-    fit = Fit(ledger(gib), capacity=80 * GIB, context=GIB, on_cpu=False)
+def test_a_verdict_leaves_room_for_what_an_allocator_reserves(
+    gib: float, verdict: FitStatus
+) -> None:
+    fit = FitReport(ledger(gib), capacity=80 * GIB, context=GIB, on_cpu=False)
     assert fit.verdict is verdict
     least, usual, most = fit.reserved
     assert least == int(gib * GIB) + GIB < usual < most
@@ -75,27 +77,30 @@ def test_a_verdict_leaves_room_for_what_an_allocator_reserves(gib: float, verdic
 
 
 def test_the_processor_reserves_what_it_allocates() -> None:
-    fit = Fit(ledger(79.5), capacity=80 * GIB, context=0, on_cpu=True)
-    assert fit.verdict is Verdict.fits
-    assert Fit(ledger(1), capacity=None, context=0, on_cpu=True).verdict is Verdict.unknown
+    fit = FitReport(ledger(79.5), capacity=80 * GIB, context=0, on_cpu=True)
+    assert fit.verdict is FitStatus.fits
+    assert FitReport(ledger(1), capacity=None, context=0, on_cpu=True).verdict is FitStatus.unknown
 
 
 def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
     lines = (
-        Line("activations", {Phase.loss: 6, Phase.backward_last: 4}, "", ""),
-        Line("gradients", {Phase.backward_last: 3, Phase.optimizer: 5}, "", ""),
+        MemoryEntry("activations", {StepPhase.loss: 6, StepPhase.backward_last: 4}, "", ""),
+        MemoryEntry("gradients", {StepPhase.backward_last: 3, StepPhase.optimizer: 5}, "", ""),
     )
-    assert (Ledger(lines).peak, Ledger(lines).fullest) == (7, Phase.backward_last)
+    assert (MemoryBreakdown(lines).peak, MemoryBreakdown(lines).fullest) == (
+        7,
+        StepPhase.backward_last,
+    )
 
 
-@pytest.mark.parametrize("name", tree.names("experiment"))
+@pytest.mark.parametrize("name", paths.option_names("experiment"))
 def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
     run = compose(f"experiment={name}", here=False)
     if run.objective.by_trace:
-        assert run.plan.method is Method.trace
+        assert run.plan.method is MemoryMethod.trace
         return
-    plan = planned(run)
-    assert plan.fit.verdict is Verdict.fits
+    plan = build_plan(run)
+    assert plan.fit.verdict is FitStatus.fits
     assert plan.fit.ledger.peak > plan.run.model.parameters * 4
     assert all(line.reason for line in plan.fit.ledger.lines)
 
@@ -119,25 +124,25 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     relaid = any(part.startswith("parallelism=") for part in line)
     whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *line]
     plan = plan_of(*whole)
-    assert plan.fit.verdict is Verdict.out_of_memory
+    assert plan.fit.verdict is FitStatus.out_of_memory
     assert plan.cure is not None
-    typed = compose(*replaced(whole, plan.cure.told), here=False)
-    again = judged(typed)
-    assert again.verdict is Verdict.fits
+    typed = compose(*replace_overrides(whole, plan.cure.told), here=False)
+    again = check_fit(typed)
+    assert again.verdict is FitStatus.fits
     assert again.ledger.peak == plan.cure.fit.ledger.peak
     assert typed.global_batch == plan.run.global_batch
 
 
 def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
     plan = plan_of(*LLAMA, "memory=checkpoint_full")
-    assert plan.fit.verdict is Verdict.fits
+    assert plan.fit.verdict is FitStatus.fits
     assert plan.cure is None
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", here=False)
-    tapes = run.model.tapes(shape(run, rows=2, tokens=256))
+    tapes = run.model.tapes(forward_spec(run, rows=2, tokens=256))
     parts = [*[tapes.block] * run.model.layers, tapes.last]
     made = {
         work: sum(
@@ -146,17 +151,17 @@ def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Comp
             for operator in tape.operators
             if operator.work is work
         )
-        for work in Work
+        for work in OpWork
     }
     # A causal kernel skips half of what the model's own count has.
-    counted = made[Work.product] + 2 * made[Work.attention]
+    counted = made[OpWork.product] + 2 * made[OpWork.attention]
     assert counted == pytest.approx(run.model.flops(256) * 2 * 256)
 
 
 def test_time_follows_from_the_rates(compose: Compose) -> None:
     run = compose(*LLAMA, "hardware.step_scale=1", here=False)
     slow, fast = (
-        of_step(replace(run, hardware=replace(run.hardware, product_share=share)))
+        predict_step_time(replace(run, hardware=replace(run.hardware, product_share=share)))
         for share in (0.4, 0.8)
     )
     assert slow is not None
@@ -170,7 +175,7 @@ def test_time_follows_from_the_rates(compose: Compose) -> None:
 
 def test_recomputation_costs_another_forward(compose: Compose) -> None:
     kept, again = (
-        of_step(compose(*LLAMA, f"memory={memory}", here=False))
+        predict_step_time(compose(*LLAMA, f"memory={memory}", here=False))
         for memory in ("none", "checkpoint_full")
     )
     assert kept is not None
@@ -183,7 +188,7 @@ def test_recomputation_costs_another_forward(compose: Compose) -> None:
 def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None:
     line = ("parallelism=pipeline", "parallelism.pipeline=4", "hardware=h100", *LLAMA[3:8])
     steps = {
-        pieces: of_step(
+        pieces: predict_step_time(
             compose(
                 "model=llama3_8b",
                 *line,
@@ -204,7 +209,9 @@ def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None
 def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
     line = ("model=openllama_7b", "parallelism=mesh", "precision=bf16_mixed", "data=synthetic")
     within, across = (
-        of_step(compose(*line, "hardware=h100_8x4", f"parallelism.tensor={ranks}", here=False))
+        predict_step_time(
+            compose(*line, "hardware=h100_8x4", f"parallelism.tensor={ranks}", here=False)
+        )
         for ranks in (8, 16)
     )
     assert within is not None
@@ -230,7 +237,7 @@ def test_messages_are_named_by_the_axes_that_are_cut(
         "hardware=h100_8x4",
         "trainer.micro_batch=1",
     )
-    step = of_step(compose(*line, *(f"parallelism.{size}" for size in sizes), here=False))
+    step = predict_step_time(compose(*line, *(f"parallelism.{size}" for size in sizes), here=False))
     assert step is not None
     assert set(step.messages) - {"the whole mesh"} == axes
 
@@ -249,7 +256,7 @@ def test_thousands_of_ledgers_a_second(compose: Compose) -> None:
     ] * 8
     began = time.process_time()
     for each in runs:
-        judged(each)
+        check_fit(each)
     rate = len(runs) / (time.process_time() - began)
     print(f"{rate:,.0f} ledgers/s")
     assert rate > 500  # 2,000 are asked of an idle machine; this one may be busy
@@ -291,7 +298,7 @@ def test_a_measured_rate_goes_before_a_share_of_the_peak(plan_of: Compose) -> No
 
 def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
     run = plan_of(*CPU).run
-    operators = len(run.model.tapes(shape(run, 4, 128)).block.operators) * run.model.layers
+    operators = len(run.model.tapes(forward_spec(run, 4, 128)).block.operators) * run.model.layers
     found = step(plan_of, "hardware.launch_us=100000")
     busy = found.products + found.attention + found.pointwise
     assert busy >= operators * run.accumulation * 0.1
@@ -323,8 +330,8 @@ def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) ->
     fit = plan_of(*line, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
     assert "gradients of weights come later" in fit.uncounted
     room = replace(fit, capacity=int(1.5 * fit.reserved[1]))
-    assert room.verdict is Verdict.borderline
-    assert replace(room, traced=fit.peak).verdict is Verdict.fits
+    assert room.verdict is FitStatus.borderline
+    assert replace(room, traced=fit.peak).verdict is FitStatus.fits
     assert plan_of(*line).fit.uncounted == ""
 
 
@@ -337,7 +344,7 @@ def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
         count = run.model.parameters
         assert (gradients.bytes, gradients.count) == (4 * count, reduced)
         assert (weights.bytes, weights.count) == (2 * count, gathers)
-        step = of_step(run)
+        step = predict_step_time(run)
         assert step is not None
         assert step.hidden + sum(step.messages.values()) > 0
 
@@ -365,7 +372,7 @@ def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) 
         plain, plan = plan_of(*rest, *layout), plan_of(*rest, *layout, "callbacks=[guard,ema]")
         share = 4 * plan.run.model.parameters / ranks
         on_device = {line.what: line.most for line in plan.fit.ledger.lines}.get("average", 0)
-        node = {line.what: line.most for line in host.of_node(plan.run).lines}
+        node = {line.what: line.most for line in host_memory.node_memory(plan.run).lines}
         on_host = node.get("offloaded average", 0)
         if len(layout) == 3:
             assert on_device == 0, layout
@@ -397,13 +404,20 @@ def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
 
 def test_a_price_is_that_of_all_devices(compose: Compose) -> None:
     run = compose(*LLAMA, "hardware.dollars_per_hour=3", here=False)
-    assert price(run, 1000.0) == pytest.approx(3 * run.world_size * 1e9 / 1000 / 3600)
-    assert planned(run).dollars_for(2e9) == pytest.approx(
-        2 * (price(run, planned(run).tokens_per_s) or 0)
+    assert dollars_per_billion_tokens(run, 1000.0) == pytest.approx(
+        3 * run.world_size * 1e9 / 1000 / 3600
     )
-    assert price(run, None) is None
-    assert price(compose(*LLAMA, "hardware.dollars_per_hour=null", here=False), 1000.0) is None
+    assert build_plan(run).dollars_for(2e9) == pytest.approx(
+        2 * (dollars_per_billion_tokens(run, build_plan(run).tokens_per_s) or 0)
+    )
+    assert dollars_per_billion_tokens(run, None) is None
+    assert (
+        dollars_per_billion_tokens(
+            compose(*LLAMA, "hardware.dollars_per_hour=null", here=False), 1000.0
+        )
+        is None
+    )
 
 
 def test_the_record_of_a_plan_tells_the_limit(compose: Compose) -> None:
-    assert record(compose(*LLAMA, here=False))["limit_bytes"] == 80 * GIB
+    assert plan_record(compose(*LLAMA, here=False))["limit_bytes"] == 80 * GIB

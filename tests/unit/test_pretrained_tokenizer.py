@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scalewise.config.compose import compose
-from scalewise.data.corpus import Corpus
-from scalewise.data.corpus_pairs import CorpusPairs
-from scalewise.data.tokenizing import Tokenization
+from scalewise.data.stdlib_corpus import StdlibCorpus
+from scalewise.data.stdlib_corpus_pairs import StdlibCorpusPairs
+from scalewise.data.tokenization import TokenizerSource
 
 pytestmark = pytest.mark.usefixtures("workstation")
 
@@ -53,7 +53,7 @@ def files(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder.mkdir()
     shutil.copy(DESCRIBED / "config.json", folder)
     shutil.copy(weights, folder)
-    Tokenization(300, end_of_text=END).train(lambda: iter(["some text"])).save(
+    TokenizerSource(300, end_of_text=END).train(lambda: iter(["some text"])).save(
         str(folder / "tokenizer.json")
     )
     end = {"__type": "AddedToken", "content": END}
@@ -138,9 +138,9 @@ def test_a_name_of_the_hub_is_cured_by_its_cache(
     assert_refused(line, "data.tokenizer", "trains one anew", "give data.tokenizer=PATH")
 
 
-@pytest.mark.parametrize("kind", [Corpus, CorpusPairs])
+@pytest.mark.parametrize("kind", [StdlibCorpus, StdlibCorpusPairs])
 def test_the_embedded_text_is_read_by_a_tokenizer_that_is_given(
-    kind: type[Corpus], files: Path
+    kind: type[StdlibCorpus], files: Path
 ) -> None:
     path = files / "weights" / "tokenizer.json"
     spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scalewise.commands import show_plan
 from scalewise.config.compose import compose
 from scalewise.hardware import Hardware, Machine
-from scalewise.launch.job import Order, begin
-from scalewise.plan.plan import planned
-from scalewise.plan.verdict import Verdict
+from scalewise.launch.job import JobSpec, begin_job
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.plan import build_plan
 from scalewise.units import GIB
-from scalewise.verbs import show_plan
 
 Here = Callable[..., Hardware]
 
@@ -60,7 +60,9 @@ def test_a_profile_is_known_by_the_device_s_name(
 def test_the_longest_match_is_taken(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"short": {"match": "H100"}, "long": {"match": "H100 NVL"}, "other": {"match": "NVL"}}
     known = {name: {**told, "memory_gib": 94.0} for name, told in known.items()}
-    monkeypatch.setattr("scalewise.config.profiles._of_one_device", lambda: known)
+    monkeypatch.setattr(
+        "scalewise.config.hardware_detection._single_device_profiles", lambda: known
+    )
     assert here("NVIDIA H100 NVL").match == "H100 NVL"
 
 
@@ -81,11 +83,11 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
 ) -> None:
     here("NVIDIA H100 80GB HBM3")
     run = compose(["hardware=auto", "tracking=none"])
-    plan = planned(run)
-    assert plan.fit.verdict is Verdict.fits
+    plan = build_plan(run)
+    assert plan.fit.verdict is FitStatus.fits
     assert plan.step is not None
-    show_plan.one(plan)
-    begin(Order(run), tmp_path, None)
+    show_plan.print_plan(plan)
+    begin_job(JobSpec(run), tmp_path, None)
     told = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"
     said = capsys.readouterr().out
     assert f"hardware=auto: {told}" in said
@@ -95,5 +97,5 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
 
 
 def test_a_node_of_another_machine_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    show_plan.one(planned(compose(["hardware=h100"], here=False)))
+    show_plan.print_plan(build_plan(compose(["hardware=h100"], here=False)))
     assert "not judged: set hardware.host_memory_gib" in capsys.readouterr().out

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from scalewise import cli
-from scalewise.launch import progress, squeue
-from scalewise.tracking import recorded
-from scalewise.tracking.files import read_json, write_json
-from scalewise.tracking.names import METRICS
-from scalewise.verbs import status as verb
+from scalewise.commands import status as verb
+from scalewise.launch import job_progress, slurm_cli
+from scalewise.tracking import sweep_record
+from scalewise.tracking.metric_names import METRICS
+from scalewise.tracking.run_files import read_json, write_json
 
 
 def a_job(folder: Path, status: str, rows: int = 0, **further: Any) -> None:
@@ -44,27 +44,27 @@ def a_sweep(folder: Path, *statuses: str) -> Path:
 
 def test_a_run_under_way(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running", rows=400, attempts=2)
-    (job,) = progress.of(tmp_path / "run")
+    (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.step, job.steps, job.loss, job.attempts) == (400, 1000, 8.6, 2)
     assert job.seconds_left == 300.0
     assert job.seconds_silent is not None
     assert job.seconds_silent < 60
-    assert verb.remark(job) == "attempt 2"
+    assert verb.job_remark(job) == "attempt 2"
 
 
 def test_one_that_has_been_silent(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running", rows=3)
     for file in (tmp_path / "run").iterdir():
         os.utime(file, (time.time() - 7200,) * 2)
-    (job,) = progress.of(tmp_path / "run")
-    assert verb.remark(job) == "silent for 2 h 00 min"
+    (job,) = job_progress.read_progress(tmp_path / "run")
+    assert verb.job_remark(job) == "silent for 2 h 00 min"
 
 
 def test_one_that_has_ended(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "failed", rows=5, reason="it broke")
-    (job,) = progress.of(tmp_path / "run")
+    (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.seconds_left, job.seconds_silent, job.under_way) == (None, None, False)
-    assert verb.remark(job) == "it broke"
+    assert verb.job_remark(job) == "it broke"
 
 
 def test_one_that_ends_while_it_is_looked_at(
@@ -85,10 +85,10 @@ def test_one_that_ends_while_it_is_looked_at(
         write_json(sweep / "sweep.json", {**record, "ended": "2026-01-01T00:01:00"})
         return False
 
-    monkeypatch.setattr(recorded, "lives", ends)
-    assert [job.state for job in progress.of(sweep)] == ["ok"]
+    monkeypatch.setattr(sweep_record, "lives", ends)
+    assert [job.state for job in job_progress.read_progress(sweep)] == ["ok"]
     write_json(tmp_path / "run" / "status.json", {"status": "running", "name": "a-run", **here})
-    assert [job.state for job in progress.of(tmp_path / "run")] == ["ok"]
+    assert [job.state for job in job_progress.read_progress(tmp_path / "run")] == ["ok"]
 
 
 def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        seen = [progress.of(tmp_path / "run")[0] for _ in range(300)]
+        seen = [job_progress.read_progress(tmp_path / "run")[0] for _ in range(300)]
     finally:
         stop.set()
         writer.join()
@@ -121,7 +121,7 @@ def test_no_read_is_torn_while_another_process_writes(tmp_path: Path) -> None:
 
 def test_before_the_first_row(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "running")
-    (job,) = progress.of(tmp_path / "run")
+    (job,) = job_progress.read_progress(tmp_path / "run")
     assert (job.step, job.steps, job.loss, job.seconds_left) == (None, None, None, None)
 
 
@@ -129,7 +129,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path, "ok", "running", "waiting", "refused")
     a_job(tmp_path / "0", "ok", rows=1000)
     a_job(tmp_path / "1", "running", rows=1)
-    states = [job.state for job in progress.of(sweep)]
+    states = [job.state for job in job_progress.read_progress(sweep)]
     assert states == ["ok", "running", "queued", "refused"]
 
 
@@ -158,9 +158,9 @@ def test_a_job_of_slurms(
     write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0"})
     if status:
         a_job(tmp_path / "0", status)
-    monkeypatch.setattr(squeue, "present", lambda: True)
-    monkeypatch.setattr(squeue, "states", lambda: {"12_0": slurm} if slurm else {})
-    assert [job.state for job in progress.of(tmp_path)] == [state]
+    monkeypatch.setattr(slurm_cli, "present", lambda: True)
+    monkeypatch.setattr(slurm_cli, "states", lambda: {"12_0": slurm} if slurm else {})
+    assert [job.state for job in job_progress.read_progress(tmp_path)] == [state]
 
 
 def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +168,8 @@ def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "slurm").mkdir()
     write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0", "1": "12_1"})
     a_job(tmp_path / "0", "running")
-    monkeypatch.setattr(squeue, "present", lambda: False)
-    assert [job.state for job in progress.of(tmp_path)] == ["running", "queued"]
+    monkeypatch.setattr(slurm_cli, "present", lambda: False)
+    assert [job.state for job in job_progress.read_progress(tmp_path)] == ["running", "queued"]
 
 
 class TestVerb:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalewise.bench import planner, published, rows
-from scalewise.bench.planner import Prediction
+from scalewise.activation_checkpointing import Recompute
+from scalewise.bench import compare_published, published_rows, published_runs
+from scalewise.bench.compare_published import RowPrediction
 from scalewise.cli import main
 from scalewise.errors import ConfigError
-from scalewise.memory import Recompute
-from scalewise.models.decoder.spec import Norm
-from scalewise.plan.verdict import Verdict
-from scalewise.precision import Number
+from scalewise.models.decoder.config import NormKind
+from scalewise.planner.fit_check import FitStatus
+from scalewise.precision import FloatFormat
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -49,27 +49,29 @@ ROW = {
 
 
 def test_a_row_is_a_run_of_ours() -> None:
-    run = published.run_of(ROW)
+    run = published_runs.build_run(ROW)
     assert run.model.parameters == 8_030_261_248
     assert (run.world_size, run.global_batch, run.accumulation) == (8, 16, 1)
     assert run.memory.recompute is Recompute.full
-    assert (run.precision.parameters, run.precision.compute) == (Number.fp32, Number.bf16)
+    assert (run.precision.parameters, run.precision.compute) == (FloatFormat.fp32, FloatFormat.bf16)
     assert list(run.complaints()) == []
 
 
 def test_a_framework_is_known_by_its_source() -> None:
-    kempner = published.run_of(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
-    assert kempner.precision.parameters is Number.bf16  # whatever its rows call it
+    kempner = published_runs.build_run(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
+    assert kempner.precision.parameters is FloatFormat.bf16  # whatever its rows call it
     assert kempner.parallelism.holds(kempner).shape.loss == 2
-    mpt = published.run_of(ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"})
-    assert mpt.model.norm is Norm.layernorm
-    other = published.framework(ROW | {"source": "somebody/else"})
-    assert other.precision(ROW | {"precision": "bf16-true"}) == published.BF16
+    mpt = published_runs.build_run(
+        ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"}
+    )
+    assert mpt.model.norm is NormKind.layernorm
+    other = published_runs.framework_of(ROW | {"source": "somebody/else"})
+    assert other.precision(ROW | {"precision": "bf16-true"}) == published_runs.BF16
 
 
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu=TPU"):
-        published.run_of(ROW | {"gpu": "TPU"})
+        published_runs.build_run(ROW | {"gpu": "TPU"})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_an_unknown_device_is_refused() -> None:
     ],
 )
 def test_devices_are_known_by_many_names(name: str, gib: float) -> None:
-    assert published.hardware(name, 8).memory_gib == gib
+    assert published_runs.device_profile(name, 8).memory_gib == gib
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_row_that_says_nonsense_is_left_out_and_told(
         table = csv.DictWriter(file, list(good))
         table.writeheader()
         table.writerows([good, bad, dict.fromkeys(good, "")])
-    predictions, left = planner._predictions(tmp_path / "rows.csv")
+    predictions, left = compare_published._predict_rows(tmp_path / "rows.csv")
     assert len(predictions) == 1
     (said,) = left
     assert reason in said
@@ -136,42 +138,45 @@ def test_a_row_that_says_nonsense_is_left_out_and_told(
 def test_a_file_that_is_no_table_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
-        rows.read(tmp_path / "rows.csv")
+        published_rows.read_rows(tmp_path / "rows.csv")
 
 
 def test_a_device_that_ran_out_of_memory_has_no_peak(tmp_path: Path) -> None:
-    oom = planner.predicted(ROW | {"peak_mem_GiB": "OOM", "tokens_per_s_per_gpu": ""})
+    oom = compare_published.predict_row(ROW | {"peak_mem_GiB": "OOM", "tokens_per_s_per_gpu": ""})
     assert oom.memory is None
     assert not oom.fitted
 
 
 def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
     row = ROW | {"source": "Lightning-AI/litgpt", "precision": "bf16-true", "quant": "bnb.nf4"}
-    run = published.run_of(row | {"fsdp": "1"})
+    run = published_runs.build_run(row | {"fsdp": "1"})
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    saved = 100 * 2**30 - published.peak(row | {"fsdp": "1"}, run, 100 * 2**30)
+    saved = 100 * 2**30 - published_runs.measured_peak(row | {"fsdp": "1"}, run, 100 * 2**30)
     assert saved == pytest.approx(linear * (2 - 0.5625))
-    kept = published.run_of(plain := row | {"fsdp": "1", "act_ckpt": "none"})
+    kept = published_runs.build_run(plain := row | {"fsdp": "1", "act_ckpt": "none"})
     tokens = kept.trainer.micro_batch * kept.data.sequence
     inputs = tokens * (2 * 4096 + 14336) * 2 * 32
-    assert saved - (100 * 2**30 - published.peak(plain, kept, 100 * 2**30)) == inputs
-    whole = published.peak(
-        row | {"quant": "", "fsdp": "2"}, published.run_of(row | {"fsdp": "2"}), 0
+    assert saved - (100 * 2**30 - published_runs.measured_peak(plain, kept, 100 * 2**30)) == inputs
+    whole = published_runs.measured_peak(
+        row | {"quant": "", "fsdp": "2"}, published_runs.build_run(row | {"fsdp": "2"}), 0
     )
     assert whole == 8_030_261_248 * 2 * 3 // 2
 
 
-def predictions(ratios: list[float], stack: str) -> list[Prediction]:
+def predictions(ratios: list[float], stack: str) -> list[RowPrediction]:
     return [
-        Prediction("lab/tool", stack, (10 * r, 10), (100 * r, 100), Verdict.fits, fitted=True)
+        RowPrediction("lab/tool", stack, (10 * r, 10), (100 * r, 100), FitStatus.fits, fitted=True)
         for r in ratios
     ]
 
 
 def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
     rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
-    rates = planner._ratios(rows, lambda p: p.stack, lambda p: p.rate)
-    plain, scaled = planner._errors(rates), planner._errors(rates, planner._own(rates))
+    rates = compare_published._group_ratios(rows, lambda p: p.stack, lambda p: p.rate)
+    plain, scaled = (
+        compare_published._group_errors(rates),
+        compare_published._group_errors(rates, compare_published._scale_by_group(rates)),
+    )
     assert plain["a"]["median"] == pytest.approx(1.0)
     assert (scaled["a"]["scale"], scaled["a"]["median"]) == (2.0, 0.0)
     assert scaled["a"]["worst"] == pytest.approx(0.1)
@@ -180,9 +185,19 @@ def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
 
 def test_the_scale_of_others_has_not_seen_the_rows_that_it_is_tried_on() -> None:
     rates = {"a": [2.0, 2.0], "b": [4.0], "c": [1.0, 1.0, 3.0]}
-    assert planner._of_others(rates) == {"a": 2.0, "b": 2.0, "c": 2.0}
-    assert planner._errors(rates, planner._of_others(rates))["c"]["median"] == 0.5
-    assert planner._errors({"a": [2.0]}, planner._of_others({"a": [2.0]})) == {}
+    assert compare_published._leave_one_group_out(rates) == {"a": 2.0, "b": 2.0, "c": 2.0}
+    assert (
+        compare_published._group_errors(rates, compare_published._leave_one_group_out(rates))["c"][
+            "median"
+        ]
+        == 0.5
+    )
+    assert (
+        compare_published._group_errors(
+            {"a": [2.0]}, compare_published._leave_one_group_out({"a": [2.0]})
+        )
+        == {}
+    )
 
 
 def test_devices_without_runs_of_ours_take_the_scale_of_published_ones() -> None:

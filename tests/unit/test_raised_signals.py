@@ -24,7 +24,11 @@ def library() -> None:
 def test_a_signal_outlives_the_errors_of_libraries(swallowed: tuple[type[Exception], ...]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     while_composing = pytest.raises(Interrupted, match="SIGTERM while it composes")
-    with while_composing as raised, signals.raised("while it composes"), suppress(*swallowed):
+    with (
+        while_composing as raised,
+        signals.raise_on_signals("while it composes"),
+        suppress(*swallowed),
+    ):
         library()
     assert raised.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) is before
@@ -36,16 +40,19 @@ def test_a_signal_that_was_swallowed_is_told_before_the_next_block_begins() -> N
     def goes_on() -> None:
         with suppress(AttributeError):
             library()
-        with signals.raised("inside"):
+        with signals.raise_on_signals("inside"):
             begun.append("inside")
 
-    with pytest.raises(Interrupted, match="SIGTERM outside"), signals.raised("outside"):
+    with pytest.raises(Interrupted, match="SIGTERM outside"), signals.raise_on_signals("outside"):
         goes_on()
     assert begun == []
-    with signals.raised("afterwards"):
+    with signals.raise_on_signals("afterwards"):
         pass
 
 
 def test_an_error_without_a_signal_stays_what_it_is() -> None:
-    with pytest.raises(AttributeError, match="its own"), signals.raised("while it composes"):
+    with (
+        pytest.raises(AttributeError, match="its own"),
+        signals.raise_on_signals("while it composes"),
+    ):
         raise AttributeError("its own")

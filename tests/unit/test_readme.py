@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from scalewise.bench import figures
-from scalewise.bench.options import Options, split
-from scalewise.config import door, tree
-from scalewise.config.refuse import diagnose
+from scalewise.bench import readme_figures
+from scalewise.bench.options import BenchOptions, split_options
+from scalewise.commands.bench import _as_overrides
+from scalewise.commands.usage import EXAMPLES, VERBS
+from scalewise.config import app, paths
+from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
-from scalewise.launch import resumed_sweep
-from scalewise.verbs.bench import _as_overrides
-from scalewise.verbs.usage import EXAMPLES, VERBS
+from scalewise.launch import sweep_resume
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -41,7 +41,7 @@ def commands() -> list[str]:
 
 
 def test_every_group_and_option_is_in_the_table() -> None:
-    assert table() == {group: tree.names(group) for group in tree.GROUPS}
+    assert table() == {group: paths.option_names(group) for group in paths.GROUPS}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -49,7 +49,7 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text("A book.\n")
     monkeypatch.chdir(tmp_path)
-    door.prepare()
+    app.prepare()
     _, verb, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("-m", "--cfg", "job", "...", "sweep=NAME")]
     if verb in ("bench", "calibrate"):
@@ -57,27 +57,27 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         benchmark = import_module(f"scalewise.bench.{name}")
         overrides = options_and_overrides(_as_overrides(words), benchmark.Options)
         runs = getattr(benchmark, "RUNS", {"": ()})
-        assert diagnose([*next(iter(runs.values())), *overrides], here=False) == []
+        assert diagnose_overrides([*next(iter(runs.values())), *overrides], here=False) == []
         return
     if verb in ("evaluate", "export"):
-        known = import_module(f"scalewise.verbs.{verb}").DEFAULTS
+        known = import_module(f"scalewise.commands.{verb}").DEFAULTS
         assert {word.partition("=")[0] for word in words if "=" in word} <= {*known}
         return
     if verb not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
         assert verb in VERBS
         assert not any("=" in word for word in words)
         return
-    _, overrides = resumed_sweep.asked(words)
+    _, overrides = sweep_resume.parse_resume_request(words)
     if "-cd" in overrides:  # a folder of the user's
         return
     here = verb != "plan" and "hydra/launcher=slurm" not in words
-    assert diagnose(overrides, here=here) == []
+    assert diagnose_overrides(overrides, here=here) == []
 
 
-def options_and_overrides(words: list[str], options: type[Options]) -> list[str]:
+def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list[str]:
     """Returns the overrides among a benchmark's words; all its options are known."""
     try:
-        return split(words, options)[1]
+        return split_options(words, options)[1]
     except ConfigError as error:  # of files that are not there
         if {complaint.key for complaint in error.complaints} <= {"data", "learn", "name"}:
             return []
@@ -93,5 +93,5 @@ def test_the_picture_is_there() -> None:
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(README.read_text("utf-8"), "utf-8")
-    figures.renew(copy, README.parent / "experiments" / "records")
+    readme_figures.update_readme(copy, README.parent / "experiments" / "records")
     assert copy.read_text("utf-8") == README.read_text("utf-8")

@@ -14,12 +14,12 @@ import pytest
 
 from scalewise import atomic, cli
 from scalewise.errors import ConfigError
-from scalewise.launch import progress
-from scalewise.launch.resume import refuse_living
-from scalewise.launch.resumed_sweep import folder_of
+from scalewise.launch import job_progress
+from scalewise.launch.checkpoint_lookup import reject_running
+from scalewise.launch.sweep_resume import resumed_folder
 from scalewise.reports import files
-from scalewise.tracking import recorded
-from scalewise.tracking.files import read_metrics, write_json
+from scalewise.tracking import sweep_record
+from scalewise.tracking.run_files import read_metrics, write_json
 
 HERE = socket.gethostname()
 NOBODY = 2**22 + 1
@@ -55,7 +55,7 @@ DAMAGED = [
 @pytest.mark.parametrize(("record", "said"), DAMAGED)
 def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: Path) -> None:
     sweep(tmp_path, **record)
-    for reader in (progress.of, lambda folder: folder_of(str(folder), folder)):
+    for reader in (job_progress.read_progress, lambda folder: resumed_folder(str(folder), folder)):
         with pytest.raises(ConfigError, match=r"sweep.json is damaged: ") as refused:
             reader(tmp_path)
         assert said in str(refused.value)
@@ -65,13 +65,13 @@ def test_a_sweep_that_does_not_say_who_ran_it_is_not_gone_on_with(tmp_path: Path
     known = {"config_hash": "x", "planned_folder": "0"}
     sweep(tmp_path, row(0, "ok", **known), process=None)
     with pytest.raises(ConfigError, match="does not say which process ran it"):
-        folder_of(str(tmp_path), tmp_path)
+        resumed_folder(str(tmp_path), tmp_path)
 
 
 def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"))
     job(tmp_path / "0", status="running", started="yesterday", attempts=None)
-    found = progress.of(tmp_path)
+    found = job_progress.read_progress(tmp_path)
     assert [job.state for job in found] == ["lost", "not_run"]
     assert not any(job.under_way for job in found)
     assert "resume_sweep" in found[1].reason
@@ -81,19 +81,19 @@ def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
 def test_nothing_is_said_of_what_is_not_known(record: dict[str, Any], tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"), **record)
     job(tmp_path / "0", status="running", started="yesterday")
-    assert [job.state for job in progress.of(tmp_path)] == ["running", "queued"]
+    assert [job.state for job in job_progress.read_progress(tmp_path)] == ["running", "queued"]
 
 
 def test_a_sweep_at_work_is_not_gone(tmp_path: Path) -> None:
     parent = psutil.Process(os.getppid())
     process = {"pid": parent.pid, "started": parent.create_time(), "host": HERE}
     sweep(tmp_path, row(0, "running"), row(1, "waiting"), process=process)
-    assert [job.state for job in progress.of(tmp_path)] == ["queued", "queued"]
+    assert [job.state for job in job_progress.read_progress(tmp_path)] == ["queued", "queued"]
 
 
 def test_a_run_by_itself_that_is_gone_is_lost(tmp_path: Path) -> None:
     job(tmp_path / "run", status="running", started=datetime.now(UTC).isoformat())
-    assert [job.state for job in progress.of(tmp_path / "run")] == ["lost"]
+    assert [job.state for job in job_progress.read_progress(tmp_path / "run")] == ["lost"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_run_by_itself_that_is_gone_is_lost(tmp_path: Path) -> None:
 )
 def test_who_does_not_live(pid: object, started: object) -> None:
     """The last has the number of a process that began later."""
-    assert not recorded.lives(pid, started)
+    assert not sweep_record.is_same_process(pid, started)
 
 
 def test_metrics_that_are_no_text_are_rows_less(tmp_path: Path) -> None:
@@ -119,10 +119,12 @@ def test_the_newest_attempt_of_a_job_is_shown(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running", planned_folder="0"), process=process)
     job(tmp_path / "0", status="interrupted", reason="SIGINT after step 12")
     (tmp_path / "0" / "overrides.txt").touch()
-    assert [job.state for job in progress.of(tmp_path)] == ["queued"]
+    assert [job.state for job in job_progress.read_progress(tmp_path)] == ["queued"]
     job(tmp_path / "0-2", status="running", name="again")
     (tmp_path / "0-2" / "overrides.txt").touch()
-    assert [(job.state, job.name) for job in progress.of(tmp_path)] == [("running", "again")]
+    assert [(job.state, job.name) for job in job_progress.read_progress(tmp_path)] == [
+        ("running", "again")
+    ]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line(
@@ -152,7 +154,7 @@ def test_space_that_a_killed_run_reserved_is_freed_by_the_next_command(
 ) -> None:
     run = tmp_path / "run"
     job(run, **status)
-    atomic.reserve(run / "status.json", 100)
+    atomic.reserve_space(run / "status.json", 100)
     assert cli.main([reader, str(run)]) == 0
     assert (run / ".status.json.reserve").exists() is not frees
 
@@ -160,21 +162,21 @@ def test_space_that_a_killed_run_reserved_is_freed_by_the_next_command(
 def test_space_that_a_killed_sweep_and_its_jobs_reserved_is_freed(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running", config_hash="a", planned_folder="0"))
     job(tmp_path / "0", status="running")
-    atomic.reserve(tmp_path / "sweep.json", 100)
-    atomic.reserve(tmp_path / "0" / "status.json", 100)
-    assert folder_of(str(tmp_path), tmp_path) == tmp_path
+    atomic.reserve_space(tmp_path / "sweep.json", 100)
+    atomic.reserve_space(tmp_path / "0" / "status.json", 100)
+    assert resumed_folder(str(tmp_path), tmp_path) == tmp_path
     assert not [*tmp_path.rglob(".*.reserve")]
 
 
 def test_space_that_a_living_sweep_reserved_stays(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "waiting"), pid=1, process={"pid": 1, "host": HERE, "started": 4e9})
-    atomic.reserve(tmp_path / "sweep.json", 100)
-    recorded.release_reserved(tmp_path)
+    atomic.reserve_space(tmp_path / "sweep.json", 100)
+    sweep_record.release_reserved(tmp_path)
     assert (tmp_path / ".sweep.json.reserve").exists()
 
 
 def test_space_that_a_killed_run_reserved_is_freed_by_its_resumption(tmp_path: Path) -> None:
     job(tmp_path / "run", status="running")
-    atomic.reserve(tmp_path / "run" / "status.json", 100)
-    refuse_living("last", tmp_path / "run")
+    atomic.reserve_space(tmp_path / "run" / "status.json", 100)
+    reject_running("last", tmp_path / "run")
     assert not (tmp_path / "run" / ".status.json.reserve").exists()

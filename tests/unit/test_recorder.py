@@ -9,19 +9,23 @@ import pytest
 import torch
 
 from scalewise.hardware import DeviceKind
-from scalewise.measure.steptime import StepClock
-from scalewise.plan.plan import foreseen
-from scalewise.run import Run
-from scalewise.tracking import beside
-from scalewise.tracking.names import TIMES
-from scalewise.training.callbacks import recorder
+from scalewise.measure.steptime import StepTimer
+from scalewise.planner.plan import predicted_metrics
+from scalewise.run_config import RunConfig
+from scalewise.tracking import planned_vs_measured
+from scalewise.tracking.metric_names import TIMES
+from scalewise.training.callbacks import metrics_recorder
+from scalewise.training.callbacks.metrics_recorder import (
+    MetricsRecorder,
+    fullest_rank_memory,
+    slowest_rank_times,
+)
 from scalewise.training.callbacks.profiler import Profiler
-from scalewise.training.callbacks.recorder import Recorder, of_fullest, slowest
-from scalewise.training.callbacks.terminal import Terminal, status_line
-from scalewise.training.fit import summarize, without_costs
-from scalewise.units import bytes_text
+from scalewise.training.callbacks.progress_display import ProgressDisplay, format_window
+from scalewise.training.fit import build_summary, drop_cost_metrics
+from scalewise.units import format_bytes
 
-Composed = Callable[..., Run]
+Composed = Callable[..., RunConfig]
 CPU = torch.device("cpu")
 PIPELINE = {"data": 0.01, "forward_backward": 0.08, "optimizer": 0.01}
 OTHERS = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}
@@ -43,7 +47,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]
     """Lets this process hear of another rank."""
 
     def add(other: torch.Tensor) -> None:
-        monkeypatch.setattr(recorder, "_of_all_ranks", lambda own: torch.stack([own, other]))
+        monkeypatch.setattr(
+            metrics_recorder, "_of_all_ranks", lambda own: torch.stack([own, other])
+        )
 
     return add
 
@@ -51,11 +57,11 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]
 def test_the_steps_are_those_of_one_rank(two_ranks: Callable[[torch.Tensor], None]) -> None:
     ours, theirs = torch.tensor([[1.0, 5.0], [4.0, 1.0]]), torch.tensor([[4.0, 3.0], [1.0, 4.0]])
     two_ranks(theirs)
-    assert slowest(ours).tolist() == theirs.tolist()
+    assert slowest_rank_times(ours).tolist() == theirs.tolist()
 
 
 def test_alone_the_steps_are_its_own() -> None:
-    assert slowest(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
+    assert slowest_rank_times(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
 
 
 def test_the_memory_is_of_the_rank_with_the_largest_peak(
@@ -63,11 +69,11 @@ def test_the_memory_is_of_the_rank_with_the_largest_peak(
 ) -> None:
     two_ranks(torch.tensor([1, 9]))
     ours = {"memory/parameters_bytes": 3, "memory/peak_bytes": 8}
-    assert of_fullest(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
+    assert fullest_rank_memory(ours, CPU) == {"memory/parameters_bytes": 1, "memory/peak_bytes": 9}
 
 
 def test_a_phase_that_was_not_marked_has_no_time() -> None:
-    clock = StepClock(CPU)
+    clock = StepTimer(CPU)
     for phase in ("data", "forward_backward", "optimizer"):
         clock.mark(phase)
     clock.end_step()
@@ -81,20 +87,20 @@ def test_a_phase_that_was_not_marked_has_no_time() -> None:
 def test_a_line_shows_the_phases_that_there_are(
     times: dict[str, float], told: str, compose: Composed
 ) -> None:
-    assert status_line([row(1, times), row(2, times)], compose(), 2).endswith(told)
+    assert format_window([row(1, times), row(2, times)], compose(), 2).endswith(told)
 
 
 def test_a_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
     run = compose()
-    rates = Recorder(run, 0, [], filled=0.25)._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    rates = MetricsRecorder(run, 0, [], filled=0.25)._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
     every, real = (
         rates[f"throughput/{name}"] for name in ("tokens_per_s", "unpadded_tokens_per_s")
     )
     assert real == pytest.approx(every / 4)
-    shown = status_line([row(1, PIPELINE) | rates], run, 2)
+    shown = format_window([row(1, PIPELINE) | rates], run, 2)
     assert f"{every:,.0f} tok/s ({real:,.0f} without padding)" in shown
-    full = Recorder(run, 0, [])._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
-    assert "padding" not in status_line([row(1, PIPELINE) | full], run, 2)
+    full = MetricsRecorder(run, 0, [])._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    assert "padding" not in format_window([row(1, PIPELINE) | full], run, 2)
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -102,12 +108,12 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
     measured: bool, compose: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = compose()
-    peak = foreseen(run)["plan/peak_bytes"]
+    peak = predicted_metrics(run)["plan/peak_bytes"]
     assert peak is not None
-    terminal = Terminal(run, 4, 0)
+    terminal = ProgressDisplay(run, 4, 0)
     terminal([{**row(3, OTHERS), **({"memory/peak_bytes": peak / 1.25} if measured else {})}])
     terminal([row(4, OTHERS)])
-    told = f"peak {bytes_text(peak / 1.25)} (foreseen +25.0%)  100 ms"
+    told = f"peak {format_bytes(peak / 1.25)} (foreseen +25.0%)  100 ms"
     assert [told in line for line in capsys.readouterr().out.splitlines()] == [measured] * 2
 
 
@@ -126,17 +132,17 @@ def test_a_terminal_holds_the_peak_against_what_was_foreseen(
 def test_what_was_measured_is_told_where_it_was_foreseen(
     metrics: dict[str, float | None], line: str
 ) -> None:
-    assert beside.told(metrics) == line
+    assert planned_vs_measured.comparison_text(metrics) == line
 
 
 def test_a_summary_has_the_medians_of_what_was_measured(compose: Composed) -> None:
     """A run may go on under a pipeline that began without."""
     rows = [row(1, OTHERS), row(2, PIPELINE), row(3, PIPELINE)]
-    metrics = summarize(compose(), rows, {})["metrics"]
+    metrics = build_summary(compose(), rows, {})["metrics"]
     assert isinstance(metrics, dict)
     assert metrics["time/forward_backward_s"] == pytest.approx(0.08)
     assert metrics["time/forward_s"] == pytest.approx(0.03)
-    assert summarize(compose(), rows[1:], {})["metrics"]["time/forward_s"] is None
+    assert build_summary(compose(), rows[1:], {})["metrics"]["time/forward_s"] is None
 
 
 @pytest.mark.parametrize(
@@ -160,12 +166,12 @@ def test_memory_of_compiled_steps_is_counted_where_the_profiler_is_free(
     run = compose(f"compile={compiled}")
     run = replace(run, hardware=replace(run.hardware, device=device))
     trainer: Any = SimpleNamespace(world_size=ranks, callbacks=callbacks)
-    assert Recorder(run, 0, [])._can_measure(trainer) == counted
+    assert MetricsRecorder(run, 0, [])._can_measure(trainer) == counted
 
 
 def test_what_fails_before_the_first_step_is_left_to_be_told(compose: Composed) -> None:
     """Lightning calls callbacks while an error is on its way: one of theirs would hide it."""
-    recorder = Recorder(compose(), 0, [])
+    recorder = MetricsRecorder(compose(), 0, [])
     trainer = SimpleNamespace(world_size=1)
     recorder.on_exception(trainer, SimpleNamespace(), ValueError())
 
@@ -173,4 +179,4 @@ def test_what_fails_before_the_first_step_is_left_to_be_told(compose: Composed) 
 def test_another_layout_has_costs_of_its_own() -> None:
     known = {**row(3, OTHERS), "memory/peak_bytes": 8, "throughput/mfu": 0.5}
     left = {"step": 3, "train/loss": 1.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
-    assert without_costs(known) == left
+    assert drop_cost_metrics(known) == left

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalewise import output, redaction
+from scalewise import console, redaction
+from scalewise.config.app import Command, run_command
 from scalewise.config.compose import compose as compose_lines
-from scalewise.config.door import Verb, open_door
-from scalewise.config.read import part
+from scalewise.config.parse import parse_group
 from scalewise.errors import ConfigError
 from scalewise.launch.config_hash import config_hash
-from scalewise.redaction import HIDDEN, is_secret_name, redacted, redacted_tree
-from scalewise.run import Run
+from scalewise.redaction import HIDDEN, is_secret_name, redact, redact_tree
+from scalewise.run_config import RunConfig
 from scalewise.tracking import connection
-from scalewise.tracking.files import write_json, write_text
+from scalewise.tracking.run_files import write_json, write_text
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 
@@ -77,8 +77,8 @@ def test_a_secret_is_replaced_in_every_form(
         forms = [secret, json.dumps(secret), json.dumps(secret, ensure_ascii=False)]
         forms += [escape(secret), repr(secret), yaml.safe_dump({"x": secret}), f"({secret})"]
         for form in forms:
-            assert secret not in redacted(form), form
-            assert HIDDEN in redacted(form), form
+            assert secret not in redact(form), form
+            assert HIDDEN in redact(form), form
 
 
 B62 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC2eF4hJ6kL8nP0rS2uV4xY6zA8cD1fG3iJ5lM7oQ9tU"
@@ -158,7 +158,7 @@ KEYS_OF_SERVICES = {
 def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None:
     for key in KEYS_OF_SERVICES[service]:
         for form in (key, f"x={key}", f"'{key}'", f"https://host/{key}?x", f'{{"a":"{key}"}}'):
-            assert redacted(form) == form.replace(key, HIDDEN), form
+            assert redact(form) == form.replace(key, HIDDEN), form
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_keys_of_services_are_replaced_wherever_they_stand(service: str) -> None
     ],
 )
 def test_secret_parts_of_addresses_and_blocks_are_replaced(text: str, secret: str) -> None:
-    assert secret not in redacted(text)
-    assert redacted(redacted(text)) == redacted(text)
+    assert secret not in redact(text)
+    assert redact(redact(text)) == redact(text)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_secret_parts_of_addresses_and_blocks_are_replaced(text: str, secret: st
     ],
 )
 def test_ordinary_texts_stay(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(
@@ -247,20 +247,20 @@ def test_ordinary_texts_stay(text: str) -> None:
 )
 def test_ordinary_values_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert redacted(f"x {value} y") == f"x {value} y"
+    assert redact(f"x {value} y") == f"x {value} y"
 
 
 def test_a_short_secret_is_replaced_only_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASS", "llama3")
-    assert redacted("llama3 llama3_8b xllama3 llama3.") == f"{HIDDEN} llama3_8b xllama3 {HIDDEN}."
+    assert redact("llama3 llama3_8b xllama3 llama3.") == f"{HIDDEN} llama3_8b xllama3 {HIDDEN}."
 
 
 def test_names_of_user_and_home_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    redaction._ordinary.cache_clear()
+    redaction._ordinary_names.cache_clear()
     monkeypatch.setattr("getpass.getuser", lambda: "jane42doe")
     monkeypatch.setenv("MY_KEY", "jane42doe")
-    assert redacted("of jane42doe") == "of jane42doe"
-    redaction._ordinary.cache_clear()
+    assert redact("of jane42doe") == "of jane42doe"
+    redaction._ordinary_names.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,9 @@ def test_names_of_user_and_home_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_key_files_are_read(file: str, content: str, secret: str, tmp_path: Path) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    assert secret in redacted(secret)
+    assert secret in redact(secret)
     path.write_text(content)
-    assert redacted(f"a {secret}") == f"a {HIDDEN}"
+    assert redact(f"a {secret}") == f"a {HIDDEN}"
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def test_files_and_lines_hold_no_secret(
     monkeypatch.setenv("DB_PASS", "hunter2-prod-9931")
     write_json(tmp_path / "a.json", {"hunter2-prod-9931": ["x hunter2-prod-9931"]})
     write_text(tmp_path / "a.txt", "hunter2-prod-9931")
-    with output.shielded():
+    with console.shield_streams():
         print("hunter2-prod-9931", "is", "9931")
     files = [path.read_text() for path in tmp_path.glob("a.*")]
     assert not any("hunter2" in text for text in [*files, *capsys.readouterr()])
     assert json.loads((tmp_path / "a.json").read_text()) == {HIDDEN: [f"x {HIDDEN}"]}
-    assert redacted_tree({"hunter2-prod-9931": ("hunter2-prod-9931", 3)}) == {HIDDEN: [HIDDEN, 3]}
+    assert redact_tree({"hunter2-prod-9931": ("hunter2-prod-9931", 3)}) == {HIDDEN: [HIDDEN, 3]}
 
 
 def test_a_captured_console_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_captured_console_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setenv("DB_PASS", "hunter2-prod-9931")
     seen: list[str] = []
-    with output.shielded():
+    with console.shield_streams():
         write = sys.stdout.write
         monkeypatch.setattr(sys.stdout, "write", lambda text: (seen.append(text), write(text))[1])
         print("is hunter2-prod-9931")
@@ -372,7 +372,7 @@ class TestConfig:
     @pytest.mark.parametrize("line", LINES)
     def test_a_line_with_a_secret_is_rejected(self, line: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            open_door(Verb(), [line])
+            run_command(Command(), [line])
         assert "secret" in str(caught.value)
         for told in ("hunter2", "hf_abc", "u:pw", "Zk3n", "letmein", "1234", "it is me"):
             assert told not in str(caught.value)
@@ -394,7 +394,7 @@ class TestConfig:
         content = {"tracking": {"project": "env", "notes": "DB_PASS"}, "question": question}
         Path("own/experiments/x.yaml").write_text(yaml.safe_dump(content))
         with pytest.raises(ConfigError) as caught:
-            open_door(Verb(), ["-cd", "own", "experiment=x"])
+            run_command(Command(), ["-cd", "own", "experiment=x"])
         assert "hunter2" not in str(caught.value)
 
     def test_what_is_no_secret_is_read(
@@ -406,21 +406,21 @@ class TestConfig:
         assert compose_lines(lines).question == f"north-2 {tmp_path} none"
 
     def test_the_hash_does_not_depend_on_a_secret(
-        self, compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+        self, compose: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = config_hash(compose_lines(["seed=1"]))
         monkeypatch.setenv("DB_PASS", "another-0042")
         assert config_hash(compose_lines(["seed=1"])) == before
 
-    def test_what_was_hidden_is_not_trained_with(self, compose: Callable[..., Run]) -> None:
+    def test_what_was_hidden_is_not_trained_with(self, compose: Callable[..., RunConfig]) -> None:
         recorded = dict(compose_lines(["seed=1"]).as_dict()["data"])  # type: ignore[call-overload]
         key = next(key for key, value in recorded.items() if key != "_target_")
         with pytest.raises(ConfigError, match="was a secret, which is not written down"):
-            part("data", recorded | {key: f"https://{HIDDEN}@host"})
+            parse_group("data", recorded | {key: f"https://{HIDDEN}@host"})
 
 
 def test_the_server_s_address_loses_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://user:s3cr3tPW99@localhost:8080")
     connection.hide_credentials()
     assert os.environ["WANDB_BASE_URL"] == "http://localhost:8080"
-    assert redacted("the s3cr3tPW99") == f"the {HIDDEN}"
+    assert redact("the s3cr3tPW99") == f"the {HIDDEN}"

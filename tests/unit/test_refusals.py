@@ -5,10 +5,10 @@ import re
 import pytest
 from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 
-from scalewise.config import tree
+from scalewise.config import paths
 from scalewise.config.compose import compose
-from scalewise.config.near import EXPECTED
-from scalewise.config.refuse import diagnose
+from scalewise.config.diagnostics import diagnose_overrides
+from scalewise.config.suggestions import EXPECTED_OPTIONS
 from scalewise.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("workstation", "example_files")
@@ -19,7 +19,7 @@ TYPOS: list[Row] = [
     (["optimizer=zzz"], "optimizer", "no such option", "there is adafactor, adamw, adamw_4bit"),
     *(
         ([f"{group}={option}"], group, "no such option", f"set {choice}")
-        for (group, option), choice in EXPECTED.items()
+        for (group, option), choice in EXPECTED_OPTIONS.items()
     ),
     (["experiment=smok"], "experiment", "no such option", "did you mean smoke?"),
     (["sweep=learning_rat"], "sweep", "no such option", "did you mean learning_rate?"),
@@ -99,13 +99,13 @@ TARGETS: list[Row] = [
         "data=captions, chat",
     ),
     (
-        ["optimizer._target_=scalewise.schedules.Cosine"],
+        ["optimizer._target_=scalewise.lr_schedules.CosineConfig"],
         "optimizer._target_",
         "no registered option of optimizer",
         "optimizer=adafactor, adamw",
     ),
     (
-        ["optimizer=sgd", "optimizer._target_=scalewise.optimizers.adam.AdamW"],
+        ["optimizer=sgd", "optimizer._target_=scalewise.optimizers.adam.AdamWConfig"],
         "optimizer._target_",
         "has other keys than the option chosen: beta1",
         "optimizer=adafactor, adamw",
@@ -147,9 +147,9 @@ PRESETS: list[Row] = [
 
 
 def test_what_goes_by_another_name_is_there() -> None:
-    for choice in " ".join(EXPECTED.values()).split():
+    for choice in " ".join(EXPECTED_OPTIONS.values()).split():
         group, option = choice.split("=")
-        assert option in tree.names(group)
+        assert option in paths.option_names(group)
 
 
 @pytest.mark.parametrize(
@@ -218,4 +218,4 @@ def test_overrides_are_a_list_of_texts() -> None:
 
 @pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])
 def test_nothing_is_found_where_nothing_is_wrong(line: str) -> None:
-    assert diagnose([line]) == []
+    assert diagnose_overrides([line]) == []

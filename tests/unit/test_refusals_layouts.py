@@ -5,7 +5,7 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii
 
 from scalewise.config.compose import compose
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
@@ -300,4 +300,4 @@ UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]
     ids=" ".join,
 )
 def test_what_looks_alike_and_runs(overrides: list[str]) -> None:
-    assert isinstance(compose(overrides), Run)
+    assert isinstance(compose(overrides), RunConfig)

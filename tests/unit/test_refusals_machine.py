@@ -5,7 +5,7 @@ from fixtures.refusals import REFUSAL, Row, assert_refused, in_ascii, refused
 
 from scalewise.config.compose import compose
 from scalewise.hardware import Machine
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("workstation", "example_files")
 
@@ -53,7 +53,7 @@ def test_variables_on_which_the_tracker_would_stumble(
 
 def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
     for overrides, *_ in MACHINE:
-        assert isinstance(compose(overrides, here=False), Run)
+        assert isinstance(compose(overrides, here=False), RunConfig)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ RULES: list[Row] = [
         "false",
     ),
     (
-        ["+callbacks.x._target_=scalewise.training.callbacks.guard.LossGard"],
+        ["+callbacks.x._target_=scalewise.training.callbacks.loss_guard.LossGard"],
         "callbacks.x._target_",
         "is no callback of the suite",
         "LossGuard?",

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from scalewise import atomic, cli, regular_files
-from scalewise.adapters import resumed
+from scalewise.adapters import resume
 from scalewise.checkpoints import store
-from scalewise.config.door import Verb, open_door
-from scalewise.data import content, reading
-from scalewise.launch import locks, progress
+from scalewise.config.app import Command, run_command
+from scalewise.data import content, text_files
+from scalewise.launch import job_progress, locks
 from scalewise.models.safetensors_files import SafetensorsFiles
 from scalewise.regular_files import IrregularFileError
 from scalewise.reports import records
-from scalewise.tracking import files
+from scalewise.tracking import run_files
 
 
 def _socket(path: Path) -> None:
@@ -37,14 +37,14 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "read",
     [
         regular_files.read_bytes,
-        regular_files.check,
-        files.read_json,
-        files.load_yaml,
-        files.read_metrics,
-        reading.read_text,
-        lambda path: list(reading.json_lines(path)),
-        lambda path: content.sampled([path]),
-        lambda path: atomic.copy(path, path.with_name("copy")),
+        regular_files.check_regular,
+        run_files.read_json,
+        run_files.load_yaml,
+        run_files.read_metrics,
+        text_files.read_text,
+        lambda path: list(text_files.iter_json_lines(path)),
+        lambda path: content.sampled_digests([path]),
+        lambda path: atomic.copy_atomic(path, path.with_name("copy")),
         lambda path: SafetensorsFiles([path], "model.path", ""),
         store._fingerprint,
     ],
@@ -81,30 +81,30 @@ def test_commands_name_what_is_no_file_in_a_run(
 
 def test_files_of_a_sweep_and_an_adapter_are_checked(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "sweep.json")
-    for read in (records.read, progress.of):
+    for read in (records.read_record, job_progress.read_progress):
         with pytest.raises(IrregularFileError, match=r"sweep\.json"):
             read(tmp_path)
     os.mkfifo(tmp_path / "resolved.yaml")
     with pytest.raises(IrregularFileError, match=r"resolved\.yaml"):
-        resumed._resolved(tmp_path / "checkpoints" / "step-1")
+        resume._resolved_config(tmp_path / "checkpoints" / "step-1")
 
 
 def test_an_experiment_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "experiments").mkdir()
     os.mkfifo(tmp_path / "experiments" / "x.yaml")
     with pytest.raises(IrregularFileError, match=r"x\.yaml is a FIFO"):
-        open_door(Verb(), ["-cd", str(tmp_path), "experiment=x"])
+        run_command(Command(), ["-cd", str(tmp_path), "experiment=x"])
 
 
 def test_a_lock_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / locks.FILE)
-    assert locks.owner(tmp_path) is None
+    assert locks.lock_owner(tmp_path) is None
 
 
 def test_absent_and_whole_files_are_read_as_before(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         regular_files.read_text(tmp_path / "file")
-    regular_files.check(tmp_path / "file")
+    regular_files.check_regular(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"a\r\nb\xff")
     (tmp_path / "link").symlink_to("file")
     assert regular_files.read_text(tmp_path / "link", errors="replace") == "a\nb\ufffd"

@@ -10,41 +10,41 @@ import pytest
 from fixtures.reports import GRID, RUNGS, grid_job, make_sweep, rung_job
 
 from scalewise.reports import (
-    changes,
+    ablation_effects,
     compare,
-    coordinates,
-    headings,
     importance,
-    numbers,
-    outline,
+    number_format,
+    parallel_coordinates,
     records,
+    report_model,
+    section_titles,
 )
-from scalewise.reports.compare import LOSS, PEAK, STEP, Comparison
-from scalewise.reports.records import Change, RunRecord, Summary, SweepRecord
-from scalewise.reports.sections import Section
+from scalewise.reports.compare import LOSS, PEAK, STEP, ReportComparison
+from scalewise.reports.records import RunRecord, RunSummary, SettingChange, SweepRecord
+from scalewise.reports.sections import ReportSection
 
 GIB = 1024**3
-UNIT = numbers.memory_unit([GIB])
+UNIT = number_format.memory_unit([GIB])
 
 
 def run(number: int, varied: dict[str, Any], **metrics: float) -> RunRecord:
     known = {"step": STEP, "peak": PEAK, "loss": LOSS}
-    summary = Summary(metrics={known[key]: value for key, value in metrics.items()})
+    summary = RunSummary(metrics={known[key]: value for key, value in metrics.items()})
     return RunRecord(str(number), number, "ok", varied=varied, summary=summary)
 
 
-def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> Comparison:
-    return compare.of_sweep(
+def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportComparison:
+    return compare.compare_sweep(
         SweepRecord("s", "s", "", "", "train", None, None, varying, None, tuple(jobs))
     )
 
 
-def rungs(*settings: dict[str, Any]) -> Comparison:
+def rungs(*settings: dict[str, Any]) -> ReportComparison:
     jobs = [
         RunRecord(
             str(n), n, "ok", varied={"experiment": f"e{n}"},
-            changed=tuple(Change(key, None, value) for key, value in found.items()),
-            summary=Summary(metrics={STEP: 1.0 + n}),
+            changed=tuple(SettingChange(key, None, value) for key, value in found.items()),
+            summary=RunSummary(metrics={STEP: 1.0 + n}),
         )
         for n, found in enumerate(settings)
     ]  # fmt: skip
@@ -54,11 +54,11 @@ def rungs(*settings: dict[str, Any]) -> Comparison:
 def test_times_of_jobs_that_ran_at_once_are_not_compared(tmp_path: Path) -> None:
     at = {"started": "2026-03-14T09:26:53+00:00", "ended": "2026-03-14T09:32:04+00:00"}
     make_sweep(tmp_path, GRID, lambda number, varied: grid_job(number, varied) | at)
-    record = records.read(tmp_path)
+    record = records.read_record(tmp_path)
     assert isinstance(record, SweepRecord)
-    found = changes.changes(compare.of_sweep(record), UNIT)
+    found = ablation_effects.changes_section(compare.compare_sweep(record), UNIT)
     assert found is not None
-    assert changes.CROWDED in found.notes
+    assert ablation_effects.CROWDED in found.notes
     told = " ".join([str(found.finding), *map(str, found.said)])
     assert "memory" in told
     assert "time" not in told
@@ -83,22 +83,24 @@ class TestEffect:
         ],
     )
     def test_reads(self, time: float | None, memory: float | None, want: str) -> None:
-        assert changes.effect(time, memory) == want
+        assert ablation_effects.effect_text(time, memory) == want
 
 
 class TestLadder:
     def test_each_rung_keeps_and_adds(self) -> None:
-        found = changes.ladder(rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3}))
+        found = ablation_effects.as_ablation(
+            rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
+        )
         assert [rung.added for rung in found] == [(), ("a=2",), ("b=3",)]
 
     def test_fields_of_a_new_option_go_without_saying(self) -> None:
         new = {"memory": "x", "memory.every": 2}
-        found = changes.ladder(rungs({}, new, new | {"b": 3}))
+        found = ablation_effects.as_ablation(rungs({}, new, new | {"b": 3}))
         assert found[1].added == ("memory=x",)
 
     def test_a_compiler_may_go_with_what_it_does_not_reach(self) -> None:
         compiled = {"a": 1, "compile": "block"}
-        found = changes.ladder(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
+        found = ablation_effects.as_ablation(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
         assert found[-1].added == ("b=2", "without compile=block")
 
     @pytest.mark.parametrize(
@@ -123,11 +125,11 @@ class TestLadder:
         ],
     )
     def test_what_is_none(self, settings: tuple[dict[str, Any], ...]) -> None:
-        assert changes.ladder(rungs(*settings)) == ()
+        assert ablation_effects.as_ablation(rungs(*settings)) == ()
 
     def test_names_and_places_are_no_techniques(self) -> None:
         asides = [{"question": n, "launch.timeout": n, "tracking.group": n} for n in range(3)]
-        assert changes.ladder(rungs(*asides)) == ()
+        assert ablation_effects.as_ablation(rungs(*asides)) == ()
 
     def test_is_told_rung_by_rung(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", RUNGS, rung_job), "changes")
@@ -151,7 +153,9 @@ class TestSwaps:
     def test_pairs_differ_in_one_setting(self, tmp_path: Path) -> None:
         found = {
             (swap.key, swap.value): swap
-            for swap in changes.swaps(comparison(make_sweep(tmp_path / "s", GRID, grid_job)))
+            for swap in ablation_effects.value_swaps(
+                comparison(make_sweep(tmp_path / "s", GRID, grid_job))
+            )
         }
         assert found["precision", "bf16_mixed"].pairs == 8
         assert found["precision", "bf16_mixed"].time == pytest.approx(0.7)
@@ -175,7 +179,9 @@ class TestSwaps:
     def test_one_setting_is_told_against_the_reference(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB * (2 + n))
                 for n, p in enumerate(("single", "ddp", "fsdp"))]  # fmt: skip
-        section = changes.changes(sweep({"parallelism": ("single", "ddp", "fsdp")}, jobs), UNIT)
+        section = ablation_effects.changes_section(
+            sweep({"parallelism": ("single", "ddp", "fsdp")}, jobs), UNIT
+        )
         assert section is not None
         assert section.finding == "fsdp cut the step by 20% for 2.0× the memory"  # noqa: RUF001
         assert section.notes[0].startswith("All against single:")
@@ -183,7 +189,9 @@ class TestSwaps:
     def test_two_jobs_leave_no_empty_figure(self) -> None:
         jobs = [run(n, {"parallelism": p}, step=1.0 - 0.1 * n, peak=GIB)
                 for n, p in enumerate(("single", "ddp"))]  # fmt: skip
-        section = changes.changes(sweep({"parallelism": ("single", "ddp")}, jobs), UNIT)
+        section = ablation_effects.changes_section(
+            sweep({"parallelism": ("single", "ddp")}, jobs), UNIT
+        )
         assert section is not None
         assert section.notes == ()
         assert section.said[0].startswith("All against single:")
@@ -192,30 +200,36 @@ class TestSwaps:
         rows = [(p, seed) for p in ("single", "ddp") for seed in (1, 2)]
         jobs = [run(n, {"parallelism": p, "seed": seed}, step=(2.0, 2.2, 1.0, 1.1)[n], peak=GIB)
                 for n, (p, seed) in enumerate(rows)]  # fmt: skip
-        (only,) = changes.swaps(sweep({"parallelism": ("single", "ddp"), "seed": (1, 2)}, jobs))
+        (only,) = ablation_effects.value_swaps(
+            sweep({"parallelism": ("single", "ddp"), "seed": (1, 2)}, jobs)
+        )
         assert (only.value, only.pairs) == ("ddp", 2)
         assert only.time == pytest.approx(0.5)
-        assert changes.changes(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
+        assert ablation_effects.changes_section(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
 
     def test_nothing_without_a_measured_pair(self) -> None:
         jobs = [RunRecord(str(n), n, "failed", varied={"seed": n}) for n in range(3)]
-        assert changes.changes(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None
+        assert ablation_effects.changes_section(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None
 
 
-def comparison(folder: Path) -> Comparison:
-    return outline.of(records.read(folder)).comparison
+def comparison(folder: Path) -> ReportComparison:
+    return report_model.build_report(records.read_record(folder)).comparison
 
 
 def part(folder: Path, ident: str) -> Any:
-    (found,) = [p for p in outline.of(records.read(folder)).parts if p.ident == ident]
-    assert isinstance(found, Section)
+    (found,) = [
+        p for p in report_model.build_report(records.read_record(folder)).parts if p.ident == ident
+    ]
+    assert isinstance(found, ReportSection)
     return found
 
 
 class TestImportance:
     def test_a_full_grid_is_shared_out(self, tmp_path: Path) -> None:
         """Of additive effects on the logarithm the shares are those of the variance itself."""
-        found = importance.of(comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log)
+        found = importance.variance_shares(
+            comparison(make_sweep(tmp_path / "s", GRID, grid_job)), STEP, np.log
+        )
         assert sum(found.values()) == pytest.approx(1, abs=0.1)
         assert max(found, key=lambda key: found[key]) == "parallelism"
         assert found["optimizer.lr"] == 0
@@ -232,29 +246,31 @@ class TestImportance:
         }
         rows = [(name, weight) for name, found in weights.items() for weight in found]
         jobs = [run(n, {"data": name}, loss=weight) for n, (name, weight) in enumerate(rows)]
-        found = importance.of(sweep({"data": tuple(weights)}, jobs), LOSS)
+        found = importance.variance_shares(sweep({"data": tuple(weights)}, jobs), LOSS)
         assert found["data"] == pytest.approx((4.8461 - 1) * 2 / (2 * 4.8461 + 27), abs=1e-4)
 
     def test_numbers_that_none_share_are_ranked(self) -> None:
         rates = [10.0**-n for n in range(8)]
         jobs = [run(n, {"optimizer.lr": r, "seed": n % 2}, loss=float(n) ** 3 + 1)
                 for n, r in enumerate(rates)]  # fmt: skip
-        found = importance.of(sweep({"optimizer.lr": tuple(rates), "seed": (0, 1)}, jobs), LOSS)
+        found = importance.variance_shares(
+            sweep({"optimizer.lr": tuple(rates), "seed": (0, 1)}, jobs), LOSS
+        )
         assert found["optimizer.lr"] == pytest.approx(1)
 
     def test_words_that_none_share_are_left_out(self) -> None:
         jobs = [run(n, {"data": f"d{n}", "seed": n % 2}, loss=1.0 + n) for n in range(6)]
         varying = {"data": tuple(f"d{n}" for n in range(6)), "seed": (0, 1)}
-        assert set(importance.of(sweep(varying, jobs), LOSS)) == {"seed"}
+        assert set(importance.variance_shares(sweep(varying, jobs), LOSS)) == {"seed"}
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_few_jobs_say_nothing(self, count: int) -> None:
         jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=1.0 + n) for n in range(count)]
-        assert importance.importance(sweep({"a": (0, 1), "b": (0, 1)}, jobs)) is None
+        assert importance.importance_section(sweep({"a": (0, 1), "b": (0, 1)}, jobs)) is None
 
     def test_a_flat_number_says_nothing(self) -> None:
         jobs = [run(n, {"a": n % 2, "b": n // 2}, loss=3.0 + 1e-5 * n) for n in range(4)]
-        assert importance.of(sweep({"a": (0, 1), "b": (0, 1)}, jobs), LOSS) == {}
+        assert importance.variance_shares(sweep({"a": (0, 1), "b": (0, 1)}, jobs), LOSS) == {}
 
     def test_chance_is_taken_off(self) -> None:
         """Of pure noise a setting with many values would else seem to tell a lot."""
@@ -263,7 +279,9 @@ class TestImportance:
             jobs = [run(n, {"a": n % 8, "b": n % 2}, loss=float(math.exp(noise.normal())))
                     for n in range(16)]  # fmt: skip
             shares.append(
-                importance.of(sweep({"a": tuple(range(8)), "b": (0, 1)}, jobs), LOSS)["a"]
+                importance.variance_shares(sweep({"a": tuple(range(8)), "b": (0, 1)}, jobs), LOSS)[
+                    "a"
+                ]
             )
         assert np.mean(shares) < 0.25
 
@@ -285,7 +303,7 @@ class TestCoordinates:
 
     def test_two_jobs_need_no_lines(self) -> None:
         jobs = [run(n, {"seed": n}, step=1.0 + n, peak=GIB) for n in range(2)]
-        assert coordinates.coordinates(sweep({"seed": (0, 1)}, jobs), UNIT) is None
+        assert parallel_coordinates.coordinates_section(sweep({"seed": (0, 1)}, jobs), UNIT) is None
 
 
 def test_a_job_that_never_began_did_not_run() -> None:
@@ -294,5 +312,5 @@ def test_a_job_that_never_began_did_not_run() -> None:
         RunRecord("0", 0, "ok", varied={"seed": 1}, started=begun),
         RunRecord("1", 1, "interrupted", varied={"seed": 2}),
     ]
-    told = headings.varied(sweep({"seed": (1, 2)}, jobs))
+    told = section_titles.matrix_heading(sweep({"seed": (1, 2)}, jobs))
     assert told.endswith("one of two jobs ran")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from scalewise.reports import compare, findings, headings, numbers, redact
+from scalewise.reports import compare, number_format, redact, section_titles, summary_sentences
+from scalewise.reports.chart_layout import round_ticks, spread_labels
 from scalewise.reports.compare import LOSS, PEAK, SPEED, STEP
-from scalewise.reports.layout import apart, ticks
-from scalewise.reports.records import RunRecord, Series, Summary, SweepRecord
+from scalewise.reports.records import MetricSeries, RunRecord, RunSummary, SweepRecord
 
 GIB = 1024**3
 
@@ -22,8 +22,8 @@ def run(
     number: int, varied: dict[str, Any], losses: list[float] | None = None, **metrics: float
 ) -> RunRecord:
     known = {"tokens": SPEED, "step": STEP, "peak": PEAK, "loss": LOSS}
-    summary = Summary(steps=3, metrics={known.get(key, key): v for key, v in metrics.items()})
-    curve = Series((1, 2, 3), tuple(losses)) if losses else Series()
+    summary = RunSummary(steps=3, metrics={known.get(key, key): v for key, v in metrics.items()})
+    curve = MetricSeries((1, 2, 3), tuple(losses)) if losses else MetricSeries()
     return RunRecord(
         folder=str(number), number=number, status="ok", varied=varied, summary=summary,
         series={LOSS: curve},
@@ -32,13 +32,13 @@ def run(
 
 def sweep(
     varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord], reference: int | None = None
-) -> compare.Comparison:
-    return compare.of_sweep(
+) -> compare.ReportComparison:
+    return compare.compare_sweep(
         SweepRecord("s", "s", "", "", "train", None, None, varying, reference, tuple(jobs))
     )
 
 
-def four() -> compare.Comparison:
+def four() -> compare.ReportComparison:
     varying = {"precision": ("fp32", "bf16_mixed"), "parallelism": ("single", "ddp")}
     rows = [
         ("fp32", "single", 509.4, 4.02, 3.81, [9.0, 7.0, 6.0]),
@@ -104,15 +104,15 @@ class TestNames:
 
 class TestBest:
     def test_marks_the_best(self) -> None:
-        assert compare.best([1.0, 3.0, None, 2.0], True, numbers.whole) == 1
-        assert compare.best([1.0, 3.0, None, 2.0], False, numbers.whole) == 0
+        assert compare.best_index([1.0, 3.0, None, 2.0], True, number_format.format_whole) == 1
+        assert compare.best_index([1.0, 3.0, None, 2.0], False, number_format.format_whole) == 0
 
     def test_no_mark_where_the_best_read_the_same(self) -> None:
-        assert compare.best([6.14231, 6.14232, 6.2], False, numbers.loss) is None
+        assert compare.best_index([6.14231, 6.14232, 6.2], False, number_format.format_loss) is None
 
     def test_no_mark_without_a_choice(self) -> None:
-        assert compare.best([1.0, None], True, numbers.whole) is None
-        assert compare.best([], True, numbers.whole) is None
+        assert compare.best_index([1.0, None], True, number_format.format_whole) is None
+        assert compare.best_index([], True, number_format.format_whole) is None
 
     def test_front_is_what_no_other_job_beats(self) -> None:
         assert [job.name for job in four().front] == ["ddp · bf16", "single · bf16"]
@@ -126,17 +126,19 @@ class TestDistance:
     def test_is_taken_at_common_steps(self) -> None:
         found = four()
         assert compare.largest_distance(found.jobs[1], found.jobs[0]) == pytest.approx(2e-6)
-        assert compare.distance(found.jobs[0], found.jobs[0]) is None
+        assert compare.loss_distance(found.jobs[0], found.jobs[0]) is None
 
     def test_skips_steps_that_are_not_numbers(self) -> None:
         jobs = [run(0, {"seed": 0}, [3.0, 2.0, 1.0]), run(1, {"seed": 1}, [3.5, math.nan, 1.25])]
         found = sweep({"seed": (0, 1)}, jobs)
-        assert compare.distance(found.jobs[1], found.jobs[0]) == Series((1, 3), (0.5, 0.25))
+        assert compare.loss_distance(found.jobs[1], found.jobs[0]) == MetricSeries(
+            (1, 3), (0.5, 0.25)
+        )
 
 
 class TestBreakdown:
     def test_other_is_what_the_parts_leave(self) -> None:
-        job = compare.of_run(
+        job = compare.compare_run(
             run(0, {}, peak=10, **{"memory/parameters_bytes": 4, "memory/activations_bytes": 3})
         ).jobs[0]
         found = compare.breakdown(job, compare.MEMORY, PEAK, compare.MEMORY_REST)
@@ -147,7 +149,7 @@ class TestBreakdown:
         }
 
     def test_no_other_where_the_parts_exceed_the_whole(self) -> None:
-        job = compare.of_run(run(0, {}, peak=10, **{"memory/parameters_bytes": 14})).jobs[0]
+        job = compare.compare_run(run(0, {}, peak=10, **{"memory/parameters_bytes": 14})).jobs[0]
         assert compare.MEMORY_REST not in compare.breakdown(
             job, compare.MEMORY, PEAK, compare.MEMORY_REST
         )
@@ -158,7 +160,7 @@ class TestLttb:
         noise = random.Random(1)
         values = [noise.random() for _ in range(1000)]
         values[437] = 50.0
-        kept = compare.lttb(Series(tuple(range(1000)), tuple(values)), 60)
+        kept = compare.lttb(MetricSeries(tuple(range(1000)), tuple(values)), 60)
         assert len(kept.steps) == 60
         assert (kept.steps[0], kept.steps[-1]) == (0, 999)
         assert 437 in kept.steps
@@ -166,12 +168,12 @@ class TestLttb:
 
     @pytest.mark.parametrize("size", [0, 1, 2, 5, 60])
     def test_leaves_short_series_alone(self, size: int) -> None:
-        series = Series(tuple(range(size)), tuple(float(n) for n in range(size)))
+        series = MetricSeries(tuple(range(size)), tuple(float(n) for n in range(size)))
         assert compare.lttb(series, 60) is series
 
     @pytest.mark.parametrize("size", [61, 62, 119, 120, 121, 179])
     def test_any_size_gives_the_count(self, size: int) -> None:
-        kept = compare.lttb(Series(tuple(range(size)), (0.0,) * size), 60)
+        kept = compare.lttb(MetricSeries(tuple(range(size)), (0.0,) * size), 60)
         assert len(set(kept.steps)) == 60
 
 
@@ -190,30 +192,33 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("text", "want"),
         [
-            (numbers.fixed(None, 2), "–"),
-            (numbers.fixed(0.0, 2), "0"),
-            (numbers.fixed(0.004, 2), "<0.01"),
-            (numbers.fixed(-2.5, 1), "−2.5"),
-            (numbers.fixed(math.nan, 2), "not finite"),
-            (numbers.whole(1432.17), "1,432"),
-            (numbers.milliseconds(1.43), "1,430"),
-            (numbers.milliseconds(0.01), "10"),
-            (numbers.milliseconds(0.00996), "10"),
-            (numbers.milliseconds(0.0047), "4.7"),
-            (numbers.milliseconds(0.00052), "0.52"),
-            (numbers.milliseconds(0.0), "0"),
-            (numbers.loss(6.14231), "6.1423"),
-            (numbers.power(3.14e-6), "3.1e−6"),
-            (numbers.power(0), "0"),
-            (numbers.ratio(2.81), "2.8×"),
-            (numbers.ratio(14.4), "14×"),
-            (numbers.percent(0.266), "27%"),
-            (numbers.percent(0.001), "<1%"),
-            (numbers.memory_unit([4.13 * GIB]).full(4.13 * GIB), "4.13\u00a0GiB"),
-            (numbers.memory_unit([5 * 1024**2]).full(5.5 * 1024**2), "5.50\u00a0MiB"),
-            (numbers.instant(datetime(2026, 3, 14, 9, 26, tzinfo=UTC)), "14 Mar 2026, 09:26 UTC"),
-            (numbers.value([True, None, 1e-3]), "[true,null,0.001]"),
-            (numbers.between("2", "2", "%"), "2%"),
+            (number_format.format_fixed(None, 2), "–"),
+            (number_format.format_fixed(0.0, 2), "0"),
+            (number_format.format_fixed(0.004, 2), "<0.01"),
+            (number_format.format_fixed(-2.5, 1), "−2.5"),
+            (number_format.format_fixed(math.nan, 2), "not finite"),
+            (number_format.format_whole(1432.17), "1,432"),
+            (number_format.format_milliseconds(1.43), "1,430"),
+            (number_format.format_milliseconds(0.01), "10"),
+            (number_format.format_milliseconds(0.00996), "10"),
+            (number_format.format_milliseconds(0.0047), "4.7"),
+            (number_format.format_milliseconds(0.00052), "0.52"),
+            (number_format.format_milliseconds(0.0), "0"),
+            (number_format.format_loss(6.14231), "6.1423"),
+            (number_format.format_power(3.14e-6), "3.1e−6"),
+            (number_format.format_power(0), "0"),
+            (number_format.format_ratio(2.81), "2.8×"),
+            (number_format.format_ratio(14.4), "14×"),
+            (number_format.format_percent(0.266), "27%"),
+            (number_format.format_percent(0.001), "<1%"),
+            (number_format.memory_unit([4.13 * GIB]).full(4.13 * GIB), "4.13\u00a0GiB"),
+            (number_format.memory_unit([5 * 1024**2]).full(5.5 * 1024**2), "5.50\u00a0MiB"),
+            (
+                number_format.format_instant(datetime(2026, 3, 14, 9, 26, tzinfo=UTC)),
+                "14 Mar 2026, 09:26 UTC",
+            ),
+            (number_format.format_value([True, None, 1e-3]), "[true,null,0.001]"),
+            (number_format.format_range("2", "2", "%"), "2%"),
         ],
     )  # fmt: skip
     def test_reads(self, text: str, want: str) -> None:
@@ -223,7 +228,7 @@ class TestNumbers:
 class TestSentences:
     def test_verdict(self) -> None:
         said = (
-            findings.verdict(four(), numbers.memory_unit([4 * GIB]))
+            summary_sentences.summary_text(four(), number_format.memory_unit([4 * GIB]))
             .striptags()
             .replace("\u00a0", " ")
         )
@@ -240,23 +245,27 @@ class TestSentences:
         ]
         found = sweep({"seed": (0, 1)}, jobs)
         assert (
-            findings.verdict(found, numbers.memory_unit([]))
+            summary_sentences.summary_text(found, number_format.memory_unit([]))
             == "No job finished: 1 failed, 1 timed out."
         )
 
     def test_loss_heading_parts_equal_mathematics_from_the_rest(self) -> None:
-        assert headings.loss_heading(four()) == (
+        assert section_titles.loss_heading(four()) == (
             "One job follows single · fp32 to within 2.0e−6; two jobs stray 3.0e−3 to 4.0e−3"
         )
 
     def test_time_heading_calls_out_a_stall(self) -> None:
         job = run(0, {}, step=1.0, **{"time/data_s": 0.4, "time/backward_s": 0.5})
-        found = headings.shares(compare.of_run(job).jobs, compare.TIME, STEP, compare.TIME_REST)
-        assert headings.time_heading(found) == "Waiting for data takes 40% of the step"
+        found = section_titles.part_shares(
+            compare.compare_run(job).jobs, compare.TIME, STEP, compare.TIME_REST
+        )
+        assert section_titles.time_heading(found) == "Waiting for data takes 40% of the step"
 
     def test_names_are_escaped(self) -> None:
         jobs = [run(n, {"data": v}, tokens=5.0 - n) for n, v in enumerate(("<b>&", "plain"))]
-        said = findings.verdict(sweep({"data": ("<b>&", "plain")}, jobs), numbers.memory_unit([]))
+        said = summary_sentences.summary_text(
+            sweep({"data": ("<b>&", "plain")}, jobs), number_format.memory_unit([])
+        )
         assert "&lt;b&gt;&amp;" in said
         assert "<b><b>" not in said
 
@@ -265,7 +274,7 @@ class TestSentences:
     )
     def test_failures_are_counted(self, status: str) -> None:
         found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied={"seed": 0})])
-        assert headings.failed_heading(found).startswith("One job ")
+        assert section_titles.failed_heading(found).startswith("One job ")
 
 
 class TestLayout:
@@ -273,12 +282,12 @@ class TestLayout:
         ("low", "high"), [(0, 4.13), (5.98, 10.4), (0, 1e-3), (1, 200), (0, 4020)]
     )
     def test_ticks_are_few_and_inside(self, low: float, high: float) -> None:
-        found = ticks(low, high, 4)
+        found = round_ticks(low, high, 4)
         assert 2 <= len(found) <= 6
         assert low <= found[0] <= found[-1] <= high
 
     def test_labels_stand_apart(self) -> None:
-        moved = apart([100.0, 101.0, 102.0, 10.0], 15, 0, 110)
+        moved = spread_labels([100.0, 101.0, 102.0, 10.0], 15, 0, 110)
         ordered = sorted(moved)
         assert all(b - a >= 15 - 1e-9 for a, b in pairwise(ordered))
         assert max(moved) <= 110
@@ -301,16 +310,16 @@ class TestRedact:
         ],
     )
     def test_text(self, raw: str, want: str) -> None:
-        assert redact.text(raw) == want
+        assert redact.redact_text(raw) == want
 
     def test_colours_of_what_a_program_printed_are_left_out(self) -> None:
         red = "\x1b[31mred\x1b[0m"
-        found = redact.tree({"log_tail": [red], "reason": red, "name": red})
+        found = redact.redact_values({"log_tail": [red], "reason": red, "name": red})
         told = "\\x1b[31mred\\x1b[0m"
         assert found == {"log_tail": ["red"], "reason": "red", "name": told}
 
     def test_tree_hides_what_a_key_names(self) -> None:
-        found = redact.tree(
+        found = redact.redact_values(
             {"changed": [{"key": "hub.api_key", "default": None, "value": 7}], "password": "x"}
         )
         assert found == {

@@ -3,13 +3,13 @@
 import pytest
 
 from scalewise.reports import preferences
-from scalewise.reports.compare import PREFERRED, Job
-from scalewise.reports.records import RunRecord, Series
+from scalewise.reports.compare import PREFERRED, ReportJob
+from scalewise.reports.records import MetricSeries, RunRecord
 
 
-def job(name: str, *values: float) -> Job:
+def job(name: str, *values: float) -> ReportJob:
     steps = tuple(range(10, 10 + len(values)))
-    return Job(RunRecord(name, series={PREFERRED: Series(steps, values)}), name)
+    return ReportJob(RunRecord(name, series={PREFERRED: MetricSeries(steps, values)}), name)
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ def job(name: str, *values: float) -> Job:
         ([job("a", 0.5)], "in 50%, not more than untrained"),
     ],
 )
-def test_the_finding_is_beside_the_untrained_model(jobs: list[Job], said: str) -> None:
-    section = preferences.section(jobs)
+def test_the_finding_is_beside_the_untrained_model(jobs: list[ReportJob], said: str) -> None:
+    section = preferences.preference_section(jobs)
     assert section is not None
     assert section.finding == f"Held-out pairs are preferred rightly {said}"
     assert [panel.title for panel in section.panels] == ["Preference accuracy"]
 
 
 def test_nothing_is_said_where_nothing_was_compared() -> None:
-    assert preferences.section([job("a")]) is None
+    assert preferences.preference_section([job("a")]) is None

@@ -14,20 +14,26 @@ import pytest
 import yaml
 
 from scalewise import inputs
-from scalewise.config.door import Verb, open_door
+from scalewise.commands.plan import PlanCommand
+from scalewise.commands.train import TrainCommand
+from scalewise.config.app import Command, run_command
 from scalewise.errors import ConfigError
-from scalewise.launch import resumed_sweep, squeue
+from scalewise.launch import slurm_cli, sweep_resume
 from scalewise.launch.config_hash import config_hash, hash_of_folder
-from scalewise.launch.engine import InTurn, Task
-from scalewise.launch.job import Order, attempts
-from scalewise.launch.resumed_sweep import Earlier, asked, earlier, folder_of, matched
-from scalewise.launch.sweep import claimed, execute_all
-from scalewise.run import Run
-from scalewise.tracking.files import write_json
-from scalewise.verbs.plan import Planner
-from scalewise.verbs.train import Train
+from scalewise.launch.executor import SequentialExecutor, SweepTask
+from scalewise.launch.job import JobSpec, attempt_folders
+from scalewise.launch.sweep_resume import (
+    EarlierJob,
+    earlier_jobs,
+    match_jobs,
+    parse_resume_request,
+    resumed_folder,
+)
+from scalewise.launch.sweep_runner import claim_sweep_folder, execute_all
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import write_json
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 
 class TestHash:
@@ -108,15 +114,15 @@ class TestInputs:
         run, folder = compose("data=text", "data.paths=[a/one.txt]", here=False), tmp_path / "run"
         folder.mkdir()
         (folder / "resolved.yaml").write_text(yaml.safe_dump(run.as_dict()))
-        inputs.record(run.as_dict(), folder)
+        inputs.write_inputs(run.as_dict(), folder)
         before = config_hash(run)
         (texts / "one.txt").write_text("another text")
         assert hash_of_folder(folder) == before != config_hash(run)
 
 
-def job(number: int, digest: str = "a", **varied: str) -> Earlier:
+def job(number: int, digest: str = "a", **varied: str) -> EarlierJob:
     named = {key.replace("__", "."): value for key, value in varied.items()}
-    return Earlier(number, digest, named, Path(str(number)), (), None)
+    return EarlierJob(number, digest, named, Path(str(number)), (), None)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +143,9 @@ def job(number: int, digest: str = "a", **varied: str) -> Earlier:
     ],
 )
 def test_jobs_are_matched_once(
-    wanted: list[Any], known: list[Earlier], numbers: list[int | None]
+    wanted: list[Any], known: list[EarlierJob], numbers: list[int | None]
 ) -> None:
-    found = [None if one is None else one.number for one in matched(wanted, known)]
+    found = [None if one is None else one.number for one in match_jobs(wanted, known)]
     assert found == numbers
 
 
@@ -180,18 +186,18 @@ def leave(attempt: Path, status: str, digest: str | None = None) -> None:
 
 
 def changed_status(folder: Path, **changes: object) -> None:
-    content = resumed_sweep.read_json(folder / "status.json")
+    content = sweep_resume.read_json(folder / "status.json")
     write_json(folder / "status.json", {**content, **changes})
 
 
 def changed_record(folder: Path, **changes: object) -> None:
-    content = resumed_sweep.read_json(folder / "sweep.json")
+    content = sweep_resume.read_json(folder / "sweep.json")
     write_json(folder / "sweep.json", {**content, **changes})
 
 
 class TestWhatIsMissing:
     def missing(self, folder: Path, *retry: str) -> list[int]:
-        return [job.number for job in earlier(folder, retry) if job.result is None]
+        return [job.number for job in earlier_jobs(folder, retry) if job.result is None]
 
     def test_is_what_did_not_end(self, sweep: Path) -> None:
         assert self.missing(sweep) == [3, 4, 5]
@@ -204,7 +210,7 @@ class TestWhatIsMissing:
         for name, status in (("4-2", "interrupted"), ("4-3", "ok"), ("1-2", "interrupted")):
             leave(sweep / name, status)
         assert self.missing(sweep) == [1, 3, 5]
-        found = earlier(sweep, ())
+        found = earlier_jobs(sweep, ())
         assert found[4].result is not None
         assert found[4].result.folder == sweep / "4-3"
         assert [path.name for path in found[1].attempts] == ["1-2", "1"]
@@ -213,13 +219,13 @@ class TestWhatIsMissing:
         (sweep / "5").mkdir()
         (sweep / "5" / "overrides.txt").touch()
         assert self.missing(sweep) == [3, 4, 5]
-        assert earlier(sweep, ())[5].attempts == ()
+        assert earlier_jobs(sweep, ())[5].attempts == ()
 
     def test_ignores_an_attempt_with_another_config_hash(self, sweep: Path) -> None:
         leave(sweep / "3-2", "ok", digest="of another job")
         changed_status(sweep / "0", config_hash="of another job")
         assert self.missing(sweep) == [0, 3, 4, 5]
-        assert [path.name for path in earlier(sweep, ())[3].attempts] == ["3"]
+        assert [path.name for path in earlier_jobs(sweep, ())[3].attempts] == ["3"]
 
     def test_recomputes_the_hash_that_an_old_folder_lacks(
         self, sweep: Path, compose: Compose
@@ -228,7 +234,7 @@ class TestWhatIsMissing:
         for number, seed in (("0", run), ("1", compose("seed=4"))):
             changed_status(sweep / number, config_hash=None)
             (sweep / number / "resolved.yaml").write_text(yaml.safe_dump(seed.as_dict()))
-        rows = resumed_sweep.read_json(sweep / "sweep.json")["jobs"]
+        rows = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
         rows[0]["config_hash"] = rows[1]["config_hash"] = config_hash(run)
         changed_record(sweep, jobs=rows)
         assert self.missing(sweep) == [1, 3, 4, 5]
@@ -236,35 +242,35 @@ class TestWhatIsMissing:
         assert self.missing(sweep) == [0, 1, 3, 4, 5]
 
     def test_a_refusal_keeps_its_words(self, sweep: Path) -> None:
-        result = earlier(sweep, ())[6].result
+        result = earlier_jobs(sweep, ())[6].result
         assert result is not None
         assert (result.status, result.reason, result.exit_code) == ("refused", "by the plan", 2)
 
 
 def test_a_job_that_is_new_gets_a_further_number(sweep: Path, compose: Compose) -> None:
-    known = earlier(sweep, ())
+    known = earlier_jobs(sweep, ())
     tasks = [
-        Task(number, Order(compose(f"seed={number + 1}"), varied={}), sweep / str(number))
+        SweepTask(number, JobSpec(compose(f"seed={number + 1}"), varied={}), sweep / str(number))
         for number in range(2)
     ]
-    own, kept = resumed_sweep.placed(tasks, known, sweep)
+    own, kept = sweep_resume.renumber_tasks(tasks, known, sweep)
     assert [(task.number, task.folder.name) for task in own] == [(7, "7"), (8, "8")]
     assert kept == {}
 
 
 def test_attempts_are_the_newest_first(tmp_path: Path) -> None:
-    assert attempts(tmp_path / "3") == ()
+    assert attempt_folders(tmp_path / "3") == ()
     for name in ("3", "3-2", "3-4"):
         leave(tmp_path / name, "failed")
-    assert [path.name for path in attempts(tmp_path / "3")] == ["3-2", "3"]
+    assert [path.name for path in attempt_folders(tmp_path / "3")] == ["3-2", "3"]
 
 
 def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> None:
     leave(sweep / "4-2", "ok")
     said: list[object] = []
     none: dict[str, Any] = {"announce": said.append, "report": said.append}
-    assert execute_all([], sweep, InTurn(), command="", question="", **none) == []
-    rows = resumed_sweep.read_json(sweep / "sweep.json")["jobs"]
+    assert execute_all([], sweep, SequentialExecutor(), command="", question="", **none) == []
+    rows = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
     statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]
     assert [row["status"] for row in rows] == statuses
     assert rows[4]["folder"] == "4-2"
@@ -272,61 +278,64 @@ def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> Non
 
 class TestFolder:
     def test_last_is_the_newest_of_the_name(self, sweep: Path) -> None:
-        assert folder_of("last", sweep.with_name("2026-02-01_00-00-00")) == sweep
+        assert resumed_folder("last", sweep.with_name("2026-02-01_00-00-00")) == sweep
 
     def test_last_is_the_latest_start_in_utc_and_not_the_last_name(self, sweep: Path) -> None:
         changed_record(sweep, started="2026-01-01T09:00:00+09:00")
         later = sweep.with_name("2025-12-31_23-30-00")
         shutil.copytree(sweep, later)
         changed_record(later, started="2025-12-31T23:30:00-05:00")
-        assert folder_of("last", sweep.with_name("now")) == later
+        assert resumed_folder("last", sweep.with_name("now")) == later
 
     def test_a_new_sweep_never_joins_another(self, sweep: Path) -> None:
-        with claimed(sweep) as lock:
+        with claim_sweep_folder(sweep) as lock:
             assert lock.folder.name == f"{sweep.name}-2"
-        with claimed(sweep.with_name("other")) as lock, claimed(lock.folder) as second:
+        with (
+            claim_sweep_folder(sweep.with_name("other")) as lock,
+            claim_sweep_folder(lock.folder) as second,
+        ):
             assert (lock.folder.name, second.folder.name) == ("other", "other-2")
 
     def test_a_file_is_no_folder_of_a_sweep(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")
         with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*: is a file; give a"):
-            claimed(tmp_path / "file")
+            claim_sweep_folder(tmp_path / "file")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     def test_there_must_be_one(self, tmp_path: Path) -> None:
         for word, reason in (("last", "no sweep under"), (str(tmp_path), "no readable sweep.json")):
             with pytest.raises(ConfigError, match=reason):
-                folder_of(word, tmp_path / "name" / "now")
+                resumed_folder(word, tmp_path / "name" / "now")
 
     def test_it_must_be_of_this_version(self, sweep: Path) -> None:
         row = {"number": 0, "folder": "0", "status": "ok", "varied": {}}
         changed_record(sweep, jobs=[row])
         with pytest.raises(ConfigError, match="could not resume"):
-            folder_of(str(sweep), sweep)
+            resumed_folder(str(sweep), sweep)
 
     def test_its_process_must_be_gone(self, sweep: Path) -> None:
         parent = psutil.Process(os.getppid())
         process = {"pid": parent.pid, "started": parent.create_time()}
         changed_record(sweep, process={**process, "host": socket.gethostname()})
         with pytest.raises(ConfigError, match=f"it still runs, as process {parent.pid}"):
-            folder_of(str(sweep), sweep)
+            resumed_folder(str(sweep), sweep)
         changed_record(sweep, process={**process, "host": "elsewhere"})
         with pytest.raises(ConfigError, match=f"its process {parent.pid} on elsewhere"):
-            folder_of(str(sweep), sweep)
+            resumed_folder(str(sweep), sweep)
         changed_record(sweep, ended="2026-01-01T00:00:00+00:00")
-        assert folder_of(str(sweep), sweep) == sweep
+        assert resumed_folder(str(sweep), sweep) == sweep
 
     def test_a_process_that_only_has_the_number_is_another(self, sweep: Path) -> None:
         process = {"pid": os.getppid(), "started": 1.0, "host": socket.gethostname()}
         changed_record(sweep, process=process)
-        assert folder_of(str(sweep), sweep) == sweep
+        assert resumed_folder(str(sweep), sweep) == sweep
 
     def test_its_jobs_must_be_gone(self, sweep: Path) -> None:
-        status = resumed_sweep.read_json(sweep / "4" / "status.json")
+        status = sweep_resume.read_json(sweep / "4" / "status.json")
         now = {"process": os.getppid(), "started": "2036-01-01T00:00:00+00:00"}
         write_json(sweep / "4" / "status.json", {**status, **now})
         with pytest.raises(ConfigError, match=f"its job 4 still runs, as process {os.getppid()}"):
-            folder_of(str(sweep), sweep)
+            resumed_folder(str(sweep), sweep)
 
     @pytest.mark.parametrize(
         ("states", "told"),
@@ -349,22 +358,24 @@ class TestFolder:
         """Whoever watched may be gone while they wait or run: they would run twice."""
         (sweep / "slurm").mkdir()
         write_json(sweep / "slurm" / "jobs.json", {"0": "11_0", "1": "12_1"})
-        monkeypatch.setattr(squeue, "present", lambda: True)
-        monkeypatch.setattr(squeue, "states", lambda: states)
+        monkeypatch.setattr(slurm_cli, "present", lambda: True)
+        monkeypatch.setattr(slurm_cli, "states", lambda: states)
         if told:
             with pytest.raises(ConfigError, match=told):
-                folder_of(str(sweep), sweep)
+                resumed_folder(str(sweep), sweep)
         else:
-            assert folder_of(str(sweep), sweep) == sweep
+            assert resumed_folder(str(sweep), sweep) == sweep
 
 
 class TestWords:
     def test_are_taken_from_the_line(self) -> None:
-        found, rest = asked(["-m", "seed=1,2", "resume_sweep=last", "retry=failed,timeout"])
+        found, rest = parse_resume_request(
+            ["-m", "seed=1,2", "resume_sweep=last", "retry=failed,timeout"]
+        )
         assert rest == ["-m", "seed=1,2"]
         assert found is not None
         assert (found.sweep, found.retry) == ("last", ("failed", "timeout"))
-        assert asked(["-m", "seed=1,2"]) == (None, ["-m", "seed=1,2"])
+        assert parse_resume_request(["-m", "seed=1,2"]) == (None, ["-m", "seed=1,2"])
 
     @pytest.mark.parametrize(
         ("words", "complaint"),
@@ -377,20 +388,20 @@ class TestWords:
     )
     def test_are_refused(self, words: list[str], complaint: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            asked(words)
+            parse_resume_request(words)
         assert complaint in str(caught.value)
 
-    @pytest.mark.parametrize("verb", [Train, lambda _, found: Planner(found)])
+    @pytest.mark.parametrize("verb", [TrainCommand, lambda _, found: PlanCommand(found)])
     @pytest.mark.parametrize("line", [[], ["-m", "seed=1,2"]])
     def test_leave_nothing_when_refused(
         self,
         line: list[str],
-        verb: Callable[..., Verb],
+        verb: Callable[..., Command],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        found, rest = asked([*line, "resume_sweep=last"])
+        found, rest = parse_resume_request([*line, "resume_sweep=last"])
         with pytest.raises(ConfigError, match="single run" if not line else "there is no sweep"):
-            open_door(verb(rest, found), rest)
+            run_command(verb(rest, found), rest)
         assert list(tmp_path.iterdir()) == []

@@ -4,26 +4,36 @@ import random
 
 import pytest
 
-from scalewise.bench.fit import Sample, error, fitted
-from scalewise.parallelism.collectives import Kind
-from scalewise.parallelism.ring import Link, hops, share
+from scalewise.bench.link_fit import CollectiveSample, fit_link, link_error
+from scalewise.parallelism.communication import CollectiveKind
+from scalewise.parallelism.ring_cost import RingLink, bytes_per_link_fraction, num_hops
 
-KINDS = (Kind.all_reduce, Kind.all_gather, Kind.reduce_scatter, Kind.all_to_all, Kind.send)
+KINDS = (
+    CollectiveKind.all_reduce,
+    CollectiveKind.all_gather,
+    CollectiveKind.reduce_scatter,
+    CollectiveKind.all_to_all,
+    CollectiveKind.send,
+)
 SIZES = tuple(1024 * 4**power for power in range(9))
-LINK = Link(latency_s=20e-6, bytes_per_s=3e9)
+LINK = RingLink(latency_s=20e-6, bytes_per_s=3e9)
 
 
-def samples(link: Link, ranks: int, spread: float = 0.0, seed: int = 1) -> list[Sample]:
+def samples(
+    link: RingLink, ranks: int, spread: float = 0.0, seed: int = 1
+) -> list[CollectiveSample]:
     draw = random.Random(seed)
     return [
-        Sample(kind, ranks, size, link.seconds(kind, ranks, size) * draw.lognormvariate(0, spread))
+        CollectiveSample(
+            kind, ranks, size, link.seconds(kind, ranks, size) * draw.lognormvariate(0, spread)
+        )
         for kind in KINDS
         for size in SIZES
     ]
 
 
-def link_of(measured: list[Sample]) -> Link:
-    link = fitted(measured)
+def link_of(measured: list[CollectiveSample]) -> RingLink:
+    link = fit_link(measured)
     assert link is not None
     return link
 
@@ -31,20 +41,20 @@ def link_of(measured: list[Sample]) -> Link:
 @pytest.mark.parametrize(
     ("kind", "messages", "part"),
     [
-        (Kind.all_reduce, 6, 1.5),
-        (Kind.all_gather, 3, 0.75),
-        (Kind.reduce_scatter, 3, 0.75),
-        (Kind.all_to_all, 3, 0.75),
-        (Kind.send, 1, 1.0),
-        (Kind.broadcast, 3, 1.0),
+        (CollectiveKind.all_reduce, 6, 1.5),
+        (CollectiveKind.all_gather, 3, 0.75),
+        (CollectiveKind.reduce_scatter, 3, 0.75),
+        (CollectiveKind.all_to_all, 3, 0.75),
+        (CollectiveKind.send, 1, 1.0),
+        (CollectiveKind.broadcast, 3, 1.0),
     ],
 )
-def test_four_ranks_on_a_ring(kind: Kind, messages: int, part: float) -> None:
-    assert (hops(kind, 4), share(kind, 4)) == (messages, part)
+def test_four_ranks_on_a_ring(kind: CollectiveKind, messages: int, part: float) -> None:
+    assert (num_hops(kind, 4), bytes_per_link_fraction(kind, 4)) == (messages, part)
 
 
 def test_an_all_reduce_of_a_megabyte() -> None:
-    assert LINK.seconds(Kind.all_reduce, 2, 3_000_000) == pytest.approx(2 * 20e-6 + 1e-3)
+    assert LINK.seconds(CollectiveKind.all_reduce, 2, 3_000_000) == pytest.approx(2 * 20e-6 + 1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -52,7 +62,7 @@ def test_exact_times_give_the_link_back(ranks: int) -> None:
     found = link_of(samples(LINK, ranks))
     assert found.latency_s == pytest.approx(LINK.latency_s, rel=1e-6)
     assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-6)
-    assert error(found, samples(LINK, ranks)) < 1e-6
+    assert link_error(found, samples(LINK, ranks)) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -60,7 +70,7 @@ def test_noise_moves_it_little(seed: int) -> None:
     noisy = samples(LINK, 4, spread=0.1, seed=seed)
     # Three measurements in ten were disturbed by other work.
     noisy = [
-        Sample(s.kind, s.ranks, s.bytes, s.seconds * (4 if place % 10 < 3 else 1))
+        CollectiveSample(s.kind, s.ranks, s.bytes, s.seconds * (4 if place % 10 < 3 else 1))
         for place, s in enumerate(noisy)
     ]
     found = link_of(noisy)
@@ -69,11 +79,16 @@ def test_noise_moves_it_little(seed: int) -> None:
 
 
 def test_large_messages_alone_tell_no_latency() -> None:
-    large = [Sample(Kind.send, 2, size, size / 1e9 * 0.999) for size in (2**24, 2**26)]
-    found = link_of([*large, Sample(Kind.send, 2, 2**25, 2**25 / 1.1e9)])
+    large = [
+        CollectiveSample(CollectiveKind.send, 2, size, size / 1e9 * 0.999)
+        for size in (2**24, 2**26)
+    ]
+    found = link_of([*large, CollectiveSample(CollectiveKind.send, 2, 2**25, 2**25 / 1.1e9)])
     assert found.latency_s >= 0
     assert found.bytes_per_s == pytest.approx(1e9, rel=0.1)
 
 
 def test_times_that_do_not_grow_are_no_bandwidth() -> None:
-    assert fitted([Sample(Kind.send, 2, size, 1e-3) for size in SIZES]) is None
+    assert (
+        fit_link([CollectiveSample(CollectiveKind.send, 2, size, 1e-3) for size in SIZES]) is None
+    )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from scalewise.config.registry import targets
+from scalewise.config.registry import registered_targets
 from scalewise.hardware import DeviceKind
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_every_spec_in_it_can_be_built_again(compose: Compose) -> None:
     for group, values in run.as_dict().items():
         spec = getattr(run, group)
         if isinstance(values, dict) and "_target_" in values:
-            assert targets()[values["_target_"]] is type(spec)
+            assert registered_targets()[values["_target_"]] is type(spec)
             assert set(values) == {"_target_", *vars(spec)}
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fixtures.reports import make_sweep
 
-from scalewise.reports import compare, outline, page, records, screening
-from scalewise.reports.effects import Effects, effects, student
+from scalewise.hpo.screen import ScreeningDesign, fractional_design
+from scalewise.reports import compare, factorial_report, page, records, report_model
+from scalewise.reports.factorial_effects import FactorEffects, factor_effects, student_t_95
 from scalewise.reports.records import SweepRecord
-from scalewise.study.screen import Screen, fraction
 
 FACTORS = {
     "precision": ["fp32", "bf16_mixed"],
@@ -46,50 +46,54 @@ class TestDesigns:
         ],
     )  # fmt: skip
     def test_they_are_the_published_sizes(self, factors: int, wanted: int, runs: int) -> None:
-        rows = fraction(factors, wanted)
+        rows = fractional_design(factors, wanted)
         assert len(rows) == len(set(rows)) == runs
         assert resolution(rows) >= wanted
         assert all(sum(column) == 0 for column in zip(*rows, strict=True))
         assert set(rows[0]) == {-1}
 
     def test_the_first_job_has_all_at_rest_and_each_repeat_a_seed(self) -> None:
-        jobs = Screen(FACTORS, repeats=3).overrides()
+        jobs = ScreeningDesign(FACTORS, repeats=3).overrides()
         assert len(jobs) == 24
         assert jobs[0] == [
             "precision=fp32", "memory=none", "compile=none", "objective.loss_chunk=null", "seed=1",
         ]  # fmt: skip
         assert len({tuple(job) for job in jobs}) == 24
         assert [job[-1] for job in jobs].count("seed=3") == 8
-        assert jobs == Screen(FACTORS, repeats=3).overrides()
-        assert jobs != Screen(FACTORS, repeats=3, seed=2).overrides()
+        assert jobs == ScreeningDesign(FACTORS, repeats=3).overrides()
+        assert jobs != ScreeningDesign(FACTORS, repeats=3, seed=2).overrides()
 
     def test_one_repeat_names_no_seed(self) -> None:
-        jobs = Screen(FACTORS, interactions=True, repeats=1).overrides()
+        jobs = ScreeningDesign(FACTORS, interactions=True, repeats=1).overrides()
         assert len(jobs) == 16
         assert not any(line.startswith("seed") for job in jobs for line in job)
 
     @pytest.mark.parametrize(
         ("screen", "fixed", "words"),
         [
-            (Screen({}), [], ["2 to 11 factors"]),
-            (Screen("precision"), [], ["2 to 11 factors"]),  # type: ignore[arg-type]  # as YAML may
-            (Screen({**FACTORS, "a": [1], "b": [1, 1], "c": "ab"}), [], ["a=", "b=", "c="]),
-            (Screen(FACTORS, repeats=0), [], ["repeats"]),
-            (Screen(FACTORS), ["seed"], ["seed of its own"]),
-            (Screen(FACTORS), ["memory"], ["is a factor"]),
+            (ScreeningDesign({}), [], ["2 to 11 factors"]),
+            (ScreeningDesign("precision"), [], ["2 to 11 factors"]),  # type: ignore[arg-type]  # as YAML may
+            (
+                ScreeningDesign({**FACTORS, "a": [1], "b": [1, 1], "c": "ab"}),
+                [],
+                ["a=", "b=", "c="],
+            ),
+            (ScreeningDesign(FACTORS, repeats=0), [], ["repeats"]),
+            (ScreeningDesign(FACTORS), ["seed"], ["seed of its own"]),
+            (ScreeningDesign(FACTORS), ["memory"], ["is a factor"]),
         ],
     )
     def test_what_is_no_screen_is_refused(
-        self, screen: Screen, fixed: list[str], words: list[str]
+        self, screen: ScreeningDesign, fixed: list[str], words: list[str]
     ) -> None:
         said = "\n".join(str(complaint) for complaint in screen.complaints(fixed))
         assert all(word in said for word in words), said
 
     def test_what_is_one_is_not(self) -> None:
-        assert list(Screen(FACTORS).complaints(["model"])) == []
+        assert list(ScreeningDesign(FACTORS).complaints(["model"])) == []
 
 
-def named(found: Effects) -> dict[str, float]:
+def named(found: FactorEffects) -> dict[str, float]:
     return {" x ".join(effect.name): effect.change for effect in found.found}
 
 
@@ -102,7 +106,7 @@ class TestEffects:
             for a, b, _ in rows
         ]
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
-        told = named(effects(levels, times))
+        told = named(factor_effects(levels, times))
         assert told["a"] == pytest.approx(0.5 * math.sqrt(0.9) - 1)
         assert told["b"] == pytest.approx(1.3 * math.sqrt(0.9) - 1)
         assert told["a x b"] == pytest.approx(math.sqrt(0.9) - 1)
@@ -122,7 +126,7 @@ class TestEffects:
         levels = {
             name: [row[place] for row in rows for _ in range(2)] for place, name in enumerate("TCK")
         }
-        found = effects(levels, [math.exp(y / scale) for pair in pairs for y in pair])
+        found = factor_effects(levels, [math.exp(y / scale) for pair in pairs for y in pair])
         told = {name: scale * math.log1p(change) for name, change in named(found).items()}
         assert told == {
             "T": pytest.approx(23),
@@ -145,20 +149,20 @@ class TestEffects:
 
     def test_an_interval_holds_the_truth_as_often_as_it_says(self) -> None:
         draw, hits = random.Random(3), 0
-        rows = fraction(4, 4) * 2
+        rows = fractional_design(4, 4) * 2
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
         for _ in range(400):
             times = [math.exp(0.1 * row[0] + draw.gauss(0, 0.05)) for row in rows]
-            (effect,) = [e for e in effects(levels, times).found if e.name == ("a",)]
+            (effect,) = [e for e in factor_effects(levels, times).found if e.name == ("a",)]
             assert effect.low is not None
             assert effect.high is not None
             hits += effect.low <= math.expm1(0.2) <= effect.high
         assert 0.92 <= hits / 400 <= 0.98
 
     def test_interactions_that_are_the_same_here_are_named(self) -> None:
-        rows = fraction(4, 4)
+        rows = fractional_design(4, 4)
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
-        found = effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
+        found = factor_effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
         aliases = {effect.name: effect.aliases for effect in found.found if effect.aliases}
         assert aliases == {
             ("a", "b"): (("c", "d"),),
@@ -169,10 +173,10 @@ class TestEffects:
         assert all(effect.low is None and not effect.clear for effect in found.found)
 
     def test_jobs_that_failed_cost_what_they_told(self) -> None:
-        rows = fraction(3, 4)[:-2]
+        rows = fractional_design(3, 4)[:-2]
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
         times = [math.exp(0.2 * row[0] - 0.1 * row[1]) for row in rows]
-        found = effects(levels, times)
+        found = factor_effects(levels, times)
         assert len(found.found) + len(found.untold) == 6
         assert found.untold
         assert named(found)["a"] == pytest.approx(math.expm1(0.4))
@@ -182,7 +186,7 @@ class TestEffects:
         ("freedom", "t"), [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (1000, 1.962)]
     )
     def test_students_t_is_that_of_the_tables(self, freedom: int, t: float) -> None:
-        assert student(freedom) == pytest.approx(t, abs=6e-4)
+        assert student_t_95(freedom) == pytest.approx(t, abs=6e-4)
 
 
 def screen_job(number: int, varied: dict[str, Any]) -> dict[str, Any]:
@@ -196,13 +200,13 @@ class TestThePage:
     def screened(self, folder: Path, job: Any = screen_job, **more: list[Any]) -> SweepRecord:
         two = ["none", "block"]
         varying = {**{k: v for k, v in FACTORS.items() if k != "compile"}, "compile": two, **more}
-        record = records.read(make_sweep(folder, varying, job))
+        record = records.read_record(make_sweep(folder, varying, job))
         assert isinstance(record, SweepRecord)
         return record
 
     def test_it_says_what_moves_what(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", seed=[1, 2])
-        section = screening.section(compare.of_sweep(sweep))
+        section = factorial_report.screening_section(compare.compare_sweep(sweep))
         assert section is not None
         assert section.finding == (
             "Precision bf16_mixed moves step time most (\u221240%) and "
@@ -214,7 +218,7 @@ class TestThePage:
         rows = dict(section.numbers.rows)
         assert rows["memory checkpoint_full"][0] == "+30%"
         assert rows["memory checkpoint_full"][2] == "\u221250%"
-        html = page.build(outline.of(sweep))
+        html = page.build_page(report_model.build_report(sweep))
         assert 'id="effects"' in html
         assert "precision \u00d7 memory" in html
 
@@ -223,7 +227,9 @@ class TestThePage:
             signs = [list(FACTORS[key]).index(value) for key, value in varied.items()]
             return None if sum(signs) % 2 else screen_job(number, varied)  # half a factorial
 
-        section = screening.section(compare.of_sweep(self.screened(tmp_path / "screen", job)))
+        section = factorial_report.screening_section(
+            compare.compare_sweep(self.screened(tmp_path / "screen", job))
+        )
         assert section is not None
         assert "moves step time most (\u221240%)" in section.finding
         notes = " ".join(str(note) for note in section.notes)
@@ -231,19 +237,21 @@ class TestThePage:
         assert "precision \u00d7 memory = loss_chunk \u00d7 compile" in notes
 
     def test_other_sweeps_have_none(self, sweep_folder: Path) -> None:
-        record = records.read(sweep_folder)
+        record = records.read_record(sweep_folder)
         assert isinstance(record, SweepRecord)
-        assert screening.section(compare.of_sweep(record)) is None
-        assert 'id="effects"' not in page.build(outline.of(record))
+        assert factorial_report.screening_section(compare.compare_sweep(record)) is None
+        assert 'id="effects"' not in page.build_page(report_model.build_report(record))
 
     def test_three_values_are_no_screen(self, tmp_path: Path) -> None:
         sweep = self.screened(tmp_path / "screen", **{"optimizer.lr": [1, 2, 3]})
-        assert screening.section(compare.of_sweep(sweep)) is None
+        assert factorial_report.screening_section(compare.compare_sweep(sweep)) is None
 
     def test_failed_jobs_are_told_of(self, tmp_path: Path) -> None:
         def job(number: int, varied: dict[str, Any]) -> dict[str, Any] | None:
             return None if number > 9 else screen_job(number, varied)
 
-        section = screening.section(compare.of_sweep(self.screened(tmp_path / "screen", job)))
+        section = factorial_report.screening_section(
+            compare.compare_sweep(self.screened(tmp_path / "screen", job))
+        )
         assert section is not None
         assert any("For want of jobs that finished" in str(note) for note in section.notes)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from fixtures.layouts import LLAMA_8B
 
+from scalewise.commands import plan as plan_verb
+from scalewise.commands import show_search
 from scalewise.errors import ConfigError
-from scalewise.plan.line import replaced
-from scalewise.plan.lost import neighbours
-from scalewise.plan.plan import Plan, planned
-from scalewise.plan.search import Candidate, Found, searched
-from scalewise.plan.spec import Rank
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
-from scalewise.verbs import plan as plan_verb
-from scalewise.verbs import show_search
+from scalewise.planner.alternatives import neighbor_alternatives
+from scalewise.planner.config import RankBy
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.override_edit import replace_overrides
+from scalewise.planner.plan import Plan, build_plan
+from scalewise.planner.search import SearchCandidate, SearchResult, search_runs
+from scalewise.run_config import RunConfig
 
-Compose = Callable[..., Run]
-Find = Callable[..., Found]
+Compose = Callable[..., RunConfig]
+Find = Callable[..., SearchResult]
 
 BIG = (
     "model=llama3_70b",
@@ -42,12 +42,12 @@ SMALL = ("model=llama_160m", "hardware=h100", "data=synthetic", "trainer.global_
 
 @pytest.fixture
 def found(compose: Compose) -> Find:
-    return lambda search, *line: searched(compose(f"plan.search={search}", *line, here=False))
+    return lambda search, *line: search_runs(compose(f"plan.search={search}", *line, here=False))
 
 
 @pytest.fixture
 def plan_of(compose: Compose) -> Callable[..., Plan]:
-    return lambda *line: planned(compose(*line, here=False))
+    return lambda *line: build_plan(compose(*line, here=False))
 
 
 @pytest.mark.parametrize("search", ["layout", "memory", "all"])
@@ -61,7 +61,7 @@ def test_a_line_gives_the_run_that_was_judged(
         kinds[type(run.parallelism), axes, candidate.training] = candidate
     assert len(kinds) > 4
     for candidate in list(kinds.values())[:: max(1, len(kinds) // 12)]:
-        typed = plan_of(*replaced((f"plan.search={search}", *NODE), candidate.told))
+        typed = plan_of(*replace_overrides((f"plan.search={search}", *NODE), candidate.told))
         assert typed.fit.ledger.peak == candidate.fit.ledger.peak, candidate.told
         if candidate.step is not None:
             assert typed.step == candidate.step, candidate.told
@@ -81,7 +81,7 @@ def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[.
     memories = ("none", "checkpoint_selective", "checkpoint_full")
     for layout, memory, rows in product(layouts, memories, (1, 2)):
         plan = plan_of(*NODE, *layout, f"memory={memory}", f"trainer.micro_batch={rows}")
-        if plan.fit.verdict is Verdict.fits:
+        if plan.fit.verdict is FitStatus.fits:
             assert plan.step is not None
             assert plan.step.seconds >= best.seconds * 0.999, (layout, memory, rows)
 
@@ -100,7 +100,7 @@ def test_what_is_pruned_could_not_have_won(
     ):
         ways = (f"memory={memory}", f"objective.loss_chunk={chunk}", f"trainer.micro_batch={rows}")
         plan = plan_of(*line, *ways)
-        if plan.fit.verdict is Verdict.fits and plan.step is not None:
+        if plan.fit.verdict is FitStatus.fits and plan.step is not None:
             figures = {"time": plan.step.seconds, "memory": plan.fit.ledger.peak}
             fitting.append(figures[rank])
     assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
@@ -109,7 +109,7 @@ def test_what_is_pruned_could_not_have_won(
 def test_the_front_is_what_nothing_beats(found: Find) -> None:
     all_of = found("layout", *BIG)
 
-    def figures(candidate: Candidate) -> tuple[float, float, float]:
+    def figures(candidate: SearchCandidate) -> tuple[float, float, float]:
         seconds, peak = candidate.seconds, candidate.fit.ledger.peak
         return seconds, peak, seconds * candidate.run.world_size
 
@@ -147,18 +147,18 @@ def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -
         "plan.search=layout", *NODE, "parallelism.shards=16", "parallelism=fsdp", here=False
     )
     with pytest.raises(ConfigError, match="a search keeps to what is typed"):
-        searched(run)
+        search_runs(run)
 
 
 def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
     heard: list[int] = []
-    found = searched(compose("plan.search=memory", *NODE, here=False), heard.append)
+    found = search_runs(compose("plan.search=memory", *NODE, here=False), heard.append)
     assert heard == [*range(1, len(found.candidates) + 1)]
 
 
 def test_losers_are_told_why(found: Find) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
-    lost = {it.what: it.why for it in neighbours(found("layout", *BIG, *flat))}
+    lost = {it.what: it.why for it in neighbor_alternatives(found("layout", *BIG, *flat))}
     assert "time: messages along" in lost["shards 32"]
     assert "GiB of 80.00 GiB" in lost["replicate 2 x shards 16"]
     assert "activations of blocks" in lost["nothing"]
@@ -166,7 +166,7 @@ def test_losers_are_told_why(found: Find) -> None:
 
 def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
     line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
-    lost = neighbours(found("layout", *BIG, *line))
+    lost = neighbor_alternatives(found("layout", *BIG, *line))
     assert any("does not divide model.kv_heads" in it.why for it in lost)
 
 
@@ -207,10 +207,10 @@ def test_what_is_trained_otherwise_stands_apart(
     assert all_of.best in all_of.front
     assert not any(candidate.training for candidate in all_of.front)
     assert all(candidate.training for candidate in all_of.otherwise)
-    gained = {it.what: it.why for it in neighbours(all_of) if it.choice == "training"}
+    gained = {it.what: it.why for it in neighbor_alternatives(all_of) if it.choice == "training"}
     assert gained["adapter=lora"].endswith("% less time, but trained otherwise")
     assert not any("-" in why for why in gained.values())
-    show_search.one(all_of)
+    show_search.print_search(all_of)
     said = capsys.readouterr().out
     heads = ("\ntrained as asked, none is", "\ntrained otherwise, none is")
     last = "\nleast time of those trained as asked: single"
@@ -231,7 +231,7 @@ def test_the_best_is_judged_by_its_trace(
 
     monkeypatch.setattr(plan_verb, "_traced", of_trace)
     run = compose("plan.search=memory", "plan.method=trace", *SMALL, here=False)
-    assert plan_verb.Planner().one(run, tmp_path) == code
+    assert plan_verb.PlanCommand().one(run, tmp_path) == code
     assert f"\n{'out_of_memory' if code else 'fits'}, " in capsys.readouterr().out
 
 
@@ -239,15 +239,15 @@ def test_nothing_may_fit(found: Find) -> None:
     all_of = found("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
     assert all_of.best is None
     assert all_of.front == ()
-    assert neighbours(all_of) == ()
+    assert neighbor_alternatives(all_of) == ()
 
 
 def test_without_rates_memory_is_what_counts(found: Find) -> None:
     all_of = found("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
     assert all_of.best.step is None
-    assert all_of.rank is Rank.memory
-    assert not any("time" in it.why for it in neighbours(all_of))
+    assert all_of.rank is RankBy.memory
+    assert not any("time" in it.why for it in neighbor_alternatives(all_of))
 
 
 def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
@@ -260,5 +260,5 @@ def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
 
 def test_each_neighbour_is_told_once(found: Find) -> None:
     line = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
-    told = [(it.choice, it.what) for it in neighbours(found("layout", *line))]
+    told = [(it.choice, it.what) for it in neighbor_alternatives(found("layout", *line))]
     assert len(told) == len(set(told))

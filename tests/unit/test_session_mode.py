@@ -12,11 +12,17 @@ from unittest.mock import patch
 import pytest
 
 from scalewise.errors import ScalewiseError
-from scalewise.run import Run
-from scalewise.tracking import connection, session
-from scalewise.tracking.connection import answers, connected, has_key, shown, while_answering
-from scalewise.tracking.session import Session, decide_mode, open_session
-from scalewise.tracking.spec import Mode, Wandb
+from scalewise.run_config import RunConfig
+from scalewise.tracking import connection, wandb_session
+from scalewise.tracking.config import WandbConfig, WandbMode
+from scalewise.tracking.connection import (
+    call_with_timeout,
+    has_key,
+    is_answering,
+    wandb_client,
+    without_credentials,
+)
+from scalewise.tracking.wandb_session import NullSession, choose_mode, open_session
 
 DEAD = "http://127.0.0.1:9"
 
@@ -53,22 +59,22 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "asked", "mode"),
     [
-        ("online", Mode.disabled, Mode.disabled),  # as wandb.init(mode="disabled") has it
-        ("offline", Mode.online, Mode.offline),
-        ("disabled", Mode.auto, Mode.disabled),
-        ("dryrun", Mode.auto, Mode.offline),
-        (" ONLINE ", Mode.offline, Mode.online),
-        ("run", Mode.offline, Mode.online),
-        ("", Mode.online, Mode.online),
-        ("nonsense", Mode.offline, Mode.offline),
-        ("nonsense", Mode.disabled, Mode.disabled),
+        ("online", WandbMode.disabled, WandbMode.disabled),  # as wandb.init(mode="disabled") has it
+        ("offline", WandbMode.online, WandbMode.offline),
+        ("disabled", WandbMode.auto, WandbMode.disabled),
+        ("dryrun", WandbMode.auto, WandbMode.offline),
+        (" ONLINE ", WandbMode.offline, WandbMode.online),
+        ("run", WandbMode.offline, WandbMode.online),
+        ("", WandbMode.online, WandbMode.online),
+        ("nonsense", WandbMode.offline, WandbMode.offline),
+        ("nonsense", WandbMode.disabled, WandbMode.disabled),
     ],
 )
 def test_the_environment_wins(
-    variable: str, asked: Mode, mode: Mode, monkeypatch: pytest.MonkeyPatch
+    variable: str, asked: WandbMode, mode: WandbMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert decide_mode(Wandb(asked)) is mode
+    assert choose_mode(WandbConfig(asked)) is mode
 
 
 @pytest.mark.parametrize("key", [True, False])
@@ -76,18 +82,18 @@ def test_the_environment_wins(
 def test_auto_is_online_with_a_key_and_a_server(
     key: bool, reachable: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "base_url", lambda: server if reachable else DEAD)
+    monkeypatch.setattr(wandb_session, "base_url", lambda: server if reachable else DEAD)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    expected = Mode.online if key and reachable else Mode.offline
-    assert decide_mode(Wandb()) is expected
+    expected = WandbMode.online if key and reachable else WandbMode.offline
+    assert choose_mode(WandbConfig()) is expected
 
 
 def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    monkeypatch.setattr(session, "base_url", lambda: "https://wandb.example")
+    monkeypatch.setattr(wandb_session, "base_url", lambda: "https://wandb.example")
     given_up = threading.Event()
 
     def hang(*_: object, **__: object) -> None:
@@ -96,7 +102,7 @@ def test_a_name_server_that_never_answers_costs_less_than_two_seconds(
 
     monkeypatch.setattr(socket, "create_connection", hang)
     started = time.monotonic()
-    assert decide_mode(Wandb()) is Mode.offline
+    assert choose_mode(WandbConfig()) is WandbMode.offline
     assert time.monotonic() - started < 2
     given_up.set()
 
@@ -126,9 +132,9 @@ def test_a_key_in_netrc(
 
 
 def test_a_server_that_is_not_there(server: str) -> None:
-    assert answers(server)
-    assert not answers(DEAD, wait=0.2)
-    assert not answers("https://", wait=0.2)
+    assert is_answering(server)
+    assert not is_answering(DEAD, wait=0.2)
+    assert not is_answering("https://", wait=0.2)
 
 
 def _hang(taken: socket.socket) -> None:
@@ -161,7 +167,7 @@ def test_a_server_that_never_ends_an_answer_costs_five_seconds(
         monkeypatch.setenv("WANDB_MODE", "online")
         began = time.monotonic()
         with pytest.raises(ScalewiseError, match=r"does not answer|Failed to verify"):
-            connected()
+            wandb_client()
         assert time.monotonic() - began < 8.0
 
 
@@ -173,22 +179,22 @@ def test_a_request_has_a_limit_and_ends_early_when_nothing_answers() -> None:
             patch.object(connection, "ANSWER_WAIT", 0.1),
             pytest.raises(ScalewiseError, match="does not answer"),
         ):
-            while_answering(url, release.wait, 60.0)
+            call_with_timeout(url, release.wait, 60.0)
         assert time.monotonic() - began < 5.0
     release.set()
 
 
 def test_a_slow_request_goes_on_while_the_server_answers(server: str) -> None:
     with patch.object(connection, "ANSWER_WAIT", 0.05):
-        assert while_answering(server, lambda: time.sleep(0.3) or "done", 60.0) == "done"
+        assert call_with_timeout(server, lambda: time.sleep(0.3) or "done", 60.0) == "done"
         with pytest.raises(ScalewiseError, match="does not answer"):
-            while_answering(server, lambda: time.sleep(5), 0.3)
+            call_with_timeout(server, lambda: time.sleep(5), 0.3)
         with pytest.raises(KeyError):
-            while_answering(server, lambda: {}["absent"], 1.0)
+            call_with_timeout(server, lambda: {}["absent"], 1.0)
 
 
 def test_no_tracker_takes_everything() -> None:
-    nothing = Session()
+    nothing = NullSession()
     nothing.log([{"step": 1}])
     nothing.summarize({})
     nothing.foresee({})
@@ -196,7 +202,7 @@ def test_no_tracker_takes_everything() -> None:
     assert nothing.facts["mode"] == "disabled"
 
 
-class Failing(Session):
+class Failing(NullSession):
     """A tracker that the network has left."""
 
     def __init__(self, *_: object) -> None:
@@ -207,23 +213,23 @@ class Failing(Session):
         raise ConnectionError("gone\naway")
 
 
-class Refusing(Session):
+class Refusing(NullSession):
     """A tracker that cannot even begin; notes the modes it was begun in."""
 
-    modes: list[Mode]
+    modes: list[WandbMode]
 
-    def __init__(self, run: Run, folder: Path, mode: Mode, facts: object) -> None:
+    def __init__(self, run: RunConfig, folder: Path, mode: WandbMode, facts: object) -> None:
         self.modes.append(mode)
         raise RuntimeError("no such project")
 
 
 def test_a_network_that_dies_costs_one_line(
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(session, "WandbSession", Failing)
+    monkeypatch.setattr(wandb_session, "WandbSession", Failing)
     monkeypatch.setenv("WANDB_MODE", "online")
     tracker = open_session(compose(), tmp_path, {})
     for _ in range(3):
@@ -241,11 +247,11 @@ def test_a_network_that_dies_costs_one_line(
 def test_a_tracker_that_cannot_begin_never_stops_a_run(
     mode: str,
     tried: list[str],
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(session, "WandbSession", Refusing)
+    monkeypatch.setattr(wandb_session, "WandbSession", Refusing)
     monkeypatch.setattr(Refusing, "modes", [], raising=False)
     monkeypatch.setenv("WANDB_MODE", mode)
     assert open_session(compose(), tmp_path, {}).facts["mode"] == "disabled"
@@ -253,12 +259,12 @@ def test_a_tracker_that_cannot_begin_never_stops_a_run(
 
 
 def test_settings_that_w_and_b_does_not_take_cost_one_line(
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(session, "WandbSession", Refusing)
+    monkeypatch.setattr(wandb_session, "WandbSession", Refusing)
     monkeypatch.setattr(Refusing, "modes", [], raising=False)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "soon")
     open_session(compose(), tmp_path, {})
@@ -267,5 +273,8 @@ def test_settings_that_w_and_b_does_not_take_cost_one_line(
 
 
 def test_an_address_is_shown_without_the_password_in_it() -> None:
-    assert shown("https://me:word@wandb.example:8080/x") == "https://wandb.example:8080/x"
-    assert shown("https://api.wandb.ai") == "https://api.wandb.ai"
+    assert (
+        without_credentials("https://me:word@wandb.example:8080/x")
+        == "https://wandb.example:8080/x"
+    )
+    assert without_credentials("https://api.wandb.ai") == "https://api.wandb.ai"

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from scalewise.training.share import SharedStream, share_out
+from scalewise.training.sharded_sampler import ShardedIterable, shard_dataloaders
 
 
 class Numbers(IterableDataset[int]):
@@ -55,7 +55,7 @@ def distributed(
     for rank in range(ranks):
         made: Any = trainer()
         made._data_connector._requires_distributed_sampler = lambda loader: True
-        notes = share_out(made, rank, ranks, streams=True)
+        notes = shard_dataloaders(made, rank, ranks, streams=True)
         loader_of_rank = made._data_connector._prepare_dataloader(loader, False, mode)
         shares.append([batch.tolist() for batch in loader_of_rank])
         assert len(shares[-1]) == len(loader_of_rank)
@@ -117,7 +117,7 @@ def test_the_mean_of_held_out_samples_is_that_of_one_device() -> None:
 
 def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
     made = trainer()
-    notes = share_out(made, 0, 4, streams=True)
+    notes = shard_dataloaders(made, 0, 4, streams=True)
     for stream in (Counted(13), Counted(12), Numbers(13)):
         made._data_connector._prepare_dataloader(
             DataLoader(stream, batch_size=2), False, RunningStage.VALIDATING
@@ -129,7 +129,7 @@ def test_a_stream_with_a_length_tells_what_it_repeats() -> None:
 def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any:
     """What the trainer of a rank makes of a loader, which it is given in each epoch."""
     made, mode = trainer(), cast(Any, None)
-    share_out(made, rank, ranks, streams=streams)
+    shard_dataloaders(made, rank, ranks, streams=streams)
     once = made._data_connector._prepare_dataloader(loader, False, mode)
     return made._data_connector._prepare_dataloader(once, False, mode)
 
@@ -137,7 +137,7 @@ def prepared(loader: Any, rank: int, ranks: int, *, streams: bool = True) -> Any
 @pytest.mark.parametrize("count", [0, 1, 3, 12, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
-    shares = [list(SharedStream(Numbers(count), rank, ranks)) for rank in range(ranks)]
+    shares = [list(ShardedIterable(Numbers(count), rank, ranks)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     order = [item for group in zip(*shares, strict=True) for item in group]
     assert order[:count] == list(range(count))
@@ -145,10 +145,10 @@ def test_ranks_take_every_nth_item(count: int, ranks: int) -> None:
 
 
 def test_a_stream_is_as_long_as_what_it_shares() -> None:
-    assert len(SharedStream(Counted(13), 0, 4)) == 4
-    assert SharedStream(Counted(13), 0, 4).count == 13
+    assert len(ShardedIterable(Counted(13), 0, 4)) == 4
+    assert ShardedIterable(Counted(13), 0, 4).count == 13
     with pytest.raises(TypeError):
-        len(SharedStream(Numbers(13), 0, 4))
+        len(ShardedIterable(Numbers(13), 0, 4))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

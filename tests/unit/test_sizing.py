@@ -9,18 +9,18 @@ from itertools import pairwise
 import pytest
 from fixtures.layouts import LAYOUTS
 
-from scalewise.checkpoints.spec import Checkpoint
+from scalewise.checkpoints.config import CheckpointConfig
+from scalewise.commands import fit
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind
-from scalewise.launch.trial import shortened
-from scalewise.plan import sizing
-from scalewise.plan.plan import planned
-from scalewise.plan.verdict import Verdict, judged
-from scalewise.run import Run
+from scalewise.launch.memory_probe_run import shorten_run
+from scalewise.planner import auto_micro_batch
+from scalewise.planner.fit_check import FitStatus, check_fit
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
 from scalewise.units import GIB
-from scalewise.verbs import fit
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 LINE = (
     "model=decoder_nano",
     "hardware=h100",
@@ -43,10 +43,10 @@ STATED = [
 ]
 
 
-def limited(compose: Compose, *line: str, rows: int = 8) -> Run:
+def limited(compose: Compose, *line: str, rows: int = 8) -> RunConfig:
     """Returns a run whose device is as large as ``rows`` at a time ask for."""
     roomy = compose(*LINE, "trainer.global_batch=64", *line, here=False)
-    needed = judged(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
+    needed = check_fit(replace(roomy, trainer=replace(roomy.trainer, micro_batch=rows))).reserved[2]
     return compose(*roomy.overrides, f"hardware.memory_gib={needed / GIB + 1e-6:.9f}", here=False)
 
 
@@ -54,43 +54,45 @@ def limited(compose: Compose, *line: str, rows: int = 8) -> Run:
 def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -> None:
     line = LAYOUTS[layout] if layout != "single" else ()
     run = limited(compose, *line)
-    found, told = sizing.settled(run)
+    found, told = auto_micro_batch.resolve_auto_micro_batch(run)
     assert told == ("trainer.micro_batch=8",)
-    assert judged(found).verdict is Verdict.fits
+    assert check_fit(found).verdict is FitStatus.fits
     assert found.global_batch == 64
     readers = found.parallelism.data_parallel_size
     assert found.micro_batch * readers * found.accumulation == 64
     twice = replace(found, trainer=replace(found.trainer, micro_batch=16))
-    assert judged(twice).verdict is not Verdict.fits
+    assert check_fit(twice).verdict is not FitStatus.fits
     assert compose(*run.overrides, *told, here=False).trainer == found.trainer
 
 
 def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
     piped = (*LAYOUTS["pipeline_one_f_one_b"], "trainer.global_batch=12")
-    rows = [way.rows for way in sizing.ways(compose(*LINE, *piped, here=False))]
+    rows = [
+        way.rows for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, here=False))
+    ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
-    (way,) = sizing.ways(compose(*LINE, *stepped, here=False))
+    (way,) = auto_micro_batch.micro_batch_options(compose(*LINE, *stepped, here=False))
     assert way.rows == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
-    ways = sizing.ways(limited(compose))
+    ways = auto_micro_batch.micro_batch_options(limited(compose))
     for small, large in pairwise(ways):
-        assert judged(small.run).ledger.peak < judged(large.run).ledger.peak
+        assert check_fit(small.run).ledger.peak < check_fit(large.run).ledger.peak
 
 
 def test_a_plan_goes_by_the_ledger(compose: Compose) -> None:
-    plan = planned(limited(compose))
+    plan = build_plan(limited(compose))
     assert plan.told == ("trainer.micro_batch=8",)
     assert plan.run.micro_batch == 8
     tight = compose(*LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", here=False)
-    assert planned(tight).run.micro_batch == 1
-    assert planned(tight).fit.verdict is Verdict.out_of_memory
+    assert build_plan(tight).run.micro_batch == 1
+    assert build_plan(tight).fit.verdict is FitStatus.out_of_memory
 
 
-def tried(run: Run, ends: dict[int, str]) -> sizing.Sizing:
-    return sizing.sized(run, lambda it: ends[it.micro_batch])
+def tried(run: RunConfig, ends: dict[int, str]) -> auto_micro_batch.MicroBatchChoice:
+    return auto_micro_batch.choose_by_probes(run, lambda it: ends[it.micro_batch])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,10 @@ def test_trials_go_down_where_there_is_no_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
-    assert [way.verdict for way in sizing.ways(run)][3:5] == [Verdict.fits, Verdict.borderline]
+    assert [way.verdict for way in auto_micro_batch.micro_batch_options(run)][3:5] == [
+        FitStatus.fits,
+        FitStatus.borderline,
+    ]
     found = tried(run, ends)
     assert found.rows == rows
     assert [trial.rows for trial in found.trials] == order
@@ -116,14 +121,20 @@ def test_trials_go_down_where_there_is_no_memory(
 
 def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
     run = limited(compose, *LARGE)
-    doubted = [way.rows for way in sizing.ways(run) if way.verdict is Verdict.borderline]
+    doubted = [
+        way.rows
+        for way in auto_micro_batch.micro_batch_options(run)
+        if way.verdict is FitStatus.borderline
+    ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
     assert found.rows == max(doubted)
-    assert found.verdict is Verdict.borderline
+    assert found.verdict is FitStatus.borderline
 
 
 def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
-    found = sizing.sized(limited(compose), None, "not tried, as it is far away")
+    found = auto_micro_batch.choose_by_probes(
+        limited(compose), None, "not tried, as it is far away"
+    )
     assert (found.rows, found.trials) == (8, ())
     assert found.how == "ledger: fits; not tried, as it is far away"
 
@@ -135,7 +146,7 @@ def test_ranks_of_others_go_by_the_ledger(
         monkeypatch.setenv(rank, "0")
         monkeypatch.setenv(size, "1")
     line = ("experiment=smoke", "hardware=cpu", "trainer.micro_batch=auto")
-    run, found = fit.fitted(compose(*line))
+    run, found = fit.resolve_auto(compose(*line))
     assert run.trainer.micro_batch == run.global_batch == 8
     assert found is not None
     assert "torchrun" in found.how
@@ -143,10 +154,10 @@ def test_ranks_of_others_go_by_the_ledger(
 
 def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose) -> None:
     run = limited(compose, "model=llama_160m", "data.sequence=2048", rows=1)
-    least = judged(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
+    least = check_fit(replace(run, trainer=replace(run.trainer, micro_batch=1))).reserved[0]
     small = replace(run, hardware=replace(run.hardware, memory_gib=0.9 * least / GIB))
     with pytest.raises(ConfigError, match=r"micro_batch=auto: a micro batch of 1 needs.*; set "):
-        sizing.sized(small, None)
+        auto_micro_batch.choose_by_probes(small, None)
     with pytest.raises(ConfigError, match="it ran out of memory when it was tried"):
         tried(run, {1: "out_of_memory"})
 
@@ -154,10 +165,10 @@ def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose)
 def test_a_trial_is_the_run_but_short(compose: Compose) -> None:
     line = ("experiment=smoke", "hardware=cpu", "trainer.global_batch=64", "checkpoint.every=1")
     run = compose(*line, "trainer.micro_batch=4")
-    short = shortened(run)
+    short = shorten_run(run)
     assert (short.trainer.max_steps, short.accumulation, short.micro_batch) == (2, 8, 4)
     on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))
-    assert shortened(on_gpu).accumulation == 2
-    assert short.checkpoint == Checkpoint(best=False, at_end=True)
-    assert judged(short).ledger.peak == judged(run).ledger.peak
-    assert shortened(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1
+    assert shorten_run(on_gpu).accumulation == 2
+    assert short.checkpoint == CheckpointConfig(best=False, at_end=True)
+    assert check_fit(short).ledger.peak == check_fit(run).ledger.peak
+    assert shorten_run(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1

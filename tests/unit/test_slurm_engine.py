@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from scalewise.config.door import open_door
+from scalewise.commands.train import TrainCommand
+from scalewise.config.app import run_command
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.launch import engines, slurm, squeue, words
-from scalewise.launch.engine import Task
-from scalewise.launch.job import Order
-from scalewise.launch.status import Ending
-from scalewise.run import Run
-from scalewise.tracking.files import write_json
-from scalewise.verbs.train import Train
+from scalewise.launch import executors, exit_reports, slurm, slurm_cli
+from scalewise.launch.executor import SweepTask
+from scalewise.launch.job import JobSpec
+from scalewise.launch.status import Outcome
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import write_json
 
 H100 = "model=decoder_nano hardware=h100 precision=bf16_mixed parallelism=fsdp parallelism.shards="
 
@@ -37,7 +37,9 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def engine(options: dict[str, Any]) -> Any:
-    return engines.named({key: value for key, value in options.items() if not key.startswith("_")})
+    return executors.build_executor(
+        {key: value for key, value in options.items() if not key.startswith("_")}
+    )
 
 
 @pytest.fixture
@@ -66,10 +68,10 @@ def flags(folder: Path) -> list[dict[str, str]]:
 
 
 def test_ranks_are_laid_over_nodes(
-    options: dict[str, Any], sbatch: Path, compose: Callable[..., Run], tmp_path: Path
+    options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     runs = [compose(*f"{H100}{ranks}".split(), here=False) for ranks in (8, 16)]
-    tasks = [Task(n, Order(run), tmp_path / str(n)) for n, run in enumerate(runs)]
+    tasks = [SweepTask(n, JobSpec(run), tmp_path / str(n)) for n, run in enumerate(runs)]
     asked = {
         "gpus_per_node": 8,
         "partition": "a b",
@@ -91,15 +93,15 @@ def test_ranks_are_laid_over_nodes(
     assert "requeue" in large
     text = next((tmp_path / "slurm").glob("[0-9]*_submission.sh")).read_text()
     assert "\nmodule load cuda\n" in text
-    assert "-m scalewise.launch.task" in text
+    assert "-m scalewise.launch.slurm_task" in text
     assert ".pkl" not in text
 
 
 def test_devices_are_asked_for_where_nobody_said_how_many(
-    options: dict[str, Any], sbatch: Path, compose: Callable[..., Run], tmp_path: Path
+    options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), here=False)
-    list(engine(options).results([Task(0, Order(run), tmp_path / "0")], lambda task: None))
+    list(engine(options).results([SweepTask(0, JobSpec(run), tmp_path / "0")], lambda task: None))
     (only,) = flags(tmp_path)
     assert (only["nodes"], only["ntasks-per-node"], only["gpus-per-node"]) == ("4", "4", "4")
 
@@ -119,10 +121,10 @@ def test_refusals(
     words: str,
     options: dict[str, Any],
     sbatch: Path,
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
 ) -> None:
-    task = Task(0, Order(compose(*line.split(), here=False)), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose(*line.split(), here=False)), tmp_path / "0")
     with pytest.raises(ConfigError, match=re.escape(words)):
         next(engine(options | changed).results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()
@@ -131,15 +133,17 @@ def test_refusals(
 def test_cancelled_while_it_waited(
     options: dict[str, Any],
     sbatch: Path,
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a sweep that is gone on with: what an earlier job has left there says nothing."""
-    monkeypatch.setattr(squeue, "facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"})
+    monkeypatch.setattr(
+        slurm_cli, "facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"}
+    )
     (tmp_path / "0").mkdir()
     write_json(tmp_path / "0" / "status.json", {"status": "ok", "reason": "", "exit_code": 0})
-    task = Task(0, Order(compose()), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     ((_, result),) = engine(options).results([task], lambda task: None)
     assert (result.status, result.exit_code) == ("interrupted", 143)
     assert "CANCELLED" in result.reason
@@ -148,33 +152,33 @@ def test_cancelled_while_it_waited(
 
 def test_a_machine_without_slurm(
     options: dict[str, Any],
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    task = Task(0, Order(compose()), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     with pytest.raises(ConfigError, match="there is no sbatch here"):
         next(engine(options).results([task], lambda task: None))
 
 
 def test_a_machine_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(executors, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'scalewise\[slurm\]'"):
-        engines.named({"engine": "slurm", "partition": "anything"})
+        executors.build_executor({"engine": "slurm", "partition": "anything"})
     assert importlib.util.find_spec("submitit")
 
 
 def test_a_controller_that_is_silent_for_good(
     options: dict[str, Any],
     sbatch: Path,
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(squeue, "states", lambda: None)
+    monkeypatch.setattr(slurm_cli, "states", lambda: None)
     monkeypatch.setattr(slurm, "SILENCE", 0.5)
-    task = Task(0, Order(compose()), tmp_path / "0")
+    task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     with pytest.raises(ScalewiseError, match=r"has not answered .* its jobs may go on"):
         list(engine(options).results([task], lambda task: None))
 
@@ -186,7 +190,7 @@ class TestBuried:
     def folder(self, tmp_path: Path) -> Path:
         folder = tmp_path / "0"
         folder.mkdir()
-        words.clear(folder)
+        exit_reports.prepare_reports(folder)
         begun = {"status": "running", "started": "2026-01-01T00:00:00+00:00", "world_size": 2}
         write_json(folder / "status.json", begun)
         (tmp_path / "7_0_0_log.err").write_text("one\ntwo\n")
@@ -207,8 +211,8 @@ class TestBuried:
     ) -> None:
         """But for success, which only the job itself can tell."""
         facts = {"JobState": state, "ExitCode": "0:9"}
-        monkeypatch.setattr(squeue, "facts", lambda job: facts)
-        slurm.bury(folder, "7_0", folder.parent)
+        monkeypatch.setattr(slurm_cli, "facts", lambda job: facts)
+        slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())
         assert (said["status"], said["exit_code"]) == (status, code)
         assert f"Slurm says of job 7_0: {state}, exit code 0:9" in said["reason"]
@@ -218,9 +222,9 @@ class TestBuried:
     def test_is_called_what_another_rank_said(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(squeue, "facts", lambda job: {})
-        words.leave(folder, 1, Ending("failed", "it broke", 1, ("here",)))
-        slurm.bury(folder, "7_0", folder.parent)
+        monkeypatch.setattr(slurm_cli, "facts", lambda job: {})
+        exit_reports.write_report(folder, 1, Outcome("failed", "it broke", 1, ("here",)))
+        slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())
         assert said["reason"].startswith("it broke; job 7_0 is not known")
         assert (said["rank"], said["log_tail"]) == (1, ["here"])
@@ -240,7 +244,7 @@ def test_other_launchers_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"is not the suite's.*{cure}"):
-        open_door(Train(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
+        run_command(TrainCommand(()), ["-m", f"hydra/launcher={launcher}", "seed=1,2"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -249,7 +253,7 @@ def test_a_single_run_is_told_to_be_a_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="a single run runs here; add -m"):
-        open_door(Train(()), ["hydra/launcher=slurm"])
+        run_command(TrainCommand(()), ["hydra/launcher=slurm"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,6 +262,8 @@ def test_what_is_wrong_with_a_line_is_not_this_machine(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        open_door(Train(()), ["-m", "hydra/launcher=slurm", "hardware=h100", "optimizer.lrr=1,2"])
+        run_command(
+            TrainCommand(()), ["-m", "hydra/launcher=slurm", "hardware=h100", "optimizer.lrr=1,2"]
+        )
     (only,) = refused.value.complaints
     assert only.key == "optimizer.lrr"

@@ -9,29 +9,35 @@ import pytest
 import torch
 
 from scalewise import hardware
-from scalewise.config import tree
+from scalewise.config import paths
 from scalewise.hardware import (
-    EMULATED,
+    EMULATED_FORMATS,
     DeviceKind,
     Hardware,
     Machine,
-    on_this_machine,
     processor_tflops,
+    resolve_for_machine,
+)
+from scalewise.lr_schedules import (
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WarmupStableDecayConfig,
 )
 from scalewise.models.base import Weight
 from scalewise.objectives import IGNORED, CausalLM
-from scalewise.optimizers import SGD, AdamW, Optimizer
-from scalewise.optimizers.base import Slotted
-from scalewise.precision import Number, Precision
-from scalewise.run import Run
-from scalewise.schedules import Constant, Cosine, Linear, Schedule, WarmupStableDecay
+from scalewise.optimizers import AdamWConfig, OptimizerConfig, SGDConfig
+from scalewise.optimizers.base import FixedStateOptimizerConfig
+from scalewise.precision import FloatFormat, Precision
+from scalewise.run_config import RunConfig
 
-DEVICES = [name for name in tree.names("hardware") if name not in ("auto", "cpu")]
+DEVICES = [name for name in paths.option_names("hardware") if name not in ("auto", "cpu")]
 
 
 class TestHardware:
     @pytest.mark.parametrize("name", DEVICES)
-    def test_figures_hang_together(self, name: str, compose: Callable[..., Run]) -> None:
+    def test_figures_hang_together(self, name: str, compose: Callable[..., RunConfig]) -> None:
         spec = compose(f"hardware={name}", here=False).hardware
         rates = [spec.fp32_tflops, spec.tf32_tflops, spec.bf16_tflops, spec.fp16_tflops]
         assert all(rate is not None for rate in rates)
@@ -41,7 +47,7 @@ class TestHardware:
         assert 16 < spec.memory_gib < 300
         assert spec.link_gb_per_s < spec.memory_gb_per_s
         assert spec.match
-        head = (tree.root() / "conf/hardware" / f"{name}.yaml").read_text().splitlines()[0]
+        head = (paths.project_root() / "conf/hardware" / f"{name}.yaml").read_text().splitlines()[0]
         assert "Figures: NVIDIA" in head
 
     def test_a_peak_that_is_not_there_is_none(self) -> None:
@@ -53,7 +59,7 @@ class TestHardware:
     @pytest.mark.parametrize(
         ("flags", "fp32", "bf16"),
         [
-            ("avx2 fma", 32, 32 * EMULATED),
+            ("avx2 fma", 32, 32 * EMULATED_FORMATS),
             ("avx2 fma avx_ne_convert", 32, 32),
             ("avx2", 0, 0),
             ("avx2 fma avx512f", 64, 64),
@@ -72,7 +78,7 @@ class TestHardware:
         "flags" not in hardware._cpu_info(), reason="the kernel names x86 instructions"
     )
     def test_torch_knows_whether_bf16_is_emulated(self) -> None:
-        found = on_this_machine(Hardware(device=DeviceKind.cpu))
+        found = resolve_for_machine(Hardware(device=DeviceKind.cpu))
         assert found.emulates_bf16 != torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def test_a_processor_that_says_nothing(self) -> None:
@@ -107,16 +113,18 @@ class TestHardware:
     def test_auto_takes_what_is_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine((), "", 2, 8 * 1024**3)
         monkeypatch.setattr(hardware, "this_machine", lambda: machine)
-        found = hardware.on_this_machine(Hardware())
+        found = hardware.resolve_for_machine(Hardware())
         assert (found.device, found.memory_gib) == ("cpu", 8.0)
         assert machine.max_cpu_ranks == 8
-        kept = hardware.on_this_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
+        kept = hardware.resolve_for_machine(Hardware(memory_gib=4, fp32_tflops=1.0))
         assert (kept.memory_gib, kept.fp32_tflops) == (4, 1.0)
 
     def test_auto_takes_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hardware, "this_machine", lambda: Machine(("H100",), "", 2, 1))
-        assert hardware.on_this_machine(Hardware()).device == "cuda"
-        assert hardware.on_this_machine(Hardware(device=hardware.DeviceKind.cpu)).device == "cpu"
+        assert hardware.resolve_for_machine(Hardware()).device == "cuda"
+        assert (
+            hardware.resolve_for_machine(Hardware(device=hardware.DeviceKind.cpu)).device == "cpu"
+        )
 
 
 class TestPrecision:
@@ -130,7 +138,7 @@ class TestPrecision:
         ],
     )
     def test_pairs_that_run(self, held: str, used: str, plugin: str, peak: str) -> None:
-        spec = Precision(Number(held), Number(used))
+        spec = Precision(FloatFormat(held), FloatFormat(used))
         assert list(spec.complaints()) == []
         assert spec.plugin() == plugin
         assert spec.peak_kind == peak
@@ -138,20 +146,20 @@ class TestPrecision:
     def test_pairs_that_do_not(self) -> None:
         refused = [
             (held, used)
-            for held in Number
-            for used in Number
+            for held in FloatFormat
+            for used in FloatFormat
             if list(Precision(held, used).complaints())
         ]
-        assert len(refused) == len(Number) ** 2 - 4
+        assert len(refused) == len(FloatFormat) ** 2 - 4
 
     def test_bytes_are_torch_s(self) -> None:
         kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        for number in Number:
+        for number in FloatFormat:
             assert number.bytes == kinds[number].itemsize
 
     def test_tf32_is_only_for_fp32(self) -> None:
         assert Precision(tf32=True).peak_kind == "tf32"
-        assert Precision(compute=Number.bf16, tf32=True).peak_kind == "bf16"
+        assert Precision(compute=FloatFormat.bf16, tf32=True).peak_kind == "bf16"
 
     def test_matmul_is_set(self) -> None:
         before = torch.get_float32_matmul_precision()
@@ -164,7 +172,12 @@ class TestPrecision:
             torch.set_float32_matmul_precision(before)
 
 
-OPTIMIZERS: list[Slotted] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.0)]
+OPTIMIZERS: list[FixedStateOptimizerConfig] = [
+    AdamWConfig(),
+    AdamWConfig(fused=False),
+    SGDConfig(),
+    SGDConfig(momentum=0.0),
+]
 
 
 def held(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
@@ -174,7 +187,7 @@ def held(module: torch.nn.Module) -> list[tuple[Weight, torch.nn.Parameter]]:
 
 class TestOptimizers:
     @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
-    def test_slots_are_torch_s_state(self, spec: Slotted) -> None:
+    def test_slots_are_torch_s_state(self, spec: FixedStateOptimizerConfig) -> None:
         layer = torch.nn.Linear(5, 7)
         optimizer = spec.build(held(layer))
         layer(torch.ones(2, 5)).sum().backward()
@@ -184,8 +197,10 @@ class TestOptimizers:
             alike = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
             assert len(alike) == spec.slots
 
-    @pytest.mark.parametrize("spec", [AdamW(weight_decay=0.3), SGD(weight_decay=0.3)], ids=repr)
-    def test_matrices_decay_and_vectors_do_not(self, spec: Optimizer) -> None:
+    @pytest.mark.parametrize(
+        "spec", [AdamWConfig(weight_decay=0.3), SGDConfig(weight_decay=0.3)], ids=repr
+    )
+    def test_matrices_decay_and_vectors_do_not(self, spec: OptimizerConfig) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
         module[0].weight.requires_grad_(True)
         groups = spec.build(held(module)).param_groups
@@ -196,34 +211,34 @@ class TestOptimizers:
     def test_frozen_parameters_are_left_out(self) -> None:
         layer = torch.nn.Linear(3, 4)
         layer.weight.requires_grad_(False)
-        (group,) = AdamW().build(held(layer)).param_groups
+        (group,) = AdamWConfig().build(held(layer)).param_groups
         assert group["params"] == [layer.bias]
 
     def test_every_field_reaches_torch(self) -> None:
         layer = torch.nn.Linear(3, 4)
-        adamw = AdamW(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
+        adamw = AdamWConfig(lr=1.0, beta1=0.1, beta2=0.2, epsilon=0.3, fused=False)
         defaults = adamw.build(held(layer)).defaults
         assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (1.0, (0.1, 0.2), 0.3)
-        sgd = SGD(lr=2.0, momentum=0.5, nesterov=True).build(held(layer)).defaults
+        sgd = SGDConfig(lr=2.0, momentum=0.5, nesterov=True).build(held(layer)).defaults
         assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (2.0, 0.5, True)
-        assert AdamW().build(held(layer)).defaults["fused"] is True
+        assert AdamWConfig().build(held(layer)).defaults["fused"] is True
 
 
-SCHEDULES: list[Schedule] = [
-    Constant(warmup_steps=7),
-    Cosine(warmup_steps=7, final=0.2),
-    Linear(warmup_steps=7, final=0.3),
-    WarmupStableDecay(warmup_steps=7, decay=0.25, final=0.1),
+SCHEDULES: list[ScheduleConfig] = [
+    ConstantConfig(warmup_steps=7),
+    CosineConfig(warmup_steps=7, final=0.2),
+    LinearConfig(warmup_steps=7, final=0.3),
+    WarmupStableDecayConfig(warmup_steps=7, decay=0.25, final=0.1),
 ]
 
 
-def rates(spec: Schedule, steps: int) -> list[float]:
+def rates(spec: ScheduleConfig, steps: int) -> list[float]:
     return [spec.factor(step, steps) for step in range(steps)]
 
 
 class TestSchedules:
     @pytest.mark.parametrize("spec", SCHEDULES, ids=lambda spec: type(spec).__name__)
-    def test_warm_up_rises_to_the_peak_and_the_end_is_final(self, spec: Schedule) -> None:
+    def test_warm_up_rises_to_the_peak_and_the_end_is_final(self, spec: ScheduleConfig) -> None:
         found = rates(spec, 48)
         assert found[:8] == pytest.approx([(step + 1) / 8 for step in range(8)])
         assert found[7] == max(found) == 1.0
@@ -232,26 +247,26 @@ class TestSchedules:
         assert spec.factor(1000, 48) == found[-1]
 
     def test_wsd_is_flat_until_it_decays(self) -> None:
-        found = rates(WarmupStableDecay(warmup_steps=0, decay=0.25, final=0.0), 41)
+        found = rates(WarmupStableDecayConfig(warmup_steps=0, decay=0.25, final=0.0), 41)
         assert found[:31] == [1.0] * 31
         assert found[31:] == pytest.approx([0.9 - 0.1 * step for step in range(10)])
-        assert rates(WarmupStableDecay(decay=0.0), 11) == [1.0] * 11
-        assert rates(WarmupStableDecay(decay=1.0), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
+        assert rates(WarmupStableDecayConfig(decay=0.0), 11) == [1.0] * 11
+        assert rates(WarmupStableDecayConfig(decay=1.0), 5) == [1.0, 0.75, 0.5, 0.25, 0.0]
 
     @pytest.mark.parametrize(
         ("spec", "usual"),
         [
             (
-                Cosine(final=0.1),
+                CosineConfig(final=0.1),
                 lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=30, eta_min=0.05),
             ),
             (
-                Linear(final=0.25),
+                LinearConfig(final=0.25),
                 lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.25, total_iters=30),
             ),
         ],
     )
-    def test_shapes_are_torch_s(self, spec: Schedule, usual: Callable[..., object]) -> None:
+    def test_shapes_are_torch_s(self, spec: ScheduleConfig, usual: Callable[..., object]) -> None:
         assert self._walk(lambda o: spec.build(o, 31), 30) == pytest.approx(self._walk(usual, 30))
 
     def _walk(self, build: Callable[..., object], steps: int) -> list[float]:
@@ -265,7 +280,7 @@ class TestSchedules:
         return [*found, optimizer.param_groups[0]["lr"]]
 
     def test_a_warm_up_as_long_as_the_run(self) -> None:
-        assert Cosine(warmup_steps=5).factor(5, 5) == 1.0
+        assert CosineConfig(warmup_steps=5).factor(5, 5) == 1.0
 
 
 class TestCausalLM:

@@ -9,7 +9,7 @@ import pytest
 
 from scalewise import cli
 from scalewise.hardware import RANK_VARIABLES
-from scalewise.launch.started import MPI_VARIABLES, adopt, first_host
+from scalewise.launch.external_launcher import MPI_VARIABLES, adopt_slurm_step, first_host
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "8",
@@ -33,7 +33,7 @@ TORCHRUN = {
 
 def test_a_step_of_several_tasks_is_ranks() -> None:
     environment = dict(STEP)
-    adopt(environment)
+    adopt_slurm_step(environment)
     assert {key: value for key, value in environment.items() if key not in STEP} == {
         "RANK": "5",
         "LOCAL_RANK": "1",
@@ -52,7 +52,7 @@ def test_a_step_of_several_tasks_is_ranks() -> None:
 )
 def test_what_is_no_step_of_ranks_stays(change: dict[str, str]) -> None:
     environment = STEP | change
-    adopt(environment)
+    adopt_slurm_step(environment)
     assert environment == STEP | change
 
 
@@ -64,7 +64,7 @@ def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
         "SLURM_LOCALID": "0",
     }
     environment = alone | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
-    adopt(environment, least=1)
+    adopt_slurm_step(environment, least=1)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
 
@@ -72,19 +72,19 @@ def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
 def test_what_sbatch_runs_is_alone() -> None:
     batch = {key: value for key, value in STEP.items() if "STEP" not in key} | {"SLURM_NTASKS": "8"}
     environment = dict(batch)
-    adopt(environment)
+    adopt_slurm_step(environment)
     assert environment == batch
 
 
 def test_what_the_user_says_stays() -> None:
     environment = STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    adopt(environment)
+    adopt_slurm_step(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
 
 
 def test_ranks_of_torchrun_stay() -> None:
     environment = dict(TORCHRUN)
-    assert adopt(environment) is None
+    assert adopt_slurm_step(environment) is None
     assert environment == TORCHRUN
 
 
@@ -105,14 +105,14 @@ def test_ranks_of_torchrun_stay() -> None:
 )
 def test_rank_variables_that_are_left_over_are_removed(left: dict[str, str]) -> None:
     environment = dict(left)
-    assert adopt(environment) is None
+    assert adopt_slurm_step(environment) is None
     assert set(environment) <= {"MASTER_ADDR", "MASTER_PORT"}
 
 
 @pytest.mark.parametrize("absent", TORCHRUN)
 def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
     environment = {key: value for key, value in TORCHRUN.items() if key != absent}
-    error = adopt(environment)
+    error = adopt_slurm_step(environment)
     assert error is not None
     (complaint,) = error.complaints
     assert f"{absent} is not set" in complaint.reason
@@ -125,14 +125,14 @@ def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
     ids=str,
 )
 def test_a_rank_that_cannot_be_is_rejected(change: dict[str, str]) -> None:
-    error = adopt(dict(TORCHRUN | change))
+    error = adopt_slurm_step(dict(TORCHRUN | change))
     assert error is not None
     assert "is no rank of" in str(error)
 
 
 @pytest.mark.parametrize("absent", ["SLURM_PROCID", "SLURM_LOCALID"])
 def test_a_slurm_step_that_lacks_a_variable_is_told_which(absent: str) -> None:
-    error = adopt({key: value for key, value in STEP.items() if key != absent})
+    error = adopt_slurm_step({key: value for key, value in STEP.items() if key != absent})
     assert error is not None
     assert f"{absent} is not set" in str(error)
 
@@ -142,23 +142,23 @@ def test_a_shell_of_salloc_is_alone() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     for environment in (dict(shell), shell | step, shell | {"SLURM_STEP_NUM_TASKS": "many"}):
         before = dict(environment)
-        assert adopt(environment) is None
+        assert adopt_slurm_step(environment) is None
         assert environment == before
 
 
 @pytest.mark.parametrize("change", [{"SLURM_PROCID": "8"}, {"SLURM_LOCALID": "4"}])
 def test_task_outside_its_step_is_an_error(change: dict[str, str]) -> None:
     environment = STEP | change
-    assert "is no rank of" in str(adopt(environment))
+    assert "is no rank of" in str(adopt_slurm_step(environment))
     assert not set(RANK_VARIABLES) & environment.keys()
 
 
 @pytest.mark.parametrize("name", MPI_VARIABLES)
 def test_processes_of_mpirun(name: str) -> None:
-    assert adopt({name: str(MPI_VARIABLES[name] - 1)}) is None
-    assert adopt({name: "4", **TORCHRUN}) is None
-    assert adopt({name: "4", **STEP}) is None  # srun sets PMI variables too
-    error = adopt({name: "4"})
+    assert adopt_slurm_step({name: str(MPI_VARIABLES[name] - 1)}) is None
+    assert adopt_slurm_step({name: "4", **TORCHRUN}) is None
+    assert adopt_slurm_step({name: "4", **STEP}) is None  # srun sets PMI variables too
+    error = adopt_slurm_step({name: "4"})
     assert error is not None
     assert name in str(error)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fixtures.checkpoints import RANDOM_T5
 
-from scalewise.launch import words, worker
-from scalewise.launch.status import Ending, Status, cures, git_state
-from scalewise.run import Run
-from scalewise.tracking.files import FACTS, read_json, write_json
+from scalewise.launch import exit_reports, rank_worker
+from scalewise.launch.status import Outcome, Status, git_state, suggested_overrides
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import FACTS, read_json, write_json
 from scalewise.typed_override import command_line
 
 
@@ -39,70 +39,70 @@ def a_status(**changes: Any) -> Status:
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
-        (Ending("ok"), 0),
-        (Ending("failed"), 1),
-        (Ending("refused"), 2),
-        (Ending("out_of_memory"), 3),
-        (Ending("timeout"), 4),
-        (Ending("interrupted", signal_number=2), 130),
-        (Ending("interrupted", signal_number=15), 143),
+        (Outcome("ok"), 0),
+        (Outcome("failed"), 1),
+        (Outcome("refused"), 2),
+        (Outcome("out_of_memory"), 3),
+        (Outcome("timeout"), 4),
+        (Outcome("interrupted", signal_number=2), 130),
+        (Outcome("interrupted", signal_number=15), 143),
     ],
 )
-def test_exit_codes(ending: Ending, code: int) -> None:
+def test_exit_codes(ending: Outcome, code: int) -> None:
     assert ending.exit_code == code
 
 
 @pytest.mark.parametrize(
     ("ending", "overrides", "expected"),
     [
-        (Ending("ok"), [], []),
-        (Ending("failed", "anything"), [], []),
-        (Ending("failed", "the loss is nan at step 3; lower optimizer.lr, or"), [],
+        (Outcome("ok"), [], []),
+        (Outcome("failed", "anything"), [], []),
+        (Outcome("failed", "the loss is nan at step 3; lower optimizer.lr, or"), [],
          ["optimizer.lr=0.0001"]),
-        (Ending("out_of_memory"), [],
+        (Outcome("out_of_memory"), [],
          ["trainer.micro_batch=4 trainer.global_batch=8", "objective.loss_chunk=1024",
           "memory=checkpoint_full"]),
-        (Ending("out_of_memory"), ["trainer.micro_batch=1", "precision=bf16_mixed"],
+        (Outcome("out_of_memory"), ["trainer.micro_batch=1", "precision=bf16_mixed"],
          ["memory=checkpoint_full"]),
-        (Ending("out_of_memory"), ["trainer.micro_batch=3", "launch.memory_limit_gib=2"],
+        (Outcome("out_of_memory"), ["trainer.micro_batch=3", "launch.memory_limit_gib=2"],
          ["trainer.micro_batch=1 trainer.global_batch=3", "memory=checkpoint_full",
           "launch.memory_limit_gib=null"]),
-        (Ending("out_of_memory"), ["hardware=v100", "precision=fp32"],
+        (Outcome("out_of_memory"), ["hardware=v100", "precision=fp32"],
          ["trainer.micro_batch=4 trainer.global_batch=8", "objective.loss_chunk=1024",
           "memory=checkpoint_full"]),
-        (Ending("out_of_memory"), ["hardware=h100", "data.sequence=8192", "model=llama3_8b",
+        (Outcome("out_of_memory"), ["hardware=h100", "data.sequence=8192", "model=llama3_8b",
           "parallelism=pipeline", "parallelism.pipeline=4", "trainer.micro_batch=4"],
          ["memory=checkpoint_full"]),
-        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+        (Outcome("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
           "trainer.micro_batch=1"],
          ["optimizer.offload=true"]),
-        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+        (Outcome("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
           "trainer.micro_batch=1", "data.sequence=4096"],
          ["memory=checkpoint_selective", "optimizer.offload=true"]),
-        (Ending("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
+        (Outcome("out_of_memory"), ["hardware=h100", "precision=bf16_true", "model=llama3_8b",
           "parallelism=ddp", "parallelism.replicas=2", "trainer.micro_batch=1",
           "data.sequence=8192", "optimizer=sgd"],
          ["memory=checkpoint_full"]),
-        (Ending("out_of_memory"), [*RANDOM_T5, "objective=seq2seq", "data=synthetic",
+        (Outcome("out_of_memory"), [*RANDOM_T5, "objective=seq2seq", "data=synthetic",
           "data.target_length=64"],
          ["trainer.micro_batch=4 trainer.global_batch=8", "precision=bf16_mixed"]),
-        (Ending("out_of_memory"), ["objective=module", "objective.target=fixtures.yours.MyModule",
+        (Outcome("out_of_memory"), ["objective=module", "objective.target=fixtures.yours.MyModule",
           "data.target=fixtures.yours.MyData", "trusted_packages=[fixtures]"],
          ["precision=bf16_mixed"]),
-        (Ending("failed", "the loss is nan at step 3; lower optimizer.lr"),
+        (Outcome("failed", "the loss is nan at step 3; lower optimizer.lr"),
          ["objective=module", "objective.target=fixtures.yours.MyModule",
           "data.target=fixtures.yours.MyData", "trusted_packages=[fixtures]"], []),
-        (Ending("timeout"), ["launch.timeout=30"],
+        (Outcome("timeout"), ["launch.timeout=30"],
          ["launch.timeout=60", "checkpoint.every=100"]),
-        (Ending("timeout"), ["launch.timeout=2.5", "checkpoint.every=5"], ["launch.timeout=5"]),
-        (Ending("interrupted", signal_number=15), [], ["resume=last"]),
+        (Outcome("timeout"), ["launch.timeout=2.5", "checkpoint.every=5"], ["launch.timeout=5"]),
+        (Outcome("interrupted", signal_number=15), [], ["resume=last"]),
     ],
 )  # fmt: skip
 def test_cures_are_overrides_that_compose(
-    compose: Callable[..., Run], ending: Ending, overrides: list[str], expected: list[str]
+    compose: Callable[..., RunConfig], ending: Outcome, overrides: list[str], expected: list[str]
 ) -> None:
     run = compose(*overrides, here=False)
-    found = cures(ending, run, resumable=True)
+    found = suggested_overrides(ending, run, resumable=True)
     assert [cure["override"] for cure in found] == expected
     assert all(cure["why"].endswith(".") for cure in found)
     for cure in found:
@@ -111,19 +111,19 @@ def test_cures_are_overrides_that_compose(
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_only_what_left_a_checkpoint_can_be_resumed(
-    saved: bool, compose: Callable[..., Run], tmp_path: Path
+    saved: bool, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     if saved:
         (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
-    ending = Ending("interrupted", signal_number=15)
+    ending = Outcome("interrupted", signal_number=15)
     found = a_status().ended_as(ending, compose(), 1, tmp_path).cures
     assert [cure["override"] for cure in found] == ["resume=last"] * saved
 
 
-def test_a_status_that_ended(compose: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     write_json(tmp_path / FACTS, {"mode": "offline", "id": "x"})
-    ending = Ending("out_of_memory", "no memory", 1, ("last", "lines"))
+    ending = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
     a_status().ended_as(ending, compose(), 2, tmp_path).write(tmp_path)
     found = read_json(tmp_path / "status.json")
     expected = {
@@ -173,7 +173,7 @@ def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("status", ["failed", "out_of_memory", "refused", "timeout"])
 def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
-    ending = Ending(status, "InductorError: g++ failed", 1, ("tail",))
+    ending = Outcome(status, "InductorError: g++ failed", 1, ("tail",))
     assert ending.after_signal(0) is ending
     after = ending.after_signal(signal.SIGTERM)
     assert (after.status, after.exit_code, after.rank) == ("interrupted", 143, 1)
@@ -181,26 +181,26 @@ def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
     assert after.log_tail == ("tail",)
 
 
-@pytest.mark.parametrize("ending", [Ending("ok"), Ending("interrupted", "", None, (), 2)])
-def test_a_signal_changes_no_ending_that_is_none_of_its_making(ending: Ending) -> None:
+@pytest.mark.parametrize("ending", [Outcome("ok"), Outcome("interrupted", "", None, (), 2)])
+def test_a_signal_changes_no_ending_that_is_none_of_its_making(ending: Outcome) -> None:
     assert ending.after_signal(signal.SIGTERM) is ending
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
     number: int,
-    compose: Callable[..., Run],
+    compose: Callable[..., RunConfig],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     def fit(*_: object) -> None:
-        worker.STOP._note(number, None)
+        rank_worker.STOP._note(number, None)
         raise RuntimeError("C++ compile error")
 
-    monkeypatch.setattr(worker, "fit", fit)
-    monkeypatch.setattr(worker.STOP, "install", lambda: None)
-    words.clear(tmp_path)
-    ending = worker.attempt(compose("tracking=none"), tmp_path, None, None)
+    monkeypatch.setattr(rank_worker, "fit", fit)
+    monkeypatch.setattr(rank_worker.STOP, "install", lambda: None)
+    exit_reports.prepare_reports(tmp_path)
+    ending = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)
     assert (ending.status, ending.signal_number) == ("interrupted", number)
     assert "C++ compile error" in ending.reason
-    assert words.said(tmp_path)[0].status == "interrupted"
+    assert exit_reports.read_reports(tmp_path)[0].status == "interrupted"

@@ -12,41 +12,48 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from scalewise.config.own import own_hydra
-from scalewise.config.search_axes import read
+from scalewise.config.hydra_context import hydra_session
+from scalewise.config.search_space import read_axes
 from scalewise.errors import ConfigError, Pruned
-from scalewise.launch.classify import classify
-from scalewise.study import outcome, record, study
-from scalewise.study.outcome import Outcome
-from scalewise.study.space import Axis, Choice, Interval, first, grid, overrides
-from scalewise.study.spec import Search
-from scalewise.study.storage import TrialLink, link_in
-from scalewise.study.study import Study
-from scalewise.training.callbacks.pruning import Judge
+from scalewise.hpo import optuna_study, outcome, record
+from scalewise.hpo.config import SearchConfig
+from scalewise.hpo.optuna_study import OptunaSearch
+from scalewise.hpo.outcome import TrialOutcome
+from scalewise.hpo.space import (
+    Axis,
+    ChoiceAxis,
+    IntervalAxis,
+    first_point,
+    grid_points,
+    point_overrides,
+)
+from scalewise.hpo.storage import TrialLink, read_trial_link
+from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.training.callbacks.pruning import PruningMonitor
 
-LR = Interval("optimizer.lr", 1e-5, 1e-1, log=True)
-PRECISION = Choice("precision", ("fp32", "bf16_mixed"))
+LR = IntervalAxis("optimizer.lr", 1e-5, 1e-1, log=True)
+PRECISION = ChoiceAxis("precision", ("fp32", "bf16_mixed"))
 SPACE = (LR, PRECISION)
 
 
 def axes(*lines: str) -> tuple[list[Axis], list[str]]:
-    with own_hydra() as loader:
-        return read(lines, loader)
+    with hydra_session() as loader:
+        return read_axes(lines, loader)
 
 
 class TestAxes:
     @pytest.mark.parametrize(
         ("line", "axis"),
         [
-            ("a=x,null,true,1", Choice("a", ("x", "null", "True", "1"))),
-            ("a=choice(1,'b c')", Choice("a", ("1", "b\\ c"))),
-            ("a=interval(1,4)", Interval("a", 1.0, 4.0)),
-            ("a=tag(log,interval(1e-5,1e-1))", Interval("a", 1e-5, 1e-1, log=True)),
-            ("a=int(interval(1,8))", Interval("a", 1, 8)),
-            ("a=int(tag(log,interval(4,64)))", Interval("a", 4, 64, log=True)),
-            ("a=range(1,10,2)", Interval("a", 1, 9, step=2)),
-            ("a=range(0,1,0.25)", Interval("a", 0.0, 0.75, step=0.25)),
-            ("+inject=none,oom", Choice("+inject", ("none", "oom"))),
+            ("a=x,null,true,1", ChoiceAxis("a", ("x", "null", "True", "1"))),
+            ("a=choice(1,'b c')", ChoiceAxis("a", ("1", "b\\ c"))),
+            ("a=interval(1,4)", IntervalAxis("a", 1.0, 4.0)),
+            ("a=tag(log,interval(1e-5,1e-1))", IntervalAxis("a", 1e-5, 1e-1, log=True)),
+            ("a=int(interval(1,8))", IntervalAxis("a", 1, 8)),
+            ("a=int(tag(log,interval(4,64)))", IntervalAxis("a", 4, 64, log=True)),
+            ("a=range(1,10,2)", IntervalAxis("a", 1, 9, step=2)),
+            ("a=range(0,1,0.25)", IntervalAxis("a", 0.0, 0.75, step=0.25)),
+            ("+inject=none,oom", ChoiceAxis("+inject", ("none", "oom"))),
         ],
     )
     def test_the_grammar_of_a_sweep(self, line: str, axis: Axis) -> None:
@@ -56,24 +63,24 @@ class TestAxes:
 
     def test_a_glob_is_the_options_of_its_group(self) -> None:
         (axis,), _ = axes("precision=glob(fp*)")
-        assert axis == Choice("precision", ("fp16_mixed", "fp32", "fp8"))
+        assert axis == ChoiceAxis("precision", ("fp16_mixed", "fp32", "fp8"))
 
     def test_the_last_word_on_a_key_counts(self) -> None:
         found, fixed = axes("a=1,2", "b=3", "a=5", "b=6,7")
-        assert found == [Choice("b", ("6", "7"))]
+        assert found == [ChoiceAxis("b", ("6", "7"))]
         assert fixed == ["a=5"]
 
     def test_whole_intervals_stay_whole(self) -> None:
         (axis,), _ = axes("a=int(interval(1,8))")
-        assert isinstance(axis, Interval)
+        assert isinstance(axis, IntervalAxis)
         assert axis.whole
 
     def test_a_grid_is_every_combination(self) -> None:
-        points = grid([Interval("a", 0.0, 0.5, step=0.25), PRECISION])
+        points = grid_points([IntervalAxis("a", 0.0, 0.5, step=0.25), PRECISION])
         assert len(points) == 6
         assert points[0] == {"a": 0.0, "precision": "fp32"}
-        assert first(SPACE) == {"optimizer.lr": 1e-5, "precision": "fp32"}
-        assert overrides(points[-1]) == ["a=0.5", "precision=bf16_mixed"]
+        assert first_point(SPACE) == {"optimizer.lr": 1e-5, "precision": "fp32"}
+        assert point_overrides(points[-1]) == ["a=0.5", "precision=bf16_mixed"]
 
 
 class TestRefused:
@@ -90,8 +97,8 @@ class TestRefused:
             ({"sampler": "grid"}, SPACE, ("has no grid",)),
             ({"trials": 0, "jobs": 0, "seed": -1}, SPACE, ("trials", "jobs", "seed")),
             ({}, (), ("needs an axis",)),
-            ({}, (Interval("a", 2.0, 1.0),), ("has no inside",)),
-            ({}, (Interval("a", 0.0, 1.0, log=True),), ("above 0",)),
+            ({}, (IntervalAxis("a", 2.0, 1.0),), ("has no inside",)),
+            ({}, (IntervalAxis("a", 0.0, 1.0, log=True),), ("above 0",)),
             ({"storage": "mysql://somebody@there/x"}, SPACE, ("is no file",)),
             (
                 {
@@ -111,36 +118,36 @@ class TestRefused:
     def test_says_what_and_how_to_mend_it(
         self, options: dict[str, Any], space: tuple[Axis, ...], words: tuple[str, ...]
     ) -> None:
-        said = "\n".join(str(complaint) for complaint in Search(**options).complaints(space))
+        said = "\n".join(str(complaint) for complaint in SearchConfig(**options).complaints(space))
         assert all(word in said for word in words), said
 
     def test_what_is_sound_is_not(self) -> None:
         several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
         bounds = {"memory/peak_bytes": 2e9}
-        assert list(Search(objectives=several, constraints=bounds).complaints(SPACE)) == []
+        assert list(SearchConfig(objectives=several, constraints=bounds).complaints(SPACE)) == []
 
 
-def ended(loss: float | None = None, status: str = "ok", **metrics: float) -> Outcome:
+def ended(loss: float | None = None, status: str = "ok", **metrics: float) -> TrialOutcome:
     own = {} if loss is None else {"val/loss": loss}
-    return Outcome(status, "", None, {**own, **metrics})
+    return TrialOutcome(status, "", None, {**own, **metrics})
 
 
 class TestStudy:
     """What is asked and told."""
 
     def test_as_many_trials_as_are_wanted(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=5, jobs=2), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
         batches = []
         while trials := found.asked():
             batches.append(len(trials))
             for trial in trials:
                 found.tell(trial, ended(trial.params["optimizer.lr"]))
         assert batches == [2, 2, 1]
-        (best,) = record.best(found)
+        (best,) = record.pareto_trials(found)
         assert best.value == min(t.params["optimizer.lr"] for t in found.optuna.trials)
 
     def test_failures_are_told_as_failures(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=4, jobs=4), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
         one, two, three, four = found.asked()
         found.tell(one, ended(1.0))
         found.tell(two, ended(status="out_of_memory"))
@@ -150,7 +157,7 @@ class TestStudy:
         states = [trial.state for trial in found.optuna.trials]
         assert states == [TrialState.COMPLETE, *[TrialState.FAIL] * 3]
         assert all(trial.values is None for trial in found.optuna.trials[1:])
-        told = record.of(found, tmp_path)["trials"]
+        told = record.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
         assert [trial["status"] for trial in told] == [
             "ok", "out_of_memory", "refused", "unmeasured",
@@ -158,7 +165,7 @@ class TestStudy:
         assert told[3]["reason"] == "it measured no val/loss"
 
     def test_what_was_lost_runs_again(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=1), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
         (trial,) = found.asked()
         found.tell(trial, ended(status="interrupted"))
         (again,) = found.asked()
@@ -168,50 +175,58 @@ class TestStudy:
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
     def test_the_same_storage_goes_on(self, tmp_path: Path, file: str) -> None:
-        search = Search(trials=4, sampler="random", storage=str(tmp_path / file))
+        search = SearchConfig(trials=4, sampler="random", storage=str(tmp_path / file))
         points = []
         for _ in range(2):
-            found = study.opened(search, SPACE, tmp_path / "smoke" / "today")
+            found = optuna_study.open_study(search, SPACE, tmp_path / "smoke" / "today")
             for trial in [*found.asked(), *found.asked()]:
                 points.append(trial.params["optimizer.lr"])
                 found.tell(trial, ended(1.0))
-        assert study.opened(search, SPACE, tmp_path).asked() == []
+        assert optuna_study.open_study(search, SPACE, tmp_path).asked() == []
         assert len(set(points)) == 4  # and not the same draws twice
 
     def test_a_study_of_something_else_is_refused(self, tmp_path: Path) -> None:
         file = str(tmp_path / "search.journal")
-        study.opened(Search(storage=file), SPACE, tmp_path)
+        optuna_study.open_study(SearchConfig(storage=file), SPACE, tmp_path)
         for search, space, word in (
-            (Search(storage=file, objectives={"time/step_s": "minimize"}), SPACE, "objectives"),
-            (Search(storage=file), (LR, Choice("precision", ("fp32",))), "choices"),
-            (Search(storage=file), (PRECISION,), "axes"),
+            (
+                SearchConfig(storage=file, objectives={"time/step_s": "minimize"}),
+                SPACE,
+                "objectives",
+            ),
+            (SearchConfig(storage=file), (LR, ChoiceAxis("precision", ("fp32",))), "choices"),
+            (SearchConfig(storage=file), (PRECISION,), "axes"),
         ):
             with pytest.raises(ConfigError, match=word):
-                study.opened(search, space, tmp_path)
-        wider = Interval("optimizer.lr", 1e-6, 1.0, log=True)
-        assert study.opened(Search(storage=file), (wider, PRECISION), tmp_path).asked()
+                optuna_study.open_study(search, space, tmp_path)
+        wider = IntervalAxis("optimizer.lr", 1e-6, 1.0, log=True)
+        assert optuna_study.open_study(
+            SearchConfig(storage=file), (wider, PRECISION), tmp_path
+        ).asked()
 
     def test_a_grid_is_walked_once(self, tmp_path: Path) -> None:
-        space = [Choice("a", ("1", "2")), Interval("b", 1, 3, step=1)]
-        search, points = Search(sampler="grid", jobs=4), []
+        space = [ChoiceAxis("a", ("1", "2")), IntervalAxis("b", 1, 3, step=1)]
+        search, points = SearchConfig(sampler="grid", jobs=4), []
         while True:
-            found = study.opened(search, space, tmp_path)  # as after a kill between batches
+            found = optuna_study.open_study(
+                search, space, tmp_path
+            )  # as after a kill between batches
             trials = found.asked()
             if not trials:
                 break
             for trial in trials:
-                points.append(overrides(trial.params))
+                points.append(point_overrides(trial.params))
                 found.tell(trial, ended(1.0))
-        assert sorted(points) == sorted(overrides(point) for point in grid(space))
+        assert sorted(points) == sorted(point_overrides(point) for point in grid_points(space))
 
     def test_a_bound_outweighs_an_objective(self, tmp_path: Path) -> None:
-        search = Search(trials=2, jobs=2, constraints={"memory/peak_bytes": 100.0})
-        found = study.opened(search, SPACE, tmp_path)
+        search = SearchConfig(trials=2, jobs=2, constraints={"memory/peak_bytes": 100.0})
+        found = optuna_study.open_study(search, SPACE, tmp_path)
         small, large = found.asked()
         found.tell(small, ended(2.0, **{"memory/peak_bytes": 90.0}))
         found.tell(large, ended(1.0, **{"memory/peak_bytes": 110.0}))
-        assert [trial.number for trial in record.best(found)] == [small.number]
-        told = record.of(found, tmp_path)["trials"]
+        assert [trial.number for trial in record.pareto_trials(found)] == [small.number]
+        told = record.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
         assert told[1]["over"] == {"memory/peak_bytes": 10.0}
 
@@ -219,44 +234,46 @@ class TestStudy:
         """TPE looks where memory is not too much, and without the bound where the loss is least."""
         within = {}
         for bounds in ({}, {"memory/peak_bytes": 50.0}):
-            search = Search(trials=30, constraints=bounds, study=str(len(bounds)))
-            found = study.opened(search, [Interval("a", 0.0, 1.0)], tmp_path)
+            search = SearchConfig(trials=30, constraints=bounds, study=str(len(bounds)))
+            found = optuna_study.open_study(search, [IntervalAxis("a", 0.0, 1.0)], tmp_path)
             while trials := found.asked():
                 for trial in trials:
                     a = float(trial.params["a"])
                     found.tell(trial, ended(1 - a, **{"memory/peak_bytes": 100 * a}))
             late = [trial.params["a"] for trial in found.optuna.trials[15:]]
             within[len(bounds)] = sum(point <= 0.5 for point in late) / len(late)
-            (best,) = record.best(found)
+            (best,) = record.pareto_trials(found)
             assert best.params["a"] <= (0.5 if bounds else 1.0)
         assert within[1] > 0.4 > 0.1 > within[0]
 
     def test_several_objectives_have_a_front(self, tmp_path: Path) -> None:
         several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
-        found = study.opened(Search(trials=3, jobs=3, objectives=several), SPACE, tmp_path)
+        found = optuna_study.open_study(
+            SearchConfig(trials=3, jobs=3, objectives=several), SPACE, tmp_path
+        )
         for trial, loss, speed in zip(found.asked(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True):
             found.tell(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
-        assert [trial.number for trial in record.best(found)] == [0, 1]
+        assert [trial.number for trial in record.pareto_trials(found)] == [0, 1]
 
     def test_what_decided_is_told(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=30, sampler="random"), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=30, sampler="random"), SPACE, tmp_path)
         while trials := found.asked():
             for trial in trials:
                 found.tell(trial, ended(float(trial.params["optimizer.lr"])))
-        shares = record.importance(found)["val/loss"]
+        shares = record.axis_importance(found)["val/loss"]
         assert shares["optimizer.lr"] > 0.9
         assert sum(shares.values()) == pytest.approx(1)
 
     def test_all_alike_decides_nothing(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=5, jobs=5), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
         for trial in found.asked():
             found.tell(trial, ended(1.0))
-        json.dumps(record.of(found, tmp_path))
+        json.dumps(record.build_record(found, tmp_path))
 
 
 def job(sweep: Path, number: int, listed: str, status: str | None = None, **metrics: float) -> None:
     """Leaves a job as a sweep that was killed leaves it."""
-    rows = [*outcome.rows(sweep), {"number": number, "folder": str(number), "status": listed}]
+    rows = [*outcome.sweep_jobs(sweep), {"number": number, "folder": str(number), "status": listed}]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": rows}), "utf-8")
     if status is not None:
         (sweep / str(number)).mkdir(exist_ok=True)
@@ -270,18 +287,18 @@ class TestAfterAKill:
     """A sweep that died at any moment; the owner of its trials is no process any more."""
 
     @pytest.fixture
-    def died(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Study]:
+    def died(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OptunaSearch]:
         with monkeypatch.context() as patch:
-            patch.setattr(study, "_this_process", lambda: f"{os.uname().nodename} 1 0.0")
-            yield study.opened(Search(trials=4, jobs=4), SPACE, tmp_path)
+            patch.setattr(optuna_study, "_this_process", lambda: f"{os.uname().nodename} 1 0.0")
+            yield optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
 
-    def test_no_finished_trial_is_lost(self, died: Study, tmp_path: Path) -> None:
+    def test_no_finished_trial_is_lost(self, died: OptunaSearch, tmp_path: Path) -> None:
         for number, trial in enumerate(died.asked()):
             died.begin(trial, tmp_path, number, tmp_path / str(number))
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
         job(tmp_path, 1, "running", "ok", **{"val/loss": 2.0})  # killed before it was listed
         job(tmp_path, 2, "running", "running")
-        again = study.opened(Search(trials=4), SPACE, tmp_path)
+        again = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
         assert len(again.reclaim()) == 4
         assert [trial.value for trial in again.optuna.trials[:4]] == [1.0, 2.0, None, None]
         lost = [trial.params for trial in died.optuna.trials[2:4]]
@@ -289,64 +306,64 @@ class TestAfterAKill:
         assert again.asked() == []
 
     def test_a_sweep_that_lives_keeps_its_trials(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=1), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
         (trial,) = found.asked()
         found.begin(trial, tmp_path, 0, tmp_path / "0")
-        other = study.opened(Search(trials=1), SPACE, tmp_path)
+        other = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
         assert other.reclaim() == []
         assert other.asked() == []
 
 
 class TestPruning:
-    def linked(self, found: Study, folder: Path) -> TrialLink:
+    def linked(self, found: OptunaSearch, folder: Path) -> TrialLink:
         (trial,) = found.asked()
         found.begin(trial, folder, trial.number, folder / str(trial.number))
-        link = link_in(folder / str(trial.number))
+        link = read_trial_link(folder / str(trial.number))
         assert link is not None
         return link
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
     def test_asha_ends_the_second_that_is_worse(self, tmp_path: Path, file: str) -> None:
-        search = Search(pruner="asha", storage=str(tmp_path / file))
-        found = study.opened(search, SPACE, tmp_path)
-        good = Judge(self.linked(found, tmp_path))
+        search = SearchConfig(pruner="asha", storage=str(tmp_path / file))
+        found = optuna_study.open_study(search, SPACE, tmp_path)
+        good = PruningMonitor(self.linked(found, tmp_path))
         assert [good.prunes([(step, 1.0 / step)]) for step in (100, 200, 300)] == [False] * 3
-        bad = Judge(self.linked(found, tmp_path))
+        bad = PruningMonitor(self.linked(found, tmp_path))
         assert bad.prunes([(100, 5.0)])
         assert found.optuna.trials[1].intermediate_values == {100: 5.0}
 
     def test_the_median_ends_the_worse_half(self, tmp_path: Path) -> None:
-        found = study.opened(Search(pruner="median"), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
         for loss in range(5):
-            judge = Judge(self.linked(found, tmp_path))
+            judge = PruningMonitor(self.linked(found, tmp_path))
             assert not judge.prunes([(10, float(loss))])
             trial = optuna.trial.Trial(found.optuna, found.optuna.trials[-1]._trial_id)
             found.tell(trial, ended(float(loss)))
-        assert Judge(self.linked(found, tmp_path)).prunes([(10, 99.0)])
-        assert not Judge(self.linked(found, tmp_path)).prunes([(10, -1.0)])
+        assert PruningMonitor(self.linked(found, tmp_path)).prunes([(10, 99.0)])
+        assert not PruningMonitor(self.linked(found, tmp_path)).prunes([(10, -1.0)])
 
     def test_a_study_out_of_reach_ends_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         link = TrialLink(str(tmp_path / "none.journal"), "no such study", 0, "asha", "val/loss")
-        assert not Judge(link).prunes([(1, 1.0)])
+        assert not PruningMonitor(link).prunes([(1, 1.0)])
         assert "the study cannot be asked" in capsys.readouterr().out
 
     def test_a_pruned_trial_is_told_as_pruned(self, tmp_path: Path) -> None:
-        found = study.opened(Search(trials=1, pruner="asha"), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path)
         (trial,) = found.asked()
         trial.report(3.0, 10)
         found.tell(trial, ended(3.0, status="pruned"))
         assert found.optuna.trials[0].state is TrialState.PRUNED
-        assert record.best(found) == []
+        assert record.pareto_trials(found) == []
         assert found.asked() == []
 
     def test_an_ending_that_is_no_failure(self) -> None:
-        ending = classify(Pruned("the study stopped it after step 4"), 0)
+        ending = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
         assert (ending.status, ending.exit_code) == ("pruned", 0)
 
     def test_no_pruner_no_link(self, tmp_path: Path) -> None:
-        found = study.opened(Search(), SPACE, tmp_path)
+        found = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)
         (trial,) = found.asked()
         found.begin(trial, tmp_path, 0, tmp_path / "0")
-        assert link_in(tmp_path / "0") is None
+        assert read_trial_link(tmp_path / "0") is None

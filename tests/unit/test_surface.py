@@ -5,9 +5,9 @@ from pathlib import Path
 
 import scalewise
 from scalewise import cli, errors
-from scalewise.config import registry, tree
-from scalewise.launch.status import Ending
-from scalewise.tracking.names import METRICS, TIMES
+from scalewise.config import paths, registry
+from scalewise.launch.status import Outcome
+from scalewise.tracking.metric_names import METRICS, TIMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_verbs() -> None:
 
 
 def test_groups_and_their_options() -> None:
-    assert {group: tree.names(group) for group in tree.GROUPS} == {
+    assert {group: paths.option_names(group) for group in paths.GROUPS} == {
         "model": [
             "decoder_10m",
             "decoder_nano",
@@ -124,8 +124,8 @@ def test_groups_and_their_options() -> None:
 
 
 def test_every_group_has_its_specs() -> None:
-    registry.discover()
-    assert set(registry.OPTIONS) == set(tree.CLOSED)
+    registry.import_options()
+    assert set(registry.OPTIONS) == set(paths.CLOSED_GROUPS)
 
 
 def test_metric_keys() -> None:
@@ -185,7 +185,7 @@ def test_exit_codes() -> None:
         "out_of_memory": 3,
         "timeout": 4,
     }
-    assert Ending("interrupted", signal_number=15).exit_code == 143
+    assert Outcome("interrupted", signal_number=15).exit_code == 143
     assert errors.Interrupted(2, "").exit_code == 130
     assert errors.ConfigError([]).exit_code == 2
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from scalewise.errors import ConfigError, Interrupted
-from scalewise.launch.engine import Began, Task
-from scalewise.launch.job import Order, Result
-from scalewise.launch.sweep import execute_all
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.launch.executor import Began, SweepTask
+from scalewise.launch.job import JobSpec, Result
+from scalewise.launch.sweep_runner import execute_all
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, write_json
 
 QUIET: dict[str, Any] = {"announce": lambda *_: None, "report": lambda *_: None}
 
@@ -26,7 +26,9 @@ class Ends:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
-    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+    def results(
+        self, tasks: Sequence[SweepTask], began: Began
+    ) -> Iterator[tuple[SweepTask, Result]]:
         self._end()
         raise AssertionError("it goes on")
         yield  # a generator, as engines are
@@ -41,20 +43,20 @@ def interrupt() -> None:
 
 
 @pytest.fixture
-def tasks(compose: Callable[..., Run], tmp_path: Path) -> list[Task]:
+def tasks(compose: Callable[..., RunConfig], tmp_path: Path) -> list[SweepTask]:
     return [
-        Task(number, Order(compose(f"seed={number + 1}"), varied={}), tmp_path / str(number))
+        SweepTask(number, JobSpec(compose(f"seed={number + 1}"), varied={}), tmp_path / str(number))
         for number in range(2)
     ]
 
 
-def test_a_sweep_that_is_refused_leaves_no_record(tasks: list[Task], tmp_path: Path) -> None:
+def test_a_sweep_that_is_refused_leaves_no_record(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         execute_all(tasks, tmp_path, Ends(refuse), command="", question="", **QUIET)
     assert not (tmp_path / "sweep.json").exists()
 
 
-def test_one_that_went_on_keeps_what_it_had(tasks: list[Task], tmp_path: Path) -> None:
+def test_one_that_went_on_keeps_what_it_had(tasks: list[SweepTask], tmp_path: Path) -> None:
     before = {"jobs": [], "process": {}, "question": "Why?"}
     write_json(tmp_path / "sweep.json", before)
     with pytest.raises(ConfigError):
@@ -62,7 +64,7 @@ def test_one_that_went_on_keeps_what_it_had(tasks: list[Task], tmp_path: Path) -
     assert read_json(tmp_path / "sweep.json") == before
 
 
-def test_a_signal_before_the_first_job_is_noted(tasks: list[Task], tmp_path: Path) -> None:
+def test_a_signal_before_the_first_job_is_noted(tasks: list[SweepTask], tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGINT between the jobs of the sweep"):
         execute_all(tasks, tmp_path, Ends(interrupt), command="", question="", **QUIET)
     record = read_json(tmp_path / "sweep.json")

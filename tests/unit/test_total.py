@@ -7,21 +7,21 @@ from collections.abc import Callable
 import pytest
 from fixtures.layouts import LLAMA_8B
 
+from scalewise.commands.show_plan import NO_TIME, print_totals
 from scalewise.errors import ConfigError
-from scalewise.plan.plan import planned
-from scalewise.plan.total import total
-from scalewise.plan.verdict import refuse_unfit
-from scalewise.run import Run
-from scalewise.verbs.show_plan import NO_TIME, summed
+from scalewise.planner.fit_check import reject_unfit
+from scalewise.planner.plan import build_plan
+from scalewise.planner.sweep_totals import sum_plans
+from scalewise.run_config import RunConfig
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 H100 = ("hardware=h100", "data=synthetic", "trainer.max_steps=1000")
 
 
 def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
     lines = (("model=llama_160m",), ("model=llama_160m", "seed=2"), ("model=llama3_70b",))
-    plans = [planned(compose(*H100, *line, here=False)) for line in lines]
-    found = total(plans)
+    plans = [build_plan(compose(*H100, *line, here=False)) for line in lines]
+    found = sum_plans(plans)
     assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
     step = plans[0].step
     assert step is not None
@@ -34,10 +34,10 @@ def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
 def test_what_is_not_known_is_counted(compose: Compose) -> None:
     epochs = ("trainer.max_steps=null", "trainer.max_epochs=2")
     lines = (H100, (*H100, *epochs), ("hardware=cpu",))
-    found = total([planned(compose(*line, here=False)) for line in lines])
+    found = sum_plans([build_plan(compose(*line, here=False)) for line in lines])
     assert (found.jobs, found.unfit, found.untimed, found.unrated) == (3, 0, 2, 1)
     assert found.seconds > 0
-    assert total([planned(compose("hardware=cpu"))]).dollars is None
+    assert sum_plans([build_plan(compose("hardware=cpu"))]).dollars is None
 
 
 @pytest.mark.parametrize(("hardware", "hinted"), [("cpu", True), ("h100", False)])
@@ -45,20 +45,20 @@ def test_a_rate_that_lacks_is_hinted_at_under_a_table(
     hardware: str, hinted: bool, compose: Compose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("trainer.max_steps=null", "trainer.max_epochs=2", f"hardware={hardware}")
-    summed(total([planned(compose(*line, here=False))]), None)
+    print_totals(sum_plans([build_plan(compose(*line, here=False))]), None)
     said = capsys.readouterr().out
     assert "of 1 the time is not known" in said
     assert (NO_TIME in said) == hinted
 
 
 def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
-    refuse_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
+    reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
     with pytest.raises(ConfigError) as caught:
-        refuse_unfit(compose("model=llama3_70b", *H100, here=False))
+        reject_unfit(compose("model=llama3_70b", *H100, here=False))
     (complaint,) = caught.value.complaints
     assert complaint.key == "launch.refuse_unfit"
     assert complaint.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
     fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
     node = ("parallelism.cpu_offload=true", "hardware.host_memory_gib=64")
     with pytest.raises(ConfigError, match=r"host_out_of_memory: .* of 64.00 GiB \(offloaded"):
-        refuse_unfit(compose(*LLAMA_8B, *fitting, *node, here=False))
+        reject_unfit(compose(*LLAMA_8B, *fitting, *node, here=False))

@@ -7,26 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from scalewise.plan.cure import cure
-from scalewise.plan.ledger import Phase
-from scalewise.plan.verdict import Verdict
-from scalewise.run import Run
-from scalewise.training import trace, trace_judge
-from scalewise.training.trace import Trace
-from scalewise.training.trace_judge import TRACES, TraceJudge
+from scalewise.planner.fit_check import FitStatus
+from scalewise.planner.memory_breakdown import StepPhase
+from scalewise.planner.suggested_fix import suggest_fix
+from scalewise.run_config import RunConfig
+from scalewise.training import fake_tensor_trace, trace_fit_check
+from scalewise.training.fake_tensor_trace import StepTrace
+from scalewise.training.trace_fit_check import TRACES, TraceFitCheck
 from scalewise.units import GIB
 
-Traced = list[Run]
+Traced = list[RunConfig]
 LINE = ("model=decoder_nano", "hardware=cpu", "hardware.memory_gib=1", "trainer.micro_batch=8")
 
 
-def held(lasting: int, besides: int) -> Trace:
+def held(lasting: int, besides: int) -> StepTrace:
     """Returns the trace of a step in which activations are the most."""
     parts = {"parameters": lasting, "optimizer": 0, "average": 0}
     parts |= {"activations": besides, "gradients": 7}
     moments = {"forward": lasting + besides, "head": lasting + besides, "optimizer": lasting + 9}
     named = {f"memory/{name}_bytes": size for name, size in parts.items()}
-    return Trace(lasting + besides, moments, named, (6,))
+    return StepTrace(lasting + besides, moments, named, (6,))
 
 
 @pytest.fixture
@@ -34,22 +34,22 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     """Returns the runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
     runs: Traced = []
 
-    def answer(run: Run, *, whole: bool) -> Trace:
+    def answer(run: RunConfig, *, whole: bool) -> StepTrace:
         runs.append(run)
         return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
 
-    monkeypatch.setattr(trace_judge.trace, "traced", answer)
+    monkeypatch.setattr(trace_fit_check.trace, "traced", answer)
     return runs
 
 
 def test_the_phases_of_a_trace_are_its_moments() -> None:
     ledger = held(100, 50).ledger()
     assert {phase: size for phase, size in ledger.phases.items() if size} == {
-        Phase.forward: 150,
-        Phase.backward_loss: 150,
-        Phase.optimizer: 109,
+        StepPhase.forward: 150,
+        StepPhase.backward_loss: 150,
+        StepPhase.optimizer: 109,
     }
-    at_step = {line.what: line.bytes.get(Phase.optimizer, 0) for line in ledger.lines}
+    at_step = {line.what: line.bytes.get(StepPhase.optimizer, 0) for line in ledger.lines}
     assert at_step["parameters"] == 100
     assert at_step["gradients"] == 7
     assert at_step["what else is alive"] == 2
@@ -57,30 +57,30 @@ def test_the_phases_of_a_trace_are_its_moments() -> None:
 
 def test_every_moment_of_a_step_has_a_phase() -> None:
     blocks = {"block 0", "block 1", "blocks", "block -2", "block -1"}
-    assert set(trace.PHASES) == {"forward", "head", "optimizer", *blocks}
+    assert set(fake_tensor_trace.PHASES) == {"forward", "head", "optimizer", *blocks}
 
 
-def test_the_cheapest_change_that_fits(compose: Callable[..., Run], traced: Traced) -> None:
-    found = cure(compose(*LINE), TraceJudge())
+def test_the_cheapest_change_that_fits(compose: Callable[..., RunConfig], traced: Traced) -> None:
+    found = suggest_fix(compose(*LINE), TraceFitCheck())
     assert found is not None
     assert found.line.startswith("trainer.micro_batch=2")
     assert [run.micro_batch for run in traced] == [4, 2]
 
 
 def test_what_lasts_too_long_is_traced_once(
-    compose: Callable[..., Run], traced: Traced, monkeypatch: pytest.MonkeyPatch
+    compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, judge = compose(*LINE), TraceJudge()
-    monkeypatch.setattr(trace_judge.trace, "traced", lambda run, whole: held(2 * GIB, 0))
+    run, judge = compose(*LINE), TraceFitCheck()
+    monkeypatch.setattr(trace_fit_check.trace, "traced", lambda run, whole: held(2 * GIB, 0))
     fit = judge(run)
     assert fit is not None
-    assert fit.verdict is Verdict.out_of_memory
+    assert fit.verdict is FitStatus.out_of_memory
     assert judge(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
 
 
-def test_some_changes_are_never_traced(compose: Callable[..., Run], traced: Traced) -> None:
-    assert TraceJudge()(compose(*LINE, "memory=offload_activations")) is None
-    judge = TraceJudge()
+def test_some_changes_are_never_traced(compose: Callable[..., RunConfig], traced: Traced) -> None:
+    assert TraceFitCheck()(compose(*LINE, "memory=offload_activations")) is None
+    judge = TraceFitCheck()
     found = [judge(compose(*LINE)) for _ in range(TRACES + 2)]
     assert found[-2:] == [None, None]
     assert len(traced) == TRACES

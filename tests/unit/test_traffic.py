@@ -7,24 +7,24 @@ from collections.abc import Callable
 import pytest
 from fixtures.layouts import LLAMA_8B
 
-from scalewise.plan import traffic
-from scalewise.plan.steptime import StepTime, of_step
-from scalewise.plan.traffic import Traffic
-from scalewise.run import Run
+from scalewise.planner import host_transfer
+from scalewise.planner.host_transfer import HostTraffic
+from scalewise.planner.step_time import StepTime, predict_step_time
+from scalewise.run_config import RunConfig
 from scalewise.units import GIGA
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 OFFLOAD = "parallelism.cpu_offload=true"
 RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
 
 
-def moved(run: Run) -> Traffic:
-    return traffic.of_rank(run, run.parallelism.holds(run))
+def moved(run: RunConfig) -> HostTraffic:
+    return host_transfer.rank_traffic(run, run.parallelism.holds(run))
 
 
-def step(run: Run) -> StepTime:
-    found = of_step(run)
+def step(run: RunConfig) -> StepTime:
+    found = predict_step_time(run)
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def deepspeed(compose: Compose) -> Compose:
 
 
 def test_nothing_moves_where_nothing_is_offloaded(run_of: Compose) -> None:
-    assert moved(run_of()) == Traffic()
+    assert moved(run_of()) == HostTraffic()
     assert step(run_of()).copies == 0
 
 
@@ -89,9 +89,9 @@ def test_activations_go_there_and_back(run_of: Compose) -> None:
     assert moved(run).activations == 2 * inputs
     assert step(run).copies == pytest.approx(2 * inputs / (50 * GIGA))
     unsaid = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
-    assert traffic.unknown(unsaid) == ("host_link_gb_per_s",)
+    assert host_transfer.missing_rates(unsaid) == ("host_link_gb_per_s",)
     on_disk = run_of("memory=offload_activations", "hardware=cpu")
-    assert traffic.unknown(on_disk) == ("disk_gb_per_s",)
+    assert host_transfer.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
 def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
@@ -108,18 +108,20 @@ def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
 
 
 def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> None:
-    assert traffic.unknown(run_of()) == ()
-    assert traffic.unknown(run_of(OFFLOAD, *RATES)) == ()
+    assert host_transfer.missing_rates(run_of()) == ()
+    assert host_transfer.missing_rates(run_of(OFFLOAD, *RATES)) == ()
     nothing = ("hardware.host_link_gb_per_s=null", "hardware.host_memory_gb_per_s=null")
-    assert traffic.unknown(run_of(OFFLOAD, *nothing)) == (
+    assert host_transfer.missing_rates(run_of(OFFLOAD, *nothing)) == (
         "host_link_gb_per_s",
         "host_memory_gb_per_s",
     )
     on_disk = deepspeed("deepspeed_zero3_nvme", "parallelism.nvme_path=/tmp", *RATES)
-    assert traffic.unknown(on_disk) == ("disk_gb_per_s",)
+    assert host_transfer.missing_rates(on_disk) == ("disk_gb_per_s",)
 
 
 def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
     run = compose("parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", here=False)
-    assert traffic.unknown(run) == ()
-    assert traffic.seconds(run, run.parallelism.holds(run)) == traffic.HostTime(0.0, 0.0, 0.0)
+    assert host_transfer.missing_rates(run) == ()
+    assert host_transfer.transfer_seconds(
+        run, run.parallelism.holds(run)
+    ) == host_transfer.HostTransferTime(0.0, 0.0, 0.0)

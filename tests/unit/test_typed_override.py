@@ -15,10 +15,10 @@ from fixtures.fixes import alternatives, value_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalewise.data.tokenizing import Tokenization
-from scalewise.output import printable
-from scalewise.tracking.files import json_text
-from scalewise.typed_override import typed
+from scalewise.console import printable
+from scalewise.data.tokenization import TokenizerSource
+from scalewise.tracking.run_files import json_text
+from scalewise.typed_override import format_override
 
 SOURCE = Path(__file__).parents[2] / "src"
 FIX = re.compile(
@@ -38,7 +38,7 @@ def read_back(line: str) -> object:
      "a/b*.txt", "-x", "é", "\"", None, True, 3, 2.5, ["a", "b c"], []],
 )  # fmt: skip
 def test_a_value_is_read_back(value: object) -> None:
-    assert read_back(typed("data.end_of_text", value)) == value
+    assert read_back(format_override("data.end_of_text", value)) == value
 
 
 TEXT = st.text(
@@ -50,19 +50,19 @@ TEXT = st.text(
 @example("~/a=b/c")
 @example("${name}")
 def test_any_text_is_read_back(value: str) -> None:
-    assert read_back(typed("question", value)) == value
-    assert read_back(typed("data.paths", [value, "x"])) == [value, "x"]
-    assert read_back(typed("data.x", {"a b": value})) == {"a b": value}
+    assert read_back(format_override("question", value)) == value
+    assert read_back(format_override("data.paths", [value, "x"])) == [value, "x"]
+    assert read_back(format_override("data.x", {"a b": value})) == {"a b": value}
 
 
 @given(TEXT)
 def test_messages_print_overrides_as_they_are_typed(value: str) -> None:
-    word = typed("question", value)
+    word = format_override("question", value)
     assert printable(word) == word
 
 
 def test_the_fix_of_an_empty_end_of_text_can_be_typed() -> None:
-    (complaint,) = Tokenization(512, end_of_text="").complaints()
+    (complaint,) = TokenizerSource(512, end_of_text="").complaints()
     assert read_back(complaint.cure.removeprefix("give ")) == "<|endoftext|>"
 
 

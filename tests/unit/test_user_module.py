@@ -14,13 +14,13 @@ from fixtures.yours import MyData, MyModule
 from torch import nn
 
 from scalewise.errors import ConfigError
-from scalewise.layouts.parallelize import repeated
-from scalewise.plan.plan import planned
-from scalewise.run import Run
-from scalewise.training.targets import named
-from scalewise.training.user import built, classes
+from scalewise.planner.plan import build_plan
+from scalewise.run_config import RunConfig
+from scalewise.strategies.parallelize import repeated_blocks
+from scalewise.training.import_class import import_class
+from scalewise.training.user_module import build_user_module, import_classes
 
-Compose = Callable[..., Run]
+Compose = Callable[..., RunConfig]
 
 YOURS = (
     "objective=module",
@@ -37,8 +37,8 @@ def test_it_is_a_run_like_any_other(compose: Compose) -> None:
         "module"
     }
     assert pickle.loads(pickle.dumps(run)) == run
-    assert classes(run) == (MyModule, MyData)
-    module, data = built(run)
+    assert import_classes(run) == (MyModule, MyData)
+    module, data = build_user_module(run)
     assert isinstance(module, MyModule)
     assert isinstance(data, MyData)
     assert module.into.out_features == 4
@@ -141,7 +141,7 @@ def test_what_cannot_be_made_is_refused(
     kept = [entry for entry in YOURS[:3] if entry.partition("=")[0] not in replaced]
     run = compose(*kept, *lines, "trusted_packages=[fixtures,nowhere_at_all]")
     with pytest.raises(ConfigError) as caught:
-        built(run)
+        build_user_module(run)
     (complaint,) = caught.value.complaints
     assert complaint.key == key
     assert reason in complaint.reason
@@ -149,7 +149,7 @@ def test_what_cannot_be_made_is_refused(
 
 def test_the_ledger_says_that_only_a_trace_knows(compose: Compose) -> None:
     with pytest.raises(ConfigError, match=r"known only by trace|only by trace; set plan.method"):
-        planned(compose(*YOURS))
+        build_plan(compose(*YOURS))
 
 
 def test_the_outermost_children_that_repeat_are_blocks() -> None:
@@ -158,8 +158,8 @@ def test_the_outermost_children_that_repeat_are_blocks() -> None:
 
     layers = nn.ModuleList([pair(), pair()])
     module = nn.ModuleDict({"layers": layers, "head": nn.Sequential(nn.Linear(2, 2), nn.Tanh())})
-    assert repeated(module) == [*layers]
-    assert repeated(nn.Bilinear(2, 2, 2)) == []
+    assert repeated_blocks(module) == [*layers]
+    assert repeated_blocks(nn.Bilinear(2, 2, 2)) == []
 
 
 def test_only_trusted_modules_of_the_current_folder_are_found(
@@ -171,7 +171,7 @@ def test_only_trusted_modules_of_the_current_folder_are_found(
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     path = list(sys.path)
     with pytest.raises(ConfigError, match="theirs"):
-        named("objective.target", "theirs.Nothing", nn.Module, ("json", "yaml", "theirs"))
+        import_class("objective.target", "theirs.Nothing", nn.Module, ("json", "yaml", "theirs"))
     assert sys.path == path
     theirs = find_spec("theirs")
     assert theirs is not None
@@ -188,4 +188,4 @@ def test_only_trusted_modules_of_the_current_folder_are_found(
 def test_a_constructor_that_fails_names_its_line(compose: Compose) -> None:
     run = compose(*YOURS[:1], "objective.target=fixtures.yours.Broken", *YOURS[2:])
     with pytest.raises(ConfigError, match=r"no such table \(.*fixtures/yours.py:\d+ in __init__\)"):
-        built(run)
+        build_user_module(run)

@@ -22,7 +22,7 @@ from fixtures.reports import (
 )
 
 from scalewise.errors import ScalewiseError
-from scalewise.reports import markdown, outline, page, records, wandb_report
+from scalewise.reports import markdown, page, records, report_model, wandb_report
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(wandb_report.build(folder).read_text("utf-8"))
+    found: dict[str, Any] = json.loads(wandb_report.build_wandb_report(folder).read_text("utf-8"))
     return found
 
 
@@ -65,8 +65,8 @@ def views(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 class TestBuild:
     def test_two_builds_are_byte_equal(self, sweep_folder: Path) -> None:
-        first = wandb_report.build(sweep_folder).read_bytes()
-        assert wandb_report.build(sweep_folder).read_bytes() == first
+        first = wandb_report.build_wandb_report(sweep_folder).read_bytes()
+        assert wandb_report.build_wandb_report(sweep_folder).read_bytes() == first
 
     def test_the_library_reads_it_back(self, sweep_folder: Path) -> None:
         found = content(sweep_folder)
@@ -90,7 +90,7 @@ class TestBuild:
 
     def test_neither_a_run_nor_a_sweep(self, tmp_path: Path) -> None:
         with pytest.raises(ScalewiseError, match="neither a run"):
-            wandb_report.build(tmp_path)
+            wandb_report.build_wandb_report(tmp_path)
 
     def test_a_long_question_is_cut_to_what_the_service_takes(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "r", steps=9, question="why " * 100)
@@ -105,14 +105,14 @@ class TestOneOutline:
             "failed": lambda: make_run(tmp_path / "r", **out_of_memory()),
             "sweep": lambda: make_sweep(tmp_path / "s", LAYOUTS, layout_job),
         }[which]()
-        report = outline.of(records.read(folder))
-        source = page.write(folder).read_text("utf-8")
+        report = report_model.build_report(records.read_record(folder))
+        source = page.write_page(folder).read_text("utf-8")
         bare = " ".join(html.unescape(re.sub(r"<[^>]+>", "", source)).split())
-        parts = [f"{part.topic}. {markdown.plain(part.finding)}" for part in report.parts]
+        parts = [f"{part.topic}. {markdown.to_plain_text(part.finding)}" for part in report.parts]
         assert headings(folder) == parts
-        for said in [*parts, markdown.plain(report.verdict)]:
+        for said in [*parts, markdown.to_plain_text(report.verdict)]:
             assert " ".join(said.split()) in bare
-        assert markdown.of(report.verdict) in text(folder)
+        assert markdown.to_markdown(report.verdict) in text(folder)
 
 
 class TestRun:
@@ -243,6 +243,6 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
 
 
 def test_hides_homes_and_secrets(run_folder: Path) -> None:
-    source = wandb_report.build(run_folder).read_text("utf-8")
+    source = wandb_report.build_wandb_report(run_folder).read_text("utf-8")
     assert "/home/" not in source
     assert "hf_abcdef" not in source

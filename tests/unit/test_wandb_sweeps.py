@@ -9,35 +9,37 @@ from typing import Any
 import pytest
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from scalewise.config.searched import searched
+from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
-from scalewise.run import Run
-from scalewise.study.space import Axis, Choice, Interval
-from scalewise.study.spec import Search
-from scalewise.tracking import sweeps
-from scalewise.tracking.session import _beside
+from scalewise.hpo.config import SearchConfig
+from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis
+from scalewise.run_config import RunConfig
+from scalewise.tracking import wandb_sweeps
+from scalewise.tracking.wandb_session import _without_flat_keys
 
-PRECISION = Choice("precision", ("fp32", "bf16_mixed"))
+PRECISION = ChoiceAxis("precision", ("fp32", "bf16_mixed"))
 
 
 def configured(*space: Axis, **options: Any) -> dict[str, Any]:
-    return sweeps.configured(Search(**options), space, ["seed=3"], "name", "why?")
+    return wandb_sweeps.wandb_sweep_config(
+        SearchConfig(**options), space, ["seed=3"], "name", "why?"
+    )
 
 
 @pytest.mark.parametrize(
     ("axis", "parameter"),
     [
         (PRECISION, {"values": ["fp32", "bf16_mixed"]}),
-        (Choice("a", ("1", "2.5", "null")), {"values": [1, 2.5, "null"]}),
-        (Interval("a", 0.0, 0.5, step=0.25), {"values": [0.0, 0.25, 0.5]}),
-        (Interval("a", 1.0, 2.0), {"distribution": "uniform", "min": 1.0, "max": 2.0}),
-        (Interval("a", 1, 8), {"distribution": "int_uniform", "min": 1, "max": 8}),
+        (ChoiceAxis("a", ("1", "2.5", "null")), {"values": [1, 2.5, "null"]}),
+        (IntervalAxis("a", 0.0, 0.5, step=0.25), {"values": [0.0, 0.25, 0.5]}),
+        (IntervalAxis("a", 1.0, 2.0), {"distribution": "uniform", "min": 1.0, "max": 2.0}),
+        (IntervalAxis("a", 1, 8), {"distribution": "int_uniform", "min": 1, "max": 8}),
         (
-            Interval("a", 1e-5, 1e-2, log=True),
+            IntervalAxis("a", 1e-5, 1e-2, log=True),
             {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2},
         ),
         (
-            Interval("a", 4, 64, log=True),
+            IntervalAxis("a", 4, 64, log=True),
             {"distribution": "q_log_uniform_values", "min": 4, "max": 64, "q": 1},
         ),
     ],
@@ -70,7 +72,7 @@ def test_the_metric_is_what_stays_of_a_run() -> None:
 
 def test_the_command_is_a_line_of_train() -> None:
     """As the client itself puts it together."""
-    config = configured(PRECISION, Interval("optimizer.lr", 1e-5, 1e-2))
+    config = configured(PRECISION, IntervalAxis("optimizer.lr", 1e-5, 1e-2))
     args = {"precision": {"value": "bf16_mixed"}, "optimizer.lr": {"value": 3e-05}}
     words = create_sweep_command_args({"args": args})
     words |= {"env": ["env"], "interpreter": ["python"], "program": [config["program"]]}
@@ -88,34 +90,38 @@ def test_what_wandb_cannot_search_is_refused() -> None:
         configured(PRECISION, objectives=several)
     assert configured(PRECISION, objectives=several, sampler="random")["method"] == "random"
     with pytest.raises(ConfigError, match="has no grid"):
-        configured(Interval("a", 1.0, 2.0), sampler="grid")
+        configured(IntervalAxis("a", 1.0, 2.0), sampler="grid")
 
 
 def test_what_is_left_out_is_said() -> None:
     several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
-    search = Search(objectives=several, constraints={"memory/peak_bytes": 1.0}, pruner="asha")
-    said = " ".join(sweeps.left_out(search))
+    search = SearchConfig(objectives=several, constraints={"memory/peak_bytes": 1.0}, pruner="asha")
+    said = " ".join(wandb_sweeps.unsupported_settings(search))
     assert all(word in said for word in ("memory/peak_bytes", "asha", "throughput/tokens_per_s"))
-    assert sweeps.left_out(Search()) == []
+    assert wandb_sweeps.unsupported_settings(SearchConfig()) == []
 
 
 class TestALine:
     def test_is_taken_apart(self) -> None:
-        found = searched(["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"])
+        found = preview_search(["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"])
         assert [axis.key for axis in found.space] == ["precision", "parallelism", "seed"]
         assert found.fixed == ["experiment=smoke"]
         assert found.name == "smoke-precision_by_layout"
-        assert sweeps.search_of(found.sweeper, found.option) == Search(sampler="grid")
+        assert wandb_sweeps.sweeper_search(found.sweeper, found.option) == SearchConfig(
+            sampler="grid"
+        )
 
     def test_the_command_line_wins_over_the_sweep(self) -> None:
-        found = searched(["sweep=precision_by_layout", "precision=fp32"])
+        found = preview_search(["sweep=precision_by_layout", "precision=fp32"])
         assert [axis.key for axis in found.space] == ["parallelism"]
         assert found.fixed == ["precision=fp32"]
 
     def test_options_of_hydra_are_no_overrides_of_a_job(self) -> None:
-        found = searched(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
+        found = preview_search(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
         assert found.fixed == []
-        assert sweeps.search_of(found.sweeper, found.option) == Search(trials=3, pruner="asha")
+        assert wandb_sweeps.sweeper_search(found.sweeper, found.option) == SearchConfig(
+            trials=3, pruner="asha"
+        )
 
     @pytest.mark.parametrize(
         ("line", "words"),
@@ -125,32 +131,32 @@ class TestALine:
         ],
     )
     def test_of_another_way_is_refused_by_the_sweeper_s_name(self, line: str, words: str) -> None:
-        found = searched(["optimizer.lr=1e-3,1e-2", line])
+        found = preview_search(["optimizer.lr=1e-3,1e-2", line])
         with pytest.raises(ConfigError, match=words):
-            sweeps.search_of(found.sweeper, found.option)
+            wandb_sweeps.sweeper_search(found.sweeper, found.option)
 
     def test_an_own_folder_goes_along(self, tmp_path: Path) -> None:
         (tmp_path / "sweeps").mkdir()
         text = "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
         (tmp_path / "sweeps" / "mine.yaml").write_text(text, "utf-8")
-        found = searched(["-cd", str(tmp_path), "sweep=mine"])
-        assert found.space == [Choice("seed", ("1", "2"))]
+        found = preview_search(["-cd", str(tmp_path), "sweep=mine"])
+        assert found.space == [ChoiceAxis("seed", ("1", "2"))]
         assert found.fixed == ["-cd", str(tmp_path)]
 
     def test_what_cannot_run_is_refused_as_by_train(self) -> None:
         with pytest.raises(ConfigError, match="did you mean"):
-            searched(["-m", "optimizer.lrr=1", "seed=1,2"])
+            preview_search(["-m", "optimizer.lrr=1", "seed=1,2"])
 
 
 def test_a_part_is_beside_the_choice_that_an_agent_made(
-    compose: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compose: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = compose("precision=bf16_mixed").as_dict()
-    assert _beside(run) == run
+    assert _without_flat_keys(run) == run
     file = tmp_path / "config.yaml"
     file.write_text("wandb_version: 1\nprecision: {value: bf16_mixed}\n", "utf-8")
     monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", str(file))
-    config = _beside(run)
+    config = _without_flat_keys(run)
     assert "precision" not in config
     assert config["parts"] == {"precision": run["precision"]}
     assert config["model"] == run["model"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
-from scalewise.launch import words
-from scalewise.launch.classify import LOG_LINES, classify
-from scalewise.launch.status import Ending
+from scalewise.launch import exit_reports
+from scalewise.launch.outcomes import LOG_LINES, outcome_of_exception
+from scalewise.launch.status import Outcome
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from scalewise.launch.status import Ending
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_exceptions(error: BaseException, status: str, reason: str, signal_number: int) -> None:
-    ending = classify(error, rank=1)
+    ending = outcome_of_exception(error, rank=1)
     assert ending.status == status
     assert reason in ending.reason
     assert ending.signal_number == signal_number
@@ -52,11 +52,11 @@ def test_only_the_unexpected_shows_its_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError) as caught:
         deep(30)
-    ending = classify(caught.value, 0)
+    ending = outcome_of_exception(caught.value, 0)
     assert len(ending.log_tail) == LOG_LINES
     assert ending.log_tail[-1] == "ZeroDivisionError: by zero"
-    assert classify(ScalewiseError("no"), 0).log_tail == ()
-    assert classify(Interrupted(2, ""), 0).log_tail == ()
+    assert outcome_of_exception(ScalewiseError("no"), 0).log_tail == ()
+    assert outcome_of_exception(Interrupted(2, ""), 0).log_tail == ()
 
 
 @pytest.fixture
@@ -69,31 +69,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clock")
 def test_words_come_in_the_order_in_which_they_were_left(tmp_path: Path) -> None:
     endings = [
-        Ending("failed", "peer gone", 2),
-        Ending("out_of_memory", "no room", 0, ("a", "b")),
-        Ending("interrupted", "told", 11, (), 15),
+        Outcome("failed", "peer gone", 2),
+        Outcome("out_of_memory", "no room", 0, ("a", "b")),
+        Outcome("interrupted", "told", 11, (), 15),
     ]
-    words.clear(tmp_path)
+    exit_reports.prepare_reports(tmp_path)
     for ending in endings:
-        words.leave(tmp_path, ending.rank or 0, ending)
-    assert words.said(tmp_path) == endings
+        exit_reports.write_report(tmp_path, ending.rank or 0, ending)
+    assert exit_reports.read_reports(tmp_path) == endings
 
 
 def test_a_torn_word_is_passed_over(tmp_path: Path) -> None:
-    words.clear(tmp_path)
-    words.leave(tmp_path, 0, Ending("ok"))
+    exit_reports.prepare_reports(tmp_path)
+    exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     (tmp_path / ".ranks" / "1.json").write_text('{"time": 3, "sta')
-    assert [ending.rank for ending in words.said(tmp_path)] == [0]
+    assert [ending.rank for ending in exit_reports.read_reports(tmp_path)] == [0]
 
 
 def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
-    words.clear(tmp_path)
-    words.leave(tmp_path, 0, Ending("ok"))
-    words.clear(tmp_path)
-    assert words.said(tmp_path) == []
-    words.remove(tmp_path)
+    exit_reports.prepare_reports(tmp_path)
+    exit_reports.write_report(tmp_path, 0, Outcome("ok"))
+    exit_reports.prepare_reports(tmp_path)
+    assert exit_reports.read_reports(tmp_path) == []
+    exit_reports.remove_reports(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert words.said(tmp_path) == []
+    assert exit_reports.read_reports(tmp_path) == []
 
 
 WAITS = ("waits in", 'File "/lib/torch/distributed/c10d.py", line 9 in wait')
@@ -127,11 +127,11 @@ STILL = "stood still while the others waited for it"
 def test_who_held_up_the_others(
     answers: dict[int, tuple[str, ...]], suspects: tuple[list[int], str], tmp_path: Path
 ) -> None:
-    words.clear(tmp_path)
+    exit_reports.prepare_reports(tmp_path)
     for rank, lines in answers.items():
         (tmp_path / ".ranks" / f"{rank}.stack").write_text("\n".join(lines))
-    words.leave(tmp_path, 3, Ending("ok"))
-    assert words.suspects(tmp_path) == suspects
+    exit_reports.write_report(tmp_path, 3, Outcome("ok"))
+    assert exit_reports.blocking_ranks(tmp_path) == suspects
 
 
 def test_a_word_that_cannot_be_written_stops_nothing(
@@ -140,8 +140,8 @@ def test_a_word_that_cannot_be_written_stops_nothing(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(words, "write_json", full)
-    words.leave(tmp_path, 0, Ending("ok"))
+    monkeypatch.setattr(exit_reports, "write_json", full)
+    exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     assert "no space left" in capsys.readouterr().err
 
 
@@ -149,28 +149,28 @@ def test_a_word_that_cannot_be_written_stops_nothing(
     ("endings", "reason", "rank"),
     [
         (
-            [Ending("failed", "lost", 0, bereft=True), Ending("failed", "it broke", 1)],
+            [Outcome("failed", "lost", 0, bereft=True), Outcome("failed", "it broke", 1)],
             "it broke",
             1,
         ),
-        ([Ending("failed", "lost", 0, bereft=True)], "rank 1 was killed: it left no word", 1),
+        ([Outcome("failed", "lost", 0, bereft=True)], "rank 1 was killed: it left no word", 1),
         ([], "ranks 0, 1 were killed: they left no word", None),
     ],
 )
 def test_why_a_rank_was_lost(
-    endings: list[Ending], reason: str, rank: int | None, tmp_path: Path
+    endings: list[Outcome], reason: str, rank: int | None, tmp_path: Path
 ) -> None:
-    words.clear(tmp_path)
+    exit_reports.prepare_reports(tmp_path)
     for ending in endings:
         assert ending.rank is not None
-        words.leave(tmp_path, ending.rank, ending)
-    found = words.cause(tmp_path, 2)
+        exit_reports.write_report(tmp_path, ending.rank, ending)
+    found = exit_reports.lost_rank_reason(tmp_path, 2)
     assert found is not None
     assert (found.reason, found.rank) == (reason, rank)
 
 
 def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:
-    words.clear(tmp_path)
+    exit_reports.prepare_reports(tmp_path)
     for rank in (0, 1):
-        words.leave(tmp_path, rank, Ending("failed", "lost", rank, bereft=True))
-    assert words.cause(tmp_path, 2) is None
+        exit_reports.write_report(tmp_path, rank, Outcome("failed", "lost", rank, bereft=True))
+    assert exit_reports.lost_rank_reason(tmp_path, 2) is None

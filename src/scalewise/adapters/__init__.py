@@ -2,11 +2,11 @@
 
 import logging
 
-from scalewise.adapters.low_rank import Lora
-from scalewise.adapters.scales import IA3
-from scalewise.adapters.spec import Adapter, NoAdapter
+from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
+from scalewise.adapters.ia3_config import IA3AdapterConfig
+from scalewise.adapters.lora_config import LoRAAdapterConfig
 
-__all__ = ["IA3", "Adapter", "Lora", "NoAdapter"]
+__all__ = ["AdapterConfig", "IA3AdapterConfig", "LoRAAdapterConfig", "NoAdapterConfig"]
 
 # PEFT imports torchao, which tells of kernels for other machines, and of torch's of itself, and
 # bitsandbytes, which on CPUs with bf16 tells of a faster kernel that it does without.

@@ -11,14 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 
-from scalewise.bench import collectives, device, fit, learn, options, profile
-from scalewise.bench.device import Figure
-from scalewise.data.loader import Loader, Share
-from scalewise.errors import Complaint, ConfigError
+from scalewise.bench import collectives, device_bench, link_fit, options, profile, step_scale
+from scalewise.bench.device_bench import MeasuredFigure
+from scalewise.console import print_lines
+from scalewise.data.dataloader import BatchShare, TrainLoader
+from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, Hardware, this_machine
-from scalewise.output import print_lines
-from scalewise.parallelism.ring import Link
-from scalewise.run import NAME, Run
+from scalewise.parallelism.ring_cost import RingLink
+from scalewise.run_config import NAME_PATTERN, RunConfig
 from scalewise.units import GIB, GIGA, MIB, TERA
 
 FOLDER = Path("conf", "hardware")
@@ -33,7 +33,7 @@ MAIN_KIND = {DeviceKind.cpu: "fp32", DeviceKind.cuda: "bf16"}
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class CalibrateOptions(options.BenchOptions):
     """What is measured, for how long, and where it is kept."""
 
     name: str = "measured"
@@ -45,19 +45,19 @@ class Options(options.Options):
     learn: str | None = None
     """A folder of runs that used the profile: nothing is measured but by them."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields names of no file, and of a profile that was not measured."""
         yield from super().complaints()
         if self.seconds > LONGEST:
             reason = f"each of some {len(KINDS) * 8} figures would take so long"
-            yield Complaint("seconds", self.seconds, reason, f"set seconds={LONGEST:g} or less")
-        if not NAME.fullmatch(self.name) or self.name.startswith(".") or " " in self.name:
-            yield Complaint("name", self.name, "names no file", "set name=my_machine")
-        elif not profile.is_free(self.file):
+            yield ConfigIssue("seconds", self.seconds, reason, f"set seconds={LONGEST:g} or less")
+        if not NAME_PATTERN.fullmatch(self.name) or self.name.startswith(".") or " " in self.name:
+            yield ConfigIssue("name", self.name, "names no file", "set name=my_machine")
+        elif not profile.is_writable_profile(self.file):
             reason = f"{self.file} is there, and was not measured"
-            yield Complaint("name", self.name, reason, "set name=my_machine")
+            yield ConfigIssue("name", self.name, reason, "set name=my_machine")
         elif self.learn is not None:
-            yield from learn.complaints(self.learn, self.file)
+            yield from step_scale.input_issues(self.learn, self.file)
 
     @property
     def file(self) -> Path:
@@ -65,7 +65,7 @@ class Options(options.Options):
         return FOLDER / f"{self.name}.yaml"
 
 
-def calibrated(run: Run, options: Options) -> Path:
+def calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
     """Measures this machine, prints each figure, and returns the profile that it wrote."""
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -73,21 +73,21 @@ def calibrated(run: Run, options: Options) -> Path:
         reason = f"{FOLDER} cannot be written: {error.strerror}"
         raise ConfigError.one("", "", reason, "calibrate in another folder") from error
     try:
-        return _calibrated(run, options)
+        return _calibrate(run, options)
     finally:  # of folders that were made for nothing
         for folder in (FOLDER, FOLDER.parent):
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _calibrated(run: Run, options: Options) -> Path:
-    hardware = _named(run.hardware)
-    figures: dict[str, Figure] = {}
+def _calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
+    hardware = _with_device_name(run.hardware)
+    figures: dict[str, MeasuredFigure] = {}
     with TemporaryDirectory(dir=".") as folder:
-        for name, figure in _measured(run, options.seconds, Path(folder)):
+        for name, figure in _measure_figures(run, options.seconds, Path(folder)):
             print_lines(f"{name:<24}{figure.value:>12.4g}   within {figure.spread:.0%}")
             figures[name] = figure
-        link = _link(hardware, options, Path(folder))
+        link = _device_link(hardware, options, Path(folder))
     if wide := [name for name, figure in figures.items() if figure.spread > WIDE]:
         print_lines(
             f"other work here? measure again: {', '.join(wide)} vary by more than {WIDE:.0%}"
@@ -95,15 +95,15 @@ def _calibrated(run: Run, options: Options) -> Path:
     known = {name: figure.value for name, figure in figures.items()}
     spreads = (f"{name} {figure.spread:.0%}" for name, figure in figures.items() if figure.spread)
     lines = (
-        f"calibrate` on {profile.today()} with {profile.software()}.",
+        f"calibrate` on {profile.utc_date()} with {profile.software_versions()}.",
         "From 10 % to 90 % of the repeats lie, over their median:",
         *wrap(", ".join(spreads), 96),
     )
-    known |= profile.of_link(link) if link else {}
-    return profile.write(hardware, known, lines, options.file)
+    known |= profile.link_entries(link) if link else {}
+    return profile.write_profile(hardware, known, lines, options.file)
 
 
-def _named(hardware: Hardware) -> Hardware:
+def _with_device_name(hardware: Hardware) -> Hardware:
     """Returns the profile with the name and the memory of the CUDA device that is here."""
     if hardware.device is not DeviceKind.cuda:
         return hardware
@@ -115,7 +115,9 @@ def _named(hardware: Hardware) -> Hardware:
     )
 
 
-def _measured(run: Run, seconds: float, folder: Path) -> Iterator[tuple[str, Figure]]:
+def _measure_figures(
+    run: RunConfig, seconds: float, folder: Path
+) -> Iterator[tuple[str, MeasuredFigure]]:
     import torch
 
     hardware, kind = run.hardware, run.hardware.device
@@ -123,37 +125,37 @@ def _measured(run: Run, seconds: float, folder: Path) -> Iterator[tuple[str, Fig
     for number in KINDS[kind]:
         if getattr(hardware, f"{number}_tflops") == 0:  # the device has no such units
             continue
-        reached = device.products(number, place, seconds)
+        reached = device_bench.matmul_rate(number, place, seconds)
         yield f"{number}_reached_tflops", reached
         peak = hardware.peak_flops(number)
         if peak is None:  # what is reached is all that is known
             yield f"{number}_tflops", reached
         if number == MAIN_KIND[kind]:
             peak = peak or reached.value * TERA
-            fused = device.attention(number, place, seconds)
-            yield "attention_share", Figure(fused.value * TERA / peak, fused.spread)
-    rate = device.memory(place, seconds)
+            fused = device_bench.attention_rate(number, place, seconds)
+            yield "attention_share", MeasuredFigure(fused.value * TERA / peak, fused.spread)
+    rate = device_bench.memory_bandwidth(place, seconds)
     if hardware.memory_gb_per_s is None:
         yield "memory_gb_per_s", rate
-        yield "bandwidth_share", Figure(1.0, 0.0)
+        yield "bandwidth_share", MeasuredFigure(1.0, 0.0)
     else:
-        yield "bandwidth_share", Figure(rate.value / hardware.memory_gb_per_s, rate.spread)
+        yield "bandwidth_share", MeasuredFigure(rate.value / hardware.memory_gb_per_s, rate.spread)
     if kind is DeviceKind.cuda:
-        yield "host_link_gb_per_s", device.host_link(place, seconds)
-        yield "host_memory_gb_per_s", device.memory(torch.device("cpu"), seconds)
-    yield "launch_us", device.launch(place, seconds)
-    yield "loader_tokens_per_s", _loader(run, seconds)
-    yield "disk_gb_per_s", _disk(folder, seconds)
+        yield "host_link_gb_per_s", device_bench.host_link_bandwidth(place, seconds)
+        yield "host_memory_gb_per_s", device_bench.memory_bandwidth(torch.device("cpu"), seconds)
+    yield "launch_us", device_bench.launch_latency(place, seconds)
+    yield "loader_tokens_per_s", _loader_rate(run, seconds)
+    yield "disk_gb_per_s", _disk_rate(folder, seconds)
 
 
-def _loader(run: Run, seconds: float) -> Figure:
+def _loader_rate(run: RunConfig, seconds: float) -> MeasuredFigure:
     """Returns the tokens/s of the run's loader, no training beside it."""
     rows = run.data.prepare(run.model.vocabulary, run.seed).train
-    share = Share(run.micro_batch, run.micro_batch, 0, 1)
+    share = BatchShare(run.micro_batch, run.micro_batch, 0, 1)
     rates: list[float] = []
     began = before = time.perf_counter()
     counted = 0
-    for batch in Loader(rows, share, seed=run.seed, steps=1_000_000):
+    for batch in TrainLoader(rows, share, seed=run.seed, steps=1_000_000):
         counted += batch["inputs"].numel()
         now = time.perf_counter()
         if now - before > seconds / 10:
@@ -161,25 +163,25 @@ def _loader(run: Run, seconds: float) -> Figure:
             before, counted = now, 0
         if now - began > seconds and len(rates) > 1:
             break
-    return device.of(rates)
+    return device_bench.summarize(rates)
 
 
-def _disk(folder: Path, seconds: float) -> Figure:
+def _disk_rate(folder: Path, seconds: float) -> MeasuredFigure:
     """Returns the rate at which a file is written and has reached the disk, GB/s."""
     content, file = os.urandom(MIB) * (DISK_BYTES // MIB), folder / "written"
     rates: list[float] = []
     ends = time.perf_counter() + seconds
-    while len(rates) < device.LEAST_REPEATS - 2 or time.perf_counter() < ends:
+    while len(rates) < device_bench.LEAST_REPEATS - 2 or time.perf_counter() < ends:
         before = time.perf_counter()
         with file.open("wb") as out:
             out.write(content)
             out.flush()
             os.fsync(out.fileno())
         rates.append(DISK_BYTES / (time.perf_counter() - before) / GIGA)
-    return device.of(rates)
+    return device_bench.summarize(rates)
 
 
-def _link(hardware: Hardware, options: Options, folder: Path) -> Link | None:
+def _device_link(hardware: Hardware, options: CalibrateOptions, folder: Path) -> RingLink | None:
     """Returns what joins the devices; None where there is one, or noise hides it."""
     gpus = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else None
     ranks = options.ranks or gpus or 2
@@ -187,4 +189,6 @@ def _link(hardware: Hardware, options: Options, folder: Path) -> Link | None:
         print_lines("one device: no link to measure")
         return None
     seconds, on_cuda = options.seconds / 20, gpus is not None
-    return fit.fitted(collectives.samples(ranks, LARGEST_MESSAGE, seconds, folder, on_cuda=on_cuda))
+    return link_fit.fit_link(
+        collectives.measure_samples(ranks, LARGEST_MESSAGE, seconds, folder, on_cuda=on_cuda)
+    )

@@ -9,19 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scalewise.bench import fit, options, picture, profile, ranks
-from scalewise.bench.fit import Sample
-from scalewise.errors import Complaint
+from scalewise.bench import collectives_plot, link_fit, options, profile, ranks
+from scalewise.bench.link_fit import CollectiveSample
+from scalewise.console import print_lines
+from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
-from scalewise.output import print_lines
-from scalewise.parallelism.collectives import Kind
-from scalewise.parallelism.ring import Link
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.parallelism.communication import CollectiveKind
+from scalewise.parallelism.ring_cost import RingLink
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, write_json
 from scalewise.typed_override import shell_word
-from scalewise.units import KIB, MIB, bytes_text
+from scalewise.units import KIB, MIB, format_bytes
 
-KINDS = (Kind.all_reduce, Kind.all_gather, Kind.reduce_scatter, Kind.all_to_all, Kind.send)
+KINDS = (
+    CollectiveKind.all_reduce,
+    CollectiveKind.all_gather,
+    CollectiveKind.reduce_scatter,
+    CollectiveKind.all_to_all,
+    CollectiveKind.send,
+)
 SMALLEST = KIB
 STEP = 4
 """Ratio of one size to the next."""
@@ -33,7 +39,7 @@ _TIMES = ".times.json"
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class CollectivesOptions(options.BenchOptions):
     """How much is measured."""
 
     ranks: int | None = None
@@ -43,43 +49,46 @@ class Options(options.Options):
     seconds: float = 0.3
     """Time for each size of each collective, s."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields too few sizes."""
         yield from super().complaints()
         if 0 < self.largest_kib < 16:
             reason = "leaves too few sizes to tell latency from bandwidth"
-            yield Complaint("largest_kib", self.largest_kib, reason, "set largest_kib=16")
+            yield ConfigIssue("largest_kib", self.largest_kib, reason, "set largest_kib=16")
 
 
-def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+def measure(
+    runs: Mapping[str, RunConfig], options: CollectivesOptions, folder: Path
+) -> dict[str, object]:
     """Returns each sample and the fitted links; leaves a picture and a hardware profile."""
     run = runs[""]
     on_cuda = run.hardware.device is DeviceKind.cuda
     machine = this_machine()
     gpus = len(machine.gpus) if on_cuda else None
     count = options.ranks or gpus or 2
-    ranks.check(count, "ranks", gpus, machine.max_cpu_ranks)
+    ranks.check_ranks(count, "ranks", gpus, machine.max_cpu_ranks)
     largest = options.largest_kib * KIB
-    print_lines(f"{count} {run.hardware.device.upper()} ranks, {bytes_text(SMALLEST)} to "
-          f"{bytes_text(largest)}")  # fmt: skip
-    found = samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
-    link = fit.fitted(found)
+    print_lines(f"{count} {run.hardware.device.upper()} ranks, {format_bytes(SMALLEST)} to "
+          f"{format_bytes(largest)}")  # fmt: skip
+    found = measure_samples(count, largest, options.seconds, folder, on_cuda=on_cuda)
+    link = link_fit.fit_link(found)
     of_kinds = {kind: [s for s in found if s.kind is kind] for kind in KINDS}
-    links = {kind.value: _figures(fit.fitted(held), held) for kind, held in of_kinds.items()}
-    links["all"] = _figures(link, found)
-    _say(links)
-    picture.draw(found, link, folder / "collectives.svg")
+    links = {
+        kind.value: _link_figures(link_fit.fit_link(held), held) for kind, held in of_kinds.items()
+    }
+    links["all"] = _link_figures(link, found)
+    _print_samples(links)
+    collectives_plot.draw_collectives(found, link, folder / "collectives.svg")
     print_lines(f"picture {folder / 'collectives.svg'}")
     if link is None:
         print_lines(
             f"no profile: try largest_kib={8 * options.largest_kib}, which noise hides less"
         )
     else:
-        how = (
-            f"bench collectives` with {count} ranks on {profile.today()}; ring model of all kinds."
-        )
+        how = f"bench collectives` with {count} ranks on {profile.utc_date()}; "
+        how += "ring model of all kinds."
         file = folder / "hardware" / "measured.yaml"
-        profile.write(run.hardware, profile.of_link(link), [how], file)
+        profile.write_profile(run.hardware, profile.link_entries(link), [how], file)
         print_lines(f"use it: scalewise train -cd {shell_word(folder)} hardware=measured ...")
     return {
         "ranks": count,
@@ -89,21 +98,21 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     }
 
 
-def samples(
+def measure_samples(
     count: int, largest: int, seconds: float, folder: Path, *, on_cuda: bool
-) -> list[Sample]:
+) -> list[CollectiveSample]:
     """Returns the times of every collective and size up to ``largest`` bytes, on ``count`` ranks.
 
     ``folder`` is where the ranks leave their words meanwhile.
     """
-    task = partial(_measured, list(sizes(largest)), seconds, folder, on_cuda=on_cuda)
-    ranks.run(task, count, folder)
+    task = partial(_measure_rank, list(message_sizes(largest)), seconds, folder, on_cuda=on_cuda)
+    ranks.run_ranks(task, count, folder)
     times: Any = read_json(folder / _TIMES)["samples"]
     (folder / _TIMES).unlink()
-    return [Sample(**{**entry, "kind": Kind(entry["kind"])}) for entry in times]
+    return [CollectiveSample(**{**entry, "kind": CollectiveKind(entry["kind"])}) for entry in times]
 
 
-def sizes(largest: int) -> Iterator[int]:
+def message_sizes(largest: int) -> Iterator[int]:
     """Yields bytes from ``SMALLEST`` up to ``largest``."""
     size = SMALLEST
     while size <= largest:
@@ -111,11 +120,17 @@ def sizes(largest: int) -> Iterator[int]:
         size *= STEP
 
 
-def _figures(link: Link | None, samples: list[Sample]) -> dict[str, float] | None:
-    return None if link is None else asdict(link) | {"median_error": fit.error(link, samples)}
+def _link_figures(
+    link: RingLink | None, samples: list[CollectiveSample]
+) -> dict[str, float] | None:
+    return (
+        None
+        if link is None
+        else asdict(link) | {"median_error": link_fit.link_error(link, samples)}
+    )
 
 
-def _say(links: Mapping[str, Mapping[str, float] | None]) -> None:
+def _print_samples(links: Mapping[str, Mapping[str, float] | None]) -> None:
     print_lines("", f"{'ring model of':<16}{'latency':>12}{'bandwidth':>16}{'median error':>16}")
     for name, found in links.items():
         if found is None:
@@ -125,7 +140,7 @@ def _say(links: Mapping[str, Mapping[str, float] | None]) -> None:
         print_lines(f"{name:<16}{latency:>12}{rate:>11} GB/s{found['median_error']:>16.0%}")
 
 
-def _measured(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) -> None:
+def _measure_rank(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) -> None:
     """Measures in one of the ranks; rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
@@ -138,22 +153,24 @@ def _measured(sizes: list[int], seconds: float, folder: Path, *, on_cuda: bool) 
     samples: list[dict[str, object]] = []
     for kind in KINDS:
         for size in sizes:
-            operation, exact = _operation(kind, size, device)
-            spent = _seconds(operation, seconds, device)
-            if kind is Kind.send:  # it went there and back
+            operation, exact = _collective_call(kind, size, device)
+            spent = _slowest_rank_seconds(operation, seconds, device)
+            if kind is CollectiveKind.send:  # it went there and back
                 spent /= 2
-            samples.append(asdict(Sample(kind, dist.get_world_size(), exact, spent)))
+            samples.append(asdict(CollectiveSample(kind, dist.get_world_size(), exact, spent)))
             if dist.get_rank() == 0:
                 rate = f"{exact / spent / 1e9:.3g} GB/s"
                 took = f"{spent * 1e3:>12.3f} ms"
-                print_lines(f"{kind:<16}{bytes_text(size):>12}{took}{rate:>16}")
+                print_lines(f"{kind:<16}{format_bytes(size):>12}{took}{rate:>16}")
     if dist.get_rank() == 0:
         write_json(folder / _TIMES, {"samples": samples})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _operation(kind: Kind, size: int, device: Any) -> tuple[Callable[[], object], int]:
+def _collective_call(
+    kind: CollectiveKind, size: int, device: Any
+) -> tuple[Callable[[], object], int]:
     """Returns one collective as a function, and its bytes: fp32 numbers, alike on each rank."""
     import torch
     import torch.distributed as dist
@@ -170,21 +187,21 @@ def _operation(kind: Kind, size: int, device: Any) -> tuple[Callable[[], object]
             elif rank == receiver:
                 dist.recv(whole, sender)
 
-    operations: dict[Kind, Callable[[], object]] = {
-        Kind.all_reduce: partial(dist.all_reduce, whole),
-        Kind.all_gather: partial(
-            _named("all_gather_single", "all_gather_into_tensor"), whole, part
+    operations: dict[CollectiveKind, Callable[[], object]] = {
+        CollectiveKind.all_reduce: partial(dist.all_reduce, whole),
+        CollectiveKind.all_gather: partial(
+            _collective_by_name("all_gather_single", "all_gather_into_tensor"), whole, part
         ),
-        Kind.reduce_scatter: partial(
-            _named("reduce_scatter_single", "reduce_scatter_tensor"), part, whole
+        CollectiveKind.reduce_scatter: partial(
+            _collective_by_name("reduce_scatter_single", "reduce_scatter_tensor"), part, whole
         ),
-        Kind.all_to_all: partial(dist.all_to_all_single, other, whole),
-        Kind.send: there_and_back,
+        CollectiveKind.all_to_all: partial(dist.all_to_all_single, other, whole),
+        CollectiveKind.send: there_and_back,
     }
     return operations[kind], own * world * 4
 
 
-def _named(name: str, before: str) -> Callable[..., object]:
+def _collective_by_name(name: str, before: str) -> Callable[..., object]:
     """Returns a collective by its name since torch 2.13, or the one before."""
     import torch.distributed as dist
 
@@ -192,7 +209,7 @@ def _named(name: str, before: str) -> Callable[..., object]:
     return found
 
 
-def _seconds(operation: Callable[[], object], budget: float, device: Any) -> float:
+def _slowest_rank_seconds(operation: Callable[[], object], budget: float, device: Any) -> float:
     """Returns the median over repeats of the slowest rank's time of one operation, s."""
     import torch
     import torch.distributed as dist

@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scalewise.bench import options, pairs, ranks
-from scalewise.errors import Complaint, ConfigError
+from scalewise.bench import options, paired_ratio, ranks
+from scalewise.console import print_lines
+from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind, this_machine
-from scalewise.output import print_lines
-from scalewise.precision import Number
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
-from scalewise.units import seconds_text
+from scalewise.precision import FloatFormat
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, write_json
+from scalewise.units import format_seconds
 
 WARM_UP = 4
 """Steps of each loop before the first that counts; the suite measures memory in its second."""
@@ -46,31 +46,37 @@ _TIMES = ".times.json"
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class ParallelOptions(options.BenchOptions):
     """How much is measured."""
 
     pairs: int = 40
     """Steps of the suite for each layout, each between two steps of the hand-written loop."""
 
 
-def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+def measure(
+    runs: Mapping[str, RunConfig], options: ParallelOptions, folder: Path
+) -> dict[str, object]:
     """Returns step times, their ratio with its interval, and times of launching."""
     for run in runs.values():
-        _check(run)
+        _check_options(run)
     print_lines(f"{'':<6}{'suite':>10}{'hand':>10}   ratio (95 % interval)   hand beside itself")
     layouts: dict[str, object] = {}
     for name, run in runs.items():
         run = replace(run, trainer=replace(run.trainer, max_steps=WARM_UP + options.pairs + 1))
-        ranks.run(partial(_measured, run, folder), run.world_size, folder)
+        ranks.run_ranks(partial(_measure_rank, run, folder), run.world_size, folder)
         times: Any = read_json(folder / _TIMES)
         (folder / _TIMES).unlink()
-        layouts[name] = found = _compared(times)
+        layouts[name] = found = _compare_layout(times)
         print_lines(
-            f"{name:<6}{seconds_text(found['suite_s']):>10}{seconds_text(found['hand_s']):>10}"
-            f"   {_text(found['ratio'])}   {_text(found['self_check'])}"
+            f"{name:<6}{format_seconds(found['suite_s']):>10}{format_seconds(found['hand_s']):>10}"
+            f"   {_ratio_text(found['ratio'])}   {_ratio_text(found['self_check'])}"
         )  # fmt: skip
-    launches = [_launched(next(iter(runs.values())).world_size, folder) for _ in range(LAUNCHES)]
-    print_lines("", f"a rank's own code runs {seconds_text(median(launches))} after elastic starts")
+    launches = [
+        _launch_seconds(next(iter(runs.values())).world_size, folder) for _ in range(LAUNCHES)
+    ]
+    print_lines(
+        "", f"a rank's own code runs {format_seconds(median(launches))} after elastic starts"
+    )
     first = next(iter(runs.values()))
     return {
         "bounds": {"ratio": BOUND, "launch_s": LAUNCH_BOUND},
@@ -83,57 +89,57 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
     }
 
 
-def _check(run: Run) -> None:
+def _check_options(run: RunConfig) -> None:
     on_cuda = run.hardware.device is DeviceKind.cuda
     machine = this_machine()
     gpus = len(machine.gpus) if on_cuda else None
-    ranks.check(run.world_size, "ranks", gpus, machine.max_cpu_ranks)
+    ranks.check_ranks(run.world_size, "ranks", gpus, machine.max_cpu_ranks)
     wrong = []
-    if run.precision.compute is not Number.fp32:
+    if run.precision.compute is not FloatFormat.fp32:
         chosen = run.choices.get("precision")
-        wrong.append(Complaint("precision", chosen, "the hand-written loop computes in fp32"))
+        wrong.append(ConfigIssue("precision", chosen, "the hand-written loop computes in fp32"))
     if run.accumulation > 1:
         reason, cure = "the hand-written loop has one micro batch a step", "leave it out"
-        wrong.append(Complaint("trainer.global_batch", run.global_batch, reason, cure))
+        wrong.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, cure))
     if wrong:
         raise ConfigError(wrong)
 
 
-def _compared(times: Mapping[str, Any]) -> dict[str, Any]:
+def _compare_layout(times: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the ratios of one layout from the times of its loops, s: wall and processor."""
     wall, cpu = times["wall"], times["cpu"]
     hand, suite = wall["hand"], wall["suite"]
     return {
         "suite_s": median(suite),
         "hand_s": median(hand),
-        "extra_s": median(pairs.excess(suite, hand)),
-        "ratio": asdict(pairs.ratio(suite, hand)),
-        "self_check": asdict(pairs.ratio(wall["twin"], hand)),
-        "cpu_ratio": asdict(pairs.ratio(cpu["suite"], cpu["hand"])),
+        "extra_s": median(paired_ratio.neighbor_excess(suite, hand)),
+        "ratio": asdict(paired_ratio.paired_ratio(suite, hand)),
+        "self_check": asdict(paired_ratio.paired_ratio(wall["twin"], hand)),
+        "cpu_ratio": asdict(paired_ratio.paired_ratio(cpu["suite"], cpu["hand"])),
         "loss": times["loss"],
     }
 
 
-def _text(found: Mapping[str, float]) -> str:
+def _ratio_text(found: Mapping[str, float]) -> str:
     return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
-def _launched(count: int, folder: Path) -> float:
+def _launch_seconds(count: int, folder: Path) -> float:
     """Returns the seconds from elastic's start until the last of the ranks runs its own code."""
     began = time.time()
-    ranks.run(partial(_arrive, folder), count, folder)
+    ranks.run_ranks(partial(_note_arrival, folder), count, folder)
     arrived = [float(path.read_text("utf-8")) for path in folder.glob(".arrived-*")]
     for path in folder.glob(".arrived-*"):
         path.unlink()
     return max(arrived) - began
 
 
-def _arrive(folder: Path) -> None:
+def _note_arrival(folder: Path) -> None:
     now = time.time()
     (folder / f".arrived-{os.environ['RANK']}").write_text(str(now), "utf-8")
 
 
-def _measured(run: Run, folder: Path) -> None:
+def _measure_rank(run: RunConfig, folder: Path) -> None:
     """Trains with the suite in one of the ranks; between its steps the hand-written loops take one.
 
     Rank 0 writes the times: of the slowest rank, and of all their processors together.
@@ -141,34 +147,34 @@ def _measured(run: Run, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from scalewise.bench.turns import Turns
-    from scalewise.data.loader import Loader, Share
-    from scalewise.tracking.files import MetricsFile
-    from scalewise.training.callbacks.recorder import Recorder
-    from scalewise.training.fit import Place, assemble, lightning_quiet, use_device
-    from scalewise.training.module import TrainingModule
+    from scalewise.bench.interleaved_loader import InterleavedLoader
+    from scalewise.data.dataloader import BatchShare, TrainLoader
+    from scalewise.tracking.run_files import MetricsFile
+    from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
+    from scalewise.training.fit import RankInfo, build_trainer, set_device, silence_lightning
+    from scalewise.training.lightning_module import TrainingModule
 
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    place = Place(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
-    use_device(run, place)
+    place = RankInfo(rank, local, int(os.environ["LOCAL_WORLD_SIZE"]))
+    set_device(run, place)
     on_cuda = run.hardware.device is DeviceKind.cuda
     device = torch.device("cuda", local) if on_cuda else torch.device("cpu")
     dist.init_process_group("nccl" if on_cuda else "gloo")
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
-    share = Share(run.global_batch, run.micro_batch, rank, run.world_size)
+    share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
 
-    def loader() -> Loader:
-        return Loader(
+    def loader() -> TrainLoader:
+        return TrainLoader(
             splits.train, share, seed=run.seed, steps=steps + 1, start=0, pin_memory=on_cuda
         )
 
-    module, recorder = TrainingModule(run, steps), Recorder(run, 0, [])
+    module, recorder = TrainingModule(run, steps), MetricsRecorder(run, 0, [])
     if rank == 0:
         recorder.sinks.append(MetricsFile(folder / ".metrics.csv").append)
-    turns = Turns(run, steps, loader, device)
-    with lightning_quiet():
-        assemble(run, folder, place, steps, recorder).fit(module, turns)
+    turns = InterleavedLoader(run, steps, loader, device)
+    with silence_lightning():
+        build_trainer(run, folder, place, steps, recorder).fit(module, turns)
     wall, cpu = turns.times(WARM_UP)
     losses = {"suite": module.last_loss.item(), "hand": turns.hand.loss.item()}
     if rank == 0:

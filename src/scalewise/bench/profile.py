@@ -13,8 +13,8 @@ import yaml
 from scalewise import bounded_yaml
 from scalewise.hardware import Hardware
 from scalewise.launch.status import versions
-from scalewise.parallelism.ring import Link
-from scalewise.tracking.files import write_text
+from scalewise.parallelism.ring_cost import RingLink
+from scalewise.tracking.run_files import write_text
 from scalewise.units import GIGA, MICRO
 
 MARK = "# Measured by `scalewise "
@@ -23,18 +23,18 @@ LEARNT_MARK = "# Scale of steps learnt"
 DEFAULTS = "defaults:\n  - /schema/hardware/device@_here_\n  - _self_\n\n"
 
 
-def today() -> str:
+def utc_date() -> str:
     """Returns the date, UTC."""
     return str(datetime.now(UTC).date())
 
 
-def software() -> str:
+def software_versions() -> str:
     """Returns what the figures depend on besides the machine."""
     found = versions()
     return ", ".join(f"{name} {found[name]}" for name in ("scalewise", "torch") if name in found)
 
 
-def of_link(link: Link) -> dict[str, float]:
+def link_entries(link: RingLink) -> dict[str, float]:
     """Returns a link's entries."""
     return {
         "link_gb_per_s": link.bytes_per_s / GIGA,
@@ -42,27 +42,29 @@ def of_link(link: Link) -> dict[str, float]:
     }
 
 
-def is_free(file: Path) -> bool:
+def is_writable_profile(file: Path) -> bool:
     """Returns whether a profile may be written there: none is, or one that was measured."""
     return not file.exists() or file.read_text("utf-8").startswith(MARK)
 
 
-def figures(file: Path) -> dict[str, object]:
+def measured_figures(file: Path) -> dict[str, object]:
     """Returns the figures of a profile that was measured, but those learnt from runs."""
-    held: dict[str, object] = bounded_yaml.load(file.read_text("utf-8"))
+    held: dict[str, object] = bounded_yaml.load_yaml(file.read_text("utf-8"))
     return {key: value for key, value in held.items() if key not in ("defaults", *LEARNT)}
 
 
-def add(file: Path, values: Mapping[str, float], how: str) -> None:
+def add_figures(file: Path, values: Mapping[str, float], how: str) -> None:
     """Puts figures that were learnt, and the comment ``how``, in a profile that was measured."""
     head, _, _ = file.read_text("utf-8").partition(DEFAULTS)
     lines = [line for line in head.splitlines() if not line.startswith(LEARNT_MARK)]
-    known = figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
+    known = measured_figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
     text = "".join(f"{line}\n" for line in (*lines, f"# {how}")) + DEFAULTS
     write_text(file, text + yaml.safe_dump(known, sort_keys=False))
 
 
-def write(hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], file: Path) -> Path:
+def write_profile(
+    hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], file: Path
+) -> Path:
     """Writes the known figures of ``hardware`` and, in their place, those measured.
 
     ``how``: lines of a comment; the first begins with the verb that measured.

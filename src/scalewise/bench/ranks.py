@@ -8,27 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
-from scalewise.launch import rank, words
-from scalewise.launch.classify import classify
-from scalewise.launch.spec import Launch
-from scalewise.launch.status import Ending
+from scalewise.launch import exit_reports, rank_entrypoint
+from scalewise.launch.config import Launch
+from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.launch.status import Outcome
 
 GRACE = 2.0
 """Seconds to end in when asked: there is nothing to save."""
 
 
-def run(task: Callable[[], None], ranks: int, folder: Path) -> None:
+def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
     """Calls a picklable ``task`` in each of ``ranks`` processes under torch elastic.
 
     Raises ``Interrupted`` for a signal, and ``ScalewiseError`` with the reason of the first rank
     that failed; no process is left.
     """
-    from scalewise.launch.elastic import run_in
+    from scalewise.launch.elastic import run_entry
 
     try:
-        ending = run_in(ranks, _serve, (task, folder), folder, Launch(grace=GRACE))
+        ending = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE))
     finally:
-        words.remove(folder)
+        exit_reports.remove_reports(folder)
     if ending.status == "interrupted":
         name = signal.Signals(ending.signal_number).name
         raise Interrupted(ending.signal_number, f"{name} while measuring; nothing was written")
@@ -37,21 +37,21 @@ def run(task: Callable[[], None], ranks: int, folder: Path) -> None:
         raise ScalewiseError(f"{ending.status}: {ending.reason}\n{tail}".rstrip())
 
 
-def _serve(task: Callable[[], None], folder: Path) -> None:
+def _serve_task(task: Callable[[], None], folder: Path) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
-    rank.begin(folder, GRACE)
+    rank_entrypoint.begin_rank(folder, GRACE)
     number = int(os.environ["RANK"])
     try:
         task()
-        ending = Ending("ok")
+        ending = Outcome("ok")
     except Exception as error:  # told to the launcher, whatever it is
-        ending = classify(error, number)
-    words.leave(folder, number, ending)
-    rank.end(ending)
+        ending = outcome_of_exception(error, number)
+    exit_reports.write_report(folder, number, ending)
+    rank_entrypoint.end_rank(ending)
 
 
-def check(ranks: int, key: str, gpus: int | None, most: int) -> None:
+def check_ranks(ranks: int, key: str, gpus: int | None, most: int) -> None:
     """Refuses a number of ranks that measures nothing here.
 
     ``gpus`` is the number of CUDA devices, None for the CPU, which carries ``most`` ranks.

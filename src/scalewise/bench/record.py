@@ -10,12 +10,12 @@ from pathlib import Path
 from scalewise.errors import ConfigError
 from scalewise.hardware import DeviceKind, Hardware
 from scalewise.launch.status import git_state, machine_facts, versions
-from scalewise.tracking.files import write_json
+from scalewise.tracking.run_files import write_json
 
 RECORDS = Path("experiments", "records")
 
 
-def of(result: Mapping[str, object], command: str) -> dict[str, object]:
+def build_record(result: Mapping[str, object], command: str) -> dict[str, object]:
     """Returns ``result`` under its command, date, machine, versions and commit."""
     return {
         "command": command,
@@ -27,7 +27,7 @@ def of(result: Mapping[str, object], command: str) -> dict[str, object]:
     }
 
 
-def place(name: str, hardware: Hardware) -> Path:
+def record_path(name: str, hardware: Hardware) -> Path:
     """Returns where the checkout keeps the record of a benchmark; refuses elsewhere."""
     if not RECORDS.is_dir():
         reason = f"there is no {RECORDS} here"
@@ -37,7 +37,7 @@ def place(name: str, hardware: Hardware) -> Path:
     return RECORDS / re.sub(r"[^a-z0-9]+", "_", kind.lower()) / f"{name}.json"
 
 
-def write(path: Path, content: Mapping[str, object]) -> None:
+def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Writes a record, in a folder that is made where it is the first of a device."""
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)

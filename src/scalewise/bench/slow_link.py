@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalewise.bench import options, wire
-from scalewise.bench.wire import ADDRESSES, Wire
+from scalewise.bench import options, throttled_link
+from scalewise.bench.throttled_link import ADDRESSES, ThrottledLink
+from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.output import print_lines
-from scalewise.parallelism.ring import share
-from scalewise.run import Run
-from scalewise.tracking.files import read_json
-from scalewise.units import bytes_text, seconds_text
+from scalewise.parallelism.ring_cost import bytes_per_link_fraction
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json
+from scalewise.units import format_bytes, format_seconds
 
 _BASE = "experiment=communication/slow_link"
 RUNS: Mapping[str, tuple[str, ...]] = {
@@ -37,21 +37,23 @@ PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class SlowLinkOptions(options.BenchOptions):
     """How slow the link is."""
 
     mbit: float = 100.0
     """Bandwidth of the shaped cable, each direction, Mbit/s."""
 
 
-def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+def measure(
+    runs: Mapping[str, RunConfig], options: SlowLinkOptions, folder: Path
+) -> dict[str, object]:
     """Returns, for each layout, step times over both cables and the bytes a rank sends.
 
     The prediction adds the declared bytes over the bandwidth to the step of the open cable: it
     supposes that nothing is sent while gradients are computed, and a ring. Over gloo a
     reduce-scatter sends as much as an all-reduce, so that fsdp sends more than it declares.
     """
-    if reason := wire.obstacle():
+    if reason := throttled_link.missing_requirement():
         raise ConfigError.one("", "", f"skipped: {reason}")
     for run in runs.values():
         if run.world_size != 2:
@@ -60,9 +62,9 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
           f"{'sent a step':>14}{'declared':>12}")  # fmt: skip
     found: dict[str, dict[str, object]] = {}
     for name, run in runs.items():
-        opened, _ = _trained(run, folder / f"{name}-open", None)
-        slow, sent = _trained(run, folder / f"{name}-slow", options.mbit)
-        declared = _declared(run)
+        opened, _ = _train_over_link(run, folder / f"{name}-open", None)
+        slow, sent = _train_over_link(run, folder / f"{name}-slow", options.mbit)
+        declared = _declared_bytes(run)
         seconds = None if declared is None else opened + declared / (options.mbit * 1e6 / 8)
         found[name] = {
             "open_s": opened,
@@ -72,34 +74,37 @@ def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str
             "declared_bytes": declared,
         }
         print_lines(
-            f"{name:<10}{seconds_text(opened):>10}{seconds_text(slow):>14}"
-            f"{seconds_text(seconds) if seconds else 'unknown':>12}{bytes_text(sent):>14}"
-            f"{bytes_text(declared) if declared else 'unknown':>12}"
+            f"{name:<10}{format_seconds(opened):>10}{format_seconds(slow):>14}"
+            f"{format_seconds(seconds) if seconds else 'unknown':>12}{format_bytes(sent):>14}"
+            f"{format_bytes(declared) if declared else 'unknown':>12}"
         )  # fmt: skip
     return {"mbit": options.mbit, "layouts": found}
 
 
-def _declared(run: Run) -> float | None:
+def _declared_bytes(run: RunConfig) -> float | None:
     """Returns the bytes that a rank says it sends a step; None: it depends on the gradients."""
     told = run.parallelism.collectives(run)
     ranks = run.world_size
-    return sum(share(each.kind, ranks) * each.bytes * each.count for each in told) or None
+    return (
+        sum(bytes_per_link_fraction(each.kind, ranks) * each.bytes * each.count for each in told)
+        or None
+    )
 
 
-def _trained(run: Run, folder: Path, mbit: float | None) -> tuple[float, float]:
+def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[float, float]:
     """Returns the median seconds of a step and the bytes that rank 1 sent in one.
 
     Rank 0 also sends the weights to begin with, so it is not the one to ask.
     """
-    with Wire() as cable:
+    with ThrottledLink() as cable:
         if mbit is not None:
             cable.shape(mbit)
         before = cable.sent(1)
         log = folder.with_suffix(".log")
         with log.open("w", encoding="utf-8") as file:
-            ranks = [_started(run, folder, cable, number, file) for number in (0, 1)]
+            ranks = [_start_rank(run, folder, cable, number, file) for number in (0, 1)]
             try:
-                codes = _awaited(ranks)
+                codes = _wait_for_ranks(ranks)
             finally:
                 for rank in ranks:
                     rank.kill()
@@ -112,7 +117,9 @@ def _trained(run: Run, folder: Path, mbit: float | None) -> tuple[float, float]:
     return float(summary["metrics"]["time/step_s"]), sent / summary["steps"]
 
 
-def _started(run: Run, folder: Path, cable: Wire, rank: int, log: Any) -> subprocess.Popen[str]:
+def _start_rank(
+    run: RunConfig, folder: Path, cable: ThrottledLink, rank: int, log: Any
+) -> subprocess.Popen[str]:
     """Returns ``scalewise train`` at one end of the cable, as torchrun would have started it."""
     name = cable.names[rank]
     surroundings = {
@@ -137,7 +144,7 @@ def _started(run: Run, folder: Path, cable: Wire, rank: int, log: Any) -> subpro
     )
 
 
-def _awaited(ranks: list[subprocess.Popen[str]]) -> list[int | None]:
+def _wait_for_ranks(ranks: list[subprocess.Popen[str]]) -> list[int | None]:
     """Returns the exit codes, when all have ended or one has failed."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:

@@ -17,15 +17,15 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from scalewise.bench import options, pairs
+from scalewise.bench import options, paired_ratio
+from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ScalewiseError
 from scalewise.launch import processes
-from scalewise.launch.job import Order, execute
-from scalewise.output import print_lines
+from scalewise.launch.job import JobSpec, execute
 from scalewise.reports import page
-from scalewise.run import Run
-from scalewise.tracking.files import read_json
-from scalewise.units import seconds_text
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json
+from scalewise.units import format_seconds
 
 BOUND = 0.10
 """A warm job may cost this much of a fresh process, training aside, at the most."""
@@ -43,7 +43,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Options(options.Options):
+class SweepOptions(options.BenchOptions):
     """How much is measured."""
 
     pairs: int = 10
@@ -51,7 +51,7 @@ class Options(options.Options):
 
 
 @dataclass(frozen=True)
-class Cost:
+class JobOverhead:
     """What one job took beyond its steps, seconds."""
 
     job: float
@@ -60,56 +60,58 @@ class Cost:
     """With its report, and the process's own end."""
 
 
-def measure(runs: Mapping[str, Run], options: Options, folder: Path) -> dict[str, object]:
+def measure(
+    runs: Mapping[str, RunConfig], options: SweepOptions, folder: Path
+) -> dict[str, object]:
     """Returns seconds beyond training of both, and their ratio with its interval."""
     run = runs["job"]
     if run.world_size > 1:
         chosen = run.choices.get("parallelism")
         raise ConfigError.one("parallelism", chosen, "a job of one process is compared")
     began = time.perf_counter()
-    processes.start_nursery(run.imports)
-    processes.await_nursery()
+    processes.start_forkserver(run.imports)
+    processes.await_forkserver()
     nursery = time.perf_counter() - began
-    _warm(run, folder / "warm" / "first")  # prepares data, imports what this process needs
-    fresh, warm = [_fresh(run, folder / "fresh" / "0")], []
+    _warm_overhead(run, folder / "warm" / "first")  # prepares data, imports what this process needs
+    fresh, warm = [_fresh_overhead(run, folder / "fresh" / "0")], []
     for number in range(1, options.pairs + 1):
-        warm.append(_warm(run, folder / "warm" / str(number)))
-        fresh.append(_fresh(run, folder / "fresh" / str(number)))
-    found = pairs.ratio(_jobs(warm), _jobs(fresh))
-    whole = pairs.ratio([one.whole for one in warm], [one.whole for one in fresh])
+        warm.append(_warm_overhead(run, folder / "warm" / str(number)))
+        fresh.append(_fresh_overhead(run, folder / "fresh" / str(number)))
+    found = paired_ratio.paired_ratio(_run_jobs(warm), _run_jobs(fresh))
+    whole = paired_ratio.paired_ratio([one.whole for one in warm], [one.whole for one in fresh])
     print_lines(
-        f"beyond its steps a job takes {seconds_text(median(_jobs(warm)))} in a sweep and "
-        f"{seconds_text(median(_jobs(fresh)))} as a process of its own: {found.median:.3f} "
+        f"beyond its steps a job takes {format_seconds(median(_run_jobs(warm)))} in a sweep and "
+        f"{format_seconds(median(_run_jobs(fresh)))} as a process of its own: {found.median:.3f} "
         f"({found.low:.3f} to {found.high:.3f}), with its report {whole.median:.3f}; "
-        f"a sweep is warm after {seconds_text(nursery)}"
+        f"a sweep is warm after {format_seconds(nursery)}"
     )
     return {
         "bounds": {"ratio": BOUND},
         "model": {"parameters": run.model.parameters, "option": run.choices["model"]},
         "steps": run.trainer.max_steps,
-        "fresh_s": {"median": median(_jobs(fresh)), "all": [asdict(one) for one in fresh]},
-        "warm_s": {"median": median(_jobs(warm)), "all": [asdict(one) for one in warm]},
+        "fresh_s": {"median": median(_run_jobs(fresh)), "all": [asdict(one) for one in fresh]},
+        "warm_s": {"median": median(_run_jobs(warm)), "all": [asdict(one) for one in warm]},
         "ratio": asdict(found),
         "ratio_with_report": asdict(whole),
         "nursery_s": nursery,
     }
 
 
-def _jobs(costs: Sequence[Cost]) -> list[float]:
+def _run_jobs(costs: Sequence[JobOverhead]) -> list[float]:
     return [cost.job for cost in costs]
 
 
-def _warm(run: Run, folder: Path) -> Cost:
+def _warm_overhead(run: RunConfig, folder: Path) -> JobOverhead:
     """Returns what a job of a sweep takes in this process."""
     began = time.time()
-    result = execute(Order(run, sweep="bench/sweep"), folder)
-    page.write(result.folder)
+    result = execute(JobSpec(run, sweep="bench/sweep"), folder)
+    page.write_page(result.folder)
     if result.status != "ok":
         raise ScalewiseError(f"the job to measure {result.status}: {result.reason}")
-    return _cost(folder, began)
+    return _overhead_since(folder, began)
 
 
-def _fresh(run: Run, folder: Path) -> Cost:
+def _fresh_overhead(run: RunConfig, folder: Path) -> JobOverhead:
     """Returns what a process for the same line takes."""
     line = [sys.executable, "-m", "scalewise", "train", *run.overrides, f"hydra.run.dir={folder}"]
     began = time.time()
@@ -118,13 +120,13 @@ def _fresh(run: Run, folder: Path) -> Cost:
     )
     if ended.returncode:
         raise ScalewiseError(f"the process to measure failed: {ended.stderr.strip()[-500:]}")
-    return _cost(folder, began)
+    return _overhead_since(folder, began)
 
 
-def _cost(folder: Path, began: float) -> Cost:
+def _overhead_since(folder: Path, began: float) -> JobOverhead:
     """Returns what was taken until now, since ``began``, beyond the steps of the run."""
     now = time.time()
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         steps = sum(float(row["time/step_s"]) for row in csv.DictReader(file))
     ended = datetime.fromisoformat(str(read_json(folder / "status.json")["ended"])).timestamp()
-    return Cost(ended - began - steps, now - began - steps)
+    return JobOverhead(ended - began - steps, now - began - steps)

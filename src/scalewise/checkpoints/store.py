@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from scalewise import atomic, regular_files
 from scalewise.errors import CheckpointError
-from scalewise.tracking.files import read_json, write_json
+from scalewise.tracking.run_files import read_json, write_json
 
 FORMAT = "scalewise-checkpoint"
 VERSION = 2
@@ -52,27 +52,27 @@ Group = dist.ProcessGroup | None
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
-def path_of(folder: Path, step: int) -> Path:
+def checkpoint_path(folder: Path, step: int) -> Path:
     """Returns where the checkpoint of ``step`` belongs under a run's ``checkpoints``."""
     return folder / f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedState:
     """What a checkpoint holds beside its tensors, as ``training.pt`` will hold it."""
 
     step: int
     content: bytes
 
 
-def packed(rest: Mapping[str, Any]) -> Packed:
+def pack_state(rest: Mapping[str, Any]) -> PackedState:
     """Returns plain data and tensors as they are now, whatever becomes of them later."""
     stream = io.BytesIO()
     torch.save(dict(rest), stream)
-    return Packed(int(rest["global_step"]), stream.getvalue())
+    return PackedState(int(rest["global_step"]), stream.getvalue())
 
 
-def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> None:
+def save_checkpoint(path: Path, tensors: Tensors, rest: PackedState, group: Group = None) -> None:
     """Writes a checkpoint folder at ``path``, replacing an older one.
 
     ``tensors`` are those of ``model`` and ``optimizer`` that this rank holds, by name. With a
@@ -82,19 +82,19 @@ def save(path: Path, tensors: Tensors, rest: Packed, group: Group = None) -> Non
     partial = path.parent / f".partial-{path.name}"
     leads = group is None or dist.get_rank(group) == 0
     try:
-        with atomic.naming(path):
-            _together(group, lambda: _begin(partial, rest, tensors), leads)
+        with atomic.name_file_in_errors(path):
+            _leader_first(group, lambda: _begin_save(partial, rest, tensors), leads)
             for part, held in tensors.items():
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
-                _write(_apart(held), writer, group)
-            _together(group, lambda: _complete(partial, path, rest.step), leads)
+                _write_tensors(_contiguous_copies(held), writer, group)
+            _leader_first(group, lambda: _complete_save(partial, path, rest.step), leads)
     except BaseException:
         if leads:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _begin(partial: Path, rest: Packed, parts: Iterable[str]) -> None:
+def _begin_save(partial: Path, rest: PackedState, parts: Iterable[str]) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     for leftover in partial.parent.glob(".partial-*"):
         if leftover.is_symlink():
@@ -106,7 +106,7 @@ def _begin(partial: Path, rest: Packed, parts: Iterable[str]) -> None:
     (partial / TRAINING).write_bytes(rest.content)
 
 
-def _complete(partial: Path, path: Path, step: int) -> None:
+def _complete_save(partial: Path, path: Path, step: int) -> None:
     written = sorted(file for file in partial.rglob("*") if file.is_file())
     files = {str(file.relative_to(partial)): _fingerprint(file) for file in written}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
@@ -118,7 +118,7 @@ def _complete(partial: Path, path: Path, step: int) -> None:
     _sync(path.parent)
 
 
-def _apart(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _contiguous_copies(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors without gaps or shared memory, which the format refuses: as copies."""
     seen: set[int] = set()
     apart = {}
@@ -130,9 +130,9 @@ def _apart(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _write(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
+def _write_tensors(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
     try:
-        with _alone():
+        with _local_planner():
             state_dict_saver.save(
                 held, storage_writer=writer, process_group=group, no_dist=group is None
             )
@@ -147,14 +147,14 @@ def _write(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _local_planner() -> Iterator[None]:
     """Keeps torch from asking whether a rank means to write or read by itself: it does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _together(group: Group, work: Callable[[], None], leads: bool) -> None:
+def _leader_first(group: Group, work: Callable[[], None], leads: bool) -> None:
     """Lets the leading rank work while the others wait; where it fails, all do."""
     failure: Exception | None = None
     if leads:
@@ -171,12 +171,12 @@ def _together(group: Group, work: Callable[[], None], leads: bool) -> None:
         raise failure
 
 
-def load(path: Path) -> dict[str, Any]:
+def load_state(path: Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside its tensors.
 
     Raises ``CheckpointError`` for a folder that is foreign, truncated or holds objects.
     """
-    verify(path)
+    verify_checkpoint(path)
     try:
         state = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     except (MemoryError, OSError):
@@ -189,27 +189,27 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _unreadable(path: Path, name: str, error: object) -> CheckpointError:
+def _read_error(path: Path, name: str, error: object) -> CheckpointError:
     reason = f"{name} cannot be read: {' '.join(str(error).split())[:200]}"
     return CheckpointError.one("resume", path, reason, EARLIER)
 
 
-def shapes(path: Path, part: str) -> dict[str, torch.Size]:
+def tensor_shapes(path: Path, part: str) -> dict[str, torch.Size]:
     """Returns the whole shape of each tensor under ``model`` or ``optimizer``, by name."""
-    return {name: held.size for name, held in _metadata(path, part).items()}
+    return {name: held.size for name, held in _read_metadata(path, part).items()}
 
 
-def _metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
+def _read_metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
     try:
         known = HuggingFaceStorageReader(str(path / part)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError) as error:
-        raise _unreadable(path, part, error) from error
+        raise _read_error(path, part, error) from error
     return {name: held for name, held in known.items() if isinstance(held, TensorStorageMetadata)}
 
 
-def read(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
+def read_into(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
     """Fills tensors, or a layout's shards of them, from ``model`` or ``optimizer``, by name."""
-    known = shapes(path, part)
+    known = tensor_shapes(path, part)
     if missing := sorted(into.keys() - known.keys()):
         reason = f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
         raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
@@ -219,44 +219,46 @@ def read(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
             raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
     try:
         reader = HuggingFaceStorageReader(str(path / part))
-        with _alone():
+        with _local_planner():
             state_dict_loader.load({**into}, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, OSError) as error:
-        raise _unreadable(path, part, error) from error
+        raise _read_error(path, part, error) from error
 
 
-def whole(path: Path, part: str = "model", names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def full_tensors(
+    path: Path, part: str = "model", names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
     """Returns the tensors of ``model`` or ``optimizer`` as a single device would hold them.
 
     ``names``: of these alone, those that are there; None: of all.
     """
-    known = _metadata(path, part)
+    known = _read_metadata(path, part)
     room = {
         name: torch.empty(known[name].size, dtype=known[name].properties.dtype)
         for name in (known if names is None else known.keys() & set(names))
     }
-    read(path, part, room)
+    read_into(path, part, room)
     return room
 
 
-def has(path: Path, part: str) -> bool:
+def has_tensors(path: Path, part: str) -> bool:
     """Returns whether a checkpoint has a folder of tensors."""
     return (path / part).is_dir()
 
 
-def given_away(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def released_weights(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Returns the whole weights to evaluate and export: the averaged ones, where there are some.
 
     ``names``: of these alone, those that are there; None: of all.
     """
-    held = whole(path, "model", names)
-    if has(path, AVERAGE):
-        averaged = whole(path, AVERAGE, held)
+    held = full_tensors(path, "model", names)
+    if has_tensors(path, AVERAGE):
+        averaged = full_tensors(path, AVERAGE, held)
         held |= {name: tensor.to(held[name].dtype) for name, tensor in averaged.items()}
     return held
 
 
-def verify(path: Path) -> int:
+def verify_checkpoint(path: Path) -> int:
     """Returns the step of a whole checkpoint; raises ``CheckpointError`` with what is wrong."""
     for name, reason in damaged_files(path):
         raise CheckpointError.one("resume", path, f"is damaged ({name}: {reason})", EARLIER)
@@ -303,7 +305,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
     return step, files
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Returns the checkpoints under a run's ``checkpoints`` folder by step, oldest first."""
     found = {
         int(match[1]): child
@@ -313,28 +315,28 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def latest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """Returns the newest whole checkpoint under ``folder``; damaged ones are passed over."""
-    for path in reversed(steps(folder).values()):
+    for path in reversed(list_checkpoints(folder).values()):
         try:
-            verify(path)
+            verify_checkpoint(path)
         except CheckpointError:
             continue
         return path
     return None
 
 
-def take_over(path: Path, folder: Path) -> None:
+def adopt_checkpoint(path: Path, folder: Path) -> None:
     """Makes a whole checkpoint one of ``folder`` too: by hard links, or else as a copy."""
     if (folder / path.name).exists():
         return
     partial = folder / f".partial-{path.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(path, partial, copy_function=_linked)
+    shutil.copytree(path, partial, copy_function=_link_or_copy)
     partial.rename(folder / path.name)
 
 
-def _linked(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links
@@ -358,7 +360,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def best_of(folder: Path) -> tuple[int, float] | None:
+def best_checkpoint(folder: Path) -> tuple[int, float] | None:
     """Returns the step and the validation loss of the best checkpoint, if one is marked."""
     marked = read_json(folder / "best.json")
     step, loss = marked.get("step"), marked.get("val/loss")
@@ -370,12 +372,12 @@ def mark_best(folder: Path, step: int, loss: float) -> None:
     write_json(folder / "best.json", {"step": step, "val/loss": loss})
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune_checkpoints(folder: Path, keep: int) -> None:
     """Removes all but the ``keep`` newest checkpoints and the best one; 0 keeps all."""
     if not keep:
         return
-    best = best_of(folder)
-    for step, path in list(steps(folder).items())[:-keep]:
+    best = best_checkpoint(folder)
+    for step, path in list(list_checkpoints(folder).items())[:-keep]:
         if best is None or step != best[0]:
             gone = folder / f".partial-{path.name}"  # half removed, it would look whole
             path.rename(gone)

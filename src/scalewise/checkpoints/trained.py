@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from scalewise import inputs
-from scalewise.adapters import Adapter
+from scalewise.adapters import AdapterConfig
 from scalewise.checkpoints import store
 from scalewise.config import registry
-from scalewise.data import kept
-from scalewise.data.base import Data, Splits
+from scalewise.console import print_lines
+from scalewise.data import run_tokenizer
+from scalewise.data.base import DataConfig, DataSplits
 from scalewise.errors import CheckpointError, ConfigError
-from scalewise.models.base import Model, Part, Weight
-from scalewise.objectives import Objective
-from scalewise.optimizers import Optimizer
-from scalewise.output import print_lines
+from scalewise.models.base import ModelConfig, StageSlice, Weight
+from scalewise.objectives import ObjectiveConfig
+from scalewise.optimizers import OptimizerConfig
 from scalewise.precision import Precision
-from scalewise.quantization import NoQuantization, Quantization
-from scalewise.tracking.files import RecordError, load_yaml
-from scalewise.trainer import Trainer
+from scalewise.quantization import NoQuantizationConfig, QuantizationConfig
+from scalewise.tracking.run_files import RecordError, load_yaml
+from scalewise.trainer_config import TrainerConfig
 
 SPECS = (
     "model",
@@ -40,26 +40,26 @@ SPECS = (
 """The groups that a trained model goes by, as ``Trained`` has them."""
 PREFIX = "model."
 """What a checkpoint's names begin with."""
-UNPACKED = {"_target_": registry.target(NoQuantization)}
+UNPACKED = {"_target_": registry.target_name(NoQuantizationConfig)}
 BEGINNING = "0"
 """The step of the model as it was before it was trained."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A checkpoint of a run, and the specs that it was trained by; None: as the run began."""
 
     folder: Path
     checkpoint: Path | None
     seed: int
-    model: Model
-    data: Data
-    objective: Objective
+    model: ModelConfig
+    data: DataConfig
+    objective: ObjectiveConfig
     precision: Precision
-    optimizer: Optimizer
-    adapter: Adapter
-    trainer: Trainer
-    quantization: Quantization
+    optimizer: OptimizerConfig
+    adapter: AdapterConfig
+    trainer: TrainerConfig
+    quantization: QuantizationConfig
 
     @property
     def step(self) -> int:
@@ -69,7 +69,7 @@ class Trained:
     @property
     def averaged(self) -> bool:
         """Returns whether the weights to give away are a moving average of those trained."""
-        return self.checkpoint is not None and store.has(self.checkpoint, store.AVERAGE)
+        return self.checkpoint is not None and store.has_tensors(self.checkpoint, store.AVERAGE)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -77,19 +77,19 @@ class Trained:
         weights = ("model", store.AVERAGE)
         return (*weights, "optimizer") if self.optimizer.averages else weights
 
-    def splits(self) -> Splits:
+    def splits(self) -> DataSplits:
         """Returns the rows that the run read; raises ``DataError`` where they are others."""
         found = self.data.prepare(self.model.vocabulary, self.seed)
-        kept.check(found, self.folder)
+        run_tokenizer.check_tokenizer(found, self.folder)
         inputs.check_data(self.data, self.folder)
         return found
 
     def tokenizer(self) -> Path | None:
         """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
-        own = self.folder / kept.NAME
+        own = self.folder / run_tokenizer.NAME
         if not own.is_file():
             return self.splits().tokenizer
-        kept.load(own)
+        run_tokenizer.load_tokenizer(own)
         return own
 
     def state(self, *, exact: bool = False) -> dict[str, Tensor]:
@@ -100,10 +100,12 @@ class Trained:
         if self.checkpoint is None:
             began = self._begun()
             return began if exact else self.quantization.rounded(began, self.model)
-        held = store.given_away(self.checkpoint)
-        with fitting(self.checkpoint):
+        held = store.released_weights(self.checkpoint)
+        with checkpoint_errors(self.checkpoint):
             if self.optimizer.averages:
-                held = self.optimizer.averaged(held, store.whole(self.checkpoint, "optimizer"))
+                held = self.optimizer.averaged(
+                    held, store.full_tensors(self.checkpoint, "optimizer")
+                )
             state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
             state = self.quantization.unpacked(state, self.model)
         if exact and self.packed:
@@ -115,7 +117,7 @@ class Trained:
         """Returns the same with what an adapter has learnt added to the model's own."""
         if self.checkpoint is None and self.adapter.resume is None:
             return self.state(exact=exact)
-        with fitting(self.checkpoint):
+        with checkpoint_errors(self.checkpoint):
             merged = self.adapter.merged(self.state(exact=exact), self.model)
         if self.adapter.merges:
             self._check(merged)
@@ -123,19 +125,19 @@ class Trained:
 
     def _check(self, state: Mapping[str, Tensor]) -> None:
         """Raises ``CheckpointError`` for weights that are missing or of another shape."""
-        whole = self.model.shape(Part(range(self.model.layers))).state_dict()
+        whole = self.model.shape(StageSlice(range(self.model.layers))).state_dict()
         for name, weight in whole.items():
             if name not in state:
-                raise _other_model(self.checkpoint, f"lacks {name}")
+                raise _other_model_error(self.checkpoint, f"lacks {name}")
             if state[name].shape != weight.shape:
                 sizes = f"{tuple(state[name].shape)}, the model has {tuple(weight.shape)}"
-                raise _other_model(self.checkpoint, f"holds {name} of shape {sizes}")
+                raise _other_model_error(self.checkpoint, f"holds {name} of shape {sizes}")
 
     def _begun(self) -> dict[str, Tensor]:
         """Returns the weights that training began with; of an adapter, those it began with."""
         if self.adapter.resume is None and self.adapter.merges:
             return dict(self.model.build(self.seed).state_dict())
-        module = self.model.shape(Part(range(self.model.layers)))
+        module = self.model.shape(StageSlice(range(self.model.layers)))
         self.adapter.apply(module, self.model)
         module.to_empty(device=torch.get_default_device())
         self.model.fill(module, self.seed)
@@ -166,7 +168,7 @@ class Trained:
 
 
 @contextmanager
-def fitting(checkpoint: Path | None) -> Iterator[None]:
+def checkpoint_errors(checkpoint: Path | None) -> Iterator[None]:
     """Turns what an incomplete checkpoint makes of a model into a ``CheckpointError``."""
     try:
         yield
@@ -175,16 +177,16 @@ def fitting(checkpoint: Path | None) -> Iterator[None]:
     except (KeyError, RuntimeError, ValueError, TypeError) as error:
         if checkpoint is None:
             raise
-        raise _other_model(checkpoint, " ".join(str(error).split())[:200]) from error
+        raise _other_model_error(checkpoint, " ".join(str(error).split())[:200]) from error
 
 
-def _other_model(checkpoint: Path | None, reason: str) -> CheckpointError:
+def _other_model_error(checkpoint: Path | None, reason: str) -> CheckpointError:
     cure = "choose another step, or put a copy of the run's resolved.yaml back"
     text = f"{checkpoint} does not fit the model of its run: {reason}"
     return CheckpointError.one("", "", text, cure)
 
 
-def resolved(folder: Path) -> Mapping[str, Any]:
+def read_resolved(folder: Path) -> Mapping[str, Any]:
     """Returns the groups of a run's ``resolved.yaml``; raises ``ConfigError`` where it has none."""
     file = folder / "resolved.yaml"
     if not file.exists():
@@ -203,14 +205,14 @@ def resolved(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
+def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
     """Returns the ``last`` checkpoint of a run, its ``best``, or a step's, with ``parts`` whole.
 
     ``parts``: the folders of tensors that are read. Of damage to the rest a note is printed.
     """
     checkpoints = folder / "checkpoints"
-    known = store.steps(checkpoints)
-    best = store.best_of(checkpoints)
+    known = store.list_checkpoints(checkpoints)
+    best = store.best_checkpoint(checkpoints)
     if step == "last":
         numbers = [*reversed(known)]
     elif step == "best":

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 Tensors = dict[str, dict[str, Tensor]]
 
 
-class Writer:
+class BackgroundWriter:
     """Does work in the order in which it is given, in the ``background`` if asked to.
 
     There a save costs the training one copy of the tensors to the host. One save is under way at

@@ -6,14 +6,14 @@ from functools import cache
 
 import hydra
 
-from scalewise.config import door, refuse, tree
-from scalewise.config.own import own_hydra
-from scalewise.config.read import read, unsettled
+from scalewise.config import app, diagnostics, paths
+from scalewise.config.hydra_context import hydra_session
+from scalewise.config.parse import compose_unresolved, parse_run
 from scalewise.errors import ConfigError
-from scalewise.run import Run
+from scalewise.run_config import RunConfig
 
 
-def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
+def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
     """Returns the Run that ``scalewise VERB OVERRIDES`` would run.
 
     ``overrides`` are Hydra overrides: ``["model=llama_160m", "optimizer.lr=1e-3"]``. With
@@ -21,65 +21,65 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> Run:
     every complaint.
     """
     lines = [overrides] if isinstance(overrides, str) else list(overrides)
-    door.prepare()
-    if unreadable := list(refuse.unreadable(lines)):
+    app.prepare()
+    if unreadable := list(diagnostics.unparsable_overrides(lines)):
         raise ConfigError(unreadable)
-    with own_hydra():
+    with hydra_session():
         try:
             config = hydra.compose("config", overrides=lines, return_hydra_config=True)
         except ConfigError:  # the check of the hydra node
             raise
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
-            raise refuse.translated(error, lines, here=here) from error
-        return read(config, lines, lines, here=here)
+            raise diagnostics.translate_hydra_error(error, lines, here=here) from error
+        return parse_run(config, lines, lines, here=here)
 
 
 @cache
-def _composed(*lines: str) -> Run:
+def _compose_unresolved(*lines: str) -> RunConfig:
     """Returns the unsettled run of these overrides, before it is asked what is wrong."""
-    door.prepare()
-    with own_hydra():
+    app.prepare()
+    with hydra_session():
         config = hydra.compose("config", overrides=[*lines], return_hydra_config=True)
-        return unsettled(config, lines, [])
+        return compose_unresolved(config, lines, [])
 
 
 @cache
-def _at_rest(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
+def _option_defaults(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
     """Returns the values of these options as their files give them, flat.
 
     Each option is composed once: no file of ours sets what belongs to another group.
     """
-    usual = _composed()
+    usual = _compose_unresolved()
     parts = {
-        group: getattr(_composed(f"{group}={choice}"), group)
+        group: getattr(_compose_unresolved(f"{group}={choice}"), group)
         for group, choice in choices
         if choice != usual.choices.get(group)
     }
-    return flat(replace(usual, **parts).settled().as_dict())
+    return flatten(replace(usual, **parts).settled().as_dict())
 
 
 @cache
-def _names(group: str) -> frozenset[str]:
+def _option_names(group: str) -> frozenset[str]:
     """Returns the suite's own options of a group."""
-    return frozenset(tree.names(group))
+    return frozenset(paths.option_names(group))
 
 
-def changed(run: Run) -> list[dict[str, object]]:
+def changed_from_defaults(run: RunConfig) -> list[dict[str, object]]:
     """Returns where a run differs from the defaults: ``key``, ``default``, ``value``.
 
     First the options chosen, then the fields that differ from what those options give.
     """
-    usual = _composed().choices
-    chosen = {group: run.choices[group] for group in tree.CLOSED if group in run.choices}
-    ours = {group: name for group, name in chosen.items() if name in _names(group)}
+    usual = _compose_unresolved().choices
+    chosen = {group: run.choices[group] for group in paths.CLOSED_GROUPS if group in run.choices}
+    ours = {group: name for group, name in chosen.items() if name in _option_names(group)}
     strange = tuple(f"{group}." for group in chosen if group not in ours)  # of a user's folder
     rows: list[dict[str, object]] = [
         {"key": group, "default": usual.get(group), "value": choice}
         for group, choice in chosen.items()
         if choice != usual.get(group)
     ]
-    before = _at_rest(tuple(ours.items()))
-    after = flat(run.as_dict())
+    before = _option_defaults(tuple(ours.items()))
+    after = flatten(run.as_dict())
     skipped = ("choices.", "overrides", "name", "hardware.", *strange)
     rows += [
         {"key": key, "default": before.get(key), "value": value}
@@ -94,16 +94,16 @@ def changed(run: Run) -> list[dict[str, object]]:
     ]
 
 
-def flat(nested: object, prefix: str = "") -> dict[str, object]:
+def flatten(nested: object, prefix: str = "") -> dict[str, object]:
     """Returns nested mappings as one, with dotted keys; sequences stay values."""
     if not isinstance(nested, dict) or (not nested and prefix):
         return {prefix: nested}
     joined: dict[str, object] = {}
     for key, value in nested.items():
-        joined |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+        joined |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return joined
 
 
-def choices(groups: Sequence[str] = tree.GROUPS) -> dict[str, list[str]]:
+def group_choices(groups: Sequence[str] = paths.GROUPS) -> dict[str, list[str]]:
     """Returns the options of each group."""
-    return {group: tree.names(group) for group in groups}
+    return {group: paths.option_names(group) for group in groups}

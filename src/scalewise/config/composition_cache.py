@@ -26,7 +26,7 @@ from omegaconf.base import Metadata
 
 SEARCH_PATH = "hydra.searchpath"
 """The one value that decides where files are looked for."""
-KEPT = 1000
+CACHED = 1000
 """Nodes that are kept at once; the 25 of a config take about a megabyte."""
 
 _parse = ConfigLoaderImpl._parse_overrides_and_create_caching_repo
@@ -38,7 +38,7 @@ _follow = Node._dereference_node_impl
 
 
 @contextmanager
-def composed_once() -> Iterator[None]:
+def shared_composition_cache() -> Iterator[None]:
     """Makes Hydra's loaders share what they compose within the block.
 
     The files of the search path must not change meanwhile.
@@ -49,7 +49,7 @@ def composed_once() -> Iterator[None]:
     if impl.create_defaults_list is not _list_defaults:  # within another block
         yield
         return
-    shared = _Shared()
+    shared = _CompositionCache()
     loader._parse_overrides_and_create_caching_repo = lambda *given: shared.parse(*given)
     loader._compose_config_from_defaults_list = lambda *given, **named: shared.compose(
         *given, **named
@@ -65,7 +65,7 @@ def composed_once() -> Iterator[None]:
         lists._create_interpolation_map = _map_choices
 
 
-class _Shared:
+class _CompositionCache:
     """What the compositions of one command have in common."""
 
     def __init__(self) -> None:
@@ -135,11 +135,11 @@ class _Shared:
         if shape not in self._roots or any(
             origin(name) not in self._nodes for name in self._roots[shape][1]
         ):
-            with _references() as references:
-                composed = _compose(loader, defaults, cast(Any, _Copies(repo)))
+            with _cross_node_references() as references:
+                composed = _compose(loader, defaults, cast(Any, _CopyingRepository(repo)))
             if references:
                 return composed
-            if len(self._nodes) >= KEPT:
+            if len(self._nodes) >= CACHED:
                 self._nodes.clear()
             nodes = dict(cast(Mapping[Any, Node], composed._content))
             self._roots[shape] = composed._metadata, tuple(nodes)
@@ -147,10 +147,10 @@ class _Shared:
                 node._set_parent(None)  # else one node keeps the whole config
                 self._nodes[origin(name)] = node
         metadata, names = self._roots[shape]
-        return _joined(metadata, {name: self._nodes[origin(name)] for name in names})
+        return _merge_copies(metadata, {name: self._nodes[origin(name)] for name in names})
 
 
-def _joined(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
+def _merge_copies(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
     """Returns a config of copies of these nodes."""
     config = OmegaConf.create()
     copies = {name: copy.deepcopy(node) for name, node in nodes.items()}
@@ -161,7 +161,7 @@ def _joined(metadata: Metadata, nodes: Mapping[object, Node]) -> DictConfig:
 
 
 @contextmanager
-def _references() -> Iterator[list[Node]]:
+def _cross_node_references() -> Iterator[list[Node]]:
     """Yields the interpolations followed within the block that may lead to nodes of other keys.
 
     One within a longer text gives a text, wherever it leads.
@@ -187,7 +187,7 @@ def _is_search_path(override: Override) -> bool:
     return override.get_key_element().lstrip("+~") == SEARCH_PATH
 
 
-class _Copies:
+class _CopyingRepository:
     """A repository that gives copies of its configs: composing moves their nodes elsewhere."""
 
     def __init__(self, repo: IConfigRepository) -> None:

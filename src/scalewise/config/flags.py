@@ -7,8 +7,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from hydra._internal.utils import get_args_parser
 
-from scalewise.config.near import meant
-from scalewise.errors import Complaint, ConfigError
+from scalewise.config.suggestions import did_you_mean
+from scalewise.errors import ConfigError, ConfigIssue
 
 ACCEPTED = (
     "cfg",
@@ -44,22 +44,22 @@ def overrides_first(arguments: Sequence[str]) -> list[str]:
 
     Hydra takes overrides in one piece alone: a flag between two of them makes the rest unknown.
     """
-    words = [_Argument(argument) for argument in arguments]
+    words = [_IdentityStr(argument) for argument in arguments]
     for place, word in enumerate(words):
         if word in ("--info", "-i") and words[place + 1 : place + 2] and "=" in words[place + 1]:
-            words[place] = _Argument("--info=all")  # else Hydra reads an override as its value
-    overrides = flags_of(words).overrides
+            words[place] = _IdentityStr("--info=all")  # else Hydra reads an override as its value
+    overrides = split_flags(words).overrides
     flags = [word for word in words if not any(word is override for override in overrides)]
     return [*map(str, overrides), *map(str, flags)]
 
 
-class _Argument(str):
+class _IdentityStr(str):
     """An argument that is told from an equal one by its identity."""
 
     __slots__ = ()
 
 
-def flags_of(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) -> Namespace:
+def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) -> Namespace:
     """Returns Hydra's flags and the overrides, in any order.
 
     Raises ``ConfigError`` for a flag that Hydra lacks, and for each that is not ``accepted``.
@@ -76,13 +76,13 @@ def flags_of(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) -> 
         cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
         raise ConfigError.one("", "", reason, cure) from error
     complaints = [
-        Complaint(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
+        ConfigIssue(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
         for name, value in vars(flags).items()
         if name not in ("overrides", *accepted) and value != parser.get_default(name)
     ]
     if flags.package is not None and not flags.cfg:
         reason, cure = "shows a part of the config, without --cfg", "add --cfg job"
-        complaints.append(Complaint("--package", flags.package, reason, cure))
+        complaints.append(ConfigIssue("--package", flags.package, reason, cure))
     if complaints:
         raise ConfigError(complaints)
     return flags
@@ -97,7 +97,7 @@ def flag_help() -> list[str]:
     ]
 
 
-def launcher_complaints(launcher: str) -> Iterator[Complaint]:
+def launcher_issues(launcher: str) -> Iterator[ConfigIssue]:
     """Yields a launcher of others, whose jobs would be neither validated nor recorded."""
     from hydra_plugins.scalewise_launcher import LAUNCHERS
 
@@ -105,7 +105,7 @@ def launcher_complaints(launcher: str) -> Iterator[Complaint]:
         reason = (
             "is not the suite's: no check before the first job starts, no record of how they end"
         )
-        cure = meant(launcher, LAUNCHERS, "hydra/launcher=")
+        cure = did_you_mean(launcher, LAUNCHERS, "hydra/launcher=")
         if not cure.startswith("did you mean"):
             cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
-        yield Complaint("hydra/launcher", launcher, reason, cure)
+        yield ConfigIssue("hydra/launcher", launcher, reason, cure)

@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from scalewise.config import registry
-from scalewise.config.read import WOULD_REVEAL
-from scalewise.errors import Complaint, ConfigError
-from scalewise.redaction import HIDDEN, redacted, reveals_secret
+from scalewise.config.parse import WOULD_REVEAL
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.redaction import HIDDEN, redact, reveals_secret
 from scalewise.typed_override import shell_word
 
 PLUGINS = {
@@ -49,12 +49,12 @@ _LOG_FILE = re.compile(
 )
 _JOB_NAME = re.compile(r"\w[\w.-]*")
 
-NOT_OURS = "would call code that is not the suite's"
+FOREIGN_TARGET = "would call code that is not the suite's"
 LEAVE_OUT = "leave it out"
 
 
 @contextmanager
-def enforced() -> Iterator[None]:
+def enforce_policy() -> Iterator[None]:
     """Checks every config that Hydra composes within the block, and its search path.
 
     Interpolations cannot read secrets of the environment there, and what Hydra saves holds none.
@@ -66,24 +66,24 @@ def enforced() -> Iterator[None]:
 
     def load_checked(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
         config = load(self, *args, **kwargs)
-        if complaints := list(complaints_of(config)):
+        if complaints := list(policy_issues(config)):
             raise ConfigError(complaints)
         return config
 
     def append_checked(self: Any, provider: str, path: str, *args: Any, **kwargs: Any) -> None:
-        if complaints := list(_of_search_path(provider, path)):
+        if complaints := list(_search_path_issues(provider, path)):
             raise ConfigError(complaints)
         append(self, provider, path, *args, **kwargs)
 
     def save_redacted(cfg: DictConfig, filename: str, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / filename).write_text(redacted(OmegaConf.to_yaml(cfg)), "utf-8")
+        (output_dir / filename).write_text(redact(OmegaConf.to_yaml(cfg)), "utf-8")
 
     load_checked.checks_hydra_node = True  # type: ignore[attr-defined]  # marks the replacement
     ConfigLoaderImpl.load_configuration = load_checked  # type: ignore[method-assign]
     ConfigSearchPathImpl.append = append_checked  # type: ignore[method-assign]
     save, utils._save_config = utils._save_config, save_redacted
-    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _environment_value, replace=True)
     try:
         yield
     finally:
@@ -93,31 +93,31 @@ def enforced() -> Iterator[None]:
         ConfigSearchPathImpl.append = append  # type: ignore[method-assign]
 
 
-def complaints_of(config: DictConfig) -> Iterator[Complaint]:
+def policy_issues(config: DictConfig) -> Iterator[ConfigIssue]:
     """Yields each entry of ``config.hydra`` that would call or load foreign code."""
     raw: Any = OmegaConf.to_container(config.hydra, resolve=False)
     for name, value in raw.items():
         key = f"hydra.{name}"
         if name in PLUGINS:
-            yield from _of_plugin(name, value)
+            yield from _plugin_issues(name, value)
         elif name == "callbacks":
-            yield from _of_callbacks(value)
+            yield from _callback_issues(value)
         elif name in ("job_logging", "hydra_logging"):
-            yield from _of_logging(key, value)
+            yield from _logging_issues(key, value)
         elif name == "job":
-            yield from _of_job(value)
+            yield from _job_issues(value)
         elif name != "overrides":  # the lines as typed, which Hydra only records
             yield from _nested_targets(key, value)
 
 
-def _variable(name: str, *default: Any) -> Any:
+def _environment_value(name: str, *default: Any) -> Any:
     """Returns what ``oc.env`` does, but raises ``ValueError`` for a secret, however it is named."""
     if reveals_secret(name, os.environ.get(name, "")):
         raise ValueError(WOULD_REVEAL)
     return oc.env(name, *default)
 
 
-def _of_search_path(provider: str, path: str) -> Iterator[Complaint]:
+def _search_path_issues(provider: str, path: str) -> Iterator[ConfigIssue]:
     """Yields that a package would be imported to look for configs in it."""
     typed = provider == "main" or provider.startswith("hydra.searchpath")
     if not typed or not path.startswith("pkg://"):
@@ -129,10 +129,10 @@ def _of_search_path(provider: str, path: str) -> Iterator[Complaint]:
     if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in known:
         cure = "give the folder: 'hydra.searchpath=[file:///path/to/its/conf]'"
         reason = "would import a package that offers no options to the suite"
-        yield Complaint("hydra.searchpath", path, reason, cure)
+        yield ConfigIssue("hydra.searchpath", path, reason, cure)
 
 
-def _of_plugin(name: str, options: object) -> Iterator[Complaint]:
+def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
     """Yields a launcher or sweeper that is not the suite's, and targets in its options.
 
     ``_recursive_`` is false in the suite's own, so a target that an interpolation brings in later
@@ -142,71 +142,73 @@ def _of_plugin(name: str, options: object) -> Iterator[Complaint]:
     if (target := given.get("_target_")) not in PLUGINS[name]:
         own = {"launcher": "scalewise", "sweeper": "basic"}[name]
         cure = f"set hydra/{name}={own} instead"
-        yield Complaint(f"{key}._target_", target, NOT_OURS, cure)
+        yield ConfigIssue(f"{key}._target_", target, FOREIGN_TARGET, cure)
     elif (recursive := given.get("_recursive_")) is not False:
-        yield Complaint(f"{key}._recursive_", recursive, NOT_OURS, LEAVE_OUT)
+        yield ConfigIssue(f"{key}._recursive_", recursive, FOREIGN_TARGET, LEAVE_OUT)
     for option, value in given.items():
         if option in ("_args_", "_partial_"):
-            yield Complaint(f"{key}.{option}", value, NOT_OURS, LEAVE_OUT)
+            yield ConfigIssue(f"{key}.{option}", value, FOREIGN_TARGET, LEAVE_OUT)
         yield from _nested_targets(f"{key}.{option}", value)
 
 
-def _of_callbacks(value: object) -> Iterator[Complaint]:
+def _callback_issues(value: object) -> Iterator[ConfigIssue]:
     """Yields every callback of Hydra's; the suite has none."""
     entries = value if isinstance(value, Mapping) else {"": value} if value else {}
     cure = "leave it out; a Lightning callback goes under callbacks.NAME._target_"
     for name, entry in entries.items():
-        yield Complaint(f"hydra.callbacks.{name}".rstrip("."), entry, NOT_OURS, cure)
+        yield ConfigIssue(f"hydra.callbacks.{name}".rstrip("."), entry, FOREIGN_TARGET, cure)
 
 
-def _of_logging(key: str, value: object) -> Iterator[Complaint]:
+def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
     """Yields what a logging config would construct, import or open beside Hydra's defaults."""
     if isinstance(value, list):
         for number, entry in enumerate(value):
-            yield from _of_logging(f"{key}.{number}", entry)
+            yield from _logging_issues(f"{key}.{number}", entry)
         return
     if not isinstance(value, Mapping):
         if isinstance(value, str) and (
             "${" in value or "cfg://" in value or ("ext://" in value and value not in LOG_STREAMS)
         ):
-            yield Complaint(key, value, "may not be looked up in a logging config", LEAVE_OUT)
+            yield ConfigIssue(key, value, "may not be looked up in a logging config", LEAVE_OUT)
         return
     for name, entry in value.items():
         inner = f"{key}.{name}"
         if name in ("()", "factory", "_target_", "."):
-            yield Complaint(inner, entry, NOT_OURS, LEAVE_OUT)
+            yield ConfigIssue(inner, entry, FOREIGN_TARGET, LEAVE_OUT)
         elif name == "class":
             if entry not in LOG_CLASSES:
-                yield Complaint(inner, entry, NOT_OURS, f"choose one of {', '.join(LOG_CLASSES)}")
+                yield ConfigIssue(
+                    inner, entry, FOREIGN_TARGET, f"choose one of {', '.join(LOG_CLASSES)}"
+                )
         elif name == "filename":
             if not (isinstance(entry, str) and _LOG_FILE.fullmatch(entry)):
                 cure = "set " + shell_word(f"{inner}='${{hydra.runtime.output_dir}}/run.log'")
-                yield Complaint(inner, entry, "is no file of the run's own folder", cure)
+                yield ConfigIssue(inner, entry, "is no file of the run's own folder", cure)
         else:
-            yield from _of_logging(inner, entry)
+            yield from _logging_issues(inner, entry)
 
 
-def _of_job(job: Mapping[str, Any]) -> Iterator[Complaint]:
+def _job_issues(job: Mapping[str, Any]) -> Iterator[ConfigIssue]:
     """Yields a job name that leads out of a folder, and variables of the environment.
 
     Some variables name libraries that are loaded.
     """
     if not _JOB_NAME.fullmatch(str(job.get("name"))):
-        yield Complaint("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
+        yield ConfigIssue("hydra.job.name", job["name"], "is no file name", LEAVE_OUT)
     for name, value in (job.get("env_set") or {}).items():
         if reveals_secret(str(name), str(value)):
-            yield Complaint(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
+            yield ConfigIssue(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
         elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
             cure = "leave it out, and export it in the shell"
             reason = "is a variable of the environment, which no config may set"
-            yield Complaint(f"hydra.job.env_set.{name}", value, reason, cure)
+            yield ConfigIssue(f"hydra.job.env_set.{name}", value, reason, cure)
 
 
-def _nested_targets(key: str, value: object) -> Iterator[Complaint]:
+def _nested_targets(key: str, value: object) -> Iterator[ConfigIssue]:
     if isinstance(value, Mapping):
         for name, entry in value.items():
             if name == "_target_":
-                yield Complaint(f"{key}._target_", entry, NOT_OURS, LEAVE_OUT)
+                yield ConfigIssue(f"{key}._target_", entry, FOREIGN_TARGET, LEAVE_OUT)
             else:
                 yield from _nested_targets(f"{key}.{name}", entry)
     elif isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from scalewise.errors import ConfigError
 
 
-def missing(folder: Path) -> list[Path]:
+def missing_folders(folder: Path) -> list[Path]:
     """Returns the folder and its parents as far as they do not exist, the innermost first.
 
     ``new/../there`` exists where ``there`` does, though ``new`` would be made on the way.
@@ -33,7 +33,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 @contextmanager
-def made_by_hydra(made: list[Path]) -> Iterator[None]:
+def record_hydra_folders(made: list[Path]) -> Iterator[None]:
     """Adds to ``made`` the folders that Hydra makes within the block, the innermost first.
 
     Raises ``ConfigError`` there for one that cannot be made.
@@ -44,7 +44,7 @@ def made_by_hydra(made: list[Path]) -> Iterator[None]:
         """A path that notes what it makes."""
 
         def mkdir(self, *args: Any, **kwargs: Any) -> None:
-            absent = missing(Path(self))
+            absent = missing_folders(Path(self))
             try:
                 super().mkdir(*args, **kwargs)
             except OSError as error:

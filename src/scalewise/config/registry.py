@@ -9,6 +9,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
+from scalewise.config.renamed_targets import RENAMED_TARGETS
+
 Spec = TypeVar("Spec", bound=type)
 OPTIONS: dict[str, dict[str, type]] = {}
 
@@ -16,7 +18,7 @@ ENTRY_POINTS = "scalewise.options"
 """Entry points of packages that register options."""
 
 
-def option(group: str, name: str) -> Callable[[Spec], Spec]:
+def register_option(group: str, name: str) -> Callable[[Spec], Spec]:
     """Returns a class decorator that registers a spec as ``/schema/GROUP/NAME``.
 
     The files of ``conf/GROUP/`` stand on it by ``defaults: [/schema/GROUP/NAME@_here_]``.
@@ -26,37 +28,40 @@ def option(group: str, name: str) -> Callable[[Spec], Spec]:
     def register(cls: Spec) -> Spec:
         taken = OPTIONS.setdefault(group, {}).setdefault(name, cls)
         if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"{group}/{name} is {target(taken)} already, not {target(cls)}")
+            raise ValueError(
+                f"{group}/{name} is {target_name(taken)} already, not {target_name(cls)}"
+            )
         return cls
 
     return register
 
 
-def target(cls: type) -> str:
+def target_name(cls: type) -> str:
     """Returns the ``_target_`` that names a spec."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def targets() -> dict[str, type]:
-    """Returns every registered spec by its ``_target_``: the only ones a closed group accepts."""
-    return {target(cls): cls for specs in OPTIONS.values() for cls in specs.values()}
+def registered_targets() -> dict[str, type]:
+    """Option classes by ``_target_``, their former paths included; closed groups take no other."""
+    found = {target_name(cls): cls for specs in OPTIONS.values() for cls in specs.values()}
+    return found | {old: found[new] for old, new in RENAMED_TARGETS.items() if new in found}
 
 
-def discover() -> None:
+def import_options() -> None:
     """Imports every module that registers a spec, here and in ``scalewise.options`` entry points.
 
-    A module is imported when its text says ``@option(``: live modules, which import torch at
-    their head, stay out.
+    A module is imported when its text says ``@register_option(``; modules that import torch
+    do not say it.
     """
-    for name in _spec_modules():
+    for name in _config_modules():
         importlib.import_module(name)
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
 
 
-def _spec_modules() -> Iterator[str]:
+def _config_modules() -> Iterator[str]:
     root = Path(__file__).parent.parent
     for path in sorted(root.rglob("*.py")):
-        if path.name != "registry.py" and b"\n@option(" in path.read_bytes():
+        if path.name != "registry.py" and b"\n@register_option(" in path.read_bytes():
             parts = path.relative_to(root.parent).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

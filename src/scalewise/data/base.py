@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from scalewise.errors import Complaint
-from scalewise.typed_override import typed
+from scalewise.errors import ConfigIssue
+from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ NOTHING = ~FIRST
 """Stands where an encoder has no token to read."""
 
 
-class Rows(Protocol):
+class Sequences(Protocol):
     """Rows of ``sequence + 1`` token ids: the inputs, and the labels one place on.
 
     A row is a pure function of its index. ``streamed`` rows are read in their own order: their
@@ -69,7 +69,7 @@ class Rows(Protocol):
 
 
 @runtime_checkable
-class PicturedRows(Rows, Protocol):
+class CaptionedSequences(Sequences, Protocol):
     """Rows of captions, all of each a ``target``, with the pictures that they are of."""
 
     def pictures(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -78,19 +78,19 @@ class PicturedRows(Rows, Protocol):
 
 
 @dataclass(frozen=True)
-class Splits:
+class DataSplits:
     """The rows to train on, the held-out rows, and the tokenizer.json that reads them back.
 
     ``note``: what the user should know of them, in lines.
     """
 
-    train: Rows
-    validation: Rows | None = None
+    train: Sequences
+    validation: Sequences | None = None
     tokenizer: Path | None = None
     note: str = ""
 
 
-class Data(ABC):
+class DataConfig(ABC):
     """A data source as a spec.
 
     ``pairs``: whether a row is two sequences, the preferred first. ``packing``: whether a row is
@@ -129,27 +129,29 @@ class Data(ABC):
         """Returns one more than the largest token id it may yield; None until it is prepared."""
 
     @abstractmethod
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields what is wrong and can be seen without reading the data (files that are absent)."""
 
     @abstractmethod
-    def prepare(self, vocabulary: int, seed: int) -> Splits:
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns the rows, after whatever must be done once (tokenize, write a cache).
 
         Safe when several processes start at once; a second call costs a memory map. Raises
         ``DataError`` naming the key and the cure (empty, truncated, id >= ``vocabulary``).
         """
 
-    def no_target(self) -> Complaint:
+    def no_target(self) -> ConfigIssue:
         """Returns the complaint about a target that leaves an encoder nothing to read."""
         reason = f"is no part of data.sequence={self.sequence}: an encoder reads the rest"
         cure = f"give data.target_length={max(1, self.sequence // 4)}"
-        return Complaint("data.target_length", self.target_length, reason, cure)
+        return ConfigIssue("data.target_length", self.target_length, reason, cure)
 
-    def not_positive(self, *fields: str) -> Iterator[Complaint]:
+    def not_positive(self, *fields: str) -> Iterator[ConfigIssue]:
         """Yields a complaint for each of the named fields that is zero or less."""
         for field in fields:
             value, default = getattr(self, field), getattr(type(self), field)
             if value <= 0:
                 key = f"data.{field}"
-                yield Complaint(key, value, "must be positive", f"give {typed(key, default)}")
+                yield ConfigIssue(
+                    key, value, "must be positive", f"give {format_override(key, default)}"
+                )

@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from scalewise.config.registry import option
-from scalewise.data.base import Splits
-from scalewise.data.chat import Chat
-from scalewise.data.file_patterns import matching
-from scalewise.data.templates import Piece, Template
-from scalewise.errors import Complaint, DataError
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataSplits
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.file_patterns import match_paths
+from scalewise.errors import ConfigIssue, DataError
 
 
-@option("data", "captions")
+@register_option("data", "captions")
 @dataclass(frozen=True)
-class Captions(Chat):
+class CaptionData(ChatData):
     """A picture and its caption a row: records name a file beside them, .png, .jpg, .npy."""
 
     sequence: int = 32
@@ -34,28 +34,32 @@ class Captions(Chat):
     record: ClassVar[str] = "picture with a caption"
     reads: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields pictures without a size, and what ``Chat`` does."""
         yield from super().complaints()
         yield from self.not_positive("image_size")
         if self.packing:
             reason = "is for texts alone, and each caption has its own picture"
-            yield Complaint("data.packing", True, reason, "set data.packing=false")
+            yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
-    def prepare(self, vocabulary: int, seed: int) -> Splits:
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns a row a record, and those held out: spread evenly over all."""
-        from scalewise.data import captioned, content
-        from scalewise.data.cache import cached
+        from scalewise.data import caption_cache, content
+        from scalewise.data.build_cache import build_cached
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
         self.tokenization.check(vocabulary)
-        files = content.by_content(matching(self.paths))
-        identity = captioned.identity(self, files)
-        folder = cached(self.kind, identity, partial(captioned.write, self, list(files)))
-        return captioned.splits(folder, self)
+        files = content.digests_by_content(match_paths(self.paths))
+        identity = caption_cache.cache_identity(self, files)
+        folder = build_cached(
+            self.kind, identity, partial(caption_cache.write_records, self, list(files))
+        )
+        return caption_cache.load_splits(folder, self)
 
-    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+    def written(
+        self, record: dict[str, Any], template: ConversationTemplate
+    ) -> tuple[list[TemplatePiece], ...]:
         """Returns the caption, all of which is learnt; raises ``ValueError``."""
         told = self.text(record, self.caption)
         for key in record:
@@ -63,7 +67,7 @@ class Captions(Chat):
                 self.keys(template).ignore(key)
         if any("\ud800" <= letter <= "\udfff" for letter in told):
             raise ValueError("has half a character (a lone surrogate)")
-        return ([Piece(told + self.end_of_text, learnt=True)],)
+        return ([TemplatePiece(told + self.end_of_text, learnt=True)],)
 
     def seen(self, beside: Path, record: dict[str, Any]) -> Path:
         """Returns the file of a record's picture; raises ``ValueError``."""

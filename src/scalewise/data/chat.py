@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from scalewise.config.registry import option
-from scalewise.data.base import Data, Splits
-from scalewise.data.chat_messages import Keys
-from scalewise.data.conversations import SUFFIXES, conversation
-from scalewise.data.file_patterns import matching, path_complaints
-from scalewise.data.templates import Piece, Template
-from scalewise.data.tokenizing import END_OF_TEXT, Tokenization
-from scalewise.errors import Complaint, DataError
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.chat_formats import SUFFIXES, parse_conversation
+from scalewise.data.chat_messages import RecordKeys
+from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.data.file_patterns import match_paths, path_issues
+from scalewise.data.tokenization import END_OF_TEXT, TokenizerSource
+from scalewise.errors import ConfigIssue, DataError
 
 
-@option("data", "chat")
+@register_option("data", "chat")
 @dataclass(frozen=True)
-class Chat(Data):
+class ChatData(DataConfig):
     """Conversations in rows, written by the tokenizer's template; questions are no labels."""
 
     sequence: int = 256
@@ -52,44 +52,48 @@ class Chat(Data):
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields absent or unknown files, and numbers that cannot be."""
         yield from self.not_positive("sequence")
         yield from self.tokenization.complaints()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the conversations, from 0 to below 1"
             cure = "give data.validation_fraction=0.05"
-            yield Complaint("data.validation_fraction", self.validation_fraction, reason, cure)
+            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, cure)
         if self.max_bad_rows < 0:
             cure = "give data.max_bad_rows=0"
-            yield Complaint("data.max_bad_rows", self.max_bad_rows, "is below zero", cure)
+            yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", cure)
         if not self.paths:
-            yield Complaint("data.paths", "[]", "is empty", "give 'data.paths=[my/*.jsonl]'")
-        yield from path_complaints("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
+            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.jsonl]'")
+        yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
 
-    def prepare(self, vocabulary: int, seed: int) -> Splits:
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns a row a record, and those held out: spread evenly over all."""
-        from scalewise.data import answers, content
-        from scalewise.data.cache import cached
+        from scalewise.data import chat_cache, content
+        from scalewise.data.build_cache import build_cached
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
         self.tokenization.check(vocabulary)
-        files = content.by_content(matching(self.paths))
-        folder = cached(
-            self.kind, answers.identity(self, files), partial(answers.write, self, list(files))
+        files = content.digests_by_content(match_paths(self.paths))
+        folder = build_cached(
+            self.kind,
+            chat_cache.cache_identity(self, files),
+            partial(chat_cache.write_records, self, list(files)),
         )
-        return answers.splits(folder, self)
+        return chat_cache.load_splits(folder, self)
 
-    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+    def written(
+        self, record: dict[str, Any], template: ConversationTemplate
+    ) -> tuple[list[TemplatePiece], ...]:
         """Returns a record's texts as a template writes them; raises ``ValueError``."""
-        return (template(conversation(record, self.keys(template))),)
+        return (template(parse_conversation(record, self.keys(template))),)
 
-    def keys(self, template: Template) -> Keys:
+    def keys(self, template: ConversationTemplate) -> RecordKeys:
         """Which keys of records are left out, counted with the notes of their template."""
-        return Keys(self.ignore_keys, template.notes)
+        return RecordKeys(self.ignore_keys, template.notes)
 
     @property
-    def tokenization(self) -> Tokenization:
+    def tokenization(self) -> TokenizerSource:
         """Returns which tokenizer writes them down."""
-        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text)
+        return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)

@@ -17,22 +17,22 @@ def is_answer(message: dict[str, Any]) -> bool:
     return bool(message["role"] == "assistant")
 
 
-def contains(text: str, content: object) -> bool:
+def contains_text(text: str, content: object) -> bool:
     """Whether a text has all of a content but whitespace; contents without a text are."""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     return (
         not isinstance(content, str)
         or content.strip() in text
-        or _squeezed(content) in _squeezed(text)
+        or _without_whitespace(content) in _without_whitespace(text)
     )
 
 
-def _squeezed(text: str) -> str:
+def _without_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def _arguments(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iter_calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the functions of a message's tool calls."""
     for call in message.get("tool_calls", []):
         yield call.get("function", call)
@@ -40,17 +40,17 @@ def _arguments(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def has_arguments(messages: Messages) -> bool:
     """Whether every tool call has arguments, be it an empty object."""
-    functions = (function for message in messages for function in _arguments(message))
+    functions = (function for message in messages for function in _iter_calls(message))
     return all("arguments" in function for function in functions)
 
 
-def has_json_text(messages: Messages, text: str) -> bool:
+def has_json_arguments(messages: Messages, text: str) -> bool:
     """Whether the arguments of tool calls that are JSON texts are in a text as they stand."""
-    found = (function.get("arguments") for message in messages for function in _arguments(message))
+    found = (function.get("arguments") for message in messages for function in _iter_calls(message))
     return all(given in text for given in found if isinstance(given, str))
 
 
-class Arguments(Enum):
+class ArgumentsForm(Enum):
     """How the arguments of tool calls are written."""
 
     given = 0
@@ -59,14 +59,14 @@ class Arguments(Enum):
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """A form of messages, of which templates differ in what they take.
 
     ``parts``: contents are lists of parts. ``empty``: a tool call without a content has an empty
     one. ``developer``: the template knows this role; else it is a system message.
     """
 
-    arguments: Arguments
+    arguments: ArgumentsForm
     parts: bool
     empty: bool
     developer: bool
@@ -80,16 +80,16 @@ class Form:
             message.setdefault("content", "")
         if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
-        for function in _arguments(message):
+        for function in _iter_calls(message):
             given = function.get("arguments")
-            if self.arguments is Arguments.objects and isinstance(given, str):
-                function["arguments"] = _object(given)
-            if self.arguments is Arguments.texts and isinstance(given, dict):
+            if self.arguments is ArgumentsForm.objects and isinstance(given, str):
+                function["arguments"] = _as_object(given)
+            if self.arguments is ArgumentsForm.texts and isinstance(given, dict):
                 function["arguments"] = json.dumps(given, ensure_ascii=False)
         return message
 
 
-def _object(text: str) -> object:
+def _as_object(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scalewise.errors import as_typed
-from scalewise.typed_override import typed
+from scalewise.errors import format_value
+from scalewise.typed_override import format_override
 
 ROLES = {
     "system": "system",
@@ -109,7 +109,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Keys:
+class RecordKeys:
     """The keys of records: those to leave out because the user says so, and counts of these.
 
     ``notes`` counts each key that is left out.
@@ -135,13 +135,15 @@ class Keys:
                 found[key] = value
             elif (
                 key in METADATA
-                or _is_measure(key, value)
+                or _is_annotation(key, value)
                 or (isinstance(value, str) and value.strip() in said)
             ):
                 self.ignore(key)
             else:
-                option = typed("data.ignore_keys", [key])
-                raise ValueError(f"has {as_typed(key)}, which is not read ({option} leaves it out)")
+                option = format_override("data.ignore_keys", [key])
+                raise ValueError(
+                    f"has {format_value(key)}, which is not read ({option} leaves it out)"
+                )
         return found
 
     def without_ignored(self, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,10 +154,10 @@ class Keys:
 
     def ignore(self, key: str) -> None:
         """Counts a key that is left out."""
-        self._notes[f"key {as_typed(key)} is not read, times"] += 1
+        self._notes[f"key {format_value(key)} is not read, times"] += 1
 
 
-def _is_measure(key: str, value: object) -> bool:
+def _is_annotation(key: str, value: object) -> bool:
     """Returns whether a number is none of what is said or trained on, by the name of its key."""
     if isinstance(value, bool) or not isinstance(value, int | float) or MEANINGFUL.search(key):
         return False
@@ -163,19 +165,19 @@ def _is_measure(key: str, value: object) -> bool:
     return not MEASURES.isdisjoint(re.split(r"[^a-z]+", words))
 
 
-def turns(found: object, keys: Keys) -> tuple[Message, ...]:
+def parse_turns(found: object, keys: RecordKeys) -> tuple[Message, ...]:
     """Messages of a list of turns; raises ``ValueError`` with what is wrong with one."""
     if not isinstance(found, list) or not found:
         raise ValueError("has no list of turns")
-    return tuple(message(turn, keys) for turn in found)
+    return tuple(parse_turn(turn, keys) for turn in found)
 
 
-def message(turn: object, keys: Keys) -> Message:
+def parse_turn(turn: object, keys: RecordKeys) -> Message:
     """The message of a turn, a table of a role, a text and what goes with them."""
     if not isinstance(turn, dict):
         raise ValueError("has a turn that is no object")
     turn = keys.without_ignored(turn)
-    name = _one(turn, SPEAKERS)
+    name = _first_value(turn, SPEAKERS)
     role = ROLES.get(str(name))
     if role is None:
         raise ValueError(f"has a turn of {name!r}; known are {', '.join(ROLES)}")
@@ -185,25 +187,28 @@ def message(turn: object, keys: Keys) -> Message:
     if role == "tool":
         read |= {"tool_call_id"}
     given = keys.fields(turn, read)
-    content = _text(_one(turn, TEXTS), keys)
+    content = _content_text(_first_value(turn, TEXTS), keys)
     more: dict[str, Any] = {k: given[k] for k in ("name", "tool_call_id") if k in given}
-    if thoughts := _one(given, REASONING):
+    if thoughts := _first_value(given, REASONING):
         if not isinstance(thoughts, str):
             raise ValueError("has reasoning that is no text")
         more[REASONING[0]] = thoughts
     if name == "function_call":
-        more["tool_calls"], content = list(_called(_json(content, "a function_call"))), None
+        more["tool_calls"], content = (
+            list(_iter_tool_calls(_parse_json(content, "a function_call"))),
+            None,
+        )
     elif "tool_calls" in given:
-        more["tool_calls"] = list(_called(_json(given["tool_calls"], "tool_calls")))
+        more["tool_calls"] = list(_iter_tool_calls(_parse_json(given["tool_calls"], "tool_calls")))
     elif "function_call" in given:
-        more["tool_calls"] = list(_called(given["function_call"]))
+        more["tool_calls"] = list(_iter_tool_calls(given["function_call"]))
     if content is None and "tool_calls" not in more:
         text = "value" if "from" in turn else "content"
         raise ValueError(f"has a turn without a text in {text!r}")
-    return Message(role, content, more, _switched(given, role))
+    return Message(role, content, more, _is_trained(given, role))
 
 
-def _one(table: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _first_value(table: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The value of the first name that has one; ``ValueError`` where two have different ones."""
     values = [table[name] for name in names if table.get(name) is not None]
     if any(value != values[0] for value in values[1:]):
@@ -211,17 +216,17 @@ def _one(table: Mapping[str, Any], names: Iterable[str]) -> Any:
     return values[0] if values else None
 
 
-def _text(content: object, keys: Keys) -> str | None:
+def _content_text(content: object, keys: RecordKeys) -> str | None:
     """The text of a content: a string, or a list of parts that are all text."""
     if isinstance(content, list):
-        texts = [part if isinstance(part, str) else _part(part, keys) for part in content]
+        texts = [part if isinstance(part, str) else _part_text(part, keys) for part in content]
         return "".join(texts)
     if content is None or isinstance(content, str):
         return content
     raise ValueError("has a turn with a content that is no text")
 
 
-def _part(part: object, keys: Keys) -> str:
+def _part_text(part: object, keys: RecordKeys) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise ValueError(f"has a turn with a part of type {kind!r}: only text is read")
@@ -231,7 +236,7 @@ def _part(part: object, keys: Keys) -> str:
     return text
 
 
-def _json(value: object, name: str) -> Any:
+def _parse_json(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -240,7 +245,7 @@ def _json(value: object, name: str) -> Any:
         raise ValueError(f"has {name} that is not JSON ({error})") from error
 
 
-def _called(calls: object) -> Iterator[dict[str, Any]]:
+def _iter_tool_calls(calls: object) -> Iterator[dict[str, Any]]:
     """Yields tool calls in OpenAI's form, which is that of transformers."""
     for call in calls if isinstance(calls, list) else [calls]:
         call = call if isinstance(call, dict) else {}
@@ -250,12 +255,12 @@ def _called(calls: object) -> Iterator[dict[str, Any]]:
         yield call if function is not call else {"type": "function", "function": call}
 
 
-def tools(found: object) -> list[Any] | None:
+def parse_tools(found: object) -> list[Any] | None:
     """Tools as JSON schemas in OpenAI's form: of a list, or of its text in JSON."""
-    found = _json(found, "tools")
+    found = _parse_json(found, "tools")
     if not found:
         return None
-    given = [_json(tool, "tools") for tool in (found if isinstance(found, list) else [found])]
+    given = [_parse_json(tool, "tools") for tool in (found if isinstance(found, list) else [found])]
     if not all(isinstance(tool, dict) for tool in given):
         raise ValueError("has tools that are no list of objects")
     return [
@@ -266,7 +271,7 @@ def tools(found: object) -> list[Any] | None:
     ]
 
 
-def _switched(given: Mapping[str, Any], role: str) -> bool:
+def _is_trained(given: Mapping[str, Any], role: str) -> bool:
     """Whether an answer is trained on, as its turn says."""
     values = {bool(value) for key in SWITCHES if (value := given.get(key)) is not None}
     wrong = [key for key in SWITCHES if given.get(key) not in (None, 0, 1)]
@@ -278,7 +283,7 @@ def _switched(given: Mapping[str, Any], role: str) -> bool:
     return False not in values
 
 
-def sound(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def check_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Returns messages with an answer to train on, all in whole characters; raises otherwise."""
     answers = [message for message in messages if message.role == "assistant"]
     if all(answer.empty for answer in answers):

@@ -2,7 +2,8 @@
 
 Chat templates are programs from outside: they may loop forever or fill the memory. They run in a
 process of their own (``python -m scalewise.data.chat_rendering``) that reads one JSON object a line
-and answers each by another; ``scalewise.data.templates`` starts it. The first line is ``Setup``.
+and answers each by another; ``scalewise.data.chat_templates`` starts it. The first line is
+``Setup``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from itertools import product
 from typing import Any
 
 from scalewise.data.chat_forms import (
-    Arguments,
-    Form,
+    ArgumentsForm,
+    MessageForm,
     Messages,
-    contains,
+    contains_text,
     has_arguments,
-    has_json_text,
+    has_json_arguments,
     is_answer,
 )
 
@@ -43,7 +44,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Setup:
+class RenderSetup:
     """What one tokenizer renders with: ``templates`` by name and ``special_tokens`` by attribute.
 
     ``seconds``: CPU time that ``TIMED_MESSAGES`` messages of one conversation may take.
@@ -55,7 +56,7 @@ class Setup:
 
 
 @dataclass
-class Rendered:
+class RenderedChat:
     """A conversation as text, with the spans of characters to train on, in order.
 
     ``marked``: whether the template marks the spans. ``rewritten``: answers that the template
@@ -73,7 +74,7 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Request:
+class RenderRequest:
     """A conversation to render: messages as transformers takes them, without ``None`` values.
 
     ``train`` says for each message whether its text is trained on.
@@ -86,10 +87,10 @@ class Request:
     variables: dict[str, Any] = field(default_factory=dict)
 
 
-class Renderer:
+class TemplateRenderer:
     """Renders requests with the templates of one tokenizer."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RenderSetup) -> None:
         self._templates, self.special_tokens = setup.templates, setup.special_tokens
 
     def compile(self) -> None:
@@ -103,11 +104,11 @@ class Renderer:
             except TemplateError as error:
                 raise ValueError(f"has an error: {error}") from error
 
-    def prompt(self, request: Request) -> str:
+    def prompt(self, request: RenderRequest) -> str:
         """Text of a conversation up to where an answer is to be generated."""
         return self.text(request, self._readable(request)[0], prompt=True)
 
-    def train(self, request: Request) -> Rendered:
+    def train(self, request: RenderRequest) -> RenderedChat:
         """Text of a conversation and the parts of it to train on.
 
         Raises ``ValueError`` for a conversation that the template cannot write in full.
@@ -118,7 +119,7 @@ class Renderer:
         last = max(i for i, message in enumerate(request.messages) if is_answer(message))
         omitted = len(request.messages) - last - 1
         if omitted:
-            kept = Request(
+            kept = RenderRequest(
                 request.messages[: last + 1],
                 request.train[: last + 1],
                 request.tools,
@@ -132,10 +133,10 @@ class Renderer:
         rendered.omitted = omitted
         return rendered
 
-    def _train(self, request: Request) -> Rendered:
+    def _train(self, request: RenderRequest) -> RenderedChat:
         messages, text = self._readable(request)
         self._check_written(request, messages, text)
-        turns = _Turns(self, request, messages, text)
+        turns = _TurnSpans(self, request, messages, text)
         trained = [index for index in turns.answers if request.train[index]]
         rewritten = 0
         marked = bool(GENERATION.search(self._template(request)))
@@ -149,13 +150,13 @@ class Renderer:
             spans = [span for span in found.values() if span]
             rewritten = len(found) - len(spans)
         shortened = sum(
-            not all(contains(text, messages[index].get(key)) for key in ("content", REASONING))
+            not all(contains_text(text, messages[index].get(key)) for key in ("content", REASONING))
             for index in trained
         )
         spans = [span for span in spans if span[0] < span[1]]
-        return Rendered(text, spans, marked, rewritten, shortened)
+        return RenderedChat(text, spans, marked, rewritten, shortened)
 
-    def _readable(self, request: Request) -> tuple[Messages, str]:
+    def _readable(self, request: RenderRequest) -> tuple[Messages, str]:
         """The form of the messages that the template writes best, and the text.
 
         Templates differ in whether arguments of tool calls are JSON objects or their text, and
@@ -166,8 +167,8 @@ class Renderer:
         failure: ValueError | None = None
         seen: list[Messages] = []
         developer = "developer" in self._template(request)
-        for parts, empty, arguments in product((False, True), (False, True), Arguments):
-            form = Form(arguments, parts, empty, developer)
+        for parts, empty, arguments in product((False, True), (False, True), ArgumentsForm):
+            form = MessageForm(arguments, parts, empty, developer)
             messages = [form.of(message) for message in request.messages]
             if messages in seen:
                 continue
@@ -177,12 +178,12 @@ class Renderer:
             except ValueError as error:
                 failure = failure or error
                 continue
-            if first is None or not has_json_text(*first):
+            if first is None or not has_json_arguments(*first):
                 first = messages, text
             contents = [message["content"] for message in messages if not is_answer(message)]
             if (
-                has_json_text(messages, text)
-                and all(contains(text, content) for content in contents)
+                has_json_arguments(messages, text)
+                and all(contains_text(text, content) for content in contents)
                 and not (parts and "{'type': 'text'" in text)  # the list itself
             ):
                 return messages, text
@@ -191,13 +192,13 @@ class Renderer:
             raise failure
         return first
 
-    def _check_written(self, request: Request, messages: Messages, text: str) -> None:
+    def _check_written(self, request: RenderRequest, messages: Messages, text: str) -> None:
         """Raises ``ValueError`` for a part of the conversation that the template leaves out."""
         for key in ("tools", "documents"):
             if getattr(request, key) and self._same(request, messages, text, **{key: None}):
                 raise ValueError(f"has {key}, which the chat template does not write")
         for index, message in enumerate(messages):
-            if not is_answer(message) and not contains(text, message["content"]):
+            if not is_answer(message) and not contains_text(text, message["content"]):
                 changed = [*messages]
                 changed[index] = message | {"content": "?"}
                 if self._same(request, changed, text):
@@ -207,7 +208,7 @@ class Renderer:
             for key in ("tool_calls", REASONING, "name"):
                 if key not in message or (key == "name" and message["role"] == "tool"):
                     continue
-                if key == REASONING and contains(text, message[key]):
+                if key == REASONING and contains_text(text, message[key]):
                     continue
                 told = messages[: index + 1]
                 without = {k: v for k, v in message.items() if k != key}
@@ -215,25 +216,30 @@ class Renderer:
                     reason = f"has {key} in a turn, which the chat template does not write"
                     raise ValueError(reason)
 
-    def _same(self, request: Request, messages: Messages, text: str, **changed: None) -> bool:
+    def _same(self, request: RenderRequest, messages: Messages, text: str, **changed: None) -> bool:
         """Whether other messages, or other parts of the request, are rendered to the same text."""
-        other = Request(**{**vars(request), **changed})
+        other = RenderRequest(**{**vars(request), **changed})
         try:
             return self.text(other, messages) == text
         except ValueError:
             return False
 
-    def text(self, request: Request, messages: Messages, *, prompt: bool = False) -> str:
+    def text(self, request: RenderRequest, messages: Messages, *, prompt: bool = False) -> str:
         """Messages as text, with a generation prompt if ``prompt``."""
         return self._render(request, messages, prompt=prompt)[0]
 
-    def _template(self, request: Request) -> str:
+    def _template(self, request: RenderRequest) -> str:
         """The template that transformers uses: ``tool_use``, if there is one, for tools."""
         templates = self._templates
         return templates["tool_use" if request.tools and "tool_use" in templates else "default"]
 
     def _render(
-        self, request: Request, messages: Messages, *, prompt: bool = False, marks: bool = False
+        self,
+        request: RenderRequest,
+        messages: Messages,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -264,10 +270,12 @@ class Renderer:
         return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
 
 
-class _Turns:
+class _TurnSpans:
     """Where the turns of a conversation are in its text, by renderings of its beginnings."""
 
-    def __init__(self, renderer: Renderer, request: Request, messages: Messages, text: str) -> None:
+    def __init__(
+        self, renderer: TemplateRenderer, request: RenderRequest, messages: Messages, text: str
+    ) -> None:
         self._renderer = renderer
         self._special = tuple(filter(None, renderer.special_tokens.values()))
         self._request, self._messages, self._whole = request, messages, text
@@ -369,7 +377,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
 
-def _answer(renderer: Renderer, text: str, seconds: float) -> dict[str, Any]:
+def _render_request(renderer: TemplateRenderer, text: str, seconds: float) -> dict[str, Any]:
     try:
         line = json.loads(text)
         messages = len(line["request"]["messages"]) if line["request"] else 0
@@ -377,7 +385,7 @@ def _answer(renderer: Renderer, text: str, seconds: float) -> dict[str, Any]:
         if line["request"] is None:
             renderer.compile()
             return {}
-        request = Request(**line["request"])
+        request = RenderRequest(**line["request"])
         if line["prompt"]:
             return {"text": renderer.prompt(request)}
         return vars(renderer.train(request))
@@ -389,7 +397,7 @@ def _answer(renderer: Renderer, text: str, seconds: float) -> dict[str, Any]:
         return {"error": "is nested too deep for the chat template"}
 
 
-def main() -> None:
+def serve_requests() -> None:
     """Answers requests until the input ends.
 
     A timer of CPU time ends the process within one request that takes too long.
@@ -397,16 +405,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # standard output carries answers alone
-    setup = Setup(**json.loads(sys.stdin.readline()))
-    renderer = Renderer(setup)
+    setup = RenderSetup(**json.loads(sys.stdin.readline()))
+    renderer = TemplateRenderer(setup)
     import transformers.utils.chat_template_utils  # noqa: F401  # before the limits
 
     _limit_memory()
     for line in sys.stdin:
-        answer = json.dumps(_answer(renderer, line, setup.seconds))
+        answer = json.dumps(_render_request(renderer, line, setup.seconds))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve_requests()

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scalewise.data.templates import CONFIG, OWN_FILE, source_beside, word
-from scalewise.data.tokenizer_files import has_declarations, not_converted, of_transformers
+from scalewise.data.chat_templates import CONFIG, OWN_FILE, read_template, token_text
+from scalewise.data.tokenizer_files import (
+    conversion_error,
+    has_declarations,
+    load_with_transformers,
+)
 from scalewise.errors import DataError
 
 
-def load(file: Path) -> Any:
+def load_tokenizer(file: Path) -> Any:
     """Loads a tokenizer.json with the files beside it as transformers does.
 
     Returns None if no chat_template.jinja, tokenizer_config.json or other declaration is beside it,
@@ -20,15 +24,15 @@ def load(file: Path) -> Any:
     declared = has_declarations(file)
     if not (declared or any(file.with_name(name).is_file() for name in (CONFIG, OWN_FILE))):
         return None
-    source, config = source_beside(file)
+    source, config = read_template(file)
     from transformers import PreTrainedTokenizerFast
 
     if declared:
         try:
-            return of_transformers(file.parent)
+            return load_with_transformers(file.parent)
         except Exception as error:  # of many kinds, of many classes
-            raise not_converted(str(file), file.parent, error) from error
-    special = {key: word(token) for key, token in config.items() if key.endswith("_token")}
+            raise conversion_error(str(file), file.parent, error) from error
+    special = {key: token_text(token) for key, token in config.items() if key.endswith("_token")}
     try:
         of_file: Any = PreTrainedTokenizerFast
         return of_file(

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scalewise.data.reading import Document, note
+from scalewise.data.text_files import Document, print_note_once
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -55,12 +55,12 @@ class Window:
         return self.start + len(self.text)
 
 
-def windows(document: str | Document, number: int = 1) -> Iterator[Window]:
+def split_windows(document: str | Document, number: int = 1) -> Iterator[Window]:
     """Splits a document into windows that overlap by ``OVERLAP_CHARACTERS``."""
-    chunks, source = opened(document, number)
+    chunks, source = open_document(document, number)
     start, text = 0, ""
     longest = WINDOW_CHARACTERS + OVERLAP_CHARACTERS
-    for piece in pieces(chunks, WINDOW_CHARACTERS):
+    for piece in split_chunks(chunks, WINDOW_CHARACTERS):
         text += piece
         while len(text) > longest:
             yield Window(text[:longest], start, False, source)
@@ -69,26 +69,26 @@ def windows(document: str | Document, number: int = 1) -> Iterator[Window]:
         yield Window(text, start, True, source)
 
 
-def opened(document: str | Document, number: int) -> tuple[Iterable[str], str]:
+def open_document(document: str | Document, number: int) -> tuple[Iterable[str], str]:
     """Chunks of a document, and its name in error messages."""
     if isinstance(document, Document):
         return document.chunks, document.source
     return (document,), f"text {number}"
 
 
-def pieces(chunks: Iterable[str], size: int) -> Iterator[str]:
+def split_chunks(chunks: Iterable[str], size: int) -> Iterator[str]:
     """Splits chunks into pieces of at most ``size`` characters."""
     for chunk in chunks:
         for start in range(0, len(chunk), size):
             yield chunk[start : start + size]
 
 
-def batches(documents: Iterable[str | Document]) -> Iterator[list[Window]]:
+def batch_windows(documents: Iterable[str | Document]) -> Iterator[list[Window]]:
     """Groups the windows of documents into batches of about ``BATCH_CHARACTERS``."""
     batch: list[Window] = []
     size = 0
     for number, document in enumerate(documents, 1):
-        for window in windows(document, number):
+        for window in split_windows(document, number):
             batch.append(window)
             size += len(window.text)
             if size >= BATCH_CHARACTERS or len(batch) >= BATCH_WINDOWS:
@@ -98,7 +98,7 @@ def batches(documents: Iterable[str | Document]) -> Iterator[list[Window]]:
         yield batch
 
 
-def encoded(
+def encode_windows(
     tokenizer: Tokenizer, documents: Iterable[str | Document], path: str | None = None
 ) -> Iterator[tuple[list[int], bool]]:
     """Yields the ids of documents in parts, and whether a part is the last of its document.
@@ -110,10 +110,10 @@ def encoded(
     encode = _Encoder(tokenizer, path)
     first = 0  # index of the first token of the encoding that was not yielded yet
     left: _Encoded | None = None
-    for right in (it for batch in batches(documents) for it in encode(batch)):
+    for right in (it for batch in batch_windows(documents) for it in encode(batch)):
         if left is not None:
             shared = encode.shared_tokens(left, right)
-            if shared is None and (aligned := _aligned(left, right.window)):
+            if shared is None and (aligned := _align_windows(left, right.window)):
                 (again,) = encode([aligned])
                 shared = encode.shared_tokens(left, again)
                 right = right if shared is None else again
@@ -126,7 +126,7 @@ def encoded(
                 if len(left.window.text) + len(rest) <= LONGEST_WINDOW:
                     text, start = left.window.text + rest, left.window.start
                 else:
-                    note(
+                    print_note_once(
                         f"{window.source} is encoded in parts of up to {LONGEST_WINDOW:,} "
                         "characters: no place in it begins a word whatever stands before it"
                     )
@@ -140,7 +140,7 @@ def encoded(
             left = right
 
 
-def _aligned(left: _Encoded, window: Window) -> Window | None:
+def _align_windows(left: _Encoded, window: Window) -> Window | None:
     """Returns the part of a window that begins where a piece of the window before it does."""
     begin = min((it for it in left.pieces if window.start < it < left.window.stop), default=None)
     if begin is None:
@@ -229,7 +229,7 @@ def piece_tokenizer(tokenizer: Tokenizer) -> Tokenizer | None:
     if tokenizer.pre_tokenizer is None:
         return None
     stages = list(_stages(json.loads(tokenizer.pre_tokenizer.__getstate__())))
-    splitting = next((index for index, stage in enumerate(stages) if _splits(stage)), None)
+    splitting = next((index for index, stage in enumerate(stages) if _splits_text(stage)), None)
     if splitting is None:
         return None
     normalizer = tokenizer.normalizer and json.loads(tokenizer.normalizer.__getstate__())
@@ -259,7 +259,7 @@ def _stages(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield stage
 
 
-def _splits(stage: dict[str, Any]) -> bool:
+def _splits_text(stage: dict[str, Any]) -> bool:
     """Returns whether a pre-tokenizer does more than to replace characters."""
     option = {"ByteLevel": "use_regex", "Metaspace": "split"}.get(stage["type"])
     return option is None or stage.get(option, True)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from scalewise import regular_files
-from scalewise.data.cache import cached
-from scalewise.data.reading import unreadable
+from scalewise.data.build_cache import build_cached
+from scalewise.data.text_files import read_error
 
 SAMPLED_BYTES = 64 * 2**20
 """Weights in larger files are read in samples, not as a whole."""
@@ -17,7 +17,7 @@ SAMPLES, SAMPLE_BYTES = 64, 2**18
 """Samples of a large file, evenly spread, the first and the last bytes included."""
 
 
-def digests(files: Sequence[Path]) -> list[str]:
+def file_digests(files: Sequence[Path]) -> list[str]:
     """Returns the SHA-256 of each file, remembered while their sizes and times stay.
 
     Raises ``DataError`` for a file that cannot be read.
@@ -27,55 +27,55 @@ def digests(files: Sequence[Path]) -> list[str]:
     try:
         stats = [(str(file.absolute()), file.stat()) for file in files]
     except OSError as error:
-        raise unreadable(Path(error.filename), error) from error
+        raise read_error(Path(error.filename), error) from error
     key = {"files": [[name, it.st_size, it.st_mtime_ns, it.st_ino] for name, it in stats]}
 
     def read(folder: Path) -> None:
-        found = [_digest(file) for file in files]
+        found = [_file_digest(file) for file in files]
         (folder / "digests.json").write_text(json.dumps(found), encoding="utf-8")
 
-    folder = cached("files", key, read, under="digests")
+    folder = build_cached("files", key, read, under="digests")
     found: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
     return found
 
 
-def by_content(files: Sequence[Path]) -> dict[Path, str]:
+def digests_by_content(files: Sequence[Path]) -> dict[Path, str]:
     """Returns the digest of each file, in an order that names and folders do not decide."""
-    found = dict(zip(files, digests(files), strict=True))
+    found = dict(zip(files, file_digests(files), strict=True))
     return dict(sorted(found.items(), key=lambda item: (item[1], item[0].name)))
 
 
-def combined(parts: Iterable[str]) -> str:
+def combine_digests(parts: Iterable[str]) -> str:
     """Returns one digest of several strings in their order."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def sampled(files: Sequence[Path]) -> list[str]:
+def sampled_digests(files: Sequence[Path]) -> list[str]:
     """Returns a digest of each file, of large ones by their size and samples of their bytes."""
     return [
-        _digest(file) if file.stat().st_size <= SAMPLED_BYTES else _of_samples(file)
+        _file_digest(file) if file.stat().st_size <= SAMPLED_BYTES else _sample_digest(file)
         for file in files
     ]
 
 
-def _digest(file: Path) -> str:
+def _file_digest(file: Path) -> str:
     try:
         with regular_files.open_binary(file) as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise read_error(file, error) from error
 
 
-def _of_samples(file: Path) -> str:
+def _sample_digest(file: Path) -> str:
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with regular_files.open_binary(file) as content:
-        for start in _starts(size):
+        for start in _sample_offsets(size):
             content.seek(start)
             found.update(content.read(SAMPLE_BYTES))
     return found.hexdigest()
 
 
-def _starts(size: int) -> Iterator[int]:
+def _sample_offsets(size: int) -> Iterator[int]:
     for sample in range(SAMPLES):
         yield (size - SAMPLE_BYTES) * sample // (SAMPLES - 1)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.data.chunked_encoding import encoded, opened, pieces
-from scalewise.data.reading import Document
+from scalewise.data.chunked_encoding import encode_windows, open_document, split_chunks
+from scalewise.data.text_files import Document
 from scalewise.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-    from scalewise.data.tokenizing import Tokenization
+    from scalewise.data.tokenization import TokenizerSource
 
 PART_TOKENS = 500_000
 """Token ids in one array that ``encode`` yields, at least."""
@@ -31,8 +31,8 @@ LONGEST_WORD = 2_000_000
 _CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
 
 
-def encode(
-    tokenizer: Tokenizer, tokenization: Tokenization, documents: Iterable[str | Document]
+def encode_documents(
+    tokenizer: Tokenizer, tokenization: TokenizerSource, documents: Iterable[str | Document]
 ) -> Iterator[NDArray[np.uint32]]:
     """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text.
 
@@ -45,7 +45,7 @@ def encode(
     before, after = special_ids(tokenizer) if tokenization.special_tokens else ([], [])
     part: list[int] = []
     first, latest = True, -1
-    for ids, last in encoded(tokenizer, documents, tokenization.tokenizer):
+    for ids, last in encode_windows(tokenizer, documents, tokenization.tokenizer):
         added = [*before, *ids] if first else ids
         if last:
             added += after
@@ -82,17 +82,17 @@ def encode_texts(
     encode.
     """
     try:
-        with every_core(), _no_panic_messages():
+        with all_cores(), _silence_rust_panics():
             return list(tokenizer.encode_batch(list(texts), add_special_tokens=False))
     except BaseException as error:
-        if not _is_of_tokenizer(error):
+        if not _is_tokenizer_error(error):
             raise
     for text, source in zip(texts, sources, strict=True):
         try:
-            with _no_panic_messages():
+            with _silence_rust_panics():
                 tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
-            if not _is_of_tokenizer(error):
+            if not _is_tokenizer_error(error):
                 raise
             reason = f"cannot encode {source}: {' '.join(str(error).split())}"
             cure = "mend the text, or give a tokenizer that encodes it"
@@ -100,13 +100,13 @@ def encode_texts(
     raise DataError.one("data.tokenizer", path, "cannot encode the texts", "give another")
 
 
-def _is_of_tokenizer(error: BaseException) -> bool:
+def _is_tokenizer_error(error: BaseException) -> bool:
     """Returns whether an error is the library's: a panic in Rust is no ``Exception``."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
-def every_core() -> Iterator[None]:
+def all_cores() -> Iterator[None]:
     """Tokenizes on all cores inside; after it a fork is safe and silent, unless the user chose."""
     os.environ["TOKENIZERS_PARALLELISM"] = _CHOSEN or "true"
     try:
@@ -116,7 +116,7 @@ def every_core() -> Iterator[None]:
 
 
 @contextmanager
-def _no_panic_messages() -> Iterator[None]:
+def _silence_rust_panics() -> Iterator[None]:
     """Discards what is printed on stderr inside: Rust prints panics before Python raises them."""
     try:
         own = os.dup(2)
@@ -133,7 +133,7 @@ def _no_panic_messages() -> Iterator[None]:
         os.close(own)
 
 
-def training_pieces(documents: Iterable[str | Document], characters: int) -> Iterator[str]:
+def iter_training_text(documents: Iterable[str | Document], characters: int) -> Iterator[str]:
     """Yields the first characters of documents in pieces whose words are those of the whole.
 
     A piece ends before the white space that follows a word, where byte-level pre-tokenization
@@ -141,10 +141,10 @@ def training_pieces(documents: Iterable[str | Document], characters: int) -> Ite
     """
     for number, document in enumerate(documents, 1):
         text = ""
-        for piece in pieces(opened(document, number)[0], TRAINING_PIECE):
+        for piece in split_chunks(open_document(document, number)[0], TRAINING_PIECE):
             text += piece[:characters]
             characters -= len(piece)
-            if len(text) >= TRAINING_PIECE and (cut := _word_end(text)):
+            if len(text) >= TRAINING_PIECE and (cut := _last_word_end(text)):
                 yield text[:cut]
                 text = text[cut:]
             if characters <= 0:
@@ -155,7 +155,7 @@ def training_pieces(documents: Iterable[str | Document], characters: int) -> Ite
             return
 
 
-def _word_end(text: str) -> int:
+def _last_word_end(text: str) -> int:
     """Returns where the last word ends that white space follows; 0 where none does."""
     for space in ("\n", " "):
         at = text.rfind(space, 1)

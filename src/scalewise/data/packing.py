@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalewise.data.base import FIRST
-from scalewise.data.rows import PaddedRows
+from scalewise.data.datasets import PaddedDataset
 
 
-def best_fit(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
+def best_fit_pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Returns rows of texts, each at most ``capacity`` tokens: the longest texts are laid first.
 
     A text goes where it leaves the least room (best-fit decreasing, Ding et al. 2024, "Fewer
@@ -38,7 +38,7 @@ def best_fit(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-class PackedTexts(PaddedRows):
+class PackedTextDataset(PaddedDataset):
     """As many whole texts a row as fit; the first token of each is no label, and says so."""
 
     packing = True
@@ -54,7 +54,7 @@ class PackedTexts(PaddedRows):
         """``texts``: those that rows are made of."""
         super().__init__(ids_N, starts, texts, sequence, end)
         lengths = np.diff(starts)[texts].clip(max=self._width)
-        self._rows = [texts[row] for row in best_fit(lengths, self._width)]
+        self._rows = [texts[row] for row in best_fit_pack(lengths, self._width)]
         tokens = int(lengths.sum())
         one_each, now = (tokens / (count * self._width) for count in (len(texts), len(self)))
         self.filled = now

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import TYPE_CHECKING
 
-from scalewise.data.base import Splits
+from scalewise.data.base import DataSplits
 
 if TYPE_CHECKING:
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
-def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
+def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[str]:
     """Yields one line for each kind of samples that a run pads or repeats.
 
     Args:
@@ -27,8 +27,8 @@ def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
         size = accumulation * micro_batch * ranks
         if size > samples:
             yield (
-                f"{what}: {amount(samples, size, 'empty')}, computed but not counted in the loss, "
-                f"to fill {ranks} rank{'s' * (ranks > 1)} x micro-batch {micro_batch} x "
+                f"{what}: {amount_text(samples, size, 'empty')}, computed but not counted in the "
+                f"loss, to fill {ranks} rank{'s' * (ranks > 1)} x micro-batch {micro_batch} x "
                 f"{accumulation} pass{'es' * (accumulation > 1)}{cure}"
             )
 
@@ -39,7 +39,7 @@ def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
         samples, steps = ceil(epochs * len(splits.train)), run.steps(len(splits.train))
         if (read := steps * run.global_batch) > samples:
             yield (
-                f"all epochs: {amount(samples, read, 'repeated')}, "
+                f"all epochs: {amount_text(samples, read, 'repeated')}, "
                 f"to fill the last of {steps:,} steps of {run.global_batch} samples"
             )
     if run.trainer.validate_every is not None:
@@ -49,7 +49,7 @@ def run_notes(run: Run, splits: Splits | None = None) -> Iterator[str]:
         yield from padded("each validation", held_out, "")
 
 
-def amount(samples: int, read: int, kind: str) -> str:
+def amount_text(samples: int, read: int, kind: str) -> str:
     """Returns how many samples are read, and how many of these are ``kind`` (empty, repeated)."""
     more = read - samples
     share = f"{more / read:.1%}" if more / read >= 0.0005 else "less than 0.1%"

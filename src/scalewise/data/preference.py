@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from scalewise.config.registry import option
-from scalewise.data.chat import Chat
-from scalewise.data.templates import Piece, Template
+from scalewise.config.registry import register_option
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
 
 
-@option("data", "preference")
+@register_option("data", "preference")
 @dataclass(frozen=True)
-class Preference(Chat):
+class PreferenceData(ChatData):
     """Two answers to a question a row, chosen and rejected, as ``Chat`` writes conversations."""
 
     kind: ClassVar[str] = "preference"
     record: ClassVar[str] = "pair of answers"
     pairs = True
 
-    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+    def written(
+        self, record: dict[str, Any], template: ConversationTemplate
+    ) -> tuple[list[TemplatePiece], ...]:
         """Returns the conversation with the chosen answer, and that with the rejected one."""
-        from scalewise.data import pairs
+        from scalewise.data import preference_formats
 
-        return pairs.written(record, template, self.keys(template))
+        return preference_formats.parse_pair(record, template, self.keys(template))

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from scalewise.config.registry import option
-from scalewise.data.chat import Chat
-from scalewise.data.conversations import conversation
-from scalewise.data.templates import Piece, Template
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.data.chat import ChatData
+from scalewise.data.chat_formats import parse_conversation
+from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
+from scalewise.errors import ConfigIssue
 
 
-@option("data", "seq2seq")
+@register_option("data", "seq2seq")
 @dataclass(frozen=True)
-class Seq2SeqData(Chat):
+class Seq2SeqData(ChatData):
     """A question and its answer a row, each ended as a text is, and cut where it is longer.
 
     The question is the text before the last answer: one message as it stands, several by the
@@ -30,18 +30,20 @@ class Seq2SeqData(Chat):
     kind: ClassVar[str] = "seq2seq"
     record: ClassVar[str] = "question with an answer"
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields a target that leaves no room for a question, and what ``Chat`` does."""
         yield from super().complaints()
         if not 0 < self.target_length < self.sequence:
             yield self.no_target()
         if self.packing:
             reason = "is for texts that one model reads, and these are apart"
-            yield Complaint("data.packing", True, reason, "set data.packing=false")
+            yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
-    def written(self, record: dict[str, Any], template: Template) -> tuple[list[Piece], ...]:
+    def written(
+        self, record: dict[str, Any], template: ConversationTemplate
+    ) -> tuple[list[TemplatePiece], ...]:
         """Returns a question, of which nothing is learnt, and its answer; raises ``ValueError``."""
-        told = conversation(record, self.keys(template))
+        told = parse_conversation(record, self.keys(template))
         messages = told.messages
         last = max(at for at, message in enumerate(messages) if message.role == "assistant")
         asked, answer = messages[:last], messages[last]
@@ -54,5 +56,7 @@ class Seq2SeqData(Chat):
         text = asked[0].text
         if len(asked) > 1 or asked[0].more or told.tools or told.documents:
             text = template.prompt(replace(told, messages=asked))
-        question = Piece(text + self.end_of_text, learnt=False)
-        return ([question, Piece(answer.text + self.end_of_text, learnt=True, separate=True)],)
+        question = TemplatePiece(text + self.end_of_text, learnt=False)
+        return (
+            [question, TemplatePiece(answer.text + self.end_of_text, learnt=True, separate=True)],
+        )

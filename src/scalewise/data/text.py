@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from scalewise.config.registry import option
-from scalewise.data.base import Data, Splits
-from scalewise.data.corpus import held_out
-from scalewise.data.file_patterns import matching, path_complaints, suffix_of
-from scalewise.data.reading import PLAIN, RECORDS, Document, documents, text_chunks
-from scalewise.data.tokenizing import END_OF_TEXT, Documents, Tokenization
-from scalewise.errors import Complaint, DataError
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.file_patterns import file_suffix, match_paths, path_issues
+from scalewise.data.stdlib_corpus import held_out_names
+from scalewise.data.text_files import PLAIN, RECORDS, Document, iter_documents, text_chunks
+from scalewise.data.tokenization import END_OF_TEXT, Documents, TokenizerSource
+from scalewise.errors import ConfigIssue, DataError
 
 
-@option("data", "text")
+@register_option("data", "text")
 @dataclass(frozen=True)
-class Text(Data):
+class TextData(DataConfig):
     """Text files, tokenized once into the cache and again when one of them changes."""
 
     sequence: int = 256
@@ -43,37 +43,37 @@ class Text(Data):
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields absent or unknown files, a missing field, and numbers that cannot be."""
         yield from self.not_positive("sequence")
         yield from self._tokenization.complaints()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the text, from 0 to below 1"
             cure = "give data.validation_fraction=0.05"
-            yield Complaint("data.validation_fraction", self.validation_fraction, reason, cure)
+            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, cure)
         if not self.paths:
-            yield Complaint("data.paths", "[]", "is empty", "give 'data.paths=[my/*.txt]'")
-        yield from path_complaints("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
-        records = [path for path in matching(self.paths) if suffix_of(path) in RECORDS]
+            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.txt]'")
+        yield from path_issues("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
+        records = [path for path in match_paths(self.paths) if file_suffix(path) in RECORDS]
         if records and not self.field:
             reason = f"{records[0]} holds records, and nothing says where their text is"
-            yield Complaint("data.field", "null", reason, "give data.field=text")
+            yield ConfigIssue("data.field", "null", reason, "give data.field=text")
 
-    def prepare(self, vocabulary: int, seed: int) -> Splits:
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns the packed rows of the files, and of what is held out of them."""
         from scalewise.data import content
-        from scalewise.data.tokenized import Source, splits, tokenized
+        from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
         if complaints := list(self.complaints()):
             raise DataError(complaints)
-        files = content.by_content(matching(self.paths))
+        files = content.digests_by_content(match_paths(self.paths))
         parts = self._parts(files)
         identity = {
-            "files": [[digest, suffix_of(file)] for file, digest in files.items()],
+            "files": [[digest, file_suffix(file)] for file, digest in files.items()],
             "field": self.field,
             "validation_fraction": self.validation_fraction,
         }
-        source = Source(
+        source = TokenizeSource(
             name="text",
             key="data.paths",
             value=list(self.paths),
@@ -82,12 +82,14 @@ class Text(Data):
             training=parts["train"],
             tokenization=self._tokenization,
         )
-        folder = tokenized(source, vocabulary)
-        return splits(folder, self.sequence, validation="validation" in parts)
+        folder = build_tokenized(source, vocabulary)
+        return load_splits(folder, self.sequence, validation="validation" in parts)
 
     @property
-    def _tokenization(self) -> Tokenization:
-        return Tokenization(self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens)
+    def _tokenization(self) -> TokenizerSource:
+        return TokenizerSource(
+            self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
+        )
 
     def _parts(self, digests: Mapping[Path, str]) -> dict[str, Documents]:
         """Returns the documents of each split: of files by their digests, or within each file.
@@ -96,45 +98,47 @@ class Text(Data):
         """
         fraction, files = self.validation_fraction, list(digests)
         if not fraction:
-            return {"train": partial(_all, files, self.field)}
+            return {"train": partial(_iter_all, files, self.field)}
         if len({*digests.values()}) == 1:
-            parts = partial(_within, files, self.field, fraction)
+            parts = partial(_iter_split, files, self.field, fraction)
             return {"train": partial(parts, held=False), "validation": partial(parts, held=True)}
-        held = held_out(digests.values(), fraction)
+        held = held_out_names(digests.values(), fraction)
         sides: dict[bool, list[Path]] = {False: [], True: []}
         for file, digest in digests.items():
             sides[digest in held].append(file)
         return {
-            "train": partial(_all, sides[False], self.field),
-            "validation": partial(_all, sides[True], self.field),
+            "train": partial(_iter_all, sides[False], self.field),
+            "validation": partial(_iter_all, sides[True], self.field),
         }
 
 
-def _all(files: list[Path], field: str | None) -> Iterator[Document]:
+def _iter_all(files: list[Path], field: str | None) -> Iterator[Document]:
     for file in files:
-        yield from documents(file, field)
+        yield from iter_documents(file, field)
 
 
-def _within(
+def _iter_split(
     files: list[Path], field: str | None, fraction: float, *, held: bool
 ) -> Iterator[Document]:
     for file in files:
-        yield from _of_one(file, field, fraction, held=held)
+        yield from _iter_single_file_split(file, field, fraction, held=held)
 
 
-def _of_one(file: Path, field: str | None, fraction: float, *, held: bool) -> Iterator[Document]:
+def _iter_single_file_split(
+    file: Path, field: str | None, fraction: float, *, held: bool
+) -> Iterator[Document]:
     """Yields one side of a single file: of records every 1/fraction-th, of plain text the end."""
-    if suffix_of(file) in RECORDS:
-        for index, document in enumerate(documents(file, field)):
+    if file_suffix(file) in RECORDS:
+        for index, document in enumerate(iter_documents(file, field)):
             if (int((index + 1) * fraction) > int(index * fraction)) is held:
                 yield document
         return
-    (whole,) = documents(file, field)
-    cut = _line_start(file, int(sum(map(len, whole.chunks)) * (1 - fraction)))
-    yield Document(_part(text_chunks(file), cut, held=held), whole.source)
+    (whole,) = iter_documents(file, field)
+    cut = _last_line_start(file, int(sum(map(len, whole.chunks)) * (1 - fraction)))
+    yield Document(_slice_chunks(text_chunks(file), cut, held=held), whole.source)
 
 
-def _line_start(file: Path, limit: int) -> int:
+def _last_line_start(file: Path, limit: int) -> int:
     """Returns where the last line begins that begins at ``limit`` characters or before.
 
     A first line that is longer is cut at ``limit``.
@@ -149,7 +153,7 @@ def _line_start(file: Path, limit: int) -> int:
     return start or limit
 
 
-def _part(chunks: Iterable[str], cut: int, *, held: bool) -> Iterator[str]:
+def _slice_chunks(chunks: Iterable[str], cut: int, *, held: bool) -> Iterator[str]:
     """Yields the characters of chunks before ``cut``, or those after it."""
     for chunk in chunks:
         yield chunk[max(0, cut) :] if held else chunk[: max(0, cut)]

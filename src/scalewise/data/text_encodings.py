@@ -58,14 +58,14 @@ def unicode_encoding(sample: bytes, marked: str | None = None) -> str | None:
     """
     found: dict[str, float] = {}
     for name in UNICODE:
-        text = _decoded(sample, name)
-        share = 1.0 if "\n" in text or " " in text else _in_few_rows(text)
+        text = _decode_sample(sample, name)
+        share = 1.0 if "\n" in text or " " in text else _top_rows_share(text)
         if share >= FEW_ROWS:
             found[name] = share + (name == marked)
     return max(found, key=lambda name: found[name], default=None)
 
 
-def fix(path: Path, position: int | None = None) -> str:
+def conversion_fix(path: Path, position: int | None = None) -> str:
     """Returns how a file is made UTF-8 that is not, at byte ``position`` or at a control character.
 
     Windows-1252 decodes nearly any bytes, so that it is named only where text comes of it.
@@ -86,9 +86,9 @@ def fix(path: Path, position: int | None = None) -> str:
         deleted = r"tr -d '\000-\010\016-\032\034-\037'"
         return f"remove it, with all of its kind: {deleted} < {_files(path)}"
     near = near[near.find(b"\n") + 1 if position > SAMPLE_BYTES // 16 else 0 :]
-    if (text := _decoded(near, "cp1252")) and _is_latin(text):
+    if (text := _decode_sample(near, "cp1252")) and _is_latin(text):
         return f"convert the file, from Windows-1252 with: iconv -f CP1252 -t UTF-8 {_files(path)}"
-    names = [name for encoding, name in OTHERS.items() if _decoded(near, encoding)]
+    names = [name for encoding, name in OTHERS.items() if _decode_sample(near, encoding)]
     if not names:
         return "give a text file in UTF-8"
     return (
@@ -99,15 +99,15 @@ def fix(path: Path, position: int | None = None) -> str:
 
 def _files(path: Path) -> str:
     """Returns a file and the one that it is converted to, as typed in a shell."""
-    return f"{shell_word(str(path))} > {shell_word(str(converted(path)))}"
+    return f"{shell_word(str(path))} > {shell_word(str(converted_path(path)))}"
 
 
-def converted(path: Path) -> Path:
+def converted_path(path: Path) -> Path:
     """Returns the path of a file's conversion to UTF-8."""
     return path.with_name(f"{path.stem}-utf8{path.suffix}")
 
 
-def _decoded(sample: bytes, encoding: str) -> str:
+def _decode_sample(sample: bytes, encoding: str) -> str:
     """Returns a sample as text, whose end may be cut; empty where it is none."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(sample)
@@ -117,7 +117,7 @@ def _decoded(sample: bytes, encoding: str) -> str:
     return "" if unknown or CONTROLS.search(text) else text
 
 
-def _in_few_rows(text: str) -> float:
+def _top_rows_share(text: str) -> float:
     """Returns the share of characters in the two most frequent rows of 256; 0 of a few."""
     if len(text) < FEWEST_CHARACTERS:
         return 0.0

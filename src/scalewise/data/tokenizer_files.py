@@ -13,9 +13,9 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from scalewise import regular_files
-from scalewise.data.cache import cached
-from scalewise.errors import Complaint, DataError
-from scalewise.typed_override import shell_word, typed
+from scalewise.data.build_cache import build_cached
+from scalewise.errors import ConfigIssue, DataError
+from scalewise.typed_override import format_override, shell_word
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +47,7 @@ def tokenizer_path(path: str) -> Path:
     return given
 
 
-def files(path: str) -> list[Path]:
+def tokenizer_files(path: str) -> list[Path]:
     """Returns the files of the tokenizer that ``data.tokenizer`` names, sorted by name."""
     file = tokenizer_path(path)
     if file.name != FILE:
@@ -57,18 +57,18 @@ def files(path: str) -> list[Path]:
     return sorted(it for it in found if it.is_file())
 
 
-def complaints(path: str) -> Iterator[Complaint]:
+def tokenizer_issues(path: str) -> Iterator[ConfigIssue]:
     """Yields a path that does not exist, and a folder without a tokenizer."""
     given = Path(path).expanduser()
     cure = f"give the path of a tokenizer.json, or {KEY}=null to train one"
     if given.is_dir():
         if not any(True for name in (FILE, *VOCABULARIES) for _ in given.glob(name)):
-            yield Complaint(KEY, path, "is a folder without a tokenizer", cure)
+            yield ConfigIssue(KEY, path, "is a folder without a tokenizer", cure)
     elif not given.is_file():
-        yield Complaint(KEY, path, "no such file", cure)
+        yield ConfigIssue(KEY, path, "no such file", cure)
 
 
-def resolved(path: str) -> Path:
+def resolve_tokenizer(path: str) -> Path:
     """Returns a tokenizer.json with what transformers makes of the files that ``path`` names.
 
     A tokenizer.json with none of ``DECLARATIONS`` beside it is returned as it is; others are
@@ -79,13 +79,16 @@ def resolved(path: str) -> Path:
     if file.is_file() and not has_declarations(file):
         return file
     try:
-        digests = {found.name: _digest(found) for found in files(path)}
+        digests = {found.name: _digest(found) for found in tokenizer_files(path)}
     except OSError as error:
         reason = f"cannot be read: {error.strerror} ({error.filename})"
         raise DataError.one(KEY, path, reason, "mend the file") from error
     versions = [version(package) for package in ("transformers", "tokenizers")]
     key = {"format": FORMAT, "files": digests, "versions": versions}
-    return cached("tokenizer", key, partial(_convert, path, file), under="tokenizers") / FILE
+    return (
+        build_cached("tokenizer", key, partial(_convert_tokenizer, path, file), under="tokenizers")
+        / FILE
+    )
 
 
 def has_declarations(file: Path) -> bool:
@@ -98,13 +101,13 @@ def declared_tokens(path: str) -> set[str]:
     file = tokenizer_path(path)
     if not (file.is_file() and has_declarations(file)):
         return set()
-    converted = load(path, resolved(path)).get_vocab()
-    return converted.keys() - load(path, file).get_vocab().keys()
+    converted = load_tokenizer(path, resolve_tokenizer(path)).get_vocab()
+    return converted.keys() - load_tokenizer(path, file).get_vocab().keys()
 
 
 def content_digest(path: str) -> str:
     """Returns a digest of the tokenizer that ``data.tokenizer`` names, wherever it lies."""
-    file = resolved(path)
+    file = resolve_tokenizer(path)
     try:
         return _digest(file)
     except OSError as error:
@@ -119,21 +122,21 @@ def _is_vocabulary(path: Path) -> bool:
     return any(path.match(name) for name in VOCABULARIES)
 
 
-def _has(package: str) -> bool:
+def _has_file(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # of the package that it lies in
         return False
 
 
-def _convert(path: str, file: Path, folder: Path) -> None:
+def _convert_tokenizer(path: str, file: Path, folder: Path) -> None:
     """Writes the tokenizer.json of a tokenizer whose files lie beside ``file``."""
     if file.is_file():
-        load(path, file)  # names a damaged file; the error of transformers does not
+        load_tokenizer(path, file)  # names a damaged file; the error of transformers does not
     try:
-        tokenizer = _backend(file.parent)
+        tokenizer = _backend_tokenizer(file.parent)
     except Exception as error:  # of many kinds, of many classes
-        raise not_converted(path, file.parent, error) from error
+        raise conversion_error(path, file.parent, error) from error
     if tokenizer.encode_special_tokens:
         reason = (
             f"split_special_tokens=true in {file.with_name(CONFIG)} is not supported: a "
@@ -143,7 +146,7 @@ def _convert(path: str, file: Path, folder: Path) -> None:
     tokenizer.save(str(folder / FILE))
 
 
-def load(path: str, file: Path) -> Tokenizer:
+def load_tokenizer(path: str, file: Path) -> Tokenizer:
     """Returns the tokenizer of a tokenizer.json; raises ``DataError`` with the given ``path``."""
     from tokenizers import Tokenizer
 
@@ -154,7 +157,7 @@ def load(path: str, file: Path) -> Tokenizer:
         raise DataError.one(KEY, path, reason) from error
 
 
-def of_transformers(folder: Path) -> Any:
+def load_with_transformers(folder: Path) -> Any:
     """Returns the tokenizer that transformers loads from a folder, without its messages."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -171,24 +174,24 @@ def of_transformers(folder: Path) -> Any:
         logging.set_verbosity(verbosity)
 
 
-def _backend(folder: Path) -> Tokenizer:
+def _backend_tokenizer(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    loaded = of_transformers(folder)
+    loaded = load_with_transformers(folder)
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"{type(loaded).__name__} has no tokenizer.json")
     return tokenizer
 
 
-def not_converted(path: str, folder: Path, error: Exception) -> DataError:
+def conversion_error(path: str, folder: Path, error: Exception) -> DataError:
     """Returns the error of files that transformers does not convert, with what may help."""
     pieces = [*folder.glob(SENTENCEPIECE)]
-    lacking = [package.rpartition(".")[2] for package in PACKAGES if not _has(package)]
+    lacking = [package.rpartition(".")[2] for package in PACKAGES if not _has_file(package)]
     said = shorten(" ".join(str(error).split()), 160, placeholder="...")
     if (folder / FILE).is_file():
         reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
-        return DataError.one(KEY, path, reason, f"correct it; {without_declarations(path)}")
+        return DataError.one(KEY, path, reason, f"correct it; {ignore_declarations_fix(path)}")
     if pieces and lacking:
         reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
         return DataError.one(KEY, path, reason, "pip install 'scalewise[hf]'")
@@ -202,9 +205,9 @@ def not_converted(path: str, folder: Path, error: Exception) -> DataError:
     return DataError.one(KEY, path, reason, cure)
 
 
-def without_declarations(path: str) -> str:
+def ignore_declarations_fix(path: str) -> str:
     """Returns what to type for the ids of a tokenizer.json alone."""
     file = tokenizer_path(path)
     plain = file.with_name("plain.json")
     copied = f"cp {shell_word(file)} {shell_word(plain)}"
-    return f"for the ids of {FILE} alone: {copied}, then {typed(KEY, str(plain))}"
+    return f"for the ids of {FILE} alone: {copied}, then {format_override(KEY, str(plain))}"

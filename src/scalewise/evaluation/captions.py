@@ -12,13 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from scalewise.data.base import Rows
-from scalewise.data.loader import Batch, Share, ValidationLoader
-from scalewise.evaluation import held_out
-from scalewise.evaluation.generation import drawn
-from scalewise.evaluation.held_out import HeldOut
-from scalewise.models.hf.image_text import ImageTextModule
-from scalewise.models.module import ModelModule
+from scalewise.data.base import Sequences
+from scalewise.data.dataloader import Batch, BatchShare, ValidationLoader
+from scalewise.evaluation import validation_metrics
+from scalewise.evaluation.generation import sample_token
+from scalewise.evaluation.validation_metrics import ValidationMetrics
+from scalewise.models.base_module import ModelModule
+from scalewise.models.hf.vision_language import VisionLanguageModule
 from scalewise.objectives import IGNORED
 
 TOLD = 3
@@ -26,7 +26,7 @@ TOLD = 3
 
 
 @dataclass(frozen=True)
-class Captioned(HeldOut):
+class CaptionMetrics(ValidationMetrics):
     """The same, and the share of captions that are written right, to the end and no further.
 
     ``told`` are the tokens of the first ones: as they were to be, and as the model wrote them.
@@ -40,44 +40,47 @@ class Captioned(HeldOut):
 
 
 @torch.no_grad()
-def measured(
+def measure_captions(
     module: ModelModule,
-    rows: Rows,
+    rows: Sequences,
     count: int,
     micro_batch: int,
     ends: Collection[int],
     tell: Callable[[int], None] = lambda done: None,
-) -> Captioned:
+) -> CaptionMetrics:
     """Returns how a whole model does on the first ``count`` rows; ``tell`` hears of rows done.
 
     A caption is taken up to the first of ``ends``.
     """
-    found = held_out.measured(module, rows, count, micro_batch, tell)
+    found = validation_metrics.measure_loss(module, rows, count, micro_batch, tell)
     said: list[tuple[list[int], list[int]]] = []
-    for batch in ValidationLoader(rows, Share(found.rows, min(micro_batch, found.rows))):
-        said += _pairs(module, batch, ends)
+    for batch in ValidationLoader(rows, BatchShare(found.rows, min(micro_batch, found.rows))):
+        said += _iter_captions(module, batch, ends)
     said = said[: found.rows]  # the others fill a micro batch up
     exact = sum(right == wrote for right, wrote in said) / len(said)
-    return Captioned(**asdict(found), exact=exact, told=tuple(said[:TOLD]))
+    return CaptionMetrics(**asdict(found), exact=exact, told=tuple(said[:TOLD]))
 
 
-def _pairs(
+def _iter_captions(
     module: ModelModule, batch: Batch, ends: Collection[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields each caption of a batch as it was to be, and as it is written."""
-    tokens = written(module, batch["inputs"], 0.0, 1)
+    tokens = generate_captions(module, batch["inputs"], 0.0, 1)
     wrote_BT = torch.stack([next(tokens) for _ in range(batch["labels"].shape[1])], dim=1)
     for right_T, wrote_T in zip(batch["labels"], wrote_BT, strict=True):
-        yield until(right_T[right_T != IGNORED].tolist(), ends), until(wrote_T.tolist(), ends)
+        yield (
+            truncate_at_end(right_T[right_T != IGNORED].tolist(), ends),
+            truncate_at_end(wrote_T.tolist(), ends),
+        )
 
 
-def until(tokens: list[int], ends: Collection[int]) -> list[int]:
+def truncate_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
     """Returns the tokens before the first that ends a text."""
     return tokens[: next((at for at, token in enumerate(tokens) if token in ends), None)]
 
 
 @torch.no_grad()
-def written(
+def generate_captions(
     module: ModelModule, pixels_BCHW: Tensor, temperature: float, seed: int
 ) -> Iterator[Tensor]:
     """Yields ``tokens_B`` of captions, one after the other, for as long as it is asked.
@@ -85,13 +88,13 @@ def written(
     Each is read with all that came before. A ``temperature`` of 0 takes the likeliest; others draw
     from the softmax of the logits over it.
     """
-    model = cast(ImageTextModule, module)
+    model = cast(VisionLanguageModule, module)
     generator = torch.Generator().manual_seed(seed)
     seen = model.seen(pixels_BCHW.to(next(model.parameters()).device))
     text_BT = torch.zeros((len(seen), 0), dtype=torch.long, device=seen.device)
     while True:
         read_BT = torch.nn.functional.pad(text_BT, (0, 1))  # the last is not read
         logits_BV = model.told(seen, read_BT)[:, -1].float().cpu()
-        tokens_B = torch.tensor([drawn(each, temperature, generator) for each in logits_BV])
+        tokens_B = torch.tensor([sample_token(each, temperature, generator) for each in logits_BV])
         yield tokens_B
         text_BT = torch.cat([text_BT, tokens_B[:, None].to(text_BT.device)], dim=1)

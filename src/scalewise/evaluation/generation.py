@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from scalewise.models.module import ModelModule
+from scalewise.models.base_module import ModelModule
 
 
 @torch.no_grad()
-def continued(
+def generate(
     module: ModelModule, tokens: Sequence[int], context: int, temperature: float, seed: int
 ) -> Iterator[int]:
     """Yields the tokens that follow ``tokens``, for as long as it is asked.
@@ -24,12 +24,12 @@ def continued(
     read = list(tokens)
     while True:
         tokens_1T = torch.tensor([read[-context:]], device=device)
-        read.append(drawn(module(tokens_1T)[0, -1].float().cpu(), temperature, generator))
+        read.append(sample_token(module(tokens_1T)[0, -1].float().cpu(), temperature, generator))
         yield read[-1]
 
 
 @torch.no_grad()
-def answered(
+def generate_answer(
     module: ModelModule, question: Sequence[int], temperature: float, seed: int
 ) -> Iterator[int]:
     """Yields the tokens of a decoder's answer to a question, as ``continued`` does."""
@@ -38,14 +38,14 @@ def answered(
     question_1S, written, module.loss = torch.tensor([question], device=device), [0], None
     while True:
         answer_1T = torch.tensor([written], device=device)  # the decoder does not read its last
-        written[-1] = drawn(
+        written[-1] = sample_token(
             module(question_1S, answer_1T)[0, -1].float().cpu(), temperature, generator
         )
         yield written[-1]
         written.append(0)
 
 
-def drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+def sample_token(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
     """Returns a token: the likeliest at a ``temperature`` of 0, else from the softmax over it."""
     if temperature == 0:
         return int(logits_V.argmax())

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scalewise.data.base import Rows
-from scalewise.data.loader import Share, ValidationLoader
-from scalewise.evaluation.held_out import PIECE
-from scalewise.models.module import ModelModule
+from scalewise.data.base import Sequences
+from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.evaluation.validation_metrics import PIECE
+from scalewise.models.base_module import ModelModule
 from scalewise.objectives import DPO
 
 
 @dataclass(frozen=True)
-class Preferred:
+class PreferenceMetrics:
     """Means over pairs: ``loss`` in nats, and what training logs beside it.
 
     ``likelier``: the share of pairs whose chosen answer is the likelier one, no reference asked.
@@ -36,22 +36,22 @@ class Preferred:
 
 
 @torch.no_grad()
-def measured(
+def measure_preferences(
     module: ModelModule,
     reference: ModelModule,
     objective: DPO,
-    rows: Rows,
+    rows: Sequences,
     count: int,
     micro_batch: int,
     tell: Callable[[int], None] = lambda done: None,
-) -> Preferred:
+) -> PreferenceMetrics:
     """Returns how a whole model does on the first ``count`` pairs; ``tell`` hears of pairs done."""
     count, device = min(count, len(rows)), next(module.parameters()).device
     question = replace(objective.reference, loss_chunk=PIECE)
     for asked in (module, reference):
         question.apply(asked, in_forward=False)
     sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
-    for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
+    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
         inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)
         own_B, said_B = module(inputs, labels), reference(inputs, labels)
         measured_3 = objective.loss(own_B, {"labels": labels, "reference": said_B})
@@ -59,4 +59,4 @@ def measured(
         sums += torch.cat([measured_3.double(), likelier.sum().view(1).double()])
         done = min(done + micro_batch, count)
         tell(done)
-    return Preferred(count, *(sums / count).tolist())
+    return PreferenceMetrics(count, *(sums / count).tolist())

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from scalewise.data.base import Data, Rows
-from scalewise.data.loader import Share, ValidationLoader
-from scalewise.layouts.base import Loss
-from scalewise.models.module import ModelModule
+from scalewise.data.base import DataConfig, Sequences
+from scalewise.data.dataloader import BatchShare, ValidationLoader
+from scalewise.models.base_module import ModelModule
 from scalewise.objectives import GRPO, IGNORED
-from scalewise.training.answering import Answering
+from scalewise.strategies.base import ScaledLoss
+from scalewise.training.rollout import Rollout
 
 
 @dataclass(frozen=True)
-class Rewarded:
+class RewardMetrics:
     """Means over answers: ``reward``, and how many are ``right`` as a whole."""
 
     rows: int
@@ -33,25 +33,25 @@ class Rewarded:
 
 
 @torch.no_grad()
-def measured(
+def measure_rewards(
     module: ModelModule,
     objective: GRPO,
-    data: Data,
-    rows: Rows,
+    data: DataConfig,
+    rows: Sequences,
     count: int,
     micro_batch: int,
     tell: Callable[[int], None] = lambda done: None,
-) -> Rewarded:
+) -> RewardMetrics:
     """Returns how a whole model answers the first ``count`` prompts; ``tell`` hears of them."""
     count, device = min(count, len(rows)), next(module.parameters()).device
-    answering = Answering(objective, data)
+    answering = Rollout(objective, data)
     sums, done = torch.zeros(2, dtype=torch.float64, device=device), 0
-    for batch in ValidationLoader(rows, Share(count, min(micro_batch, count))):
+    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
         given = {key: batch[key].to(device) for key in ("inputs", "labels")}
-        found = answering.likeliest(given, lambda asked, batch: Loss(asked).of(module, batch))
+        found = answering.likeliest(given, lambda asked, batch: ScaledLoss(asked).of(module, batch))
         real_B = (given["labels"] != IGNORED).any(1)
         right_B = (found["labels"] == given["labels"]).all(1)
         sums += torch.stack([found["reward"][real_B].sum(), right_B[real_B].sum()]).double()
         done = min(done + micro_batch, count)
         tell(done)
-    return Rewarded(count, *(sums / count).tolist())
+    return RewardMetrics(count, *(sums / count).tolist())

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import inputs
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, read_yaml
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, read_yaml
 
 LEFT_OUT = (
     "name",
@@ -29,14 +29,14 @@ LEFT_OUT = (
 DIGITS = 16
 
 
-def config_hash(run: Run) -> str:
+def config_hash(run: RunConfig) -> str:
     """Returns 16 hex digits that differ where results would.
 
     Of ``hardware`` the kind of device counts, and of ``resume`` a path. Of input files (texts,
     tokens, a tokenizer, weights) their content counts, wherever they lie.
     """
     values = run.as_dict()
-    return _hash(values, inputs.digests(values))
+    return _hash_values(values, inputs.content_digests(values))
 
 
 def hash_of_folder(folder: Path) -> str | None:
@@ -50,10 +50,10 @@ def hash_of_folder(folder: Path) -> str | None:
     values = read_yaml(folder / "resolved.yaml")
     if not isinstance(values.get("hardware"), Mapping):
         return None
-    return _hash(values, inputs.recorded_digests(folder))
+    return _hash_values(values, inputs.recorded_digests(folder))
 
 
-def _hash(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+def _hash_values(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     values = inputs.with_digests(values, digests)
     told = {key: value for key, value in values.items() if key not in LEFT_OUT}
     told["device"] = values["hardware"].get("device")
@@ -63,7 +63,7 @@ def _hash(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def is_same_job(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Returns whether two jobs of one hash are the same, by what their sweeps varied.
 
     A sweep may vary what the hash leaves out: ``launch.memory_limit_gib=1,2`` makes two jobs.

@@ -18,11 +18,11 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scalewise.launch import one_node, processes, seat, signals, words
-from scalewise.launch.rank import seated, work
-from scalewise.launch.spec import Launch
-from scalewise.launch.status import Ending
-from scalewise.run import Run
+from scalewise.launch import exit_reports, processes, rendezvous, resource_affinity, signals
+from scalewise.launch.config import Launch
+from scalewise.launch.rank_entrypoint import run_with_affinity, train_as_rank
+from scalewise.launch.status import Outcome
+from scalewise.run_config import RunConfig
 
 ELASTIC = "torch.distributed.elastic"
 TIMEOUT_GRACE = 5.0
@@ -30,35 +30,37 @@ TIMEOUT_GRACE = 5.0
 
 
 def run_ranks(
-    run: Run, folder: Path, resume: Path | None, facts: dict[str, object] | None
-) -> Ending:
+    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+) -> Outcome:
     """Returns how one attempt at a job ended; none of its processes is left.
 
     ``facts``: what W&B is told; None: there is no tracking.
     """
-    return run_in(run.world_size, work, (run, folder, resume, facts), folder, run.launch)
+    return run_entry(
+        run.world_size, train_as_rank, (run, folder, resume, facts), folder, run.launch
+    )
 
 
-def run_in(
+def run_entry(
     ranks: int,
     entry: Callable[..., None],
     arguments: tuple[object, ...],
     folder: Path,
     launch: Launch,
-) -> Ending:
+) -> Outcome:
     """Returns how ``entry(*arguments)`` ended in that many ranks, whose words are in ``folder``."""
-    processes.start_nursery()
-    processes.await_nursery()
-    words.clear(folder)
+    processes.start_forkserver()
+    processes.await_forkserver()
+    exit_reports.prepare_reports(folder)
     kills = processes.out_of_memory_kills()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=one_node.NAME,
-        rdzv_endpoint=one_node.ADDRESS,
-        local_addr=one_node.ADDRESS,
+        rdzv_backend=rendezvous.NAME,
+        rdzv_endpoint=rendezvous.ADDRESS,
+        local_addr=rendezvous.ADDRESS,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -68,21 +70,25 @@ def run_in(
     )
     watchdog = Watchdog(launch.timeout, folder)
     try:
-        with signals.handled_by(_Stop()), _quiet(), watchdog:
-            elastic_launch(config, seated)(seat.of_this_process(), entry, *arguments)
-        ending = next((w for w in words.said(folder) if w.status == "pruned"), Ending("ok"))
+        with signals.forward_signals(_SignalForwarder()), _silence_elastic_log(), watchdog:
+            elastic_launch(config, run_with_affinity)(
+                resource_affinity.current_affinity(), entry, *arguments
+            )
+        ending = next(
+            (w for w in exit_reports.read_reports(folder) if w.status == "pruned"), Outcome("ok")
+        )
     except SignalException as error:
-        ending = _of_signal(error.sigval, folder)
+        ending = _signal_outcome(error.sigval, folder)
     except ChildFailedError as error:
-        ending = _of_failures(error, folder, processes.out_of_memory_kills() > kills)
+        ending = _failure_outcome(error, folder, processes.out_of_memory_kills() > kills)
     finally:
-        with signals.ignored():
-            processes.end(processes.descendants(), grace=1.0)
+        with signals.ignore_signals():
+            processes.terminate(processes.descendants(), grace=1.0)
             _show_cursor()
     return watchdog.verdict(ending)
 
 
-class _Stop:
+class _SignalForwarder:
     """Passes the first signal on to the ranks; a second SIGINT ends them without waiting."""
 
     def __init__(self) -> None:
@@ -93,7 +99,7 @@ class _Stop:
             self._passed = True
             raise SignalException("a signal to the launcher", signal.Signals(number))
         if number == signal.SIGINT:
-            processes.end(processes.descendants(), grace=0.0)
+            processes.terminate(processes.descendants(), grace=0.0)
 
 
 class Watchdog:
@@ -114,59 +120,61 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def verdict(self, ending: Ending) -> Ending:
+    def verdict(self, ending: Outcome) -> Outcome:
         """Returns the ending, as a timeout if this was the cause."""
         if not self._fired.is_set() or ending.exit_code == 0:
             return ending
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
         if ending.status == "interrupted":
             reason += f"; {ending.reason}"
-        ranks, what = words.suspects(self._folder)
+        ranks, what = exit_reports.blocking_ranks(self._folder)
         if ranks:
             names = ", ".join(str(rank) for rank in ranks)
             reason += f"; rank{'s' if len(ranks) > 1 else ''} {names} {what}"
         rank = ranks[0] if len(ranks) == 1 else None
-        return Ending("timeout", reason, rank, words.stacks(self._folder))
+        return Outcome("timeout", reason, rank, exit_reports.rank_stacks(self._folder))
 
     def _fire(self) -> None:
         self._fired.set()
-        for rank in processes.ranks():
+        for rank in processes.rank_processes():
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1)
-        processes.end(processes.descendants(), TIMEOUT_GRACE)
+        processes.terminate(processes.descendants(), TIMEOUT_GRACE)
 
 
-def _of_signal(number: int, folder: Path) -> Ending:
-    reasons = [word.reason for word in words.said(folder) if word.status == "interrupted"]
+def _signal_outcome(number: int, folder: Path) -> Outcome:
+    reasons = [
+        word.reason for word in exit_reports.read_reports(folder) if word.status == "interrupted"
+    ]
     name = signal.Signals(number).name
     reason = reasons[0] if reasons else f"{name} before a checkpoint could be saved"
-    return Ending("interrupted", reason, None, (), int(number))
+    return Outcome("interrupted", reason, None, (), int(number))
 
 
-def _of_failures(error: ChildFailedError, folder: Path, memory_kill: bool) -> Ending:
+def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -> Outcome:
     """Returns the first cause: a rank that died without a word, else the earliest word.
 
     What a rank says that has only lost another is the last resort.
     """
-    said = words.said(folder)
+    said = exit_reports.read_reports(folder)
     spoken = {ending.rank for ending in said}
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and rank not in spoken:
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
-                return Ending("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
-            return Ending("failed", f"rank {rank} was killed by {name}", rank)
+                return Outcome("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
+            return Outcome("failed", f"rank {rank} was killed by {name}", rank)
     causes = [ending for ending in said if ending.status not in ("ok", "pruned", "interrupted")]
     if causes:
         return min(causes, key=lambda cause: cause.bereft)
     if said and said[0].status == "interrupted":
         return said[0]
     rank, failure = error.get_first_failure()
-    return Ending("failed", f"rank {rank} ended with exit code {failure.exitcode}", rank)
+    return Outcome("failed", f"rank {rank} ended with exit code {failure.exitcode}", rank)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_elastic_log() -> Iterator[None]:
     """Keeps elastic's log out of the terminal: the status says what it would."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(ELASTIC)]
     loggers = [logging.getLogger(name) for name in names]

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from scalewise import atomic, inputs
+from scalewise.console import print_lines
 from scalewise.errors import ConfigError
-from scalewise.failures import survived
-from scalewise.launch import locks, processes, signals, started, words
-from scalewise.launch.classify import classify
+from scalewise.failures import report_errors
+from scalewise.launch import exit_reports, external_launcher, locks, processes, signals
+from scalewise.launch.config import Isolation
 from scalewise.launch.config_hash import config_hash
-from scalewise.launch.spec import Isolation
-from scalewise.launch.status import Ending, Status, git_state
-from scalewise.output import print_lines
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_text
-from scalewise.training.callbacks.spec import is_own
+from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.launch.status import Outcome, Status, git_state
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, write_text
+from scalewise.training.callbacks.callback_args import is_builtin
 
 if TYPE_CHECKING:
-    from scalewise.plan.sizing import Sizing
+    from scalewise.planner.auto_micro_batch import MicroBatchChoice
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A Run with what surrounds it: how it was asked for, and by which sweep."""
 
-    run: Run
+    run: RunConfig
     command: str = ""
     verb: str = "train"
     varied: Mapping[str, str] = field(default_factory=dict)
@@ -64,48 +64,50 @@ class Order:
     """Name of the sweep that this job belongs to."""
     attempts: Sequence[Path] = ()
     """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
-    sizing: Sizing | None = None
+    sizing: MicroBatchChoice | None = None
     """How ``trainer.micro_batch=auto`` was settled; None: a number was given."""
 
 
-def execute(order: Order, folder: Path) -> Result:
+def execute(order: JobSpec, folder: Path) -> Result:
     """Runs one job into ``folder`` and returns how it ended.
 
     Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused, and
     ``Interrupted`` for a signal before there is a folder.
     """
-    with signals.raised("before training began"):
-        if started.by_others():
-            from scalewise.launch.in_place import run_rank  # imports torch
+    with signals.raise_on_signals("before training began"):
+        if external_launcher.is_external_rank():
+            from scalewise.launch.external_rank import run_external_rank  # imports torch
 
-            return run_rank(order, folder)
-        if isolated(order):
+            return run_external_rank(order, folder)
+        if needs_own_process(order):
             # It imports while this process looks at the data.
-            processes.start_nursery(order.run.imports)
-        steps = checked(order)
+            processes.start_forkserver(order.run.imports)
+        steps = prepare_job(order)
         with ExitStack() as locked:
             folder, resume = claim_locked(order, folder, steps, locked)
-            status = begin(order, folder, resume)
-            ending, attempts = _attempts(order, folder, resume, status)
-            return end(status, ending, order, attempts, folder)
+            status = begin_job(order, folder, resume)
+            ending, attempts = _run_attempts(order, folder, resume, status)
+            return finish_job(status, ending, order, attempts, folder)
 
 
-def checked(order: Order) -> int:
+def prepare_job(order: JobSpec) -> int:
     """Prepares data and layout; returns the steps that there will be. Refuses what cannot run."""
     run = order.run
     if run.launch.refuse_unfit:
-        from scalewise.plan.verdict import refuse_unfit
+        from scalewise.planner.fit_check import reject_unfit
 
-        refuse_unfit(run)
-    if not all(is_own(callback["_target_"]) for callback in run.callbacks.values()):
-        from scalewise.training.callbacks.open import instantiated  # imports Lightning
+        reject_unfit(run)
+    if not all(is_builtin(callback["_target_"]) for callback in run.callbacks.values()):
+        from scalewise.training.callbacks.instantiate import (
+            instantiate_callbacks,  # imports Lightning
+        )
 
-        instantiated(run)  # their constructors check their arguments
+        instantiate_callbacks(run)  # their constructors check their arguments
     run.parallelism.prepare(run)
     if run.objective.of_user:
-        from scalewise.training import user  # imports Lightning
+        from scalewise.training import user_module  # imports Lightning
 
-        user.classes(run)
+        user_module.import_classes(run)
         steps = run.trainer.max_steps or sys.maxsize  # its loaders are not asked here
     else:
         splits = run.data.prepare(run.model.vocabulary, run.seed)
@@ -114,42 +116,42 @@ def checked(order: Order) -> int:
 
 
 def claim_locked(
-    order: Order, folder: Path, steps: int, locked: ExitStack
+    order: JobSpec, folder: Path, steps: int, locked: ExitStack
 ) -> tuple[Path, Path | None]:
     """Makes a folder for a job and locks it until ``locked`` closes.
 
     Returns the folder and the checkpoint to resume. Raises ``ConfigError`` where that cannot be
     used, or its run is in use.
     """
-    with resumed_checkpoint(order, folder, steps) as resume:
-        folder = claim(folder)
-        locked.enter_context(locks.acquire(folder))
+    with locked_resume_checkpoint(order, folder, steps) as resume:
+        folder = claim_folder(folder)
+        locked.enter_context(locks.acquire_lock(folder))
         return folder, resume
 
 
 @contextmanager
-def resumed_checkpoint(order: Order, folder: Path, steps: int) -> Iterator[Path | None]:
+def locked_resume_checkpoint(order: JobSpec, folder: Path, steps: int) -> Iterator[Path | None]:
     """Yields the checkpoint that a job of so many steps resumes, None without one."""
     own = _own_checkpoint(order) if order.attempts else None
     if own is not None or order.run.resume is None:
         yield own
         return
-    from scalewise.launch.resume import locked_checkpoint
+    from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 
     in_sweep = order.sweep is not None
-    with locked_checkpoint(order.run, folder, steps, in_sweep=in_sweep) as path:
+    with locked_find_checkpoint(order.run, folder, steps, in_sweep=in_sweep) as path:
         yield path
 
 
-def _own_checkpoint(order: Order) -> Path | None:
+def _own_checkpoint(order: JobSpec) -> Path | None:
     """Returns the newest checkpoint of a job's own."""
     from scalewise.checkpoints import store
 
-    found = (store.latest(attempt / "checkpoints") for attempt in order.attempts)
+    found = (store.newest_checkpoint(attempt / "checkpoints") for attempt in order.attempts)
     return next(filter(None, found), None)
 
 
-def claim(folder: Path) -> Path:
+def claim_folder(folder: Path) -> Path:
     """Makes a folder for one job and returns it; a second job of the same second gets ``-2``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +167,7 @@ def claim(folder: Path) -> Path:
     raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
 
 
-def attempts(planned: Path) -> tuple[Path, ...]:
+def attempt_folders(planned: Path) -> tuple[Path, ...]:
     """Returns the folders of a job's attempts, the newest first."""
     found: list[Path] = []
     place = planned
@@ -175,8 +177,8 @@ def attempts(planned: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def begin(
-    order: Order, folder: Path, resume: Path | None, earlier: Mapping[str, Any] | None = None
+def begin_job(
+    order: JobSpec, folder: Path, resume: Path | None, earlier: Mapping[str, Any] | None = None
 ) -> Status:
     """Writes what a job is before it starts, and returns its status.
 
@@ -184,19 +186,19 @@ def begin(
     on a disk too full to write how the job ends; an exception leaves nothing that is new.
     """
     try:
-        return _begin(order, folder, resume, earlier or {})
+        return _write_first_status(order, folder, resume, earlier or {})
     except BaseException as error:  # a signal as well
-        words.remove(folder)
+        exit_reports.remove_reports(folder)
         if not earlier:
-            _unclaim(folder)
-        if (lacking := atomic.lack_of_space(error)) is None:
+            _remove_claimed(folder)
+        if (lacking := atomic.disk_full_reason(error)) is None:
             raise
         raise ConfigError.one("hydra.run.dir", folder, *lacking) from error
 
 
-def _unclaim(folder: Path) -> None:
+def _remove_claimed(folder: Path) -> None:
     """Removes what ``claim`` and ``_begin`` made, and the folders unless they hold more."""
-    made = ("overrides.txt", "resolved.yaml", inputs.FILE, "status.json", locks.FILE)
+    made = ("overrides.txt", "resolved.yaml", inputs.INPUTS_FILE, "status.json", locks.FILE)
     for name in made:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
@@ -206,14 +208,16 @@ def _unclaim(folder: Path) -> None:
             each.rmdir()
 
 
-def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str, Any]) -> Status:
+def _write_first_status(
+    order: JobSpec, folder: Path, resume: Path | None, before: Mapping[str, Any]
+) -> Status:
     run = order.run
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
-    inputs.record(run.as_dict(), folder)
+    inputs.write_inputs(run.as_dict(), folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
-    words.clear(folder)
+    exit_reports.prepare_reports(folder)
     status = Status(
         verb=order.verb,
         name=run.name,
@@ -228,7 +232,7 @@ def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str,
         started=before.get("started") or datetime.now(UTC).isoformat(timespec="milliseconds"),
         attempts=before.get("attempts", 0) + 1,
         resumed_from=str(resume) if resume else None,
-        micro_batch={} if order.sizing is None else _sizing(order.sizing),
+        micro_batch={} if order.sizing is None else _micro_batch_record(order.sizing),
         **git_state(),
     )
     status.reserve(folder)
@@ -236,11 +240,11 @@ def _begin(order: Order, folder: Path, resume: Path | None, before: Mapping[str,
     return status
 
 
-def _sizing(found: Sizing) -> dict[str, object]:
+def _micro_batch_record(found: MicroBatchChoice) -> dict[str, object]:
     return {**asdict(found), "how": found.how}
 
 
-def isolated(order: Order) -> bool:
+def needs_own_process(order: JobSpec) -> bool:
     """Returns whether a job leaves this process."""
     launch = order.run.launch
     if launch.isolation is Isolation.auto:
@@ -248,46 +252,46 @@ def isolated(order: Order) -> bool:
     return launch.isolation is Isolation.process or order.run.world_size > 1
 
 
-def _attempts(
-    order: Order, folder: Path, resume: Path | None, status: Status
-) -> tuple[Ending, int]:
+def _run_attempts(
+    order: JobSpec, folder: Path, resume: Path | None, status: Status
+) -> tuple[Outcome, int]:
     number, allowed = 0, order.run.launch.max_restarts + 1
     while True:
         number += 1
         try:
-            with signals.raised("before training began"):
-                ending = _attempt(order, folder, resume, status, number)
+            with signals.raise_on_signals("before training began"):
+                ending = _run_attempt(order, folder, resume, status, number)
         except Exception as error:  # whatever it is, the job has a status
-            ending = classify(error, None)
+            ending = outcome_of_exception(error, None)
         if ending.status not in ("failed", "timeout") or number >= allowed:
             return ending, number
         from scalewise.checkpoints import store
 
-        resume = store.latest(folder / "checkpoints") or resume
+        resume = store.newest_checkpoint(folder / "checkpoints") or resume
         print_lines(f"attempt {number} {ending.status}: {ending.reason}; starting again")
 
 
-def _attempt(
-    order: Order, folder: Path, resume: Path | None, status: Status, number: int
-) -> Ending:
-    known = facts(order, status, folder, resume, number)
-    if not isolated(order):
-        return _in_process(order, folder, resume, known)
+def _run_attempt(
+    order: JobSpec, folder: Path, resume: Path | None, status: Status, number: int
+) -> Outcome:
+    known = wandb_facts(order, status, folder, resume, number)
+    if not needs_own_process(order):
+        return _run_in_process(order, folder, resume, known)
     from scalewise.launch.elastic import run_ranks
 
-    return run_ranks(tracked(order, folder, resume), folder, resume, known)
+    return run_ranks(with_wandb_group(order, folder, resume), folder, resume, known)
 
 
-def _in_process(
-    order: Order, folder: Path, resume: Path | None, known: dict[str, object]
-) -> Ending:
-    from scalewise.launch.worker import attempt
+def _run_in_process(
+    order: JobSpec, folder: Path, resume: Path | None, known: dict[str, object]
+) -> Outcome:
+    from scalewise.launch.rank_worker import run_attempt
 
-    with signals.kept():
-        return attempt(tracked(order, folder, resume), folder, resume, known)
+    with signals.restore_handlers():
+        return run_attempt(with_wandb_group(order, folder, resume), folder, resume, known)
 
 
-def tracked(order: Order, folder: Path, resume: Path | None) -> Run:
+def with_wandb_group(order: JobSpec, folder: Path, resume: Path | None) -> RunConfig:
     """Returns the run with a W&B group, where it names none.
 
     That is its sweep, else the group of the run that it resumes, else its own folder: each
@@ -297,18 +301,18 @@ def tracked(order: Order, folder: Path, resume: Path | None) -> Run:
     if run.tracking.group is not None:
         return run
     own = f"{folder.parent.name}/{folder.name}"
-    group = order.sweep or (_group_of(resume.parents[1]) if resume else None) or own
+    group = order.sweep or (_wandb_group(resume.parents[1]) if resume else None) or own
     return replace(run, tracking=replace(run.tracking, group=group))
 
 
-def _group_of(folder: Path) -> str | None:
+def _wandb_group(folder: Path) -> str | None:
     told = read_json(folder / "status.json").get("wandb")
     group = told.get("group") if isinstance(told, dict) else None
     return None if group is None else str(group)
 
 
-def facts(
-    order: Order, status: Status, folder: Path, resume: Path | None, attempt: int
+def wandb_facts(
+    order: JobSpec, status: Status, folder: Path, resume: Path | None, attempt: int
 ) -> dict[str, object]:
     """Returns what W&B is told beside the config."""
     known = asdict(status)
@@ -323,11 +327,13 @@ def facts(
     }
 
 
-def end(status: Status, ending: Ending, order: Order, attempts: int, folder: Path) -> Result:
+def finish_job(
+    status: Status, ending: Outcome, order: JobSpec, attempts: int, folder: Path
+) -> Result:
     """Writes how a job ended, and returns it."""
-    with signals.ignored():
-        with survived(f"status.json of {folder} stays as it is"):
+    with signals.ignore_signals():
+        with report_errors(f"status.json of {folder} stays as it is"):
             status.ended_as(ending, order.run, attempts, folder).write(folder)
-        words.remove(folder)
+        exit_reports.remove_reports(folder)
     summary = read_json(folder / "summary.json")
     return Result(ending.status, ending.reason, ending.exit_code, folder, summary)

@@ -16,14 +16,14 @@ from typing import Any
 
 import psutil
 
-from scalewise import output
+from scalewise import console
 from scalewise.errors import ConfigError
 from scalewise.launch import processes, signals
-from scalewise.launch.engine import INTERRUPTED, Began, Task, executed
+from scalewise.launch.executor import INTERRUPTED, Began, SweepTask, execute_task
 from scalewise.launch.job import Result
 
 
-class Joblib:
+class JoblibExecutor:
     """As many jobs at once as asked for; ``-1`` is one for each core."""
 
     def __init__(self, n_jobs: int = -1) -> None:
@@ -33,7 +33,9 @@ class Joblib:
         self._n_jobs = n_jobs
         self._stopped = 0
 
-    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+    def results(
+        self, tasks: Sequence[SweepTask], began: Began
+    ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end."""
         if not tasks:
             return
@@ -42,14 +44,14 @@ class Joblib:
         from joblib.externals.loky.process_executor import BrokenProcessPool
 
         left = {task.number: task for task in tasks}
-        handed: deque[Task] = deque()  # from joblib's thread to this one
+        handed: deque[SweepTask] = deque()  # from joblib's thread to this one
 
         def calls() -> Iterator[Any]:
             for task in tasks:
                 if self._stopped:
                     return
                 handed.append(task)
-                yield delayed(_run)(task)
+                yield delayed(_run_job)(task)
 
         workers = min(len(tasks), effective_n_jobs(self._n_jobs))
         pool = Parallel(
@@ -60,12 +62,12 @@ class Joblib:
             return_as="generator_unordered",
         )
         told = False
-        with signals.handled_by(self._stop):
+        with signals.forward_signals(self._stop):
             try:
                 ends = pool(calls())
-                _tell(handed, began)
+                _print_job_line(handed, began)
                 for number, result in ends:
-                    _tell(handed, began)
+                    _print_job_line(handed, began)
                     told |= result.exit_code in INTERRUPTED
                     yield left.pop(number), result
             except BrokenProcessPool:
@@ -89,7 +91,7 @@ class Joblib:
                 child.send_signal(number)
 
 
-def _tell(handed: deque[Task], began: Began) -> None:
+def _print_job_line(handed: deque[SweepTask], began: Began) -> None:
     while handed:
         began(handed.popleft())
 
@@ -101,7 +103,7 @@ def _is_worker(process: psutil.Process) -> bool:
         return False
 
 
-def _run(task: Task) -> tuple[int, Result]:
+def _run_job(task: SweepTask) -> tuple[int, Result]:
     """Returns a job's number and how it ended; in a process of joblib's."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()  # a terminal's Ctrl-C comes once, by way of the sweep
@@ -109,5 +111,5 @@ def _run(task: Task) -> tuple[int, Result]:
             signal.signal(number, signal.SIG_IGN)  # between two jobs
         # Ranks are told how this process would start others, and know nothing of loky.
         processes.reset_start_method()
-    with output.shielded():
-        return task.number, executed(task, lambda _: None)
+    with console.shield_streams():
+        return task.number, execute_task(task, lambda _: None)

@@ -21,7 +21,7 @@ from typing import Self
 
 import psutil
 
-from scalewise.tracking.files import read_json
+from scalewise.tracking.run_files import read_json
 
 FILE = ".lock"
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
@@ -33,14 +33,14 @@ PATIENCE = 0.5
 _descriptors: set[int] = set()
 
 
-def this_process() -> dict[str, object]:
+def process_identity() -> dict[str, object]:
     """Returns what tells this process from all others: ``pid``, ``started`` and ``host``."""
     own = psutil.Process()
     return {"pid": own.pid, "started": own.create_time(), "host": socket.gethostname()}
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """The process that holds a lock, as the lock file names it."""
 
     pid: str
@@ -59,7 +59,7 @@ class Owner:
 class InUseError(Exception):
     """Another process holds the lock of a folder."""
 
-    def __init__(self, folder: Path, owner: Owner) -> None:
+    def __init__(self, folder: Path, owner: LockOwner) -> None:
         super().__init__(f"{folder} is in use by {owner}")
         self.owner = owner
 
@@ -98,7 +98,7 @@ class FolderLock:
         self._descriptor = None
 
 
-def acquire(folder: Path) -> FolderLock:
+def acquire_lock(folder: Path) -> FolderLock:
     """Locks a folder for this process; raises ``InUseError`` if another process holds the lock.
 
     The lock is not ``held`` where the folder is read-only or its file system has no locks.
@@ -118,20 +118,20 @@ def acquire(folder: Path) -> FolderLock:
             if error.errno in UNSUPPORTED:
                 return FolderLock(folder, None)
             if time.monotonic() > deadline:
-                raise InUseError(folder, _named(folder)) from None
+                raise InUseError(folder, _parse_owner(folder)) from None
             time.sleep(PATIENCE / 10)
             continue
-        if _is_current(folder, descriptor):
+        if _is_current_file(folder, descriptor):
             break
         os.close(descriptor)
     _descriptors.add(descriptor)
     with suppress(OSError):  # a full disk costs the name of the owner, not the lock
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(this_process()).encode())
+        os.write(descriptor, json.dumps(process_identity()).encode())
     return FolderLock(folder, descriptor)
 
 
-def owner(folder: Path) -> Owner | None:
+def lock_owner(folder: Path) -> LockOwner | None:
     """Returns the process that holds the lock of a folder; None if it is free or has no locks."""
     try:
         descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ def owner(folder: Path) -> Owner | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _named(folder)
+        return _parse_owner(folder)
     except OSError:
         return None
     finally:
@@ -148,7 +148,7 @@ def owner(folder: Path) -> Owner | None:
     return None
 
 
-def _is_current(folder: Path, descriptor: int) -> bool:
+def _is_current_file(folder: Path, descriptor: int) -> bool:
     """Returns whether the locked file is still the one in the folder: its owner removes it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(folder / FILE))
@@ -156,9 +156,9 @@ def _is_current(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _named(folder: Path) -> Owner:
+def _parse_owner(folder: Path) -> LockOwner:
     content = read_json(folder / FILE)
-    return Owner(str(content.get("pid", "?")), str(content.get("host", socket.gethostname())))
+    return LockOwner(str(content.get("pid", "?")), str(content.get("host", socket.gethostname())))
 
 
 def _close_in_child() -> None:

@@ -19,12 +19,12 @@ import psutil
 from scalewise.launch import signals
 from scalewise.units import GIB, KIB
 
-PRELOADED = "scalewise.launch.preload"
+PRELOADED = "scalewise.launch.forkserver_preload"
 PR_SET_CHILD_SUBREAPER = 36
 SAFE_PATH = "PYTHONSAFEPATH"
 
 
-def start_nursery(imports: Iterable[str] = ()) -> None:
+def start_forkserver(imports: Iterable[str] = ()) -> None:
     """Starts the fork server from which jobs are born with torch and Lightning imported.
 
     ``imports`` are further modules. Returns while it still imports. One per process; later calls
@@ -33,12 +33,12 @@ def start_nursery(imports: Iterable[str] = ()) -> None:
     # Before torch is imported there: threads that spin for each other cost 10x on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     multiprocessing.set_forkserver_preload([PRELOADED, *imports])
-    with signals.ignored(), _safe_path():  # as the server shall: Ctrl-C reaches it too
+    with signals.ignore_signals(), _use_safe_path():  # as the server shall: Ctrl-C reaches it too
         multiprocessing.forkserver.ensure_running()
 
 
 @contextmanager
-def _safe_path() -> Iterator[None]:
+def _use_safe_path() -> Iterator[None]:
     """Starts processes whose ``-c`` does not put the current folder on their import path."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
@@ -58,14 +58,14 @@ def reset_start_method() -> None:
 
 
 @cache
-def await_nursery() -> None:
+def await_forkserver() -> None:
     """Waits until the fork server has imported all, so that no job's time goes into it: once."""
     newborn = multiprocessing.get_context("forkserver").Process(target=int)
     newborn.start()
     newborn.join()
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Makes this process the parent of grandchildren whose parent dies (Linux), to find them."""
     # Python's fork server reports every child that it did not fork, and the adopted are such.
     warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
@@ -94,7 +94,7 @@ def _data_bytes() -> int:
 
 def descendants() -> list[psutil.Process]:
     """Returns every process that was started from this one's fork server."""
-    servers = [child for child in psutil.Process().children() if _is_server(child)]
+    servers = [child for child in psutil.Process().children() if _is_forkserver(child)]
     found: list[psutil.Process] = []
     for server in servers:
         try:
@@ -104,7 +104,7 @@ def descendants() -> list[psutil.Process]:
     return found
 
 
-def marked(name: str, value: str) -> list[psutil.Process]:
+def processes_with_variable(name: str, value: str) -> list[psutil.Process]:
     """Returns every process that was started with this variable in its environment."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
@@ -116,12 +116,12 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def ranks() -> list[psutil.Process]:
+def rank_processes() -> list[psutil.Process]:
     """Returns those of the descendants that are ranks: born from the fork server, as it looks."""
-    return [process for process in descendants() if _is_server(process)]
+    return [process for process in descendants() if _is_forkserver(process)]
 
 
-def end(processes: Iterable[psutil.Process], grace: float) -> None:
+def terminate(processes: Iterable[psutil.Process], grace: float) -> None:
     """Asks processes to end by SIGTERM and, after ``grace`` seconds, ends them by SIGKILL."""
     alive = list(processes)
     for number, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
@@ -138,20 +138,20 @@ def end(processes: Iterable[psutil.Process], grace: float) -> None:
 def _still_alive(processes: list[psutil.Process], wait: float) -> list[psutil.Process]:
     deadline = time.monotonic() + wait
     while processes and time.monotonic() < deadline:
-        processes = [process for process in processes if _runs(process)]
+        processes = [process for process in processes if _is_running(process)]
         if processes:
             time.sleep(0.05)
     return processes
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def _is_server(process: psutil.Process) -> bool:
+def _is_forkserver(process: psutil.Process) -> bool:
     try:
         return any("multiprocessing.forkserver" in part for part in process.cmdline())
     except psutil.Error:

@@ -16,16 +16,16 @@ from scalewise.errors import Interrupted
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
-class _Signalled(BaseException):
+class _SignalReceived(BaseException):
     """On its way out: no ``except Exception`` of a library in between may swallow it."""
 
 
-_came: list[int] = []
+_received: list[int] = []
 """Signals that are on their way out, or that a library has lost on it."""
 
 
 @contextmanager
-def raised(when: str) -> Iterator[None]:
+def raise_on_signals(when: str) -> Iterator[None]:
     """Leaves the block with ``Interrupted`` on a signal; its message says ``when`` it came.
 
     Also where a ``finally`` of a library put an error of its own in its place. Where somebody has
@@ -33,39 +33,39 @@ def raised(when: str) -> Iterator[None]:
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _came.append(number)
-        raise _Signalled
+        _received.append(number)
+        raise _SignalReceived
 
-    if _came:
-        raise _Signalled
+    if _received:
+        raise _SignalReceived
     try:
-        with handled_by(interrupt):
+        with forward_signals(interrupt):
             yield
     except BaseException:
-        if not _came:
+        if not _received:
             raise
-    if _came:
-        number, *_ = _came
-        _came.clear()
+    if _received:
+        number, *_ = _received
+        _received.clear()
         raise Interrupted(number, f"{signal.Signals(number).name} {when}")
 
 
 @contextmanager
-def ignored() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Lets a few lines finish what nobody would finish after them."""
-    with handled_by(signal.SIG_IGN):
+    with forward_signals(signal.SIG_IGN):
         yield
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def restore_handlers() -> Iterator[None]:
     """Puts back the handlers of now, whoever takes them meanwhile."""
-    with handled_by(None):
+    with forward_signals(None):
         yield
 
 
 @contextmanager
-def handled_by(
+def forward_signals(
     handler: Callable[[int, FrameType | None], None] | signal.Handlers | None,
 ) -> Iterator[None]:
     """Gives signals to ``handler``, then to whoever had them before; None changes nothing yet."""

@@ -16,32 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import regular_files
-from scalewise.errors import EXIT_CODES, Complaint, ConfigError, Interrupted, ScalewiseError
+from scalewise.console import print_lines
+from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue, Interrupted, ScalewiseError
 from scalewise.hardware import DeviceKind
-from scalewise.launch import orders, signals, squeue, words
-from scalewise.launch.engine import Began, Task
+from scalewise.launch import exit_reports, job_serialization, signals, slurm_cli
+from scalewise.launch.executor import Began, SweepTask
 from scalewise.launch.job import Result
-from scalewise.output import print_lines
-from scalewise.run import Run
-from scalewise.tracking.files import read_json, write_json
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import read_json, write_json
 from scalewise.typed_override import command_line
 
 SHORTEST_POLL, LONGEST_POLL = 1.0, 30.0
 """Seconds between two looks at the queue: rarer as time goes by, since all users share Slurm."""
-SETTLING = 10.0
+SETTLING_S = 10.0
 """Seconds that a status may take to be seen here, on a disk of several machines."""
-SILENCE = 900.0
+SILENCE_S = 900.0
 """Seconds that Slurm may not answer; its controller restarts within minutes."""
-LAST_RANKS = 60
+LAST_RANKS_S = 60
 """Seconds that ranks may go on when one has ended: what is left then waits for the dead."""
-_ENDINGS = {"CANCELLED": "interrupted", "OUT_OF_MEMORY": "out_of_memory", "TIMEOUT": "timeout"}
+_OUTCOMES = {"CANCELLED": "interrupted", "OUT_OF_MEMORY": "out_of_memory", "TIMEOUT": "timeout"}
 """What the ending of a job that left no status is called, by Slurm's state; others have failed."""
 
 _SBATCH = {"timeout_min": "time", "name": "job_name", "mem_gb": "mem"}
 """Fields that sbatch calls otherwise."""
 
 
-class Slurm:
+class SlurmExecutor:
     """Hands jobs to Slurm; the options are the fields of ``hydra/launcher=slurm``."""
 
     def __init__(self, **options: Any) -> None:
@@ -50,14 +50,16 @@ class Slurm:
         self._timeouts = int(options.pop("max_num_timeout"))
         self._options = options
 
-    def results(self, tasks: Sequence[Task], began: Began) -> Iterator[tuple[Task, Result]]:
+    def results(
+        self, tasks: Sequence[SweepTask], began: Began
+    ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end.
 
         A signal ends the watching and no job: it raises ``Interrupted``, which says how to go on.
         """
         if complaints := list(self._complaints(tasks)):
             raise ConfigError({str(complaint): complaint for complaint in complaints}.values())
-        tasks = [replace(task, folder=_unused(task.folder)) for task in tasks]
+        tasks = [replace(task, folder=_next_folder(task.folder)) for task in tasks]
         jobs = self._submitted(tasks)
         for task in tasks:
             began(task)
@@ -74,58 +76,58 @@ class Slurm:
                 f"scancel {arrays} ends them; then: {report}",
             ) from None
 
-    def _complaints(self, tasks: Sequence[Task]) -> Iterator[Complaint]:
-        if not squeue.present():
+    def _complaints(self, tasks: Sequence[SweepTask]) -> Iterator[ConfigIssue]:
+        if not slurm_cli.has_slurm():
             reason = "there is no sbatch here"
             cure = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
-            yield Complaint("hydra/launcher", "slurm", reason, cure)
+            yield ConfigIssue("hydra/launcher", "slurm", reason, cure)
         devices = self._options["gpus_per_node"]
         for run in (task.order.run for task in tasks):
             nodes = self._nodes_of(run)
             if run.world_size % nodes:
                 reason = f"a run of {run.world_size} ranks is not spread evenly over {nodes} nodes"
-                yield Complaint("hydra.launcher.nodes", self._nodes, reason)
+                yield ConfigIssue("hydra.launcher.nodes", self._nodes, reason)
             if devices and run.hardware.device is not DeviceKind.cuda:
                 cure = "name the device of the nodes, as by hardware=h100"
                 reason = "the run goes to the CPU, and needs none"
-                yield Complaint("hydra.launcher.gpus_per_node", devices, reason, cure)
+                yield ConfigIssue("hydra.launcher.gpus_per_node", devices, reason, cure)
             if run.launch.timeout is not None:
                 cure = "set hydra.launcher.timeout_min"
-                yield Complaint(
+                yield ConfigIssue(
                     "launch.timeout", run.launch.timeout, "Slurm ends what takes too long", cure
                 )
             if run.launch.max_restarts:
                 reason = "Slurm starts jobs again where a place or their time was lost"
                 cure = "leave it out"
-                yield Complaint("launch.max_restarts", run.launch.max_restarts, reason, cure)
+                yield ConfigIssue("launch.max_restarts", run.launch.max_restarts, reason, cure)
 
-    def _nodes_of(self, run: Run) -> int:
+    def _nodes_of(self, run: RunConfig) -> int:
         """Returns the nodes of a run: as many as asked for, or as its ranks need."""
         of_profile = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
         each = self._options["gpus_per_node"] or of_profile or run.world_size
         return min(run.world_size, max(self._nodes, -(-run.world_size // each)))
 
-    def _submitted(self, tasks: Sequence[Task]) -> dict[int, str]:
+    def _submitted(self, tasks: Sequence[SweepTask]) -> dict[int, str]:
         """Submits jobs of like shape as one array each; returns Slurm's id of each job."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        shapes: dict[tuple[int, int, bool], list[Task]] = {}
+        shapes: dict[tuple[int, int, bool], list[SweepTask]] = {}
         for task in tasks:
-            orders.write(task, self._folder / f"{task.number}.json")
+            job_serialization.write_task(task, self._folder / f"{task.number}.json")
             run = task.order.run
             on_cuda = run.hardware.device is DeviceKind.cuda
             shapes.setdefault((self._nodes_of(run), run.world_size, on_cuda), []).append(task)
         jobs: dict[int, str] = {}
         try:
-            with signals.raised("while the jobs were handed to Slurm"):
+            with signals.raise_on_signals("while the jobs were handed to Slurm"):
                 for (nodes, ranks, on_cuda), alike in shapes.items():
                     numbers = [task.number for task in alike]
                     array = self._submit(numbers, nodes, ranks // nodes, on_cuda)
                     jobs |= {number: f"{array}_{number}" for number in numbers}
         except BaseException:
-            squeue.cancel(jobs.values())  # all or none
+            slurm_cli.cancel_jobs(jobs.values())  # all or none
             raise
-        known = squeue.of_sweep(self._folder.parent)
-        file = self._folder / squeue.JOBS
+        known = slurm_cli.sweep_job_ids(self._folder.parent)
+        file = self._folder / slurm_cli.JOBS
         write_json(file, {**known, **{str(n): job for n, job in jobs.items()}})
         return jobs
 
@@ -143,14 +145,14 @@ class Slurm:
             "nodes": nodes,
             "ntasks_per_node": ranks_per_node,
             "mem": f"{options['mem']}GB" if options["mem"] else None,
-            "srun_args": [f"--wait={LAST_RANKS}", "--kill-on-bad-exit=0"],
+            "srun_args": [f"--wait={LAST_RANKS_S}", "--kill-on-bad-exit=0"],
             "additional_parameters": {
                 "requeue": True,
                 **further,
                 "array": f"{','.join(map(str, numbers))}%{min(len(numbers), most)}",
             },
         }
-        line = [sys.executable, "-P", "-m", "scalewise.launch.task", str(self._folder)]
+        line = [sys.executable, "-P", "-m", "scalewise.launch.slurm_task", str(self._folder)]
         try:
             executor = SlurmExecutor(self._folder)
             executor.update_parameters(**options)
@@ -165,27 +167,27 @@ class Slurm:
             raise ConfigError.one("hydra/launcher", "slurm", reason) from error
         return str(job.job_id)
 
-    def _watched(self, jobs: Mapping[str, Task]) -> Iterator[tuple[Task, Result]]:
+    def _watched(self, jobs: Mapping[str, SweepTask]) -> Iterator[tuple[SweepTask, Result]]:
         waiting, gone = dict(jobs), dict[str, float]()
         began = answered = time.monotonic()
         while waiting:
-            with signals.raised("while the jobs were waited for"):
+            with signals.raise_on_signals("while the jobs were waited for"):
                 time.sleep(min(LONGEST_POLL, SHORTEST_POLL + (time.monotonic() - began) / 30))
-                states = squeue.states()
+                states = slurm_cli.job_states()
                 ended = [job for job in waiting if self._has_ended(waiting[job], job, states, gone)]
             for job in ended:
                 task = waiting.pop(job)
-                yield task, _result(task, job)
+                yield task, _job_result(task, job)
             if states is not None:
                 answered = time.monotonic()
-            elif time.monotonic() - answered > SILENCE:
+            elif time.monotonic() - answered > SILENCE_S:
                 raise ScalewiseError(
-                    f"Slurm has not answered for {SILENCE:.0f} s; its jobs may go on: "
+                    f"Slurm has not answered for {SILENCE_S:.0f} s; its jobs may go on: "
                     f"{command_line('status', [self._folder.parent])} shows what they leave"
                 )
 
     def _has_ended(
-        self, task: Task, job: str, states: Mapping[str, str] | None, gone: dict[str, float]
+        self, task: SweepTask, job: str, states: Mapping[str, str] | None, gone: dict[str, float]
     ) -> bool:
         """Returns whether a job has ended for good; writes how, where it could not itself."""
         status = read_json(task.folder / "status.json").get("status", "waiting")
@@ -193,28 +195,28 @@ class Slurm:
             gone.pop(job, None)
             return status not in ("waiting", "running", "interrupted")
         if status in ("waiting", "running"):
-            if time.monotonic() - gone.setdefault(job, time.monotonic()) < SETTLING:
+            if time.monotonic() - gone.setdefault(job, time.monotonic()) < SETTLING_S:
                 return False
-            bury(task.folder, job, self._folder)
+            write_lost_status(task.folder, job, self._folder)
         return True
 
 
-def _unused(folder: Path) -> Path:
+def _next_folder(folder: Path) -> Path:
     """Returns the folder that the job will claim: what an earlier job left there says nothing."""
     tries = (folder, *(folder.with_name(f"{folder.name}-{n}") for n in range(2, 1000)))
     return next(own for own in tries if not own.exists())
 
 
-def bury(folder: Path, job: str, logs: Path) -> None:
+def write_lost_status(folder: Path, job: str, logs: Path) -> None:
     """Writes the status of a job that Slurm has no more and that left no word of its end."""
     status = read_json(folder / "status.json")
     if not status:
         return
-    ending = words.cause(folder, int(str(status["world_size"])))
-    state, reason = _state(job)
+    ending = exit_reports.lost_rank_reason(folder, int(str(status["world_size"])))
+    state, reason = _slurm_state(job)
     log = sorted(logs.glob(f"{job}_*_log.err"))
     tail = regular_files.read_text(log[0], errors="replace").splitlines()[-12:] if log else []
-    name = _ENDINGS.get(state, "failed")
+    name = _OUTCOMES.get(state, "failed")
     if ending is not None:
         reason = f"{ending.reason}; {reason}"
         tail = list(ending.log_tail) or tail
@@ -230,12 +232,12 @@ def bury(folder: Path, job: str, logs: Path) -> None:
         "log_tail": tail,
     }
     write_json(folder / "status.json", status)
-    words.remove(folder)
+    exit_reports.remove_reports(folder)
 
 
-def _state(job: str) -> tuple[str, str]:
+def _slurm_state(job: str) -> tuple[str, str]:
     """Returns Slurm's state of a job that has ended, and that in words."""
-    facts = squeue.facts(job)
+    facts = slurm_cli.job_facts(job)
     state = facts.get("JobState", "")
     if not state:
         return "", f"job {job} is not known to Slurm any more, and left no word"
@@ -243,11 +245,11 @@ def _state(job: str) -> tuple[str, str]:
     return state, f"Slurm says of job {job}: {state}, exit code {exit_code}"
 
 
-def _result(task: Task, job: str) -> Result:
+def _job_result(task: SweepTask, job: str) -> Result:
     status = read_json(task.folder / "status.json")
     if not status:  # it never began
-        state, reason = _state(job)
-        name = _ENDINGS.get(state, "failed")
+        state, reason = _slurm_state(job)
+        name = _OUTCOMES.get(state, "failed")
         return Result(name, reason, EXIT_CODES.get(name, 128 + 15), task.folder, {})
     return Result(
         str(status["status"]),

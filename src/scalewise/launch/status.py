@@ -17,19 +17,19 @@ from typing import Any
 
 from scalewise import atomic
 from scalewise.errors import EXIT_CODES
-from scalewise.failures import survived
+from scalewise.failures import report_errors
 from scalewise.hardware import this_machine
-from scalewise.launch import spared
-from scalewise.run import Run
-from scalewise.tracking.files import FACTS, read_json, write_json
+from scalewise.launch import oom_suggestions
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import FACTS, read_json, write_json
 
-ENDING_BYTES = 49152
+RESERVED_BYTES = 49152
 """Bytes reserved for what the end of a job adds to its status: reason, log tail, overrides."""
 VERSIONS = ("scalewise", "torch", "lightning", "hydra-core", "wandb", "peft")
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How a job, or one attempt at it, ended."""
 
     status: str
@@ -43,7 +43,7 @@ class Ending:
     bereft: bool = False
     """Whether the rank ended only because it lost another, which is the cause."""
 
-    def after_signal(self, number: int) -> Ending:
+    def after_signal(self, number: int) -> Outcome:
         """Returns how a job ended whose process had received a signal; 0: none.
 
         What fails then mostly fails by the signal: a compiler in the same process group ends too.
@@ -98,7 +98,7 @@ class Status:
         default_factory=lambda: {"mode": "disabled", "url": None, "folder": None}
     )
 
-    def ended_as(self, ending: Ending, run: Run, attempts: int, folder: Path) -> Status:
+    def ended_as(self, ending: Outcome, run: RunConfig, attempts: int, folder: Path) -> Status:
         """Returns the status of a job that ended so."""
         end = datetime.now(UTC)
         begun = datetime.fromisoformat(self.started)
@@ -112,7 +112,7 @@ class Status:
             attempts=attempts,
             rank=ending.rank,
             log_tail=ending.log_tail,
-            cures=_cures(ending, run, folder),
+            cures=_suggestions(ending, run, folder),
             wandb=read_json(folder / FACTS) or self.wandb,
         )
 
@@ -125,27 +125,31 @@ class Status:
 
         Raises ``OSError`` where that is not free.
         """
-        atomic.reserve(folder / "status.json", ENDING_BYTES + 2 * len(json.dumps(asdict(self))))
+        atomic.reserve_space(
+            folder / "status.json", RESERVED_BYTES + 2 * len(json.dumps(asdict(self)))
+        )
 
 
-def _cures(ending: Ending, run: Run, folder: Path) -> tuple[dict[str, str], ...]:
-    with survived("no override is suggested"):
-        return tuple(cures(ending, run, resumable=_saved(folder)))
+def _suggestions(ending: Outcome, run: RunConfig, folder: Path) -> tuple[dict[str, str], ...]:
+    with report_errors("no override is suggested"):
+        return tuple(suggested_overrides(ending, run, resumable=_saved_bytes(folder)))
     return ()
 
 
-def _saved(folder: Path) -> bool:
+def _saved_bytes(folder: Path) -> bool:
     return any(folder.glob("checkpoints/step-*"))  # a checkpoint gets its name when it is whole
 
 
-def cures(ending: Ending, run: Run, *, resumable: bool) -> list[dict[str, str]]:
+def suggested_overrides(
+    ending: Outcome, run: RunConfig, *, resumable: bool
+) -> list[dict[str, str]]:
     """Returns overrides that may mend a failure, each with why.
 
     ``resumable``: the run left a checkpoint.
     """
     found: list[tuple[str, str]] = []
     if ending.status == "out_of_memory":
-        found += spared.told(run)
+        found += oom_suggestions.oom_suggestions(run)
         if run.launch.memory_limit_gib is not None:
             found.append(("launch.memory_limit_gib=null", "Lifts the limit set for this job."))
     elif ending.status == "timeout" and run.launch.timeout is not None:

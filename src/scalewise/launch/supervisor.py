@@ -14,10 +14,10 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from scalewise import output
+from scalewise import console
 from scalewise.hardware import this_machine
-from scalewise.launch import processes, seat
-from scalewise.launch.engine import executed, failed
+from scalewise.launch import processes, resource_affinity
+from scalewise.launch.executor import execute_task, failed_result
 
 PR_SET_PDEATHSIG = 1
 
@@ -28,19 +28,19 @@ def main(descriptor: int, parent: int, *imports: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it was, before this process could ask to be told
         return
-    processes.start_nursery(imports)
+    processes.start_forkserver(imports)
     orders = Connection(descriptor)
-    with output.shielded(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    with console.shield_streams(), suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         orders.send(None)  # ready
         while True:
             task, own = orders.recv()
             try:
-                seat.take(own)
+                resource_affinity.set_affinity(own)
             except OSError as error:
-                orders.send(failed(task, error))
+                orders.send(failed_result(task, error))
                 continue
             this_machine.cache_clear()  # a job tells of the share that it has
-            orders.send(executed(task, lambda _: None))
+            orders.send(execute_task(task, lambda _: None))
 
 
 if __name__ == "__main__":

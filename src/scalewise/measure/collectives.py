@@ -13,26 +13,26 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalewise.parallelism.collectives import Kind
+from scalewise.parallelism.communication import CollectiveKind
 
-KINDS: dict[str, tuple[Kind, int]] = {
-    "allreduce_": (Kind.all_reduce, 0),
-    "_allgather_base_": (Kind.all_gather, 0),
-    "allgather_": (Kind.all_gather, 0),
-    "_reduce_scatter_base_": (Kind.reduce_scatter, 1),
-    "reduce_scatter_": (Kind.reduce_scatter, 1),
-    "alltoall_base_": (Kind.all_to_all, 1),
-    "broadcast_": (Kind.broadcast, 0),
-    "send": (Kind.send, 0),
-    "all_reduce": (Kind.all_reduce, 0),
-    "all_reduce_": (Kind.all_reduce, 0),
-    "all_gather_into_tensor": (Kind.all_gather, -1),
-    "reduce_scatter_tensor": (Kind.reduce_scatter, 0),
-    "all_to_all_single": (Kind.all_to_all, 0),
+KINDS: dict[str, tuple[CollectiveKind, int]] = {
+    "allreduce_": (CollectiveKind.all_reduce, 0),
+    "_allgather_base_": (CollectiveKind.all_gather, 0),
+    "allgather_": (CollectiveKind.all_gather, 0),
+    "_reduce_scatter_base_": (CollectiveKind.reduce_scatter, 1),
+    "reduce_scatter_": (CollectiveKind.reduce_scatter, 1),
+    "alltoall_base_": (CollectiveKind.all_to_all, 1),
+    "broadcast_": (CollectiveKind.broadcast, 0),
+    "send": (CollectiveKind.send, 0),
+    "all_reduce": (CollectiveKind.all_reduce, 0),
+    "all_reduce_": (CollectiveKind.all_reduce, 0),
+    "all_gather_into_tensor": (CollectiveKind.all_gather, -1),
+    "reduce_scatter_tensor": (CollectiveKind.reduce_scatter, 0),
+    "all_to_all_single": (CollectiveKind.all_to_all, 0),
 }
 """Torch's operators, and which argument is the larger tensor; -1: the result is."""
 
-Message = tuple[Kind, tuple[int, ...], int]
+Message = tuple[CollectiveKind, tuple[int, ...], int]
 """Kind, ranks of the group, and bytes of the whole tensor on one rank."""
 
 
@@ -56,11 +56,13 @@ class CollectiveCounter(TorchDispatchMode):
         space, _, name = str(func.name()).partition("::")
         if space in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
             kind, place = KINDS[name.split(".")[0]]
-            self.messages[kind, _ranks(args), _bytes(result if place < 0 else args[place])] += 1
+            self.messages[
+                kind, _group_ranks(args), _message_bytes(result if place < 0 else args[place])
+            ] += 1
         return result
 
 
-def _ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
+def _group_ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             try:
@@ -74,7 +76,7 @@ def _ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
     return ()
 
 
-def _bytes(held: Any) -> int:
+def _message_bytes(held: Any) -> int:
     if isinstance(held, Tensor):
         return held.numel() * held.element_size()
-    return sum(_bytes(each) for each in held)
+    return sum(_message_bytes(each) for each in held)

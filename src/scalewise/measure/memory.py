@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scalewise.measure.profiled import ProfiledBytes
-from scalewise.measure.storages import bytes_of, key_of, plain
+from scalewise.measure.profiled import ProfiledAllocations
+from scalewise.measure.storages import iter_plain_tensors, storage_bytes, storage_key
 
 LETTING_GO = 0.005
 """Seconds that a thread of gloo is given to let go of what it has sent, once it has said so."""
@@ -24,7 +24,7 @@ SENDS = ("c10d", "_c10d_functional")
 """Where torch has its collectives."""
 
 
-class Holdings:
+class StrategyBuffers:
     """What a layout holds beside a module's own tensors: nothing."""
 
     def parameters(self) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class MemoryProbe:
         module: nn.Module,
         optimizer: Optimizer,
         device: torch.device,
-        holdings: Holdings | None = None,
+        holdings: StrategyBuffers | None = None,
         *,
         averages: Iterable[torch.Tensor] = (),
         compiled: bool = False,
@@ -63,18 +63,18 @@ class MemoryProbe:
         ``compiled``: whether some of what runs is code of a compiler, and no operator tells of it.
         """
         self._module, self._optimizer, self._device = module, optimizer, device
-        self._holdings, self._averages = holdings or Holdings(), list(averages)
-        self._live: LiveBytes | ProfiledBytes | None = None
+        self._holdings, self._averages = holdings or StrategyBuffers(), list(averages)
+        self._live: LiveBytes | ProfiledAllocations | None = None
         if device.type != "cuda":
-            counted = ProfiledBytes if compiled else LiveBytes
+            counted = ProfiledAllocations if compiled else LiveBytes
             self._live = counted(self._holdings.resized())
         self._found: dict[str, int] = {}
         self._peak = 0
 
     def start(self) -> None:
         """Begins, before forward."""
-        lasting = [*self._parameters(), *_states(self._optimizer), *self._averages]
-        self._lasting = bytes_of(lasting)
+        lasting = [*self._parameters(), *_optimizer_states(self._optimizer), *self._averages]
+        self._lasting = storage_bytes(lasting)
         self._buckets = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -91,7 +91,7 @@ class MemoryProbe:
     def before_optimizer(self) -> None:
         """Takes the gradients, which are all there now."""
         gradients = self._gradients()
-        self._found["gradients"] = bytes_of(gradients)
+        self._found["gradients"] = storage_bytes(gradients)
         if self._live is not None:  # what no operator made since lies where it always does
             self._buckets = self._found["gradients"] - self._live.bytes_among(gradients)
 
@@ -116,8 +116,8 @@ class MemoryProbe:
             self._peak += self.lasting
             self._live.__exit__(None, None, None)
         found = {
-            "parameters": bytes_of(self._parameters()),
-            "optimizer": bytes_of(_states(self._optimizer)),
+            "parameters": storage_bytes(self._parameters()),
+            "optimizer": storage_bytes(_optimizer_states(self._optimizer)),
             **self._found,
             "peak": self._peak,
             "host_peak": host_peak_bytes(),
@@ -132,7 +132,7 @@ class MemoryProbe:
     def _without_gradients(self) -> int:
         gradients = self._gradients()
         if self._live is None:
-            return torch.cuda.memory_allocated(self._device) - bytes_of(gradients)
+            return torch.cuda.memory_allocated(self._device) - storage_bytes(gradients)
         return self._live.now - self._live.watched - self._live.bytes_among(gradients)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -160,11 +160,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_leaves((args, kwargs))
-        known = {key_of(tensor) for tensor in plain(given)}
+        known = {storage_key(tensor) for tensor in iter_plain_tensors(given)}
         known |= {each._cdata for each in given if isinstance(each, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
-        for tensor in plain(tree_leaves(result)):
-            if key_of(tensor) not in known:
+        for tensor in iter_plain_tensors(tree_leaves(result)):
+            if storage_key(tensor) not in known:
                 self._add(tensor.untyped_storage())
         self._sent |= func.namespace in SENDS
         if self._sent and self.now > self._peak:
@@ -175,7 +175,7 @@ class LiveBytes(TorchDispatchMode):
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors from before as long as they live."""
-        for tensor in plain(tensors):
+        for tensor in iter_plain_tensors(tensors):
             self._add(tensor.untyped_storage())
         self._peak = max(self._peak, self.now)
 
@@ -196,7 +196,7 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
-        keys = {key_of(tensor) for tensor in plain(tensors)}
+        keys = {storage_key(tensor) for tensor in iter_plain_tensors(tensors)}
         return sum(size for key, (_, size) in self._alive.items() if key in keys)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -219,6 +219,6 @@ def host_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _states(optimizer: Optimizer) -> list[torch.Tensor]:
+def _optimizer_states(optimizer: Optimizer) -> list[torch.Tensor]:
     held = getattr(optimizer, "optim", optimizer).state.values()  # of ZeRO's, this rank's part
     return [t for t in tree_leaves(list(held)) if isinstance(t, torch.Tensor)]

@@ -18,7 +18,7 @@ from torch._C._profiler import (
     _ExperimentalConfig,
 )
 
-from scalewise.measure.storages import key_of, plain
+from scalewise.measure.storages import iter_plain_tensors, storage_key
 
 CONFIG = ProfilerConfig(
     ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
@@ -29,12 +29,12 @@ SCOPES = {RecordScope.CUSTOM_CLASS}
 """Not those of operators, whose records are large and, behind compiled code, may be torn."""
 
 
-def hush() -> None:
+def silence_profiler() -> None:
     """Has torch's profiler not tell stderr when it begins and ends."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
-class ProfiledBytes:
+class ProfiledAllocations:
     """Counts the bytes that torch's allocator gives while it is active, as ``LiveBytes`` does.
 
     A dispatch mode, as that one is, would have torch leave compiled code aside. What is asked in
@@ -49,8 +49,8 @@ class ProfiledBytes:
         self._held = self._peak = 0
         self._records = False
 
-    def __enter__(self) -> ProfiledBytes:
-        hush()
+    def __enter__(self) -> ProfiledAllocations:
+        silence_profiler()
         self._begin()
         return self
 
@@ -59,9 +59,9 @@ class ProfiledBytes:
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors from before as long as they live."""
-        for tensor in plain(tensors):
+        for tensor in iter_plain_tensors(tensors):
             storage = tensor.untyped_storage()
-            self._before[key_of(tensor)] = (weakref.ref(storage), storage.nbytes())
+            self._before[storage_key(tensor)] = (weakref.ref(storage), storage.nbytes())
 
     @property
     def watched(self) -> int:
@@ -83,7 +83,9 @@ class ProfiledBytes:
     def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
         self._settle()
-        storages = {key_of(tensor): tensor.untyped_storage() for tensor in plain(tensors)}
+        storages = {
+            storage_key(tensor): tensor.untyped_storage() for tensor in iter_plain_tensors(tensors)
+        }
         return sum(
             storage.nbytes()
             for key, storage in storages.items()
@@ -106,7 +108,7 @@ class ProfiledBytes:
         events = _disable_profiler().experimental_event_tree()
         count = sum(self._alive.values())
         self._peak = max(self._peak, count + self._held)
-        for place, size in _allocations(events):
+        for place, size in _iter_allocations(events):
             if size > 0:
                 self._alive[place] = size
                 count += size
@@ -121,14 +123,14 @@ class ProfiledBytes:
         return followed + sum(storage.nbytes() for storage in resized)
 
 
-def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+def _iter_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
     """Yields where bytes were given, and how many; those given back are below zero."""
-    yield from ((place, size) for _, _, place, size in sorted(_of_tree(events)))
+    yield from ((place, size) for _, _, place, size in sorted(_tree_allocations(events)))
 
 
-def _of_tree(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+def _tree_allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
     for number, event in enumerate(events):
         if event.tag == _EventType.Allocation:
             _, told = event.typed
             yield event.start_time_ns, number, told.ptr, told.alloc_size
-        yield from _of_tree(event.children)
+        yield from _tree_allocations(event.children)

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import torch
 
-from scalewise.tracking.names import TIMES
+from scalewise.tracking.metric_names import TIMES
 
 OTHER = "other"
 """Validation, checkpoints and logging: no part of a step."""
 
 
-class StepClock:
+class StepTimer:
     """Collects phases of steps. A mark ends the phase before it.
 
     On CUDA a mark is an event on the current stream: nothing waits until ``drain``.
@@ -53,11 +53,11 @@ class StepClock:
     def _seconds(self, marks: list[tuple[str, float | torch.cuda.Event]]) -> dict[str, float]:
         spent: dict[str, float] = defaultdict(float)
         for (phase, start), (_, end) in pairwise(marks):
-            spent[phase] += _between(start, end)
+            spent[phase] += _elapsed(start, end)
         return {phase: spent[phase] for phase in TIMES if phase in spent}
 
 
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     assert isinstance(start, torch.cuda.Event)

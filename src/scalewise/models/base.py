@@ -11,14 +11,14 @@ from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from scalewise.errors import Complaint
-from scalewise.models.tape import Pass, Tapes
+from scalewise.errors import ConfigIssue
+from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.models.module import ModelModule
-    from scalewise.run import Run
+    from scalewise.models.base_module import ModelModule
+    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Weight:
         return self.share(ranks) * (self.bytes or held)
 
 
-class Split(StrEnum):
+class TPStyle(StrEnum):
     """How tensor parallelism cuts a module (Shoeybi et al. 2019, Megatron-LM, section 3)."""
 
     column = "column"
@@ -77,7 +77,7 @@ class Split(StrEnum):
 
 
 @dataclass(frozen=True)
-class Part:
+class StageSlice:
     """Some consecutive layers, with what stands before the first and after the last of all."""
 
     layers: range
@@ -85,7 +85,7 @@ class Part:
     last: bool = True
 
 
-class Model(ABC):
+class ModelConfig(ABC):
     """A model as a spec: pure questions first, ``build`` for the living module."""
 
     vocabulary: int
@@ -164,11 +164,11 @@ class Model(ABC):
         return 0.0
 
     @abstractmethod
-    def tapes(self, run: Pass) -> Tapes:
+    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
         """Returns the operators that a pass runs, part by part."""
 
     @abstractmethod
-    def tensor_split(self) -> dict[str, Split]:
+    def tensor_split(self) -> dict[str, TPStyle]:
         """Returns how each module with weights is cut, by name; ``*`` stands for every layer."""
 
     @property
@@ -190,7 +190,7 @@ class Model(ABC):
         """Returns the weights that both the first and the last layer use."""
         return frozenset()
 
-    def stages(self, count: int, sequence: int) -> tuple[Part, ...]:
+    def stages(self, count: int, sequence: int) -> tuple[StageSlice, ...]:
         """Returns parts of which the costliest is as cheap as can be; the last has the head.
 
         The others share the layers evenly that the last leaves them.
@@ -208,7 +208,8 @@ class Model(ABC):
         sizes = [each + (place < more) for place in range(count - 1)] + [last]
         ends = list(accumulate(sizes, initial=0))
         return tuple(
-            Part(range(start, end), start == 0, end == self.layers) for start, end in pairwise(ends)
+            StageSlice(range(start, end), start == 0, end == self.layers)
+            for start, end in pairwise(ends)
         )
 
     @abstractmethod
@@ -216,15 +217,15 @@ class Model(ABC):
         """Returns the same model with as many layers."""
 
     @abstractmethod
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields what is contradictory inside this spec."""
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what of a run a sound model does not go with."""
         yield from ()
 
     @abstractmethod
-    def shape(self, part: Part) -> ModelModule:
+    def shape(self, part: StageSlice) -> ModelModule:
         """Returns the module on the meta device, or a part of it; names are those of the whole.
 
         The whole is ``tokens_BT -> logits_BTV`` (B rows, T tokens, V vocabulary); a part that is
@@ -243,7 +244,7 @@ class Model(ABC):
         import torch
 
         device = torch.get_default_device()
-        module = self.shape(Part(range(self.layers)))
+        module = self.shape(StageSlice(range(self.layers)))
         if device.type != "meta":
             module.to_empty(device=device)
             self.fill(module, seed)

@@ -94,10 +94,10 @@ class SafetensorsFiles:
 
     def _opened(self, file: Path) -> Any:
         try:
-            regular_files.check(file)
+            regular_files.check_regular(file)
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            reason, cure = _problem(file, error)
+            reason, cure = _open_error(file, error)
             raise CheckpointError.one(self._key, self._value, reason, cure) from error
 
     @property
@@ -115,7 +115,7 @@ class SafetensorsFiles:
         return tensor
 
 
-def _problem(file: Path, error: Exception) -> tuple[str, str]:
+def _open_error(file: Path, error: Exception) -> tuple[str, str]:
     """Returns why a file cannot be opened, and the fix."""
     if not file.exists():
         return f"{file.name} is missing", AGAIN
@@ -129,7 +129,7 @@ def _problem(file: Path, error: Exception) -> tuple[str, str]:
     return reason, AGAIN
 
 
-def save(tensors: Mapping[str, Tensor], file: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Writes tensors with the permissions of the umask; ``save_file`` alone makes them private."""
     file.touch()
     mode = file.stat().st_mode

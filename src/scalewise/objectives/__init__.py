@@ -1,6 +1,6 @@
 """What is minimised."""
 
-from scalewise.objectives.base import IGNORED, Objective
+from scalewise.objectives.base import IGNORED, ObjectiveConfig
 from scalewise.objectives.captioning import Captioning
 from scalewise.objectives.causal_lm import CausalLM
 from scalewise.objectives.classification import Classification
@@ -16,7 +16,7 @@ __all__ = [
     "Captioning",
     "CausalLM",
     "Classification",
-    "Objective",
+    "ObjectiveConfig",
     "Seq2Seq",
     "UserModule",
 ]

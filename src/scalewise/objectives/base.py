@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.compilation import Scope
-from scalewise.errors import Complaint
-from scalewise.precision import Number
-from scalewise.typed_override import typed
+from scalewise.errors import ConfigIssue
+from scalewise.precision import FloatFormat
+from scalewise.torch_compile import CompileScope
+from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from scalewise.models.module import ModelModule
-    from scalewise.run import Run
+    from scalewise.models.base_module import ModelModule
+    from scalewise.run_config import RunConfig
 
 IGNORED = -100
 """A label that takes no part in the loss."""
 
 
 @dataclass(frozen=True)
-class Objective(ABC):
+class ObjectiveConfig(ABC):
     """A loss as a spec: the sum over a batch of what is measured, to be divided into means.
 
     ``pairs``: whether a row of the data is two sequences, one preferred to the other.
@@ -58,32 +58,32 @@ class Objective(ABC):
         """Returns the ends of the keys of all that a loss holds."""
         return ("loss", *self.measures)
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.loss_chunk is not None and self.loss_chunk < 1:
-            yield Complaint("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data of another kind than this objective reads, and a head of another."""
         chosen = run.choices.get("data", type(run.data).__name__)
         if run.data.pairs:
             reason = "has rows of two answers each, which another objective compares"
-            yield Complaint("data", chosen, reason, "set objective=dpo, or data=chat")
+            yield ConfigIssue("data", chosen, reason, "set objective=dpo, or data=chat")
         if run.data.classes:
             reason = "has rows that are of a class each, which another objective tells apart"
-            yield Complaint("data", chosen, reason, "set objective=classification, or data=text")
+            yield ConfigIssue("data", chosen, reason, "set objective=classification, or data=text")
         if run.data.target_length:
             reason = "has answers apart from their questions, which an encoder reads"
-            yield Complaint("data", chosen, reason, "set objective=seq2seq, or data=chat")
+            yield ConfigIssue("data", chosen, reason, "set objective=seq2seq, or data=chat")
         if run.data.image_size:
             reason = "has pictures, which another objective tells in words"
-            yield Complaint("data", chosen, reason, "set objective=captioning, or data=text")
+            yield ConfigIssue("data", chosen, reason, "set objective=captioning, or data=text")
         if run.model.classes:
             reason = "has no logits of tokens, which this objective is about"
             cure = "set model.classes=null, or objective=classification"
-            yield Complaint("model.classes", run.model.classes, reason, cure)
+            yield ConfigIssue("model.classes", run.model.classes, reason, cure)
 
-    def of_ledger(self, run: Run, what: str) -> Iterator[Complaint]:
+    def of_ledger(self, run: RunConfig, what: str) -> Iterator[ConfigIssue]:
         """Yields what of a run asks the ledger, which knows nothing of ``what``."""
         planned = {
             "plan.search": (run.plan.search.value, "none"),
@@ -93,15 +93,15 @@ class Objective(ABC):
         for key, (value, neutral) in planned.items():
             if value != neutral:
                 reason = f"asks the ledger, and {what} is known only by trace"
-                yield Complaint(key, value, reason, f"set {typed(key, neutral)}")
+                yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")
 
     @property
-    def reference(self) -> Objective | None:
+    def reference(self) -> ObjectiveConfig | None:
         """Returns what the model as it was at first is asked about a batch; None: nothing."""
         return None
 
     @property
-    def unregularized(self) -> Objective:
+    def unregularized(self) -> ObjectiveConfig:
         """Returns the objective that held-out rows are measured by, without regularization."""
         return self
 
@@ -120,7 +120,7 @@ class Objective(ABC):
         """Returns how many the loss of a batch is summed over, and divided by: labels, or pairs."""
         return (labels_BT != IGNORED).sum()
 
-    def in_forward(self, run: Run) -> bool:
+    def in_forward(self, run: RunConfig) -> bool:
         """Returns whether the gradients of a loss in pieces are taken with it, in forward.
 
         Then no logits are made twice. fp16 scales a loss before gradients, a compiler cannot see
@@ -130,8 +130,8 @@ class Objective(ABC):
             self.loss_chunk is not None
             and self.is_sum
             and run.parallelism.backward_is_next
-            and run.precision.compute is not Number.fp16
-            and run.compile.scope is not Scope.whole
+            and run.precision.compute is not FloatFormat.fp16
+            and run.compile.scope is not CompileScope.whole
         )
 
     def apply(self, module: ModelModule, *, in_forward: bool) -> None:
@@ -152,12 +152,15 @@ class Objective(ABC):
         ``weights``: gives those of the head if gradients are taken at once; None: pieces are made
         once more for backward.
         """
-        from scalewise.layouts.pieces import made_again, with_gradients
+        from scalewise.strategies.chunked_loss import (
+            chunked_loss_recomputed,
+            chunked_loss_with_gradients,
+        )
 
         def piece(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
             return self.summed(head(x_BCW), labels_BC)
 
         assert self.loss_chunk is not None
         if weights is None:
-            return made_again(piece, x_BTW, labels_BT, self.loss_chunk)
-        return with_gradients(piece, x_BTW, labels_BT, self.loss_chunk, weights())
+            return chunked_loss_recomputed(piece, x_BTW, labels_BT, self.loss_chunk)
+        return chunked_loss_with_gradients(piece, x_BTW, labels_BT, self.loss_chunk, weights())

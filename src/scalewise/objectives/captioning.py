@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.objectives.seq2seq import Seq2Seq
 
 if TYPE_CHECKING:
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
-@option("objective", "captioning")
+@register_option("objective", "captioning")
 @dataclass(frozen=True)
 class Captioning(Seq2Seq):
     """Predict each token of a caption from the picture and what is before it: cross-entropy, nats.
@@ -26,17 +26,17 @@ class Captioning(Seq2Seq):
     pictures = True
     known = "a model that reads pictures"
 
-    def of_another_kind(self, run: Run) -> Iterator[Complaint]:
+    def of_another_kind(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a model or data without pictures, or with those of another size."""
         reads, shows = run.model.image_size, run.data.image_size
         if not reads:
             chosen = run.choices.get("model", type(run.model).__name__)
             cure = "set model=hf model.path=FOLDER of a model as BLIP-2, or objective=causal_lm"
-            yield Complaint("model", chosen, "reads no pictures", cure)
+            yield ConfigIssue("model", chosen, "reads no pictures", cure)
         if not shows:
             chosen = run.choices.get("data", type(run.data).__name__)
             cure = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
-            yield Complaint("data", chosen, "has no pictures", cure)
+            yield ConfigIssue("data", chosen, "has no pictures", cure)
         if reads and shows and reads != shows:
             reason = f"is not the side of the pictures that the model reads, {reads}"
-            yield Complaint("data.image_size", shows, reason, f"set data.image_size={reads}")
+            yield ConfigIssue("data.image_size", shows, reason, f"set data.image_size={reads}")

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
-from scalewise.objectives.base import IGNORED, Objective
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.objectives.base import IGNORED, ObjectiveConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@option("objective", "causal_lm")
+@register_option("objective", "causal_lm")
 @dataclass(frozen=True)
-class CausalLM(Objective):
+class CausalLM(ObjectiveConfig):
     """Predict the next token: cross-entropy in nats."""
 
     is_sum: ClassVar[bool] = True
@@ -24,11 +24,11 @@ class CausalLM(Objective):
     label_smoothing: float = 0.0
     """Share of the target probability spread over the whole vocabulary."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         yield from super().complaints()
         if not 0 <= self.label_smoothing < 1:
-            yield Complaint(
+            yield ConfigIssue(
                 "objective.label_smoothing", self.label_smoothing, "is a share, in [0, 1)"
             )
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.objectives.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
-@option("objective", "classification")
+@register_option("objective", "classification")
 @dataclass(frozen=True)
 class Classification(CausalLM):
     """Tell the class of a text from its last token: cross-entropy in nats.
@@ -28,25 +28,25 @@ class Classification(CausalLM):
     measures = ("accuracy",)
     is_sum = False
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without classes, a head that has not one for each, or one that is frozen."""
         if not (number := len(run.data.classes)):
             chosen = run.choices.get("data", type(run.data).__name__)
             reason, cure = "has no classes", "set data=corpus_classes, or objective=causal_lm"
-            yield Complaint("data", chosen, reason, cure)
+            yield ConfigIssue("data", chosen, reason, cure)
         elif run.model.classes != number:
             named = ", ".join(run.data.classes)
             reason = f"and data.classes are {number}: {named}"
             cure = f"set model.classes={number} model.tied=false"
             if not run.model.has_key("classes"):
                 cure = f"set model=decoder_nano {cure[4:]}, or with another decoder of the suite"
-            yield Complaint("model.classes", run.model.classes, reason, cure)
+            yield ConfigIssue("model.classes", run.model.classes, reason, cure)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
             reason = "leaves the head of classes as it was drawn"
             trains = "trained" in vars(run.adapter)
             head = "'adapter.trained=[head]'"
             cure = f"set {head}" if trains else f"set adapter=lora {head}"
-            yield Complaint("adapter", run.choices.get("adapter"), reason, cure)
+            yield ConfigIssue("adapter", run.choices.get("adapter"), reason, cure)
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the cross-entropy of all labels, and how many are the likeliest class."""

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import LogProbabilities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
-@option("objective", "dpo")
+@register_option("objective", "dpo")
 @dataclass(frozen=True)
 class DPO(LogProbabilities):
     """Prefer, more than a reference does, the chosen answer to the rejected one.
@@ -35,20 +35,20 @@ class DPO(LogProbabilities):
     pairs = True
     measures = ("reward_margin", "reward_accuracy")
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         yield from super().complaints()
         if not self.beta > 0:
             cure = "set objective.beta=0.1"
-            yield Complaint("objective.beta", self.beta, "must be positive", cure)
+            yield ConfigIssue("objective.beta", self.beta, "must be positive", cure)
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without pairs."""
         if not run.data.pairs:
             chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has no pairs of answers to compare"
             cure = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
-            yield Complaint("data", chosen, reason, cure)
+            yield ConfigIssue("data", chosen, reason, cure)
 
     @property
     def reference(self) -> LogProbabilities:

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import TokenLogProbabilities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 EQUAL = 1e-4
 """Added to the deviation of a group's rewards, so that equal ones divide by something."""
 
 
-@option("objective", "grpo")
+@register_option("objective", "grpo")
 @dataclass(frozen=True)
 class GRPO(TokenLogProbabilities):
     """Answer each prompt several times; make likelier what earns more than the group's mean.
@@ -55,29 +55,29 @@ class GRPO(TokenLogProbabilities):
         """Returns the question of what it thinks of each token; None where it costs nothing."""
         return TokenLogProbabilities() if self.beta else None
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.loss_chunk is not None:
             reason = "sums over tokens, and this loss weighs each by its answer's reward"
-            yield Complaint("objective.loss_chunk", self.loss_chunk, reason, "leave it out")
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, "leave it out")
         if self.answers < 2:
             reason = "must be 2 or more: an answer is as good as others to its prompt are bad"
-            yield Complaint("objective.answers", self.answers, reason, "set objective.answers=8")
+            yield ConfigIssue("objective.answers", self.answers, reason, "set objective.answers=8")
         if not self.beta >= 0:
             cure = "set objective.beta=0"
-            yield Complaint("objective.beta", self.beta, "must be 0 or more", cure)
+            yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", cure)
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without answers to check, and a reference that is nowhere."""
         if not run.data.answer:
             chosen = run.choices.get("data", type(run.data).__name__)
             reason = "has no answers that can be checked"
             cure = "set data=reversal, or objective=causal_lm"
-            yield Complaint("data", chosen, reason, cure)
+            yield ConfigIssue("data", chosen, reason, cure)
         if self.beta > 0 and not run.adapter.turns_off:
             reason = "needs the model as it was, and nothing keeps it: no adapter can be turned off"
             cure = "set adapter=lora, or objective.beta=0"
-            yield Complaint("objective.beta", self.beta, reason, cure)
+            yield ConfigIssue("objective.beta", self.beta, reason, cure)
 
     def count(self, labels_BT: Tensor) -> Tensor:
         """Returns the answers that have labels; others fill batches up."""

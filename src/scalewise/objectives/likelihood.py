@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.objectives.base import IGNORED, Objective
+from scalewise.objectives.base import IGNORED, ObjectiveConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TokenLogProbabilities(Objective):
+class TokenLogProbabilities(ObjectiveConfig):
     """What a model thinks of each token."""
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class LogProbabilities(TokenLogProbabilities):
 
 
 @dataclass(frozen=True)
-class NextToken(Objective):
+class NextToken(ObjectiveConfig):
     """What a model thinks may follow one place of each sequence."""
 
     place: int = 0

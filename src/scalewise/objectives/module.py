@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from scalewise.adapters.spec import NoAdapter
-from scalewise.compilation import Scope
-from scalewise.config.registry import option
-from scalewise.errors import Complaint, ConfigError
-from scalewise.memory import Recompute
-from scalewise.objectives.base import Objective
-from scalewise.precision import Number
-from scalewise.quantization.spec import NoQuantization
-from scalewise.trainer import Trainer
+from scalewise.activation_checkpointing import Recompute
+from scalewise.adapters.config import NoAdapterConfig
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.objectives.base import ObjectiveConfig
+from scalewise.precision import FloatFormat
+from scalewise.quantization.config import NoQuantizationConfig
+from scalewise.torch_compile import CompileScope
+from scalewise.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 USUAL = {"model": "decoder_nano", "data": "corpus", "optimizer": "adamw", "schedule": "cosine"}
 """Groups that a module of the user's decides about, with what each is without one."""
@@ -27,9 +27,9 @@ LENGTHS = ("pipeline", "context", "tensor")
 """Axes of a mesh that cut a model, and not its rows or weights."""
 
 
-@option("objective", "module")
+@register_option("objective", "module")
 @dataclass(frozen=True)
-class UserModule(Objective):
+class UserModule(ObjectiveConfig):
     """A LightningModule of the user's: its steps, loss, optimizer and schedule are its own."""
 
     target: str = ""
@@ -42,29 +42,29 @@ class UserModule(Objective):
     of_user = True
     by_trace = True
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields a loss in pieces: a module takes its own."""
         if self.loss_chunk is not None:
             reason, cure = "a module of yours takes its own loss", "set objective.loss_chunk=null"
-            yield Complaint("objective.loss_chunk", self.loss_chunk, reason, cure)
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, cure)
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Raises ``NotImplementedError``: a module takes its own loss."""
         raise NotImplementedError
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what would pass the module by, and the layouts that it cannot be laid over."""
-        yield from _of_parts(run)
-        yield from _of_trainer(run.trainer)
-        yield from _of_layout(run)
+        yield from _group_issues(run)
+        yield from _trainer_issues(run.trainer)
+        yield from _parallelism_issues(run)
         yield from self.of_ledger(run, "a module of yours")
 
 
-@option("model", "module")
-@option("optimizer", "module")
-@option("schedule", "module")
+@register_option("model", "module")
+@register_option("optimizer", "module")
+@register_option("schedule", "module")
 @dataclass(frozen=True)
-class OfModule:
+class ModuleDecides:
     """What a module of the user's decides: it stands where a run has a spec of the suite's.
 
     Whatever the planner asks of it, the answer is a ``ConfigError``: only a trace knows.
@@ -73,7 +73,7 @@ class OfModule:
     imports: ClassVar[tuple[str, ...]] = ()
     """None that is known: its own packages are imported in its ranks."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields nothing: there is nothing to set."""
         yield from ()
 
@@ -86,59 +86,59 @@ class OfModule:
         raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
 
 
-def misplaced(run: Run) -> Iterator[Complaint]:
+def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields options of the suite beside a module of the user's, and ``module`` without one."""
     for group, usual in USUAL.items():
         spec = getattr(run, group)
-        decided = spec.of_user if group == "data" else isinstance(spec, OfModule)
+        decided = spec.of_user if group == "data" else isinstance(spec, ModuleDecides)
         chosen = run.choices.get(group, type(spec).__name__)
         if decided and not run.objective.of_user:
             cure = f"set objective=module, or {group}={usual}"
-            yield Complaint(group, chosen, "goes with a module of yours alone", cure)
+            yield ConfigIssue(group, chosen, "goes with a module of yours alone", cure)
         elif run.objective.of_user and not decided:
             reason = f"is not read by objective=module: a module of yours has its own {group}"
-            yield Complaint(group, chosen, reason, f"leave it out, or set {group}=module")
+            yield ConfigIssue(group, chosen, reason, f"leave it out, or set {group}=module")
 
 
-def _of_parts(run: Run) -> Iterator[Complaint]:
+def _group_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     recompute = getattr(run.memory, "recompute", None)
     for group, used in (
-        ("adapter", not isinstance(run.adapter, NoAdapter)),
-        ("quantization", not isinstance(run.quantization, NoQuantization)),
+        ("adapter", not isinstance(run.adapter, NoAdapterConfig)),
+        ("quantization", not isinstance(run.quantization, NoQuantizationConfig)),
         ("memory", recompute is not Recompute.nothing or run.memory.offload),
-        ("compile", run.compile.scope is not Scope.none),
+        ("compile", run.compile.scope is not CompileScope.none),
     ):
         if used:
             reason = "changes the suite's own models; a module of yours does as it is written"
-            yield Complaint(group, run.choices.get(group, ""), reason, f"set {group}=none")
+            yield ConfigIssue(group, run.choices.get(group, ""), reason, f"set {group}=none")
 
 
-def _of_trainer(trainer: Trainer) -> Iterator[Complaint]:
-    usual = Trainer()
+def _trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
+    usual = TrainerConfig()
     if trainer.micro_batch != usual.micro_batch:
         reason = "the loader of a data module of yours decides how many rows a batch has"
         cure = (
             f"set trainer.micro_batch={usual.micro_batch}, and what data.arguments say of batches"
         )
-        yield Complaint("trainer.micro_batch", trainer.micro_batch, reason, cure)
+        yield ConfigIssue("trainer.micro_batch", trainer.micro_batch, reason, cure)
     if trainer.global_batch is not None:
         reason = "a module of yours takes a step with each batch that its loader gives"
         cure = "set trainer.global_batch=null"
-        yield Complaint("trainer.global_batch", trainer.global_batch, reason, cure)
+        yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, cure)
     if trainer.max_tokens is not None:
         reason, cure = "a module of yours has no tokens to count", "set trainer.max_steps"
-        yield Complaint("trainer.max_tokens", trainer.max_tokens, reason, cure)
+        yield ConfigIssue("trainer.max_tokens", trainer.max_tokens, reason, cure)
     if trainer.validation_rows != usual.validation_rows:
         reason = "a module of yours validates on all that its loader gives"
         cure = f"set trainer.validation_rows={usual.validation_rows}"
-        yield Complaint("trainer.validation_rows", trainer.validation_rows, reason, cure)
+        yield ConfigIssue("trainer.validation_rows", trainer.validation_rows, reason, cure)
     epochs = trainer.max_epochs
     if epochs is not None and epochs % 1:
         cure = f"set trainer.max_epochs={max(1, round(epochs))}"
-        yield Complaint("trainer.max_epochs", epochs, "is no whole number of epochs", cure)
+        yield ConfigIssue("trainer.max_epochs", epochs, "is no whole number of epochs", cure)
 
 
-def _of_layout(run: Run) -> Iterator[Complaint]:
+def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     layout = run.parallelism
     yield from layout.complaints_on(run.hardware.device)
     sizes = getattr(layout, "sizes", {})
@@ -146,14 +146,14 @@ def _of_layout(run: Run) -> Iterator[Complaint]:
         if sizes.get(axis, 1) > 1:
             reason = "does not cut a module of yours: only rows and weights are shared out"
             cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
-            yield Complaint(f"parallelism.{axis}", sizes[axis], reason, cure)
+            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, cure)
     for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
         if (value := getattr(layout, key, "none")) not in (False, "none"):
             reason = "does not offload a module of yours"
             cure = f"set parallelism.{key}={'false' if value is True else 'none'}"
-            yield Complaint(f"parallelism.{key}", value, reason, cure)
-    scales = run.precision.compute is not Number.fp16
+            yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
+    scales = run.precision.compute is not FloatFormat.fp16
     if not scales and (sizes or layout.flattens_weights):
         chosen = run.choices.get("precision", "fp16")
         reason = "no gradients are scaled in this layout"
-        yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
+        yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
-from scalewise.optimizers.base import Optimizer, Slotted, betas_complaints
+from scalewise.optimizers.base import FixedStateOptimizerConfig, OptimizerConfig, betas_issues
 
 if TYPE_CHECKING:
     from torch import optim
@@ -23,7 +23,7 @@ SEARCHED = 24
 
 
 @dataclass(frozen=True)
-class Moments(Optimizer):
+class AdamBase(OptimizerConfig):
     """What every Adam is told."""
 
     beta1: float = 0.9
@@ -33,17 +33,17 @@ class Moments(Optimizer):
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
         yield from super().complaints()
-        yield from betas_complaints(self, "beta1", "beta2")
+        yield from betas_issues(self, "beta1", "beta2")
         if not self.epsilon > 0:
-            yield Complaint("optimizer.epsilon", self.epsilon, "must be positive")
+            yield ConfigIssue("optimizer.epsilon", self.epsilon, "must be positive")
 
 
-@option("optimizer", "adamw")
+@register_option("optimizer", "adamw")
 @dataclass(frozen=True)
-class AdamW(Moments, Slotted):
+class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     fused: bool = True
@@ -63,15 +63,15 @@ class AdamW(Moments, Slotted):
         betas = (self.beta1, self.beta2)
         settings: dict[str, Any] = {"lr": self.lr, "betas": betas, "eps": self.epsilon}
         if self.offload:
-            from scalewise.optimizers.offloaded import HostAdamW
+            from scalewise.optimizers.cpu_offload_adam import CPUOffloadAdamW
 
-            return HostAdamW(list(groups), **settings)
+            return CPUOffloadAdamW(list(groups), **settings)
         return optim.AdamW(groups, **settings, fused=self.fused)
 
 
-@option("optimizer", "adamw_paged")
+@register_option("optimizer", "adamw_paged")
 @dataclass(frozen=True)
-class PagedAdamW(Moments):
+class PagedAdamWConfig(AdamBase):
     """AdamW whose moments CUDA's driver moves to the host where a device has no room for them.
 
     By bitsandbytes (Dettmers et al., 2023, QLoRA, section 3). On the CPU nothing is moved.
@@ -98,7 +98,7 @@ class PagedAdamW(Moments):
 
 
 @dataclass(frozen=True)
-class _Blockwise(Moments):
+class _LowBitAdamWConfig(AdamBase):
     """AdamW whose moments are codes of few bits with a scale for every block of numbers.
 
     Dettmers et al., 2021 (8 bits) and Li et al., 2023 (4 bits), by torchao.
@@ -136,9 +136,9 @@ class _Blockwise(Moments):
 
     def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torchao's AdamW."""
-        from scalewise.optimizers import blockwise
+        from scalewise.optimizers import low_bit_adam
 
-        kind = blockwise.AdamW8bit if self.bits == 8 else blockwise.AdamW4bit
+        kind = low_bit_adam.AdamW8bit if self.bits == 8 else low_bit_adam.AdamW4bit
         return kind(
             groups,
             lr=self.lr,
@@ -148,18 +148,18 @@ class _Blockwise(Moments):
         )
 
 
-@option("optimizer", "adamw_8bit")
+@register_option("optimizer", "adamw_8bit")
 @dataclass(frozen=True)
-class AdamW8bit(_Blockwise):
+class AdamW8bitConfig(_LowBitAdamWConfig):
     """AdamW with moments of 8 bits, in blocks of 256 (Dettmers et al., 2021)."""
 
     bits = 8
     block = 256
 
 
-@option("optimizer", "adamw_4bit")
+@register_option("optimizer", "adamw_4bit")
 @dataclass(frozen=True)
-class AdamW4bit(_Blockwise):
+class AdamW4bitConfig(_LowBitAdamWConfig):
     """AdamW with moments of 4 bits, in blocks of 128 (Li et al., 2023)."""
 
     bits = 4

@@ -10,18 +10,18 @@ from importlib.util import find_spec
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scalewise.errors import Complaint
+from scalewise.errors import ConfigIssue
 from scalewise.models.base import Weight
-from scalewise.precision import Number
+from scalewise.precision import FloatFormat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
 @dataclass(frozen=True)
-class Optimizer(ABC):
+class OptimizerConfig(ABC):
     """An optimizer as a spec."""
 
     lr: float = 3e-4
@@ -109,24 +109,24 @@ class Optimizer(ABC):
                 factor *= by
         return {"lr": self.lr * factor, "weight_decay": self.weight_decay if decays else 0.0}
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields rates that cannot train and patterns that cannot be read."""
         if not (isfinite(self.lr) and self.lr > 0):
-            yield Complaint("optimizer.lr", self.lr, "must be a positive number")
+            yield ConfigIssue("optimizer.lr", self.lr, "must be a positive number")
         if not (isfinite(self.weight_decay) and self.weight_decay >= 0):
-            yield Complaint("optimizer.weight_decay", self.weight_decay, "must be 0 or more")
+            yield ConfigIssue("optimizer.weight_decay", self.weight_decay, "must be 0 or more")
         for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
             for pattern in patterns:
                 try:
                     re.compile(pattern)
                 except re.error as error:
-                    yield Complaint(f"optimizer.{key}", pattern, f"is no pattern: {error}")
+                    yield ConfigIssue(f"optimizer.{key}", pattern, f"is no pattern: {error}")
         for pattern, factor in self.lr_factors.items():
             if not (isfinite(factor) and factor >= 0):
                 key = f"optimizer.lr_factors.{pattern}"
-                yield Complaint(key, factor, "must be 0 or more", "leave the weights out of it")
+                yield ConfigIssue(key, factor, "must be 0 or more", "leave the weights out of it")
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields patterns that no trained weight bears, and what a step in backward comes before.
 
         A layout says for itself whether a gradient is whole by then.
@@ -139,35 +139,35 @@ class Optimizer(ABC):
                 if not any(re.search(pattern, name) for name in names):
                     reason = "is found in no name of a trained weight"
                     cure = f"the first are {', '.join(names[:3])}" if names else ""
-                    yield Complaint(f"optimizer.{key}", pattern, reason, cure)
+                    yield ConfigIssue(f"optimizer.{key}", pattern, reason, cure)
 
-    def _too_late(self, run: Run) -> Iterator[Complaint]:
+    def _too_late(self, run: RunConfig) -> Iterator[ConfigIssue]:
         key = "optimizer.in_backward"
         if run.accumulation > 1:
             reason = f"steps before the gradients of {run.accumulation} micro batches are summed up"
             cure = f"set trainer.global_batch={run.rows_per_pass}"
-            yield Complaint(key, True, reason, cure)
+            yield ConfigIssue(key, True, reason, cure)
         if run.trainer.clip_norm is not None:
             reason = "steps before the norm of the whole gradient is known"
-            yield Complaint(key, True, reason, "set trainer.clip_norm=null")
-        if run.precision.compute is Number.fp16:
+            yield ConfigIssue(key, True, reason, "set trainer.clip_norm=null")
+        if run.precision.compute is FloatFormat.fp16:
             reason = "steps before a scaled gradient is known to be finite"
-            yield Complaint(key, True, reason, "set precision=bf16_mixed")
+            yield ConfigIssue(key, True, reason, "set precision=bf16_mixed")
         if self.averages:
             reason = "would count the steps of weights that have none"
-            yield Complaint(key, True, reason, "set optimizer=adamw")
+            yield ConfigIssue(key, True, reason, "set optimizer=adamw")
 
-    def machine_complaints(self) -> Iterator[Complaint]:
+    def machine_complaints(self) -> Iterator[ConfigIssue]:
         """Yields packages that are not installed."""
         for package in self.packages:
             if find_spec(package) is None:
                 reason = f"needs {package}, which is not installed"
                 cure = "pip install 'scalewise[optimizers]'"
-                yield Complaint("optimizer", type(self).__name__, reason, cure)
+                yield ConfigIssue("optimizer", type(self).__name__, reason, cure)
 
 
 @dataclass(frozen=True)
-class Slotted(Optimizer):
+class FixedStateOptimizerConfig(OptimizerConfig):
     """An optimizer that holds whole numbers of state for each number of a weight."""
 
     @property
@@ -180,9 +180,9 @@ class Slotted(Optimizer):
         return self.slots * weight.share(shards) * held
 
 
-def betas_complaints(optimizer: Optimizer, *keys: str) -> Iterator[Complaint]:
+def betas_issues(optimizer: OptimizerConfig, *keys: str) -> Iterator[ConfigIssue]:
     """Yields decays of moments that are not in [0, 1)."""
     for key in keys:
         value = getattr(optimizer, key)
         if not 0 <= value < 1:
-            yield Complaint(f"optimizer.{key}", value, "must be in [0, 1)")
+            yield ConfigIssue(f"optimizer.{key}", value, "must be in [0, 1)")

@@ -43,7 +43,7 @@ class PagedAdamW(AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for slot in ("exp_avg", "exp_avg_sq"):
-                state[slot] = room(parameter)
+                state[slot] = allocate_moment(parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
         functional.optimizer_update_32bit(
@@ -65,10 +65,10 @@ class PagedAdamW(AdamW):
         """Puts the moments that a checkpoint held where they are paged."""
         state = self.state[parameter]
         for slot in ("exp_avg", "exp_avg_sq"):
-            state[slot] = room(parameter).copy_(state[slot])
+            state[slot] = allocate_moment(parameter).copy_(state[slot])
 
 
-def room(parameter: nn.Parameter) -> Tensor:
+def allocate_moment(parameter: nn.Parameter) -> Tensor:
     """Returns a moment of a weight that has not moved yet."""
     if not parameter.is_cuda:
         return torch.zeros_like(parameter, dtype=torch.float32)

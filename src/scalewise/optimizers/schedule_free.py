@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
-from scalewise.optimizers.adam import Moments
-from scalewise.optimizers.base import Slotted
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.optimizers.adam import AdamBase
+from scalewise.optimizers.base import FixedStateOptimizerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, optim
 
-    from scalewise.run import Run
+    from scalewise.run_config import RunConfig
 
 
-@option("optimizer", "schedule_free")
+@register_option("optimizer", "schedule_free")
 @dataclass(frozen=True)
-class ScheduleFree(Moments, Slotted):
+class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
     """Schedule-free AdamW (Defazio et al., 2024), by its authors' package.
 
     Gradients are taken between the place it steps from and the average of all places, which is
@@ -44,16 +44,16 @@ class ScheduleFree(Moments, Slotted):
         """Returns 2: the place it steps from, and the second moment."""
         return 2
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a schedule that falls, and shared state."""
         yield from super().complaints_with(run)
         if run.schedule.falls:
             chosen = run.choices.get("schedule", type(run.schedule).__name__.lower())
             reason = "lowers a rate that schedule_free averages over"
-            yield Complaint("schedule", chosen, reason, "set schedule=constant")
+            yield ConfigIssue("schedule", chosen, reason, "set schedule=constant")
         if self.shard:
             reason = "is for optimizers that train where they are judged"
-            yield Complaint("optimizer.shard", True, reason, "set optimizer.shard=false")
+            yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")
 
     def averaged(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]

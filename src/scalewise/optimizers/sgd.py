@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
-from scalewise.optimizers.base import Slotted, betas_complaints
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.optimizers.base import FixedStateOptimizerConfig, betas_issues
 
 if TYPE_CHECKING:
     from torch import optim
 
 
-@option("optimizer", "sgd")
+@register_option("optimizer", "sgd")
 @dataclass(frozen=True)
-class SGD(Slotted):
+class SGDConfig(FixedStateOptimizerConfig):
     """Stochastic gradient descent with momentum: the honest judge of gradient scale."""
 
     lr: float = 0.1
@@ -33,12 +33,12 @@ class SGD(Slotted):
         """Returns 1 with momentum, else 0."""
         return 1 if self.momentum else 0
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields rates out of range and Nesterov without momentum."""
         yield from super().complaints()
-        yield from betas_complaints(self, "momentum")
+        yield from betas_issues(self, "momentum")
         if self.nesterov and not self.momentum:
-            yield Complaint(
+            yield ConfigIssue(
                 "optimizer.nesterov", True, "needs momentum", "set optimizer.momentum=0.9"
             )
 
@@ -49,9 +49,9 @@ class SGD(Slotted):
         return optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
 
-@option("optimizer", "lion")
+@register_option("optimizer", "lion")
 @dataclass(frozen=True)
-class Lion(Slotted):
+class LionConfig(FixedStateOptimizerConfig):
     """The sign of an interpolated momentum (Chen et al., 2023): a third of AdamW's rate or less."""
 
     lr: float = 1e-4
@@ -66,13 +66,13 @@ class Lion(Slotted):
         """Returns 1: the momentum."""
         return 1
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
         yield from super().complaints()
-        yield from betas_complaints(self, "beta1", "beta2")
+        yield from betas_issues(self, "beta1", "beta2")
 
     def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns a Lion."""
-        from scalewise.optimizers import stepping
+        from scalewise.optimizers import implementations
 
-        return stepping.Lion(groups, lr=self.lr, betas=(self.beta1, self.beta2))
+        return implementations.Lion(groups, lr=self.lr, betas=(self.beta1, self.beta2))

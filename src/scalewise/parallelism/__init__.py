@@ -1,5 +1,5 @@
 """How a run is laid over devices: one spec per kind of layout, their real objects in layouts/."""
 
-from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 
-__all__ = ["DEFAULT_CPU_RANKS", "Parallelism"]
+__all__ = ["DEFAULT_CPU_RANKS", "ParallelismConfig"]

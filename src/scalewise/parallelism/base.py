@@ -6,20 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from scalewise.errors import Complaint
+from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 
 if TYPE_CHECKING:
-    from scalewise.layouts.base import Layout
-    from scalewise.parallelism.collectives import Collective
-    from scalewise.parallelism.holds import Holds
-    from scalewise.run import Run
+    from scalewise.parallelism.communication import Collective
+    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.run_config import RunConfig
+    from scalewise.strategies.base import ParallelStrategy
 
 DEFAULT_CPU_RANKS = 2
 """Size of an axis on the CPU when none is asked for: the least that is parallel."""
 
 
-class Parallelism(ABC):
+class ParallelismConfig(ABC):
     """A layout as a spec."""
 
     shares_optimizer_out = False
@@ -84,29 +84,29 @@ class Parallelism(ABC):
         """
         return self
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout."""
         yield from ()
 
-    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+    def complaints_on(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields what a kind of device lacks for this layout, whatever is trained."""
         yield from ()
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what this layout cannot do with the other parts of ``run``."""
         if run.optimizer.in_backward and self.sums_late:
             reason = "steps before the gradient is whole, which in this layout it is at the end"
             cure = "set optimizer.in_backward=false, or parallelism=fsdp"
-            yield Complaint("optimizer.in_backward", True, reason, cure)
+            yield ConfigIssue("optimizer.in_backward", True, reason, cure)
         if run.optimizer.shard and not self.shares_optimizer_out:
             reason = "this layout has no replicas that could share the state out"
             cure = "set optimizer.shard=false, or parallelism=ddp"
-            yield Complaint("optimizer.shard", True, reason, cure)
+            yield ConfigIssue("optimizer.shard", True, reason, cure)
         if run.optimizer.offload and not self.offloads_optimizer:
             reason = "steps whole weights in host memory, and this layout has a way of its own"
             own = "offload_optimizer=cpu" if self.flattens_weights else "cpu_offload=true"
             cure = f"set optimizer.offload=false parallelism.{own}"
-            yield Complaint("optimizer.offload", True, reason, cure)
+            yield ConfigIssue("optimizer.offload", True, reason, cure)
         gathered = run.optimizer.gathers_shards and self.shards_alone
         asks_whole = run.optimizer.uses_whole_weights and self.cuts_weights and not gathered
         if asks_whole or (self.flattens_weights and not run.optimizer.elementwise):
@@ -116,9 +116,9 @@ class Parallelism(ABC):
                 reason = "needs each weight by itself, and this layout steps them as one vector"
             better = "fsdp" if run.optimizer.gathers_shards else "ddp"
             cure = f"set optimizer=adamw, or parallelism={better}"
-            yield Complaint("optimizer", chosen, reason, cure)
+            yield ConfigIssue("optimizer", chosen, reason, cure)
 
-    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step of ``run``."""
         return ()
 
@@ -127,7 +127,7 @@ class Parallelism(ABC):
         ranks = self.world_size
         return ranks, devices_per_node is not None and ranks > devices_per_node
 
-    def unlike_ranks(self, run: Run) -> tuple[int, ...]:
+    def unlike_ranks(self, run: RunConfig) -> tuple[int, ...]:
         """Returns one rank of each kind that holds another share than the rest."""
         return (0,)
 
@@ -137,20 +137,20 @@ class Parallelism(ABC):
         return ""
 
     @abstractmethod
-    def holds(self, run: Run, rank: int = 0) -> Holds:
+    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns what a rank holds of ``run`` and works on."""
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""
         return tuple(range(self.world_size))
 
-    def machine_complaints(self, run: Run) -> Iterator[Complaint]:
+    def machine_complaints(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what the present machine lacks for this layout of ``run``."""
         yield from ()
 
-    def prepare(self, run: Run) -> None:  # noqa: B027 (few layouts need anything)
+    def prepare(self, run: RunConfig) -> None:  # noqa: B027 (few layouts need anything)
         """Makes, before there are ranks, what all of them need."""
 
     @abstractmethod
-    def strategy(self, device: DeviceKind) -> Layout:
+    def strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns the Lightning strategy for a kind of device, in one of the ranks' processes."""

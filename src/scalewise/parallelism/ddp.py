@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import Weight
-from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 
 if TYPE_CHECKING:
-    from scalewise.layouts.base import Layout
-    from scalewise.parallelism.collectives import Collective
-    from scalewise.parallelism.holds import Holds
-    from scalewise.run import Run
+    from scalewise.parallelism.communication import Collective
+    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.run_config import RunConfig
+    from scalewise.strategies.base import ParallelStrategy
 
 
 class CommHook(StrEnum):
@@ -36,9 +36,9 @@ class CommHook(StrEnum):
         return self in (CommHook.powersgd, CommHook.fp16_powersgd)
 
 
-@option("parallelism", "ddp")
+@register_option("parallelism", "ddp")
 @dataclass(frozen=True)
-class DDP(Parallelism):
+class DDPConfig(ParallelismConfig):
     """Every rank holds the model and sees other rows; gradients are averaged (Li et al., 2020)."""
 
     shares_optimizer_out = True
@@ -80,56 +80,56 @@ class DDP(Parallelism):
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout."""
         for key in ("replicas", "powersgd_rank", "averaging_period"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                yield Complaint(f"parallelism.{key}", value, "must be 1 or more")
+                yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more")
         if not self.bucket_mib > 0:
-            yield Complaint("parallelism.bucket_mib", self.bucket_mib, "must be positive")
+            yield ConfigIssue("parallelism.bucket_mib", self.bucket_mib, "must be positive")
         least = 2 if self.comm_hook.is_powersgd else 0
         if self.lossless_steps < least:
             reason = f"must be {least} or more with comm_hook={self.comm_hook}"
             cure = f"set parallelism.lossless_steps={least}"
-            yield Complaint("parallelism.lossless_steps", self.lossless_steps, reason, cure)
+            yield ConfigIssue("parallelism.lossless_steps", self.lossless_steps, reason, cure)
 
-    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+    def complaints_on(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields a hook that gloo lacks."""
         if self.comm_hook is CommHook.bf16 and device is DeviceKind.cpu:
-            yield Complaint(
+            yield ConfigIssue(
                 "parallelism.comm_hook",
                 "bf16",
                 "gloo cannot reduce bf16: torch offers this hook over NCCL alone",
                 "set parallelism.comm_hook=fp16",
             )
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields hooks that the device or the optimizer rules out."""
         yield from super().complaints_with(run)
         yield from self.complaints_on(run.hardware.device)
         hook = self.comm_hook
         if hook is CommHook.post_local_sgd and run.optimizer.shard:
-            yield Complaint(
+            yield ConfigIssue(
                 "optimizer.shard",
                 True,
                 "each weight would move by its owner's rows alone between averages",
                 "set optimizer.shard=false, or another parallelism.comm_hook",
             )
         if self.static_graph and run.accumulation > 1:
-            yield Complaint(
+            yield ConfigIssue(
                 "parallelism.static_graph",
                 True,
                 f"torch's DDP fails on a static graph with {run.accumulation} micro batches a step",
                 f"set parallelism.static_graph=false, or trainer.global_batch={run.rows_per_pass}",
             )
 
-    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns one reduction of the whole gradient, in buckets; PowerSGD's is of factors.
 
         PowerSGD counts as once its lossless steps are over, post-local SGD as before.
         """
-        from scalewise.parallelism.collectives import Collective, Kind
+        from scalewise.parallelism.communication import Collective, CollectiveKind
 
         if self.world_size == 1:
             return ()
@@ -140,7 +140,7 @@ class DDP(Parallelism):
         if self.comm_hook.is_powersgd:
             numbers = self._factors(trained)
         return tuple(
-            Collective(Kind.all_reduce, ("replicate",), count * each, 1, what, hides=True)
+            Collective(CollectiveKind.all_reduce, ("replicate",), count * each, 1, what, hides=True)
             for what, count in numbers.items()
             if count
         )
@@ -160,18 +160,18 @@ class DDP(Parallelism):
                 whole += weight.count
         return {"gradients": whole, "left factors": left, "right factors": right}
 
-    def holds(self, run: Run, rank: int = 0) -> Holds:
+    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything, gradients in buckets, and the state shared out if asked."""
-        from scalewise.parallelism.holds import of_replicas
+        from scalewise.parallelism.rank_memory import replicated_memory
 
         states = self.world_size if run.optimizer.shard else 1
         copied = self.world_size > 1 and not self.gradient_as_bucket_view
         copies = copied * run.trained * run.precision.parameters.bytes
         buckets = self.gradient_as_bucket_view
-        return replace(of_replicas(run), buckets=buckets, states=states, copies=copies)
+        return replace(replicated_memory(run), buckets=buckets, states=states, copies=copies)
 
-    def strategy(self, device: DeviceKind) -> Layout:
+    def strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""
-        from scalewise.layouts.ddp import DDPLayout
+        from scalewise.strategies.ddp import DataParallelStrategy
 
-        return DDPLayout(self)
+        return DataParallelStrategy(self)

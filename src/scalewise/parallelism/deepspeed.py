@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
-from scalewise.compilation import Scope
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.optimizers import AdamW
-from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
-from scalewise.precision import Number
-from scalewise.typed_override import typed
+from scalewise.optimizers import AdamWConfig
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
+from scalewise.precision import FloatFormat
+from scalewise.torch_compile import CompileScope
+from scalewise.typed_override import format_override
 from scalewise.units import MIB
 
 if TYPE_CHECKING:
-    from scalewise.layouts.base import Layout
-    from scalewise.parallelism.collectives import Collective
-    from scalewise.parallelism.holds import Holds
-    from scalewise.run import Run
+    from scalewise.parallelism.communication import Collective
+    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.run_config import RunConfig
+    from scalewise.strategies.base import ParallelStrategy
 
 
 LIVE = 1_000_000_000
 """Numbers that stage 3 leaves whole between two uses: ``max_live_parameters`` by default."""
 
 
-class Offload(StrEnum):
+class OffloadTarget(StrEnum):
     """Where something lives that is not at work."""
 
     none = "none"
@@ -38,9 +38,9 @@ class Offload(StrEnum):
     nvme = "nvme"
 
 
-@option("parallelism", "deepspeed")
+@register_option("parallelism", "deepspeed")
 @dataclass(frozen=True)
-class DeepSpeed(Parallelism):
+class DeepSpeedConfig(ParallelismConfig):
     """Replicas that share out what they hold (Rajbhandari et al., 2020, ZeRO).
 
     Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
@@ -52,9 +52,9 @@ class DeepSpeed(Parallelism):
     """What is shared out: 1 optimizer state, 2 gradients as well, 3 weights as well."""
     replicas: int | None = None
     """Number of ranks; None: every device of the machine, or two ranks on the CPU."""
-    offload_optimizer: Offload = Offload.none
+    offload_optimizer: OffloadTarget = OffloadTarget.none
     """Where optimizer state lives, and is stepped by the processor; nvme: stage 3 alone."""
-    offload_parameters: Offload = Offload.none
+    offload_parameters: OffloadTarget = OffloadTarget.none
     """Where shards of the weights live; stage 3 alone."""
     nvme_path: str | None = None
     """Folder on a fast disk for ``nvme``; None: in the suite's cache."""
@@ -87,8 +87,8 @@ class DeepSpeed(Parallelism):
     def extensions(self) -> tuple[str, ...]:
         """Returns the native code of DeepSpeed that has to be compiled for this layout."""
         optimizer, parameters = self.offload_optimizer, self.offload_parameters
-        on_disk = Offload.nvme in (optimizer, parameters)
-        return ("cpu_adam",) * (optimizer is not Offload.none) + ("async_io",) * on_disk
+        on_disk = OffloadTarget.nvme in (optimizer, parameters)
+        return ("cpu_adam",) * (optimizer is not OffloadTarget.none) + ("async_io",) * on_disk
 
     def settle(self, devices: int | None) -> Self:
         """Returns the layout with ``replicas`` filled in."""
@@ -96,23 +96,23 @@ class DeepSpeed(Parallelism):
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout, and what only stage 3 can do."""
         if self.stage not in (1, 2, 3):
-            yield Complaint("parallelism.stage", self.stage, "ZeRO has stages 1, 2 and 3")
+            yield ConfigIssue("parallelism.stage", self.stage, "ZeRO has stages 1, 2 and 3")
             return
         for key in ("replicas", "hierarchical"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                yield Complaint(f"parallelism.{key}", value, "must be 1 or more")
+                yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more")
                 return
         if not self.bucket_mib >= 1:
-            yield Complaint("parallelism.bucket_mib", self.bucket_mib, "must be 1 or more")
+            yield ConfigIssue("parallelism.bucket_mib", self.bucket_mib, "must be 1 or more")
         if self.keep_whole_below < 0:
             key = "parallelism.keep_whole_below"
-            yield Complaint(key, self.keep_whole_below, "must be 0 or more")
+            yield ConfigIssue(key, self.keep_whole_below, "must be 0 or more")
         if self.world_size % self.hierarchical:
-            yield Complaint(
+            yield ConfigIssue(
                 "parallelism.hierarchical",
                 self.hierarchical,
                 f"does not divide the {self.world_size} replicas",
@@ -121,13 +121,13 @@ class DeepSpeed(Parallelism):
         if self.stage < 3:
             yield from self._of_lower_stages()
 
-    def _of_lower_stages(self) -> Iterator[Complaint]:
-        if self.offload_optimizer is Offload.nvme:
+    def _of_lower_stages(self) -> Iterator[ConfigIssue]:
+        if self.offload_optimizer is OffloadTarget.nvme:
             reason = f"stage {self.stage} keeps optimizer state in memory"
             cure = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
-            yield Complaint("parallelism.offload_optimizer", "nvme", reason, cure)
+            yield ConfigIssue("parallelism.offload_optimizer", "nvme", reason, cure)
         untouched = {
-            "offload_parameters": Offload.none,
+            "offload_parameters": OffloadTarget.none,
             "hierarchical": 1,
             "quantized_weights": False,
             "quantized_gradients": False,
@@ -135,37 +135,39 @@ class DeepSpeed(Parallelism):
         for key, none in untouched.items():
             if (value := getattr(self, key)) != none:
                 reason = f"stage {self.stage} keeps every rank's weights whole"
-                cure = f"set parallelism.stage=3, or {typed(f'parallelism.{key}', none)}"
-                yield Complaint(f"parallelism.{key}", value, reason, cure)
+                cure = f"set parallelism.stage=3, or {format_override(f'parallelism.{key}', none)}"
+                yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
 
-    def complaints_on(self, device: DeviceKind) -> Iterator[Complaint]:
+    def complaints_on(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields kernels that the CPU lacks."""
         for key in ("quantized_weights", "quantized_gradients"):
             if getattr(self, key) and device is DeviceKind.cpu:
                 reason = "DeepSpeed has kernels that quantize for CUDA alone"
-                yield Complaint(f"parallelism.{key}", True, reason, f"set parallelism.{key}=false")
+                yield ConfigIssue(
+                    f"parallelism.{key}", True, reason, f"set parallelism.{key}=false"
+                )
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
         yield from super().complaints_with(run)
-        if self.stage == 3 and run.compile.scope is not Scope.none:
-            yield Complaint(
+        if self.stage == 3 and run.compile.scope is not CompileScope.none:
+            yield ConfigIssue(
                 "compile.scope",
                 run.compile.scope.value,
                 "torch cannot trace DeepSpeed's hooks that gather the weights of stage 3",
                 "set compile=none, or parallelism=fsdp or deepspeed_zero2",
             )
-        if run.precision.compute is Number.fp16:
-            yield Complaint(
+        if run.precision.compute is FloatFormat.fp16:
+            yield ConfigIssue(
                 "precision",
                 run.choices.get("precision", "fp16"),
                 "DeepSpeed keeps its loss scale to itself, so that no checkpoint could resume it",
                 "set precision=bf16_mixed, or parallelism=ddp",
             )
         offloaded = self.offload_optimizer
-        steps_elsewhere = run.optimizer.elementwise and not isinstance(run.optimizer, AdamW)
-        if offloaded is not Offload.none and steps_elsewhere:
-            yield Complaint(
+        steps_elsewhere = run.optimizer.elementwise and not isinstance(run.optimizer, AdamWConfig)
+        if offloaded is not OffloadTarget.none and steps_elsewhere:
+            yield ConfigIssue(
                 "optimizer",
                 run.choices.get("optimizer", type(run.optimizer).__name__),
                 f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
@@ -179,26 +181,26 @@ class DeepSpeed(Parallelism):
         reason = "averages the weights of the module, and DeepSpeed's masters would undo it"
         return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
 
-    def machine_complaints(self, run: Run) -> Iterator[Complaint]:
+    def machine_complaints(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what has to be installed first."""
         if importlib.util.find_spec("deepspeed") is None:
             chosen = run.choices.get("parallelism", "deepspeed")
             cure = "pip install 'scalewise[deepspeed]'"
-            yield Complaint("parallelism", chosen, "deepspeed is not installed", cure)
+            yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", cure)
         if "async_io" in self.extensions and ctypes.util.find_library("aio") is None:
             key = "offload_optimizer"
-            if self.offload_optimizer is not Offload.nvme:
+            if self.offload_optimizer is not OffloadTarget.nvme:
                 key = "offload_parameters"
             cure = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
-            yield Complaint(f"parallelism.{key}", "nvme", "needs libaio", cure)
+            yield ConfigIssue(f"parallelism.{key}", "nvme", "needs libaio", cure)
 
-    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns the gradients' way to their owners, and the weights' way back.
 
         Stage 1 reduces once a step, 2 and 3 each micro batch; 3 gathers weights before each
         forward and backward, the others once (Rajbhandari et al., 2020, section 7).
         """
-        from scalewise.parallelism.collectives import Collective, Kind
+        from scalewise.parallelism.communication import Collective, CollectiveKind
 
         if self.world_size == 1:
             return ()
@@ -215,14 +217,19 @@ class DeepSpeed(Parallelism):
         axes, late = ("replicate",), self.stage == 3
         return (
             Collective(
-                Kind.reduce_scatter, axes, sent, reduced, "gradients", hides=self.overlap_comm
+                CollectiveKind.reduce_scatter,
+                axes,
+                sent,
+                reduced,
+                "gradients",
+                hides=self.overlap_comm,
             ),
-            Collective(Kind.all_gather, axes, gathered, gathers, "weights", hides=late),
+            Collective(CollectiveKind.all_gather, axes, gathered, gathers, "weights", hides=late),
         )
 
-    def holds(self, run: Run, rank: int = 0) -> Holds:
+    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything that the stage does not share out."""
-        from scalewise.parallelism.holds import Zero, of_replicas, shape
+        from scalewise.parallelism.rank_memory import ZeroMemory, forward_spec, replicated_memory
 
         ranks, stage, precision = self.world_size, self.stage, run.precision
         summed = precision.compute if stage == 1 else precision.parameters
@@ -230,9 +237,9 @@ class DeepSpeed(Parallelism):
         if not self.contiguous_gradients:  # gradients wait where they are; stage 3 joins them
             buckets = 2 if stage == 3 else 1
         return replace(
-            of_replicas(run),
-            shape=shape(run, run.sequences_per_pass, run.data.sequence, cast=True),
-            zero=Zero(
+            replicated_memory(run),
+            shape=forward_spec(run, run.sequences_per_pass, run.data.sequence, cast=True),
+            zero=ZeroMemory(
                 stage,
                 weights=precision.compute.bytes,
                 masters=precision.parameters.bytes,
@@ -245,13 +252,13 @@ class DeepSpeed(Parallelism):
             states=ranks,
             gradients=ranks if stage >= 2 else 1,
             parameters=ranks if stage == 3 else 1,
-            states_on_host=self.offload_optimizer is not Offload.none,
-            parameters_on_host=self.offload_parameters is not Offload.none,
-            states_on_disk=self.offload_optimizer is Offload.nvme,
-            parameters_on_disk=self.offload_parameters is Offload.nvme,
+            states_on_host=self.offload_optimizer is not OffloadTarget.none,
+            parameters_on_host=self.offload_parameters is not OffloadTarget.none,
+            states_on_disk=self.offload_optimizer is OffloadTarget.nvme,
+            parameters_on_disk=self.offload_parameters is OffloadTarget.nvme,
         )
 
-    def config(self, run: Run, nvme: str, parameters: int, trained: int) -> dict[str, Any]:
+    def config(self, run: RunConfig, nvme: str, parameters: int, trained: int) -> dict[str, Any]:
         """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.
 
         ``parameters`` are the numbers of the model, ``trained`` those that have gradients.
@@ -279,9 +286,9 @@ class DeepSpeed(Parallelism):
             ("offload_optimizer", self.offload_optimizer),
             ("offload_param", self.offload_parameters),
         ):
-            if place is not Offload.none:
+            if place is not OffloadTarget.none:
                 zero[key] = {"device": place.value, "nvme_path": nvme}
-        if self.offload_parameters is Offload.nvme:  # DeepSpeed's default buffers take 2 GB
+        if self.offload_parameters is OffloadTarget.nvme:  # DeepSpeed's default buffers take 2 GB
             zero["offload_param"]["buffer_size"] = max(weight.count for weight in run.census())
         return {
             "train_micro_batch_size_per_gpu": run.micro_batch,
@@ -295,15 +302,15 @@ class DeepSpeed(Parallelism):
     def _bucket(self, parameters: int) -> int:
         return min(int(self.bucket_mib * MIB / 4), max(parameters, 1024))
 
-    def _numbers(self, run: Run) -> Mapping[str, Any]:
+    def _numbers(self, run: RunConfig) -> Mapping[str, Any]:
         """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.
 
         Micro batches are summed up in fp32, but in bf16 by stage 1: DeepSpeed would otherwise
         take another optimizer there, which keeps every rank's gradients whole.
         """
-        if run.precision.compute is not Number.bf16:
+        if run.precision.compute is not FloatFormat.bf16:
             return {}
-        throughout = run.precision.parameters is Number.bf16
+        throughout = run.precision.parameters is FloatFormat.bf16
         bf16 = {
             "enabled": True,
             "bf16_master_weights_and_grads": throughout,
@@ -318,16 +325,16 @@ class DeepSpeed(Parallelism):
             "data_types": {"grad_accum_dtype": summed},
         }
 
-    def prepare(self, run: Run) -> None:
+    def prepare(self, run: RunConfig) -> None:
         """Compiles DeepSpeed's native code where this machine has not done so yet."""
         if self.extensions:
-            from scalewise.layouts import extensions
+            from scalewise.strategies import deepspeed_ops
 
             for name in self.extensions:
-                extensions.built(name, run.hardware.device)
+                deepspeed_ops.build_extension(name, run.hardware.device)
 
-    def strategy(self, device: DeviceKind) -> Layout:
+    def strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's DeepSpeed strategy, on CUDA or the CPU."""
-        from scalewise.layouts.deepspeed import DeepSpeedLayout
+        from scalewise.strategies.deepspeed import ScalewiseDeepSpeedStrategy
 
-        return DeepSpeedLayout(self, device)
+        return ScalewiseDeepSpeedStrategy(self, device)

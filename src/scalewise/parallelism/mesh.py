@@ -9,16 +9,16 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.parallelism.base import DEFAULT_CPU_RANKS, Parallelism
+from scalewise.parallelism.base import DEFAULT_CPU_RANKS, ParallelismConfig
 
 if TYPE_CHECKING:
-    from scalewise.layouts.base import Layout
-    from scalewise.parallelism.collectives import Collective
-    from scalewise.parallelism.holds import Holds
-    from scalewise.run import Run
+    from scalewise.parallelism.communication import Collective
+    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.run_config import RunConfig
+    from scalewise.strategies.base import ParallelStrategy
 
 AXES = ("pipeline", "replicate", "shards", "context", "tensor")
 """Mesh axes from the outermost: neighbours in rank differ along the last, which talks most."""
@@ -63,9 +63,9 @@ class PipelineSchedule(StrEnum):
         return self is PipelineSchedule.zbv_zero_bubble
 
 
-@option("parallelism", "mesh")
+@register_option("parallelism", "mesh")
 @dataclass(frozen=True)
-class Mesh(Parallelism):
+class MeshConfig(ParallelismConfig):
     """Any product of the five axes. One size may be ``auto``: what the devices leave."""
 
     pipeline: Size = 1
@@ -163,35 +163,35 @@ class Mesh(Parallelism):
         filled: dict[str, Any] = {open_axes[0]: size}
         return replace(self, **filled)
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout, and schedules that no pipeline runs."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
         for axis in open_axes[1:]:
             reason = f"only one size may be auto, and {open_axes[0]} is"
-            yield Complaint(f"parallelism.{axis}", AUTO, reason, f"set parallelism.{axis}=2")
+            yield ConfigIssue(f"parallelism.{axis}", AUTO, reason, f"set parallelism.{axis}=2")
         for axis in AXES:
             size = getattr(self, axis)
             if size != AUTO and not (isinstance(size, int) and size >= 1):
-                yield Complaint(f"parallelism.{axis}", size, "must be 1 or more, or auto")
+                yield ConfigIssue(f"parallelism.{axis}", size, "must be 1 or more, or auto")
         if self.prefetch < 0:
-            yield Complaint("parallelism.prefetch", self.prefetch, "must be 0 or more")
+            yield ConfigIssue("parallelism.prefetch", self.prefetch, "must be 0 or more")
         for key in ("stages_per_rank", "pipeline_micro_batches"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                yield Complaint(f"parallelism.{key}", value, "must be 1 or more, or null")
+                yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more, or null")
         schedule, each = self.pipeline_schedule, self.stages_on_a_rank
         if (each != 2) if schedule.folded else (each > 1) != schedule.interleaved:
             wanted = "2" if schedule.folded else "2 or more" if schedule.interleaved else "1"
             reason = f"{schedule.name} wants {wanted} stages on a rank"
             cure = "set parallelism.stages_per_rank=null"
-            yield Complaint("parallelism.stages_per_rank", each, reason, cure)
+            yield ConfigIssue("parallelism.stages_per_rank", each, reason, cure)
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields sizes that do not divide what they cut, and what the axes rule out."""
-        from scalewise.parallelism.fits import complaints_of_mesh
+        from scalewise.parallelism.mesh_validation import mesh_issues
 
         yield from super().complaints_with(run)
-        yield from complaints_of_mesh(self, run)
+        yield from mesh_issues(self, run)
 
     @property
     def sums_late(self) -> bool:
@@ -221,11 +221,11 @@ class Mesh(Parallelism):
             return [place, self.stages - 1 - place]
         return list(range(place, self.stages, ranks))
 
-    def collectives(self, run: Run, rank: int = 0) -> tuple[Collective, ...]:
+    def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step, axis by axis."""
-        from scalewise.parallelism.collectives import of_mesh
+        from scalewise.parallelism.communication import mesh_collectives
 
-        return of_mesh(self, run, rank)
+        return mesh_collectives(self, run, rank)
 
     def group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
         """Returns how many ranks a message along ``axes`` joins, and whether it leaves a node.
@@ -243,14 +243,14 @@ class Mesh(Parallelism):
             return 1, False
         return joined, devices_per_node is not None and reach > devices_per_node
 
-    def unlike_ranks(self, run: Run) -> tuple[int, ...]:
+    def unlike_ranks(self, run: RunConfig) -> tuple[int, ...]:
         """Returns a rank of each kind of place in the pipeline; of like ones the earliest.
 
         Ends and numbers of layers make the kind. The earlier has more passes that await backward.
         """
-        from scalewise.parallelism.share import stages_of
+        from scalewise.parallelism.rank_partition import split_stages
 
-        stages = stages_of(run.model, self.stages, run.data.sequence)
+        stages = split_stages(run.model, self.stages, run.data.sequence)
         kinds: dict[object, int] = {}
         for place in range(self.sizes["pipeline"]):
             rank = place * self.world_size // self.sizes["pipeline"]
@@ -259,17 +259,17 @@ class Mesh(Parallelism):
             kinds.setdefault(kind, rank)
         return tuple(kinds.values())
 
-    def holds(self, run: Run, rank: int = 0) -> Holds:
+    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
-        from scalewise.parallelism.holds import Gathering, Holds, shape
-        from scalewise.parallelism.share import share_of
+        from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, forward_spec
+        from scalewise.parallelism.rank_partition import partition_of
 
-        share, sizes = share_of(self, run, rank), self.sizes
+        share, sizes = partition_of(self, run, rank), self.sizes
         shards = sizes["shards"] * sizes["context"]
         sharded = shards * sizes["replicate"] > 1
         parameters, compute = run.precision.parameters.bytes, run.precision.compute.bytes
         mixed = compute < parameters
-        gathering = Gathering(
+        gathering = FSDPMemory(
             shards,
             whole=compute if mixed else parameters,
             reduced=4 if mixed else parameters,
@@ -279,10 +279,10 @@ class Mesh(Parallelism):
             replicas=sizes["replicate"] > 1,
         )
         block, rest = share.weights_by_kind()
-        return Holds(
+        return RankMemory(
             share.parts,
             replace(
-                shape(run, share.rows, share.tokens, cast=sharded and mixed),
+                forward_spec(run, share.rows, share.tokens, cast=sharded and mixed),
                 tensor=sizes["tensor"],
                 cut_tokens=self.sequence_parallel and sizes["tensor"] > 1,
                 cut_loss=self.loss_parallel and sizes["tensor"] > 1,
@@ -337,12 +337,12 @@ class Mesh(Parallelism):
             rank, places[axis] = divmod(rank, self.sizes[axis])
         return places
 
-    def strategy(self, device: DeviceKind) -> Layout:
+    def strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns one strategy on Lightning's ``ModelParallelStrategy`` for all five axes."""
         if self.world_size == 1:
-            from scalewise.layouts.single import SingleLayout
+            from scalewise.strategies.single import SingleDevice
 
-            return SingleLayout(device)
-        from scalewise.layouts.mesh import MeshLayout
+            return SingleDevice(device)
+        from scalewise.strategies.nd_parallel import MeshStrategy
 
-        return MeshLayout(self)
+        return MeshStrategy(self)

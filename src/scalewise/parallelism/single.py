@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import option
+from scalewise.config.registry import register_option
 from scalewise.hardware import DeviceKind
-from scalewise.parallelism.base import Parallelism
+from scalewise.parallelism.base import ParallelismConfig
 
 if TYPE_CHECKING:
-    from scalewise.layouts.base import Layout
-    from scalewise.parallelism.holds import Holds
-    from scalewise.run import Run
+    from scalewise.parallelism.rank_memory import RankMemory
+    from scalewise.run_config import RunConfig
+    from scalewise.strategies.base import ParallelStrategy
 
 
-@option("parallelism", "single")
+@register_option("parallelism", "single")
 @dataclass(frozen=True)
-class Single(Parallelism):
+class SingleConfig(ParallelismConfig):
     """One device, no communication."""
 
     offloads_optimizer = True
@@ -32,14 +32,14 @@ class Single(Parallelism):
         """Returns False."""
         return False
 
-    def holds(self, run: Run, rank: int = 0) -> Holds:
+    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything."""
-        from scalewise.parallelism.holds import of_replicas
+        from scalewise.parallelism.rank_memory import replicated_memory
 
-        return of_replicas(run)
+        return replicated_memory(run)
 
-    def strategy(self, device: DeviceKind) -> Layout:
+    def strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's single-device strategy."""
-        from scalewise.layouts.single import SingleLayout
+        from scalewise.strategies.single import SingleDevice
 
-        return SingleLayout(device)
+        return SingleDevice(device)

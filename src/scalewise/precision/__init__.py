@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from scalewise.config.registry import option
-from scalewise.errors import Complaint
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
 
 if TYPE_CHECKING:
     from scalewise.hardware import DeviceKind
-    from scalewise.models.base import Model
-    from scalewise.models.module import ModelModule
-    from scalewise.run import Run
+    from scalewise.models.base import ModelConfig
+    from scalewise.models.base_module import ModelModule
+    from scalewise.run_config import RunConfig
 
 LightningPrecision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
 
-class Number(StrEnum):
+class FloatFormat(StrEnum):
     """A floating-point format."""
 
     fp32 = "fp32"
@@ -29,59 +29,59 @@ class Number(StrEnum):
     @property
     def bytes(self) -> int:
         """Returns the bytes of one number."""
-        return 4 if self is Number.fp32 else 2
+        return 4 if self is FloatFormat.fp32 else 2
 
 
-_LIGHTNING: dict[tuple[Number, Number], LightningPrecision] = {
-    (Number.fp32, Number.fp32): "32-true",
-    (Number.fp32, Number.bf16): "bf16-mixed",
-    (Number.bf16, Number.bf16): "bf16-true",
-    (Number.fp32, Number.fp16): "16-mixed",
+_LIGHTNING: dict[tuple[FloatFormat, FloatFormat], LightningPrecision] = {
+    (FloatFormat.fp32, FloatFormat.fp32): "32-true",
+    (FloatFormat.fp32, FloatFormat.bf16): "bf16-mixed",
+    (FloatFormat.bf16, FloatFormat.bf16): "bf16-true",
+    (FloatFormat.fp32, FloatFormat.fp16): "16-mixed",
 }
 
 
-@option("precision", "precision")
+@register_option("precision", "precision")
 @dataclass(frozen=True)
 class Precision:
     """Formats by role. Gradients and optimizer state are held as the parameters are."""
 
-    parameters: Number = Number.fp32
+    parameters: FloatFormat = FloatFormat.fp32
     """Format in which parameters, gradients and optimizer state are held."""
-    compute: Number = Number.fp32
+    compute: FloatFormat = FloatFormat.fp32
     """Format of matrix products and of the activations kept for backward."""
     tf32: bool = False
     """Whether fp32 matrix products may run as TF32 on CUDA (10 mantissa bits)."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields a pair of formats that no Lightning precision plugin runs."""
         if (self.parameters, self.compute) not in _LIGHTNING:
             known = ", ".join(f"{held}/{used}" for held, used in _LIGHTNING)
-            yield Complaint(
+            yield ConfigIssue(
                 "precision.parameters",
                 self.parameters.value,
                 f"cannot be held while computing in {self.compute}",
                 f"parameters/compute may be {known}",
             )
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what the formats do not go with."""
         yield from ()
 
-    def machine_complaints(self) -> Iterator[Complaint]:
+    def machine_complaints(self) -> Iterator[ConfigIssue]:
         """Yields packages that are not installed."""
         yield from ()
 
-    def in_fp8(self, model: Model) -> tuple[str, ...]:
+    def in_fp8(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers that multiply in 8 bits, by name within a block: none."""
         return ()
 
-    def apply(self, module: ModelModule, model: Model, device: DeviceKind) -> None:
+    def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
         """Puts layers that multiply in 8 bits in the place of others: none."""
 
     @property
     def peak_kind(self) -> str:
         """Returns which peak of a hardware profile a matrix product runs against."""
-        return "tf32" if self.compute is Number.fp32 and self.tf32 else self.compute.value
+        return "tf32" if self.compute is FloatFormat.fp32 and self.tf32 else self.compute.value
 
     def plugin(self) -> LightningPrecision:
         """Returns the name by which Lightning's Trainer knows this precision."""

@@ -8,26 +8,26 @@ from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from scalewise.adapters import layers
-from scalewise.config.registry import option
-from scalewise.errors import Complaint, ConfigError
+from scalewise.adapters import target_modules
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind
-from scalewise.models.base import Model
-from scalewise.parallelism.deepspeed import DeepSpeed
-from scalewise.parallelism.mesh import Mesh
-from scalewise.precision import Number, Precision
+from scalewise.models.base import ModelConfig
+from scalewise.parallelism.deepspeed import DeepSpeedConfig
+from scalewise.parallelism.mesh import MeshConfig
+from scalewise.precision import FloatFormat, Precision
 
 if TYPE_CHECKING:
-    from scalewise.models.module import ModelModule
-    from scalewise.run import Run
+    from scalewise.models.base_module import ModelModule
+    from scalewise.run_config import RunConfig
 
-DIVISOR = 16
+DIM_MULTIPLE = 16
 """What divides every size of a product of 8-bit numbers on CUDA."""
-FIRST = (8, 9)
+FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first devices that have such products."""
 
 
-class Recipe(StrEnum):
+class ScalingRecipe(StrEnum):
     """Which numbers share a scale, by torchao's names."""
 
     tensorwise = "tensorwise"
@@ -36,7 +36,7 @@ class Recipe(StrEnum):
     """Those that are summed; scales are powers of two, gradients as all else (e4m3)."""
 
 
-@option("precision", "fp8")
+@register_option("precision", "fp8")
 @dataclass(frozen=True)
 class Float8(Precision):
     """Linear layers of blocks multiply e4m3 numbers (Micikevicius et al., 2022), all else as told.
@@ -44,59 +44,61 @@ class Float8(Precision):
     Scales are those of the micro batch at hand. Weights stay in their format, and so do the sums.
     """
 
-    compute: Number = Number.bf16
-    recipe: Recipe = Recipe.tensorwise
+    compute: FloatFormat = FloatFormat.bf16
+    recipe: ScalingRecipe = ScalingRecipe.tensorwise
     """Which numbers share a scale."""
 
-    def complaints(self) -> Iterator[Complaint]:
+    def complaints(self) -> Iterator[ConfigIssue]:
         """Yields formats that do not go together."""
         yield from super().complaints()
-        if self.compute is Number.fp16:
+        if self.compute is FloatFormat.fp16:
             reason = "has no room for gradients beside those of 8 bits, which are not scaled for it"
-            yield Complaint("precision.compute", "fp16", reason, "set precision.compute=bf16")
+            yield ConfigIssue("precision.compute", "fp16", reason, "set precision.compute=bf16")
 
-    def complaints_with(self, run: Run) -> Iterator[Complaint]:
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields devices, shapes and layouts that torchao's layers do not go with."""
         layout, chosen = run.parallelism, run.choices.get("precision", "fp8")
         if run.hardware.fp8_tflops == 0:
             reason = f"{run.hardware.match or 'the device'} has no fp8 products"
-            yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
-        if run.data.sequence % DIVISOR:
-            reason = f"is not divisible by {DIVISOR}, and fp8 products sum over tokens"
-            cure = f"set data.sequence={max(1, run.data.sequence // DIVISOR) * DIVISOR}"
-            yield Complaint("data.sequence", run.data.sequence, reason, cure)
+            yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
+        if run.data.sequence % DIM_MULTIPLE:
+            reason = f"is not divisible by {DIM_MULTIPLE}, and fp8 products sum over tokens"
+            cure = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
+            yield ConfigIssue("data.sequence", run.data.sequence, reason, cure)
         if not self.in_fp8(run.model):
-            reason = f"no linear layer of the model has features that {DIVISOR} divides"
-            yield Complaint("precision", chosen, reason, "set precision=bf16_mixed")
+            reason = f"no linear layer of the model has features that {DIM_MULTIPLE} divides"
+            yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
         if run.is_frozen:
             adapter = run.choices.get("adapter", type(run.adapter).__name__)
             reason = "freezes matrices, whose gradients torchao's fp8 layers make all the same"
-            yield Complaint("adapter", adapter, reason, "set precision=bf16_mixed")
-        if isinstance(layout, Mesh):
+            yield ConfigIssue("adapter", adapter, reason, "set precision=bf16_mixed")
+        if isinstance(layout, MeshConfig):
             for axis in ("tensor", "context"):
                 if (ranks := layout.sizes.get(axis, 1)) > 1:
                     reason = "would give every rank's part of a row a scale of its own in fp8"
                     cure = f"set parallelism=fsdp parallelism.{axis}=1"
-                    yield Complaint(f"parallelism.{axis}", ranks, reason, cure)
-        if isinstance(layout, DeepSpeed):
+                    yield ConfigIssue(f"parallelism.{axis}", ranks, reason, cure)
+        if isinstance(layout, DeepSpeedConfig):
             option = run.choices.get("parallelism", "deepspeed")
             reason = "casts weights by itself, and knows nothing of fp8"
-            yield Complaint("parallelism", option, reason, "set parallelism=fsdp")
+            yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
 
-    def machine_complaints(self) -> Iterator[Complaint]:
+    def machine_complaints(self) -> Iterator[ConfigIssue]:
         """Yields that torchao is not installed."""
         if find_spec("torchao") is None:
             reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
-            yield Complaint("precision", "fp8", reason, cure)
+            yield ConfigIssue("precision", "fp8", reason, cure)
 
-    def in_fp8(self, model: Model) -> tuple[str, ...]:
+    def in_fp8(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers of a block whose features can be multiplied in 8 bits."""
-        linear = layers.linear(model)
+        linear = target_modules.linear_layers(model)
         blocks = (weight for weight in model.census() if weight.layer is not None)
-        sizes = {layers.name_of(weight): weight.shape for weight in blocks}
-        return tuple(name for name in linear if not any(size % DIVISOR for size in sizes[name]))
+        sizes = {target_modules.layer_name(weight): weight.shape for weight in blocks}
+        return tuple(
+            name for name in linear if not any(size % DIM_MULTIPLE for size in sizes[name])
+        )
 
-    def apply(self, module: ModelModule, model: Model, device: DeviceKind) -> None:
+    def apply(self, module: ModelModule, model: ModelConfig, device: DeviceKind) -> None:
         """Has torchao convert the layers, emulated on the CPU.
 
         Raises ``ConfigError`` where the CUDA device has no products in 8 bits.
@@ -104,7 +106,7 @@ class Float8(Precision):
         import torch
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST:
+        if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
             reason = f"{torch.cuda.get_device_name()} has no fp8 products"
             raise ConfigError.one("precision", "fp8", reason, "set precision=bf16_mixed")
         names = self.in_fp8(model)

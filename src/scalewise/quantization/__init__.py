@@ -1,5 +1,5 @@
 """Matrices in few bits: frozen ones that lie packed, and trained ones that are rounded."""
 
-from scalewise.quantization.spec import NoQuantization, Quantization
+from scalewise.quantization.config import NoQuantizationConfig, QuantizationConfig
 
-__all__ = ["NoQuantization", "Quantization"]
+__all__ = ["NoQuantizationConfig", "QuantizationConfig"]

@@ -17,7 +17,7 @@ from torchao.quantization.quant_primitives import choose_qparams_affine
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerRange:
     """The integers from ``low`` to ``high``, and which of them stands for what."""
 
     low: int
@@ -59,8 +59,8 @@ class Integers:
         return found.mul_(inverse).flatten(-2).to(x.dtype)
 
 
-WEIGHTS = Integers(-8, 7, MappingType.SYMMETRIC)
-INPUTS = Integers(-128, 127, MappingType.ASYMMETRIC)
+WEIGHTS = IntegerRange(-8, 7, MappingType.SYMMETRIC)
+INPUTS = IntegerRange(-128, 127, MappingType.ASYMMETRIC)
 
 
 class FakeQuantizedLinear(nn.Linear):
@@ -75,11 +75,11 @@ class FakeQuantizedLinear(nn.Linear):
         of = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             of = torch.get_autocast_dtype(x.device.type)
-        made = _Product.apply(x, self.weight, self.group, self.rounds_inputs, of)  # type: ignore[no-untyped-call]  # torch's
+        made = _FakeQuantizedMatmul.apply(x, self.weight, self.group, self.rounds_inputs, of)  # type: ignore[no-untyped-call]  # torch's
         return cast(Tensor, made)
 
 
-class _Product(torch.autograd.Function):
+class _FakeQuantizedMatmul(torch.autograd.Function):
     """Rounds once more in backward."""
 
     @staticmethod

@@ -7,27 +7,27 @@ from typing import Any
 
 import altair as alt
 
-from scalewise.reports import numbers
-from scalewise.reports.layout import (
+from scalewise.reports import number_format
+from scalewise.reports.chart_layout import (
     CHARACTER,
     GREY,
     INK,
     NARROW,
     PAGE,
-    Drawing,
-    Sheet,
-    apart,
-    axis,
-    frame,
-    room,
-    ticks,
+    ChartDrawing,
+    ChartSheet,
+    build_axis,
+    build_frame,
+    round_ticks,
+    spread_labels,
+    text_width,
 )
 
 _LABEL_GAP = 15
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """One layer of a bar: a CSS variable, its length in the chart's unit and its tip."""
 
     colour: str
@@ -36,21 +36,21 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """A stack under its name, with the number written beside it.
 
     ``foreseen`` is where the planner saw its end, ``error`` how far off that is.
     """
 
     name: str
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
     number: str
     foreseen: float | None = None
     error: str = ""
 
 
 @dataclass(frozen=True)
-class Line:
+class CurveLine:
     """A curve; ``label`` stands at its end (none if empty), ``colour`` is a CSS variable's name."""
 
     points: tuple[tuple[float, float], ...]
@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TradeoffMark:
     """A job in the trade-off chart."""
 
     name: str
@@ -75,25 +75,28 @@ class Mark:
     front: bool
 
 
-def stacks(
-    bars: Sequence[Bar], width: int, limit: tuple[float, str] | None = None, span: float = 0.0
-) -> Drawing:
+def draw_stacks(
+    bars: Sequence[StackedBar],
+    width: int,
+    limit: tuple[float, str] | None = None,
+    span: float = 0.0,
+) -> ChartDrawing:
     """Returns stacked bars in the order given, number and error in columns clear of the bars.
 
     ``limit`` is a dashed line across, with its label; the axis reaches ``span`` at least.
     """
-    sheet, narrow = Sheet(), width == NARROW
+    sheet, narrow = ChartSheet(), width == NARROW
     row, thick = (40, 15) if narrow else (34, 20)
     told = [bar.error for bar in bars if bar.error and not narrow]
-    errors = room(told, 70) + 6 if told else 0
-    column = room([bar.number for bar in bars], 110) + errors
-    left = 1 if narrow or not any(b.name for b in bars) else room([b.name for b in bars], 240)
+    errors = text_width(told, 70) + 6 if told else 0
+    column = text_width([bar.number for bar in bars], 110) + errors
+    left = 1 if narrow or not any(b.name for b in bars) else text_width([b.name for b in bars], 240)
     right = 10 if narrow else column + 8
     inner = width - left - right
     ends = [sum(s.length for s in bar.segments) for bar in bars]
     ends += [bar.foreseen for bar in bars if bar.foreseen is not None]
     most = max([*ends, limit[0] if limit else 0, span]) or 1.0
-    marks = ticks(0, most, 4 if narrow else 6)
+    marks = round_ticks(0, most, 4 if narrow else 6)
     rows, texts, seen = [], [], []
     for place, bar in enumerate(bars):
         top = place * row + (row - thick - 3 if narrow else (row - thick) / 2)
@@ -109,7 +112,7 @@ def stacks(
         texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
                       "number": both, "error": bar.error})  # fmt: skip
     height = len(bars) * row
-    scale, grid = alt.Scale(domain=[0, most], nice=False, zero=True), axis(marks, grid=True)
+    scale, grid = alt.Scale(domain=[0, most], nice=False, zero=True), build_axis(marks, grid=True)
     down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
     drawn = (
         sheet.chart(rows)
@@ -133,7 +136,7 @@ def stacks(
             for colour, thick_line in ((PAGE, 5), (INK, 2))
         ]  # fmt: skip
     if limit:
-        layers += _limit(sheet, limit, alt.X("x:Q", scale=scale, axis=grid))
+        layers += _limit_layer(sheet, limit, alt.X("x:Q", scale=scale, axis=grid))
     below = alt.Y("y:Q", scale=down, axis=None)
     base = sheet.chart(texts)
     layers.append(base.mark_text(
@@ -147,18 +150,18 @@ def stacks(
     if told:
         said = base.mark_text(align="right", baseline="middle", fontSize=size, color=GREY)
         layers.append(said.encode(x=alt.value(inner + right), y=below, text="error:N"))
-    return frame(sheet, layers, width, height, (left, right, 18 if limit else 2, 24))
+    return build_frame(sheet, layers, width, height, (left, right, 18 if limit else 2, 24))
 
 
-def _limit(sheet: Sheet, limit: tuple[float, str], x: alt.X) -> list[alt.Chart]:
+def _limit_layer(sheet: ChartSheet, limit: tuple[float, str], x: alt.X) -> list[alt.Chart]:
     chart = sheet.chart([{"x": limit[0], "t": limit[1]}])
     rule = chart.mark_rule(color=INK, strokeDash=[3, 3], opacity=1).encode(x=x)
     text = chart.mark_text(align="right", baseline="bottom", dy=-4, dx=4, fontSize=12, color=GREY)
     return [rule, text.encode(x=x, y=alt.value(0), text="t:N")]
 
 
-def curves(
-    lines: Sequence[Line],
+def draw_curves(
+    lines: Sequence[CurveLine],
     width: int,
     *,
     log: bool = False,
@@ -167,49 +170,57 @@ def curves(
     note: str = "",
     aside: str = "",
     height: int = 190,
-) -> Drawing:
+) -> ChartDrawing:
     """Returns curves over the step with their names at their ends, pushed apart.
 
     ``log`` takes only positive values; ``bound`` is a dashed line, ``note`` one label for all,
     ``aside`` a text that must find room at the right, so that panels line up.
     """
-    sheet, narrow = Sheet(), width == NARROW
+    sheet, narrow = ChartSheet(), width == NARROW
     points = [point for line in lines for point in line.points]
     named = [line for line in lines if line.label]
     x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
     y_low, y_high = min(p[1] for p in points), max(p[1] for p in points)
-    scale, marks = _vertical(y_low, y_high, log=log, bound=bound, zero=zero)
+    scale, marks = _vertical_line(y_low, y_high, log=log, bound=bound, zero=zero)
     height = max(height, _LABEL_GAP * len(named) + 10)
     left = 46 if narrow else 56
-    right = max(room([*(line.label for line in named), note, aside], 128 if narrow else 250), 14)
+    right = max(
+        text_width([*(line.label for line in named), note, aside], 128 if narrow else 250), 14
+    )
     inner = width - left - right
     across = alt.Scale(domain=[x_low, max(x_high, x_low + 1)], nice=False, zero=False)
     steps = [
         x_low,
-        *(t for t in ticks(x_low, x_high, 3 if narrow else 5) if t - x_low > (x_high - x_low) / 12),
+        *(
+            t
+            for t in round_ticks(x_low, x_high, 3 if narrow else 5)
+            if t - x_low > (x_high - x_low) / 12
+        ),
     ]
-    x = alt.X("x:Q", scale=across, axis=axis(steps, grid=False, title="step"))
-    y = alt.Y("y:Q", scale=scale, axis=axis(marks, grid=True, log=log))
-    layers = [*_lines(sheet, lines, x, y), *_dots(sheet, lines, x, y)]
+    x = alt.X("x:Q", scale=across, axis=build_axis(steps, grid=False, title="step"))
+    y = alt.Y("y:Q", scale=scale, axis=build_axis(marks, grid=True, log=log))
+    layers = [*_faint_lines(sheet, lines, x, y), *_dots_layer(sheet, lines, x, y)]
     if bound is not None:
-        layers += _bound(sheet, bound, y)
-    where = [_share(line.points[-1][1], scale) * height for line in named]
-    ends = zip(named, apart(where, _LABEL_GAP, 4, height - 4), strict=True)
+        layers += _bound_layer(sheet, bound, y)
+    where = [_position_of(line.points[-1][1], scale) * height for line in named]
+    ends = zip(named, spread_labels(where, _LABEL_GAP, 4, height - 4), strict=True)
     labels = [(line.label, f"var({line.ink})", spot) for line, spot in ends]
     if note:
         last = [line.points[-1][1] for line in lines]
-        labels = [(note, INK, _share(sum(last) / len(last), scale) * height)]
+        labels = [(note, INK, _position_of(sum(last) / len(last), scale) * height)]
     if labels:
-        rows = [{"t": t, "c": c, "y": _at(spot / height, scale)} for t, c, spot in labels]
+        rows = [{"t": t, "c": c, "y": _number_at(spot / height, scale)} for t, c, spot in labels]
         text = sheet.chart(rows).mark_text(
             align="left", baseline="middle", fontSize=12, limit=right - 8
         )
         ink = alt.Color("c:N", scale=None, legend=None)
         layers.append(text.encode(x=alt.value(inner + 8), y=y, text="t:N", color=ink))
-    return frame(sheet, layers, width, height, (left, right, 6, 38))
+    return build_frame(sheet, layers, width, height, (left, right, 6, 38))
 
 
-def _lines(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _faint_lines(
+    sheet: ChartSheet, lines: Sequence[CurveLine], x: alt.X, y: alt.Y
+) -> list[alt.Chart]:
     """Returns a layer of faint lines, where there are any, below one of the others."""
     layers = []
     for faint in (True, False):
@@ -233,7 +244,9 @@ def _lines(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.
     return layers
 
 
-def _dots(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _dots_layer(
+    sheet: ChartSheet, lines: Sequence[CurveLine], x: alt.X, y: alt.Y
+) -> list[alt.Chart]:
     rows = [
         {"x": step, "y": number, "c": f"var({line.colour})", "tip": line.tip}
         for line in lines
@@ -249,15 +262,15 @@ def _dots(sheet: Sheet, lines: Sequence[Line], x: alt.X, y: alt.Y) -> list[alt.C
     return [spots.encode(x=x, y=y, fill=fill, description="tip:N")]
 
 
-def _bound(sheet: Sheet, bound: float, y: alt.Y) -> list[alt.Chart]:
+def _bound_layer(sheet: ChartSheet, bound: float, y: alt.Y) -> list[alt.Chart]:
     rule = sheet.chart([{"y": bound}]).mark_rule(color=INK, strokeDash=[3, 3], opacity=1)
     text = sheet.chart(
-        [{"y": bound, "t": f"bound 1e{numbers.MINUS}{-round(math.log10(bound))}"}]
+        [{"y": bound, "t": f"bound 1e{number_format.MINUS}{-round(math.log10(bound))}"}]
     ).mark_text(align="left", baseline="bottom", dy=-3, fontSize=12, color=GREY)
     return [rule.encode(y=y), text.encode(x=alt.value(6), y=y, text="t:N")]
 
 
-def _vertical(
+def _vertical_line(
     low: float, high: float, *, log: bool, bound: float | None, zero: bool
 ) -> tuple[alt.Scale, list[float]]:
     if log:
@@ -272,11 +285,11 @@ def _vertical(
     bottom = low if zero and low == 0 else low - slack
     return (
         alt.Scale(type="linear", domain=[bottom, high + slack], nice=False, zero=False),
-        ticks(bottom, high + slack, 4),
+        round_ticks(bottom, high + slack, 4),
     )
 
 
-def _share(number: float, scale: alt.Scale) -> float:
+def _position_of(number: float, scale: alt.Scale) -> float:
     """Returns how far below the top of ``scale`` a number stands, 0 to 1."""
     low, high = scale["domain"]
     if scale["type"] == "log":
@@ -284,7 +297,7 @@ def _share(number: float, scale: alt.Scale) -> float:
     return float((high - number) / (high - low))
 
 
-def _at(share: float, scale: alt.Scale) -> float:
+def _number_at(share: float, scale: alt.Scale) -> float:
     """Returns the number that stands ``share`` below the top of ``scale``."""
     low, high = scale["domain"]
     if scale["type"] == "log":
@@ -292,9 +305,9 @@ def _at(share: float, scale: alt.Scale) -> float:
     return float(high - share * (high - low))
 
 
-def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
+def draw_tradeoff(marks: Sequence[TradeoffMark], width: int, title: str) -> ChartDrawing:
     """Returns points of which lower and further left is better, their front as a stair."""
-    sheet, narrow = Sheet(), width == NARROW
+    sheet, narrow = ChartSheet(), width == NARROW
     left, right, height = 46, 16, 250 if narrow else 280
     bounds = []
     for ends, slack in (([m.x for m in marks], 0.16), ([m.y for m in marks], 0.14)):
@@ -303,9 +316,9 @@ def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
     (x_low, x_high), (y_low, y_high) = bounds
     wide_scale = alt.Scale(domain=[x_low, x_high], nice=False, zero=False)
     tall_scale = alt.Scale(domain=[y_low, y_high], nice=False, zero=False)
-    marks_x = ticks(x_low, x_high, 4 if narrow else 6)
-    x = alt.X("x:Q", scale=wide_scale, axis=axis(marks_x, grid=False, title=title))
-    y = alt.Y("y:Q", scale=tall_scale, axis=axis(ticks(y_low, y_high, 4), grid=True))
+    marks_x = round_ticks(x_low, x_high, 4 if narrow else 6)
+    x = alt.X("x:Q", scale=wide_scale, axis=build_axis(marks_x, grid=False, title=title))
+    y = alt.Y("y:Q", scale=tall_scale, axis=build_axis(round_ticks(y_low, y_high, 4), grid=True))
     front = sorted((m for m in marks if m.front), key=lambda m: m.x)
     stair = [{"x": front[0].x, "y": y_high}, *({"x": m.x, "y": m.y} for m in front)]
     stair.append({"x": x_high, "y": front[-1].y})
@@ -326,7 +339,7 @@ def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
     taken += [(across - 6, down - 6, across + 6, down + 6) for _, across, down in spans]
     names: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for mark, across, down in sorted(spans, key=lambda one: not one[0].front):
-        spot = _free(mark, across, down, inner, taken)
+        spot = _place_label(mark, across, down, inner, taken)
         if spot is not None:
             start, middle = across + spot[0], down + spot[1]
             at = {"x": x_low + start / inner * (x_high - x_low),
@@ -338,11 +351,11 @@ def trade(marks: Sequence[Mark], width: int, title: str) -> Drawing:
             fontWeight=600 if front_name else 400, color=INK if front_name else GREY,
         )  # fmt: skip
         layers.append(text.encode(x=x, y=y, text="t:N"))
-    return frame(sheet, layers, width, height, (left, right, 6, 38))
+    return build_frame(sheet, layers, width, height, (left, right, 6, 38))
 
 
-def _free(
-    mark: Mark,
+def _place_label(
+    mark: TradeoffMark,
     across: float,
     down: float,
     inner: float,

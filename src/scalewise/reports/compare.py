@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from scalewise.reports import numbers
-from scalewise.reports.records import RunRecord, Series, SweepRecord
+from scalewise.reports import number_format
+from scalewise.reports.records import MetricSeries, RunRecord, SweepRecord
 
 SPEED = "throughput/tokens_per_s"
 STEP = "time/step_s"
@@ -37,7 +37,7 @@ SHOWN = 24
 
 
 @dataclass(frozen=True)
-class Part:
+class StackPart:
     """One layer of a stack: its metric, how the page calls it and the CSS variable it wears."""
 
     key: str
@@ -46,28 +46,28 @@ class Part:
 
 
 MEMORY = (
-    Part("memory/parameters_bytes", "parameters", "--m-params"),
-    Part("memory/gradients_bytes", "gradients", "--m-grads"),
-    Part("memory/optimizer_bytes", "optimizer", "--m-opt"),
-    Part("memory/activations_bytes", "activations", "--m-act"),
+    StackPart("memory/parameters_bytes", "parameters", "--m-params"),
+    StackPart("memory/gradients_bytes", "gradients", "--m-grads"),
+    StackPart("memory/optimizer_bytes", "optimizer", "--m-opt"),
+    StackPart("memory/activations_bytes", "activations", "--m-act"),
 )
-MEMORY_REST = Part("", "other", "--m-other")
+MEMORY_REST = StackPart("", "other", "--m-other")
 PASSES = (
-    Part("time/forward_s", "forward", "--t-fwd"),
-    Part("time/backward_s", "backward", "--t-bwd"),
+    StackPart("time/forward_s", "forward", "--t-fwd"),
+    StackPart("time/backward_s", "backward", "--t-bwd"),
 )
-BOTH_PASSES = Part("time/forward_backward_s", "forward + backward", "--t-both")
+BOTH_PASSES = StackPart("time/forward_backward_s", "forward + backward", "--t-both")
 TIME = (
-    Part("time/data_s", "data", "--t-data"),
+    StackPart("time/data_s", "data", "--t-data"),
     *PASSES,
     BOTH_PASSES,
-    Part("time/optimizer_s", "optimizer", "--t-opt"),
+    StackPart("time/optimizer_s", "optimizer", "--t-opt"),
 )
-TIME_REST = Part("", "other, idle", "--t-idle")
+TIME_REST = StackPart("", "other, idle", "--t-idle")
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ReportJob:
     """A run under the name it has everywhere on the page."""
 
     run: RunRecord
@@ -76,11 +76,11 @@ class Job:
 
     def measured(self, key: str) -> float | None:
         """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
-        return measured(self.run, key)
+        return measured_value(self.run, key)
 
     def foreseen(self, key: str) -> float | None:
         """Returns what the planner said of the peak or of the step, before the run."""
-        said = measured(self.run, FORESEEN[key])
+        said = measured_value(self.run, FORESEEN[key])
         return self.run.foreseen.get(FORESEEN[key]) if said is None else said
 
     def error(self, key: str) -> float | None:
@@ -89,28 +89,28 @@ class Job:
         return said / came - 1 if said is not None and came else None
 
 
-def prefers(jobs: Iterable[Job]) -> bool:
+def is_preference(jobs: Iterable[ReportJob]) -> bool:
     """Returns whether all jobs compare pairs of answers: their losses are of a pair."""
     return {job.run.choices.get("objective") for job in jobs} == {"dpo"}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReportComparison:
     """The jobs of a sweep, or the one of a run, ready to be laid side by side."""
 
-    jobs: tuple[Job, ...]
-    reference: Job | None
+    jobs: tuple[ReportJob, ...]
+    reference: ReportJob | None
     varying: Mapping[str, tuple[object, ...]]
     group_key: str
     groups: tuple[str, ...]
 
     @cached_property
-    def finished(self) -> tuple[Job, ...]:
+    def finished(self) -> tuple[ReportJob, ...]:
         """The jobs that went to their end."""
         return tuple(job for job in self.jobs if job.run.ok)
 
     @cached_property
-    def unfinished(self) -> tuple[Job, ...]:
+    def unfinished(self) -> tuple[ReportJob, ...]:
         """The jobs that ended in any other way, unasked; not those running or still to come."""
         waiting = ("ok", "pruned", "running", "not_run")
         return tuple(job for job in self.jobs if job.run.status not in waiting)
@@ -125,7 +125,7 @@ class Comparison:
         )
         return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
-    def ranked(self, key: str, largest_first: bool) -> list[Job]:
+    def ranked(self, key: str, largest_first: bool) -> list[ReportJob]:
         """Returns the finished jobs that measured ``key``, in its order."""
         having = [(job.measured(key), job) for job in self.finished]
         known = [(number, job) for number, job in having if number is not None]
@@ -140,13 +140,13 @@ class Comparison:
         return SPEED, True
 
     @cached_property
-    def front(self) -> tuple[Job, ...]:
+    def front(self) -> tuple[ReportJob, ...]:
         """Finished jobs that no other beats on both step time and peak memory, fastest first."""
         return self.pareto(STEP, PEAK)
 
-    def pareto(self, one: str, other: str) -> tuple[Job, ...]:
+    def pareto(self, one: str, other: str) -> tuple[ReportJob, ...]:
         """Returns the finished jobs that none beats on two metrics of which less is better."""
-        best: list[Job] = []
+        best: list[ReportJob] = []
         for job in sorted(
             (j for j in self.ranked(one, False) if j.measured(other) is not None),
             key=lambda j: (j.measured(one), j.measured(other)),
@@ -156,50 +156,52 @@ class Comparison:
         return tuple(best)
 
     @cached_property
-    def shown(self) -> tuple[Job, ...]:
+    def shown(self) -> tuple[ReportJob, ...]:
         """The jobs that charts draw one by one: all, or the front, the failures and the best."""
         if len(self.jobs) <= SHOWN:
             return self.jobs
         first = [self.reference] if self.reference is not None else []
-        first += [*self.front[: SHOWN // 2], *_drawable(self.unfinished)[: SHOWN // 4]]
+        first += [*self.front[: SHOWN // 2], *_is_drawable(self.unfinished)[: SHOWN // 4]]
         first += self.ranked(*self.headline)
         kept = set(list(dict.fromkeys(first))[:SHOWN])
         return tuple(job for job in self.jobs if job in kept)
 
 
-def _drawable(jobs: Sequence[Job]) -> list[Job]:
+def _is_drawable(jobs: Sequence[ReportJob]) -> list[ReportJob]:
     return [job for job in jobs if job.run.summary or LOSS in job.run.series]
 
 
-def of_run(run: RunRecord) -> Comparison:
+def compare_run(run: RunRecord) -> ReportComparison:
     """Returns the comparison that a run's own page is drawn from."""
-    return Comparison((Job(run, run.name),), None, {}, "", ())
+    return ReportComparison((ReportJob(run, run.name),), None, {}, "", ())
 
 
-def of_sweep(sweep: SweepRecord) -> Comparison:
+def compare_sweep(sweep: SweepRecord) -> ReportComparison:
     """Returns the jobs of ``sweep`` under their names; the reference is the first unless given."""
-    varying = {key: sweep.varying[key] for key in _ordered(sweep.varying)}
-    short = {key: _short(values) for key, values in varying.items()}
-    group_key, groups = _groups(varying, short)
-    names = _rungs(sweep.jobs, short) or [_name(run, short) for run in sweep.jobs]
+    varying = {key: sweep.varying[key] for key in _order_jobs(sweep.varying)}
+    short = {key: _short_values(values) for key, values in varying.items()}
+    group_key, groups = _color_groups(varying, short)
+    names = _ablation_names(sweep.jobs, short) or [_job_name(run, short) for run in sweep.jobs]
     twice = {name for name, count in Counter(names).items() if count > 1}
     jobs = []
     for run, name in zip(sweep.jobs, names, strict=True):
-        own = short.get(group_key, {}).get(numbers.value(run.varied.get(group_key)), "")
+        own = short.get(group_key, {}).get(
+            number_format.format_value(run.varied.get(group_key)), ""
+        )
         group = groups.index(own) if own in groups else 0
-        jobs.append(Job(run, f"{name} #{run.number}" if name in twice else name, group))
+        jobs.append(ReportJob(run, f"{name} #{run.number}" if name in twice else name, group))
     reference = jobs[sweep.reference or 0] if jobs else None
-    return Comparison(tuple(jobs), reference, varying, group_key, groups)
+    return ReportComparison(tuple(jobs), reference, varying, group_key, groups)
 
 
-def _ordered(varying: Mapping[str, object]) -> list[str]:
+def _order_jobs(varying: Mapping[str, object]) -> list[str]:
     first = ("model", "parallelism", "precision")
     return [*(key for key in first if key in varying), *(k for k in varying if k not in first)]
 
 
-def _short(values: Sequence[object]) -> dict[str, str]:
+def _short_values(values: Sequence[object]) -> dict[str, str]:
     """Returns each value as names say it: ``bf16_mixed`` is ``bf16`` where nothing else is."""
-    whole = [numbers.value(item) for item in values]
+    whole = [number_format.format_value(item) for item in values]
     cut = {text: text.removesuffix("_mixed").rsplit("/", 1)[-1] for text in whole}
     clear = Counter(text.split("_")[0] for text in whole)
     cuts = Counter(cut.values())
@@ -209,14 +211,19 @@ def _short(values: Sequence[object]) -> dict[str, str]:
     }
 
 
-def _rungs(runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]) -> list[str] | None:
+def _ablation_names(
+    runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]
+) -> list[str] | None:
     """Returns what each job adds to the one before it; None where that is not one setting each.
 
     With one that is added, a compiler may go.
     """
     names, seen = ["baseline"], set[str]()
     for before, run in pairwise(runs):
-        values = ({key: numbers.value(r.varied.get(key)) for key in short} for r in (before, run))
+        values = (
+            {key: number_format.format_value(r.varied.get(key)) for key in short}
+            for r in (before, run)
+        )
         old, new = values
         keys = [key for key in short if old[key] != new[key]]
         keys = [key for key in keys if key != "compile" or new[key] != "none"] or keys
@@ -224,24 +231,24 @@ def _rungs(runs: Sequence[RunRecord], short: Mapping[str, Mapping[str, str]]) ->
             return None
         seen |= set(keys)
         turned_on = new[keys[0]].lower() == "true"
-        told = keys[0].rsplit(".", 1)[-1] if turned_on else _word(run, keys[0], short)
+        told = keys[0].rsplit(".", 1)[-1] if turned_on else _value_word(run, keys[0], short)
         names.append(f"+ {told}")
     return names if len(names) > 2 else None
 
 
-def _name(run: RunRecord, short: Mapping[str, Mapping[str, str]]) -> str:
-    words = [_word(run, key, short) for key in short if key in run.varied]
+def _job_name(run: RunRecord, short: Mapping[str, Mapping[str, str]]) -> str:
+    words = [_value_word(run, key, short) for key in short if key in run.varied]
     return " · ".join(words) or run.name or f"job {run.number}"
 
 
-def _word(run: RunRecord, key: str, short: Mapping[str, Mapping[str, str]]) -> str:
+def _value_word(run: RunRecord, key: str, short: Mapping[str, Mapping[str, str]]) -> str:
     item = run.varied.get(key)
-    text = short[key].get(numbers.value(item), numbers.value(item))
+    text = short[key].get(number_format.format_value(item), number_format.format_value(item))
     bare = isinstance(item, str) and not text.replace(".", "").isdigit()
     return text if bare else f"{key.rsplit('.', 1)[-1]} {text}"
 
 
-def _groups(
+def _color_groups(
     varying: Mapping[str, tuple[object, ...]], short: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the key whose values colour the curves, with its two to four values."""
@@ -252,13 +259,15 @@ def _groups(
     return key, tuple(short[key].values())
 
 
-def measured(run: RunRecord, key: str) -> float | None:
+def measured_value(run: RunRecord, key: str) -> float | None:
     """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
     found = run.summary.metrics.get(key) if run.summary else None
     return found if found is not None and math.isfinite(found) else None
 
 
-def breakdown(job: Job, parts: Sequence[Part], total: str, rest: Part) -> dict[Part, float]:
+def breakdown(
+    job: ReportJob, parts: Sequence[StackPart], total: str, rest: StackPart
+) -> dict[StackPart, float]:
     """Returns the measured parts of ``total`` and, where positive, what they leave of it."""
     found = {part: size for part in parts if (size := job.measured(part.key)) is not None}
     whole = job.measured(total)
@@ -267,13 +276,13 @@ def breakdown(job: Job, parts: Sequence[Part], total: str, rest: Part) -> dict[P
     return found
 
 
-def joined(found: Mapping[Part, float]) -> dict[Part, float]:
+def join_forward_backward(found: Mapping[StackPart, float]) -> dict[StackPart, float]:
     """Returns a step's parts with forward and backward as one, as a pipeline measures them."""
     both = sum(size for part, size in found.items() if part in (*PASSES, BOTH_PASSES))
     return {part: size for part, size in found.items() if part not in PASSES} | {BOTH_PASSES: both}
 
 
-def best(
+def best_index(
     values: Sequence[float | None], largest: bool, text: Callable[[float | None], str]
 ) -> int | None:
     """Returns the place of the best value; ``None`` where there is no choice or it reads a tie."""
@@ -286,11 +295,11 @@ def best(
     return values.index(top)
 
 
-def distance(job: Job, reference: Job | None) -> Series | None:
+def loss_distance(job: ReportJob, reference: ReportJob | None) -> MetricSeries | None:
     """Returns |loss - reference's loss| at the steps both measured (``None`` below two)."""
     if reference is None or job is reference:
         return None
-    ours, theirs = (j.run.series.get(LOSS, Series()) for j in (job, reference))
+    ours, theirs = (j.run.series.get(LOSS, MetricSeries()) for j in (job, reference))
     other = dict(zip(theirs.steps, theirs.values, strict=True))
     pairs = [
         (step, abs(number - other[step]))
@@ -299,22 +308,22 @@ def distance(job: Job, reference: Job | None) -> Series | None:
     ]
     if len(pairs) < 2:
         return None
-    return Series(tuple(step for step, _ in pairs), tuple(far for _, far in pairs))
+    return MetricSeries(tuple(step for step, _ in pairs), tuple(far for _, far in pairs))
 
 
-def largest_distance(job: Job, reference: Job | None) -> float | None:
+def largest_distance(job: ReportJob, reference: ReportJob | None) -> float | None:
     """Returns the largest of :func:`distance`, in nats per token."""
-    found = distance(job, reference)
+    found = loss_distance(job, reference)
     return max(found.values) if found else None
 
 
-def finite(series: Series) -> Series:
+def finite_series(series: MetricSeries) -> MetricSeries:
     """Returns ``series`` without the steps at which it was not a number."""
     pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
-    return Series(tuple(step for step, _ in pairs), tuple(number for _, number in pairs))
+    return MetricSeries(tuple(step for step, _ in pairs), tuple(number for _, number in pairs))
 
 
-def lttb(series: Series, count: int) -> Series:
+def lttb(series: MetricSeries, count: int) -> MetricSeries:
     """Returns at most ``count`` points of a finite ``series`` that keep its look.
 
     Largest triangle, three buckets (S. Steinarsson, 2013): of each bucket stays the point that
@@ -338,4 +347,4 @@ def lttb(series: Series, count: int) -> Series:
         )
         kept.append(int(start + np.argmax(area)))
     kept.append(size - 1)
-    return Series(tuple(series.steps[i] for i in kept), tuple(series.values[i] for i in kept))
+    return MetricSeries(tuple(series.steps[i] for i in kept), tuple(series.values[i] for i in kept))

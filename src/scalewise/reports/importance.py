@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from scalewise.reports import charts, numbers
-from scalewise.reports.charts import Bar, Segment
-from scalewise.reports.compare import LOSS, PEAK, STEP, Comparison, Job
-from scalewise.reports.layout import twice
-from scalewise.reports.live import Drawn, Importance, Summary
-from scalewise.reports.sections import Numbers, Panel, Section
+from scalewise.reports import charts, number_format
+from scalewise.reports.chart_layout import draw_both_widths
+from scalewise.reports.charts import BarSegment, StackedBar
+from scalewise.reports.compare import LOSS, PEAK, STEP, ReportComparison, ReportJob
+from scalewise.reports.sections import ChartPanel, NumbersTable, ReportSection
+from scalewise.reports.wandb_panels import ImportancePanel, SummaryNumber, TitledPanel
 
 FEWEST = 4
 """Jobs below which nothing is said."""
@@ -23,7 +23,7 @@ FLAT = 0.005
 
 
 @dataclass(frozen=True)
-class _Target:
+class _ImportanceTarget:
     key: str
     label: str
     colour: str
@@ -31,18 +31,18 @@ class _Target:
 
 
 TARGETS = (
-    _Target(STEP, "step time", "--t-bwd", np.log),
-    _Target(PEAK, "peak memory", "--m-params", np.log),
-    _Target(LOSS, "train loss", "--m-act", np.asarray),
+    _ImportanceTarget(STEP, "step time", "--t-bwd", np.log),
+    _ImportanceTarget(PEAK, "peak memory", "--m-params", np.log),
+    _ImportanceTarget(LOSS, "train loss", "--m-act", np.asarray),
 )
 
 
-def importance(comparison: Comparison) -> Section | None:
+def importance_section(comparison: ReportComparison) -> ReportSection | None:
     """Returns the share of each setting; ``None`` below two settings or :data:`FEWEST` jobs."""
     found = {
         target: shares
         for target in TARGETS
-        if len(shares := of(comparison, target.key, target.scale)) > 1
+        if len(shares := variance_shares(comparison, target.key, target.scale)) > 1
     }
     if not found:
         return None
@@ -52,24 +52,29 @@ def importance(comparison: Comparison) -> Section | None:
             most[key] = max(share, most.get(key, 0.0))
     keys = sorted(most, key=lambda key: -most[key])
     notes = []
-    if not _whole_grid(comparison):
+    if not _is_full_grid(comparison):
         notes.append("Not all combinations ran: settings that vary together share what is theirs.")
-    count = min(len(_measuring(comparison, target.key)) for target in found)
+    count = min(len(_measured_jobs(comparison, target.key)) for target in found)
     notes.append(
-        f"From {numbers.plural(count, 'job')}; what is left of the whole goes with combinations "
-        "of settings, and with chance."
+        f"From {number_format.pluralize(count, 'job')}; what is left of the whole goes with "
+        "combinations of settings, and with chance."
     )
-    return Section(
+    return ReportSection(
         "importance",
         "Importance",
-        _finding({target.label: shares for target, shares in found.items()}),
-        tuple(_panel(target, shares) for target, shares in found.items()),
+        _finding_text({target.label: shares for target, shares in found.items()}),
+        tuple(_importance_panel(target, shares) for target, shares in found.items()),
         notes=tuple(notes),
-        numbers=Numbers(
+        numbers=NumbersTable(
             "setting",
             tuple(target.label for target in found),
             tuple(
-                (key, tuple(numbers.percent(shares.get(key)) for shares in found.values()))
+                (
+                    key,
+                    tuple(
+                        number_format.format_percent(shares.get(key)) for shares in found.values()
+                    ),
+                )
                 for key in keys
             ),
         ),
@@ -77,12 +82,15 @@ def importance(comparison: Comparison) -> Section | None:
             "Share of the variance that goes with one setting alone, less what as many values "
             "would take by chance; of time and memory that of their logarithms.",
         ),
-        live=tuple(Drawn(f"What tells of {t.label}", Importance(Summary(t.key))) for t in found),
+        live=tuple(
+            TitledPanel(f"What tells of {t.label}", ImportancePanel(SummaryNumber(t.key)))
+            for t in found
+        ),
     )
 
 
-def of(
-    comparison: Comparison,
+def variance_shares(
+    comparison: ReportComparison,
     key: str,
     scale: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.asarray,
 ) -> dict[str, float]:
@@ -93,25 +101,25 @@ def of(
     that hardly any two jobs share are ranked (Spearman), and the squared correlation is adjusted
     alike. A setting of which neither can be told is left out, as is a flat ``key``.
     """
-    jobs = _measuring(comparison, key)
+    jobs = _measured_jobs(comparison, key)
     y = scale(np.array([job.measured(key) for job in jobs], float))
     middle = abs(float(np.mean(y))) if scale is np.asarray and len(y) else 1.0
     if len(jobs) < FEWEST or np.ptp(y) < FLAT * middle:
         return {}
     found = {}
     for setting in comparison.varying:
-        values = [numbers.value(job.run.varied.get(setting)) for job in jobs]
-        if (share := _share(values, y)) is not None:
+        values = [number_format.format_value(job.run.varied.get(setting)) for job in jobs]
+        if (share := _variance_share(values, y)) is not None:
             found[setting] = share
     return found
 
 
-def _measuring(comparison: Comparison, key: str) -> list[Job]:
+def _measured_jobs(comparison: ReportComparison, key: str) -> list[ReportJob]:
     jobs = comparison.ranked(key, False)
     return [job for job in jobs if (job.measured(key) or 0) > 0]
 
 
-def _share(values: Sequence[str], y: NDArray[np.float64]) -> float | None:
+def _variance_share(values: Sequence[str], y: NDArray[np.float64]) -> float | None:
     count, kinds = len(values), sorted(set(values))
     if len(kinds) < 2:
         return None
@@ -123,14 +131,14 @@ def _share(values: Sequence[str], y: NDArray[np.float64]) -> float | None:
         chance = within / (count - len(kinds)) * (len(kinds) - 1)
         return max(0.0, (between - chance) / total)
     try:
-        x = _ranks(np.array([float(value) for value in values]))
+        x = _rank_values(np.array([float(value) for value in values]))
     except ValueError:
         return None
-    r = float(np.corrcoef(x, _ranks(y))[0, 1])
+    r = float(np.corrcoef(x, _rank_values(y))[0, 1])
     return max(0.0, 1 - (1 - r**2) * (count - 1) / (count - 2))
 
 
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rank_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns ranks from 0; those of equal values are their mean."""
     _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(sizes)
@@ -138,35 +146,44 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return ranks
 
 
-def _whole_grid(comparison: Comparison) -> bool:
+def _is_full_grid(comparison: ReportComparison) -> bool:
     keys = list(comparison.varying)
     ran = {
-        tuple(numbers.value(job.run.varied.get(key)) for key in keys) for job in comparison.finished
+        tuple(number_format.format_value(job.run.varied.get(key)) for key in keys)
+        for job in comparison.finished
     }
     return len(ran) == len(list(product(*(comparison.varying[key] for key in keys))))
 
 
-def _finding(found: dict[str, dict[str, float]]) -> str:
+def _finding_text(found: dict[str, dict[str, float]]) -> str:
     leads: dict[str, list[str]] = {}
     for label, shares in found.items():
         key = max(shares, key=lambda k: shares[k])
         if shares[key] >= LEADS:
-            leads.setdefault(key, []).append(f"{numbers.percent(shares[key])} of {label}")
+            leads.setdefault(key, []).append(
+                f"{number_format.format_percent(shares[key])} of {label}"
+            )
     if not leads:
-        return f"No one setting accounts for {numbers.percent(LEADS)} of {' or of '.join(found)}"
+        share = number_format.format_percent(LEADS)
+        return f"No one setting accounts for {share} of {' or of '.join(found)}"
     return "; ".join(f"{key} accounts for {' and '.join(of)}" for key, of in leads.items())
 
 
-def _panel(target: _Target, shares: dict[str, float]) -> Panel:
+def _importance_panel(target: _ImportanceTarget, shares: dict[str, float]) -> ChartPanel:
     bars = [
-        Bar(key, (Segment(target.colour, 100 * shares[key], f"{key}: {text} of {target.label}"),),
-            text)
+        StackedBar(
+            key,
+            (BarSegment(target.colour, 100 * shares[key], f"{key}: {text} of {target.label}"),),
+            text,
+        )
         for key in sorted(shares, key=lambda key: -shares[key])
-        if (text := numbers.percent(shares[key]))
-    ]  # fmt: skip
-    picture = twice(
-        lambda width: charts.stacks(bars, width, span=100),
+        if (text := number_format.format_percent(shares[key]))
+    ]
+    picture = draw_both_widths(
+        lambda width: charts.draw_stacks(bars, width, span=100),
         f"importance-{target.key.split('/')[0]}",
         f"Bars: share of the spread of {target.label} that goes with each setting.",
     )
-    return Panel(numbers.sentence(target.label), "% of its spread, by setting", picture)
+    return ChartPanel(
+        number_format.capitalize_first(target.label), "% of its spread, by setting", picture
+    )

@@ -10,7 +10,7 @@ _ACTIVE = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&^])")
 _LEADING = re.compile(r"^(\s*\d*)([-=.])(?=\s|$)")
 
 
-class _Bold(HTMLParser):
+class _BoldParser(HTMLParser):
     """Keeps the text of HTML, and the bold of it."""
 
     def __init__(self) -> None:
@@ -26,30 +26,32 @@ class _Bold(HTMLParser):
             self.found.append("**")
 
     def handle_data(self, data: str) -> None:
-        self.found.append(_escaped(data))
+        self.found.append(_escape(data))
 
 
-def of(text: str | Markup) -> str:
+def to_markdown(text: str | Markup) -> str:
     """Returns a text of an outline as one line of Markdown."""
     if not isinstance(text, Markup):
-        return _escaped(text)
-    parser = _Bold()
+        return _escape(text)
+    parser = _BoldParser()
     parser.feed(str(text))
     parser.close()
     return "".join(parser.found)
 
 
-def _escaped(raw: str) -> str:
+def _escape(raw: str) -> str:
     line = re.sub(r"\s*\n\s*", " ", raw)
     return _LEADING.sub(r"\1\\\2", _ACTIVE.sub(r"\\\1", line))
 
 
-def plain(text: str | Markup) -> str:
+def to_plain_text(text: str | Markup) -> str:
     """Returns a text of an outline without any form."""
     return text.striptags() if isinstance(text, Markup) else text
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+def markdown_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True
+) -> str:
     """Returns a table of Markdown; its cells are Markdown, all but the first column to the right.
 
     ``numbers``: whether columns but the first hold numbers.
@@ -59,18 +61,18 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def listed(lines: Sequence[str | Markup]) -> str:
+def markdown_list(lines: Sequence[str | Markup]) -> str:
     """Returns texts of an outline as a list."""
-    return "\n".join(f"- {of(line)}" for line in lines)
+    return "\n".join(f"- {to_markdown(line)}" for line in lines)
 
 
-def fenced(code: str) -> str:
+def fenced_block(code: str) -> str:
     """Returns what stands as it is: a command, lines of a log."""
     longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{code}\n{fence}"
 
 
-def link(text: str, url: str) -> str:
+def markdown_link(text: str, url: str) -> str:
     """Returns a link; ``url`` is a web address."""
-    return f"[{of(text)}](<{url.replace('<', '%3C').replace('>', '%3E')}>)"
+    return f"[{to_markdown(text)}](<{url.replace('<', '%3C').replace('>', '%3E')}>)"

@@ -4,30 +4,30 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from scalewise.reports import findings, outline, overview, records
-from scalewise.reports.outline import Outline
-from scalewise.tracking.files import write_text
+from scalewise.reports import records, report_model, summary_sentences, summary_tables
+from scalewise.reports.report_model import ReportModel
+from scalewise.tracking.run_files import write_text
 
 FILE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write(folder: Path) -> Path:
+def write_page(folder: Path) -> Path:
     """Writes the page of the run or sweep in ``folder`` and returns its path.
 
     Raises :class:`scalewise.errors.ScalewiseError` where it holds neither.
     """
-    return save(outline.of(records.read(folder)), folder)
+    return save_page(report_model.build_report(records.read_record(folder)), folder)
 
 
-def save(report: Outline, folder: Path) -> Path:
+def save_page(report: ReportModel, folder: Path) -> Path:
     """Writes ``report`` as a page into ``folder``, whole or not at all, and returns its path."""
     path = folder / FILE
-    write_text(path, build(report))
+    write_text(path, build_page(report))
     return path
 
 
-def build(report: Outline) -> str:
+def build_page(report: ReportModel) -> str:
     """Returns the HTML of ``report``."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -36,5 +36,7 @@ def build(report: Outline) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(status_word=findings.status_word, glyph=overview.glyph)
+    environment.globals.update(
+        status_word=summary_sentences.status_word, glyph=summary_tables.status_glyph
+    )
     return str(environment.get_template("page.html.j2").render(report=report))

@@ -7,27 +7,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from scalewise.console import print_lines
 from scalewise.errors import ScalewiseError
-from scalewise.output import print_lines
 from scalewise.reports import page, wandb_report
-from scalewise.tracking import recorded
-from scalewise.tracking.connection import said
-from scalewise.tracking.delivery import Told, deliver, settle
-from scalewise.tracking.files import read_json, write_json
-from scalewise.tracking.server import Server
+from scalewise.tracking import sweep_record
+from scalewise.tracking.connection import server_error_text
+from scalewise.tracking.run_files import read_json, write_json
+from scalewise.tracking.wandb_api import WandbServer
+from scalewise.tracking.wandb_sync import SyncedRun, deliver_run, send_missing
 
 
-class Publication:
+class ReportPublication:
     """One run or sweep on its way to the server."""
 
     def __init__(
-        self, server: Server, folder: Path, entity: str | None, project: str | None
+        self, server: WandbServer, folder: Path, entity: str | None, project: str | None
     ) -> None:
         """``entity`` and ``project`` are those that the environment asks for."""
         self._server, self._folder = server, folder
         self._entity, self._project = entity, project
         sweep = read_json(folder / "sweep.json")
-        listed = sorted(recorded.jobs(folder, sweep), key=lambda job: int(job["number"]))
+        listed = sorted(sweep_record.sweep_jobs(folder, sweep), key=lambda job: int(job["number"]))
         inside = [folder / str(job["folder"]) for job in listed]
         inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
         self._folders = inside or [folder]
@@ -45,31 +45,31 @@ class Publication:
             self._link(self._folder)
         return self._whole
 
-    def _tracked(self) -> Iterable[Told]:
+    def _tracked(self) -> Iterable[SyncedRun]:
         """Yields the runs that have something to send."""
         for folder in self._folders:
             try:
-                told = Told.of(folder)
+                told = SyncedRun.of(folder)
             except ScalewiseError as error:
                 self._say(folder, f"left out: {error}")
                 continue
             if not told.wandb.get("id"):
                 self._say(folder, "left out: it was not tracked")
-            elif recorded.is_at_work(told.status):
+            elif sweep_record.is_running(told.status):
                 self._say(folder, "left out: it still runs; publish it when it has ended")
                 self._whole = False
             else:
                 yield told
 
-    def _delivered(self, told: Told) -> Any:
+    def _delivered(self, told: SyncedRun) -> Any:
         entity = self._entity or str(told.wandb.get("entity") or self._server.account)
         project = self._project or str(told.wandb["project"])
         try:
-            run = deliver(self._server, told, entity, project)
+            run = deliver_run(self._server, told, entity, project)
             facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
-            _note(told.folder / "status.json", facts)
+            _print_note(told.folder / "status.json", facts)
         except Exception as error:  # a server, a disk, a damaged file
-            self._lost(told.folder, _reason(error, told.folder))
+            self._lost(told.folder, _failure_reason(error, told.folder))
             return None
         self._say(told.folder, str(run.url))
         return run
@@ -79,23 +79,23 @@ class Publication:
         if (self._folder.parent / "sweep.json").is_file():
             return
         try:
-            url = wandb_report.publish(self._folder, entity=entity, project=project)
+            url = wandb_report.publish_report(self._folder, entity=entity, project=project)
         except Exception as error:  # the client raises many kinds
-            self._lost(self._folder, f"its report: {said(error)}")
+            self._lost(self._folder, f"its report: {server_error_text(error)}")
         else:
             print_lines(f"W&B report {url}")
 
     def _settle(self, folder: Path, run: Any) -> None:
         try:
             self._link(folder)
-            settle(self._server, Told.of(folder), run)
+            send_missing(self._server, SyncedRun.of(folder), run)
         except Exception as error:  # as above
-            self._lost(folder, _reason(error, folder))
+            self._lost(folder, _failure_reason(error, folder))
 
     def _link(self, folder: Path) -> None:
         """Writes a folder's page again, which knows now where W&B has it."""
         try:
-            page.write(folder)
+            page.write_page(folder)
         except OSError as error:  # a full disk costs the page and nothing else
             self._lost(folder, f"its page: {error}")
 
@@ -107,10 +107,10 @@ class Publication:
     def _say(self, folder: Path, what: str) -> None:
         listed = self._count > 1 and folder in self._folders
         place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
-        print_lines(f"{place}{_short(folder)}  {what}")
+        print_lines(f"{place}{_short_text(folder)}  {what}")
 
 
-def _reason(error: Exception, folder: Path) -> str:
+def _failure_reason(error: Exception, folder: Path) -> str:
     """Returns what went wrong, in one line; most other errors are of a file in the folder."""
     if isinstance(error, ScalewiseError | OSError):
         return " ".join(str(error).split())
@@ -118,11 +118,11 @@ def _reason(error: Exception, folder: Path) -> str:
     return f"a file in {folder} is damaged ({kind}); put a copy of the folder back"
 
 
-def _note(path: Path, facts: dict[str, object]) -> None:
+def _print_note(path: Path, facts: dict[str, object]) -> None:
     record = read_json(path)
     if record.get("wandb") != facts:
         write_json(path, {**record, "wandb": facts})
 
 
-def _short(path: Path) -> str:
+def _short_text(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

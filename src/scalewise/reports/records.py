@@ -13,7 +13,7 @@ from pathlib import Path
 from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.reports import redact
-from scalewise.tracking.files import csv_rows, number_of, read_json
+from scalewise.tracking.run_files import parse_number, read_csv_rows, read_json
 
 CURVES = (
     "train/loss",
@@ -29,7 +29,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Series:
+class MetricSeries:
     """One metric over the steps at which it was measured; a value may be NaN or infinite."""
 
     steps: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """The numbers a run ends with; ``metrics`` holds only what was measured."""
 
     parameters: int | None = None
@@ -52,7 +52,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that differs from the default."""
 
     key: str
@@ -61,7 +61,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Cure:
+class SuggestedOverride:
     """An override that may mend a failure, and why."""
 
     override: str
@@ -83,7 +83,7 @@ class RunRecord:
     choices: Mapping[str, object] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     varied: Mapping[str, object] = field(default_factory=dict)
-    changed: tuple[Change, ...] = ()
+    changed: tuple[SettingChange, ...] = ()
     started: datetime | None = None
     ended: datetime | None = None
     seconds: float | None = None
@@ -98,9 +98,9 @@ class RunRecord:
     """How ``trainer.micro_batch=auto`` was settled."""
     rank: int | None = None
     log_tail: tuple[str, ...] = ()
-    cures: tuple[Cure, ...] = ()
-    summary: Summary | None = None
-    series: Mapping[str, Series] = field(default_factory=dict)
+    cures: tuple[SuggestedOverride, ...] = ()
+    summary: RunSummary | None = None
+    series: Mapping[str, MetricSeries] = field(default_factory=dict)
     ledger: Mapping[str, float] = field(default_factory=dict)
     """Bytes that were foreseen at the peak, by line."""
     step_parts: Mapping[str, float] = field(default_factory=dict)
@@ -131,14 +131,14 @@ class SweepRecord:
     wandb: Mapping[str, object] = field(default_factory=dict)
 
 
-def read(folder: Path) -> RunRecord | SweepRecord:
+def read_record(folder: Path) -> RunRecord | SweepRecord:
     """Returns the record of ``folder``, a sweep if it holds ``sweep.json``, else a run.
 
     Raises :class:`ConfigError` where the folder is neither.
     """
-    sweep = _json(folder / "sweep.json")
+    sweep = _read_json(folder / "sweep.json")
     if sweep is not None:
-        return _sweep(folder, sweep)
+        return _read_sweep(folder, sweep)
     run = read_run(folder)
     if run is None:
         reason = "neither a run (readable status.json) nor a sweep (readable sweep.json)"
@@ -148,83 +148,83 @@ def read(folder: Path) -> RunRecord | SweepRecord:
 
 def read_run(folder: Path) -> RunRecord | None:
     """Returns the record of a run's folder, ``None`` if it has no readable ``status.json``."""
-    found = _json(folder / "status.json")
+    found = _read_json(folder / "status.json")
     if found is None:
         return None
     commit = found.pop("git_commit", None)  # forty hex digits, not a key
-    status = _mapping(redact.tree(found))
+    status = _as_mapping(redact.redact_values(found))
     machine, world, attempts = (status.get(key) for key in ("machine", "world_size", "attempts"))
-    dirty, plan = status.get("git_dirty"), _json(folder / "plan.json") or {}
+    dirty, plan = status.get("git_dirty"), _read_json(folder / "plan.json") or {}
     return RunRecord(
         folder=folder.name,
-        status=_text(status.get("status")) or "failed",
-        reason=_text(status.get("reason")),
-        verb=_text(status.get("verb")) or "train",
-        name=_text(status.get("name")) or folder.name,
-        question=_text(status.get("question")),
-        command=_text(status.get("command")),
-        choices=_mapping(status.get("choices")),
-        overrides=_lines(status.get("overrides")),
-        varied=_mapping(status.get("varied")),
+        status=_as_text(status.get("status")) or "failed",
+        reason=_as_text(status.get("reason")),
+        verb=_as_text(status.get("verb")) or "train",
+        name=_as_text(status.get("name")) or folder.name,
+        question=_as_text(status.get("question")),
+        command=_as_text(status.get("command")),
+        choices=_as_mapping(status.get("choices")),
+        overrides=_as_lines(status.get("overrides")),
+        varied=_as_mapping(status.get("varied")),
         changed=tuple(
-            Change(_text(row.get("key")), row.get("default"), row.get("value"))
-            for row in _rows(status.get("changed"))
+            SettingChange(_as_text(row.get("key")), row.get("default"), row.get("value"))
+            for row in _as_rows(status.get("changed"))
         ),
-        started=_instant(status.get("started")),
-        ended=_instant(status.get("ended")),
-        seconds=_finite(status.get("seconds")),
-        attempts=_count(attempts) or 1,
-        world_size=_count(world) or 1,
-        machine=_mapping(machine),
-        versions={key: _text(item) for key, item in _mapping(status.get("versions")).items()},
-        git_commit=_text(commit),
+        started=_as_instant(status.get("started")),
+        ended=_as_instant(status.get("ended")),
+        seconds=_as_finite(status.get("seconds")),
+        attempts=_as_count(attempts) or 1,
+        world_size=_as_count(world) or 1,
+        machine=_as_mapping(machine),
+        versions={key: _as_text(item) for key, item in _as_mapping(status.get("versions")).items()},
+        git_commit=_as_text(commit),
         git_dirty=dirty if isinstance(dirty, bool) else None,
-        wandb=_mapping(status.get("wandb")),
-        micro_batch=_mapping(status.get("micro_batch")),
-        rank=_count(status.get("rank")),
-        log_tail=_lines(status.get("log_tail")),
+        wandb=_as_mapping(status.get("wandb")),
+        micro_batch=_as_mapping(status.get("micro_batch")),
+        rank=_as_count(status.get("rank")),
+        log_tail=_as_lines(status.get("log_tail")),
         cures=tuple(
-            Cure(_text(row.get("override")), _text(row.get("why")))
-            for row in _rows(status.get("cures"))
+            SuggestedOverride(_as_text(row.get("override")), _as_text(row.get("why")))
+            for row in _as_rows(status.get("cures"))
         ),
-        summary=_summary(folder / "summary.json"),
-        series=_series(folder / "metrics.csv"),
-        ledger=_numbers(plan.get("ledger")),
-        step_parts=_numbers(plan.get("step_parts")),
-        foreseen=_numbers(plan),
+        summary=_read_summary(folder / "summary.json"),
+        series=_read_series(folder / "metrics.csv"),
+        ledger=_number_entries(plan.get("ledger")),
+        step_parts=_number_entries(plan.get("step_parts")),
+        foreseen=_number_entries(plan),
     )
 
 
-def _sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
-    sweep = _mapping(redact.tree(dict(found)))
+def _read_sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
+    sweep = _as_mapping(redact.redact_values(dict(found)))
     varying = {
         key: tuple(values) if isinstance(values, list) else (values,)
-        for key, values in _mapping(sweep.get("varying")).items()
+        for key, values in _as_mapping(sweep.get("varying")).items()
     }
-    jobs = [_job(folder, row, place) for place, row in enumerate(_rows(sweep.get("jobs")))]
+    jobs = [_read_job(folder, row, place) for place, row in enumerate(_as_rows(sweep.get("jobs")))]
     jobs.sort(key=lambda job: job.number or 0)
     numbers = [job.number for job in jobs]
-    reference = _count(sweep.get("reference"))
+    reference = _as_count(sweep.get("reference"))
     return SweepRecord(
         folder=folder.name,
-        name=_text(sweep.get("name")) or folder.name,
-        question=_text(sweep.get("question")),
-        command=_text(sweep.get("command")),
-        verb=_text(sweep.get("verb")) or "train",
-        started=_instant(sweep.get("started")),
-        ended=_instant(sweep.get("ended")),
+        name=_as_text(sweep.get("name")) or folder.name,
+        question=_as_text(sweep.get("question")),
+        command=_as_text(sweep.get("command")),
+        verb=_as_text(sweep.get("verb")) or "train",
+        started=_as_instant(sweep.get("started")),
+        ended=_as_instant(sweep.get("ended")),
         varying=varying,
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
-        wandb=_mapping(sweep.get("wandb")),
+        wandb=_as_mapping(sweep.get("wandb")),
     )
 
 
-def _job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
-    number = _count(row.get("number"))
+def _read_job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
+    number = _as_count(row.get("number"))
     number = place if number is None else number
-    name = _text(row.get("folder")) or str(number)
-    listed = _text(row.get("status")) or "not_run"
+    name = _as_text(row.get("folder")) or str(number)
+    listed = _as_text(row.get("status")) or "not_run"
     inside = (folder / name).resolve().is_relative_to(folder.resolve())
     run = read_run(folder / name) if inside else None
     if run is None:
@@ -232,96 +232,98 @@ def _job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
             folder=name,
             name=name,
             status=listed,
-            reason=_text(row.get("reason"))
+            reason=_as_text(row.get("reason"))
             or ("" if listed == "not_run" else "The job left no readable status.json."),
-            overrides=_lines(row.get("overrides")),
+            overrides=_as_lines(row.get("overrides")),
         )
-    return replace(run, number=number, varied=_mapping(row.get("varied")) or run.varied)
+    return replace(run, number=number, varied=_as_mapping(row.get("varied")) or run.varied)
 
 
-def _summary(path: Path) -> Summary | None:
-    found = _json(path)
+def _read_summary(path: Path) -> RunSummary | None:
+    found = _read_json(path)
     if found is None:
         return None
-    return Summary(
-        parameters=_count(found.get("parameters")),
-        steps=_count(found.get("steps")),
-        tokens=_count(found.get("tokens")),
-        global_batch=_count(found.get("global_batch")),
-        sequence=_count(found.get("sequence")),
-        window=_text(found.get("window")),
-        notes=_lines(found.get("notes")),
-        metrics=_numbers(found.get("metrics")),
+    return RunSummary(
+        parameters=_as_count(found.get("parameters")),
+        steps=_as_count(found.get("steps")),
+        tokens=_as_count(found.get("tokens")),
+        global_batch=_as_count(found.get("global_batch")),
+        sequence=_as_count(found.get("sequence")),
+        window=_as_text(found.get("window")),
+        notes=_as_lines(found.get("notes")),
+        metrics=_number_entries(found.get("metrics")),
     )
 
 
-def _series(path: Path) -> dict[str, Series]:
+def _read_series(path: Path) -> dict[str, MetricSeries]:
     """Returns the columns of :data:`CURVES` that hold a value; a torn last line is dropped."""
     try:
         lines = regular_files.read_text(path, errors="replace").splitlines(keepends=True)
     except OSError:
         return {}
-    rows = csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])
+    rows = read_csv_rows([line.rstrip("\r\n") for line in lines if line.endswith("\n")])
     found = {}
     for key in CURVES:
         pairs = [
             (int(step), value)
             for row in rows
-            if (step := _finite(number_of(row.get("step", "")))) is not None
-            and (value := number_of(row.get(key, ""))) is not None
+            if (step := _as_finite(parse_number(row.get("step", "")))) is not None
+            and (value := parse_number(row.get(key, ""))) is not None
         ]
         if pairs:
             kept = dict(pairs)  # a resumed run writes some steps twice: the later one holds
             steps = sorted(kept)
-            found[key] = Series(tuple(steps), tuple(kept[step] for step in steps))
+            found[key] = MetricSeries(tuple(steps), tuple(kept[step] for step in steps))
     return found
 
 
-def _json(path: Path) -> dict[str, object] | None:
+def _read_json(path: Path) -> dict[str, object] | None:
     return read_json(path) or None
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _mapping(value: object) -> dict[str, object]:
+def _as_mapping(value: object) -> dict[str, object]:
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def _numbers(value: object) -> dict[str, float]:
+def _number_entries(value: object) -> dict[str, float]:
     """Returns the entries of a mapping that are numbers."""
-    found = {key: _number(item) for key, item in _mapping(value).items()}
+    found = {key: _as_number(item) for key, item in _as_mapping(value).items()}
     return {key: number for key, number in found.items() if number is not None}
 
 
-def _rows(value: object) -> list[dict[str, object]]:
+def _as_rows(value: object) -> list[dict[str, object]]:
     return (
-        [_mapping(row) for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+        [_as_mapping(row) for row in value if isinstance(row, dict)]
+        if isinstance(value, list)
+        else []
     )
 
 
-def _lines(value: object) -> tuple[str, ...]:
-    return tuple(_text(line) for line in value) if isinstance(value, list) else ()
+def _as_lines(value: object) -> tuple[str, ...]:
+    return tuple(_as_text(line) for line in value) if isinstance(value, list) else ()
 
 
-def _number(value: object) -> float | None:
+def _as_number(value: object) -> float | None:
     """Returns a number as a float, NaN and infinity included."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _finite(value: object) -> float | None:
-    number = _number(value)
+def _as_finite(value: object) -> float | None:
+    number = _as_number(value)
     return number if number is not None and math.isfinite(number) else None
 
 
-def _count(value: object) -> int | None:
-    number = _finite(value)
+def _as_count(value: object) -> int | None:
+    number = _as_finite(value)
     return None if number is None else int(number)
 
 
-def _instant(value: object) -> datetime | None:
+def _as_instant(value: object) -> datetime | None:
     try:
-        return datetime.fromisoformat(_text(value))
+        return datetime.fromisoformat(_as_text(value))
     except ValueError:
         return None

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from scalewise.redaction import HIDDEN, redacted
+from scalewise.redaction import HIDDEN, redact
 
 _SECRET = "(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d)"  # noqa: S105 (a pattern)
 _HUB = r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!mask_)token"
@@ -23,14 +23,14 @@ _PRINTED = ("reason", "log_tail")
 """Keys of what programs printed, perhaps in colour; all else was set, and is told exactly."""
 
 
-def text(raw: str) -> str:
+def redact_text(raw: str) -> str:
     """Returns ``raw`` with home folders as ``~`` and values that look secret as ``[hidden]``.
 
     Control characters are written as escapes; a lone surrogate becomes ``?``.
     """
     shown = raw.encode("utf-8", "replace").decode("utf-8")
     shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], shown)
-    shown = redacted(shown)
+    shown = redact(shown)
     home = str(Path.home())
     if len(home) > 1:
         shown = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", shown)
@@ -40,34 +40,34 @@ def text(raw: str) -> str:
     return _HEX.sub(HIDDEN, shown)
 
 
-def tree(value: object) -> object:
+def redact_values(value: object) -> object:
     """Returns the JSON-like ``value`` with every string in it passed through :func:`text`.
 
     The value of a key whose name says secret (``hub_token``), and of a ``{"key": ...}`` entry
     that names one, is hidden whole. Terminal colours of what programs printed are left out.
     """
     if isinstance(value, str):
-        return text(value)
+        return redact_text(value)
     if isinstance(value, list):
-        return [tree(item) for item in value]
+        return [redact_values(item) for item in value]
     if isinstance(value, dict):
         named = value.get("key")
-        secret = isinstance(named, str) and is_secret(named)
+        secret = isinstance(named, str) and is_secret_setting(named)
         return {
             str(key): HIDDEN
-            if item is not None and (is_secret(str(key)) or (secret and key != "key"))
-            else tree(_without_colours(item) if key in _PRINTED else item)
+            if item is not None and (is_secret_setting(str(key)) or (secret and key != "key"))
+            else redact_values(_strip_colours(item) if key in _PRINTED else item)
             for key, item in value.items()
         }
     return value
 
 
-def _without_colours(printed: object) -> object:
+def _strip_colours(printed: object) -> object:
     if isinstance(printed, list):
-        return [_without_colours(line) for line in printed]
+        return [_strip_colours(line) for line in printed]
     return _COLOUR.sub("", printed) if isinstance(printed, str) else printed
 
 
-def is_secret(name: str) -> bool:
+def is_secret_setting(name: str) -> bool:
     """Returns whether a setting called ``name`` holds something that must not be shown."""
     return _NAME.search(name) is not None

@@ -28,7 +28,7 @@ class RenderError(Exception):
     """A chart that could not be rendered."""
 
 
-class Renderer:
+class ChartRenderer:
     """The process, started by the first chart."""
 
     def __init__(self) -> None:
@@ -99,12 +99,12 @@ class Renderer:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-RENDERER = Renderer()
+RENDERER = ChartRenderer()
 svg = RENDERER.svg
 atexit.register(RENDERER.close)
 
 
-def main(requests: IO[str], answers: IO[str]) -> None:
+def serve_charts(requests: IO[str], answers: IO[str]) -> None:
     """Answers specifications until there are no more."""
     import vl_convert
 
@@ -122,5 +122,5 @@ def main(requests: IO[str], answers: IO[str]) -> None:
 if __name__ == "__main__":
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the engine prints is no answer
-    main(sys.stdin, pipe)
+    serve_charts(sys.stdin, pipe)
     os._exit(0)  # the engine's threads are not waited for

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from scalewise.reports import findings
-from scalewise.reports.compare import SHOWN, Comparison, Job
-from scalewise.reports.layout import Picture
-from scalewise.reports.live import Drawn
+from scalewise.reports import summary_sentences
+from scalewise.reports.chart_layout import ChartPicture
+from scalewise.reports.compare import SHOWN, ReportComparison, ReportJob
+from scalewise.reports.wandb_panels import TitledPanel
 
 
 @dataclass(frozen=True)
-class Panel:
+class ChartPanel:
     """One chart under its title."""
 
     title: str
     detail: str
-    picture: Picture
+    picture: ChartPicture
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumbersTable:
     """The numbers of a chart as a table: its corner, its heads and a row a job."""
 
     corner: str
@@ -30,7 +30,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """One drawn part of a report.
 
     ``key`` holds colour variables (or a shape) and their labels, ``reading`` how to read the
@@ -41,33 +41,33 @@ class Section:
     ident: str
     topic: str
     finding: str
-    panels: tuple[Panel, ...]
+    panels: tuple[ChartPanel, ...]
     key: tuple[tuple[str, str], ...] = ()
     notes: tuple[str | Markup, ...] = ()
-    numbers: Numbers | None = None
+    numbers: NumbersTable | None = None
     reading: tuple[str | Markup, ...] = ()
     said: tuple[str | Markup, ...] = ()
-    live: tuple[Drawn, ...] = ()
+    live: tuple[TitledPanel, ...] = ()
 
 
-def chosen(comparison: Comparison, drawn: Sequence[Job]) -> str:
+def drawn_jobs(comparison: ReportComparison, drawn: Sequence[ReportJob]) -> str:
     """Returns which jobs are drawn, where there are too many for all."""
     every = len(comparison.jobs)
     return f"; {len(drawn)} of {every} jobs: the front, then the fastest" if every > SHOWN else ""
 
 
-def left_out(comparison: Comparison, drawn: Sequence[Job]) -> list[str]:
+def left_out_note(comparison: ReportComparison, drawn: Sequence[ReportJob]) -> list[str]:
     """Returns a note on the jobs that measured nothing to draw, if there are any."""
     if len(comparison.jobs) > SHOWN:
         return []
     missing = [job for job in comparison.jobs if job not in drawn and job.run.status != "not_run"]
     if not missing:
         return []
-    names = [f"{job.name} ({findings.status_word(job.run.status)})" for job in missing]
+    names = [f"{job.name} ({summary_sentences.status_word(job.run.status)})" for job in missing]
     return [f"Not drawn, for want of a measurement: {'; '.join(names)}."]
 
 
-def window(jobs: Sequence[Job]) -> str:
+def window_note(jobs: Sequence[ReportJob]) -> str:
     """Returns the steps and the statistic behind the medians, if all jobs share them."""
     windows = {job.run.summary.window for job in jobs if job.run.summary and job.run.summary.window}
     return windows.pop().replace("-", "\u2013") if len(windows) == 1 else ""

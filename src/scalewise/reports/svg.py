@@ -34,7 +34,7 @@ _UNREADABLE = "\ufffd"
 _ID = re.compile(r"(\bid=\"|url\(#|href=\"#)")
 
 
-def render(
+def render_svg(
     chart: alt.LayerChart, tables: Mapping[str, list[dict[str, Any]]], ident: str, sentence: str
 ) -> str:
     """Returns ``chart`` of the named ``tables`` as SVG text.
@@ -42,7 +42,7 @@ def render(
     ``ident`` is unique on the page; ``sentence`` says what the picture shows to who cannot see it.
     """
     spec: dict[str, Any] = chart.to_dict() | {"datasets": dict(tables)}
-    spec, restored = _without_pairs(spec)
+    spec, restored = _replace_surrogate_pairs(spec)
     raw = renderer.svg(spec, _VERSION).translate(restored)
     head = _HEAD.match(raw)
     if head is None:
@@ -50,7 +50,7 @@ def render(
     body = _EMPTY.sub("", _FRAME.sub("", raw[head.end() :]))
     body = _DROPPED.sub("", body)
     body = _LABEL.sub("", _TIP.sub(r"\1 data-tip=", body))
-    body = _GEOMETRY.sub(lambda found: _LONG.sub(_round, found[0]), body)
+    body = _GEOMETRY.sub(lambda found: _LONG.sub(_round_numbers, found[0]), body)
     body = _ID.sub(rf"\g<1>{ident}-", body)
     while (shorter := _HOLLOW.sub("", body)) != body:
         body = shorter
@@ -61,7 +61,7 @@ def render(
     )
 
 
-def _without_pairs(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
+def _replace_surrogate_pairs(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
     """Returns a spec of one UTF-16 unit per character, and a table to translate its picture back.
 
     Vega cuts a long label between the two units of an emoji, and cannot read what is left.
@@ -89,6 +89,6 @@ def _without_pairs(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]
     }
 
 
-def _round(found: re.Match[str]) -> str:
+def _round_numbers(found: re.Match[str]) -> str:
     text = f"{float(found[0]):.1f}".removesuffix(".0")
     return "0" if text == "-0" else text

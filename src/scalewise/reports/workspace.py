@@ -15,27 +15,29 @@ from scalewise.reports.compare import (
     STEP,
     VALIDATION,
 )
-from scalewise.reports.live import (
-    Comparer,
-    Coordinates,
-    Curves,
-    Drawn,
-    Importance,
-    Scatter,
-    Setting,
-    Summary,
+from scalewise.reports.wandb_panels import (
+    CoordinatesPanel,
+    CurvesPanel,
+    ImportancePanel,
+    RunComparerPanel,
+    RunSetting,
+    ScatterPanel,
+    SummaryNumber,
+    TitledPanel,
 )
-from scalewise.reports.service import Service, told
+from scalewise.reports.wandb_service import WandbReportService, wandb_errors
 
 
-def _curves(*rows: tuple[str, str]) -> tuple[Drawn, ...]:
-    return tuple(Drawn(title, Curves((key,), from_zero="loss" not in key)) for key, title in rows)
+def _curve_panels(*rows: tuple[str, str]) -> tuple[TitledPanel, ...]:
+    return tuple(
+        TitledPanel(title, CurvesPanel((key,), from_zero="loss" not in key)) for key, title in rows
+    )
 
 
-SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
+SECTIONS: tuple[tuple[str, tuple[TitledPanel, ...]], ...] = (
     (
         "Learning",
-        _curves(
+        _curve_panels(
             (LOSS, "Train loss, nats per token"),
             (VALIDATION, "Validation loss, nats per token"),
             ("train/grad_norm", "Gradient norm"),
@@ -44,7 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     ),
     (
         "Preferences",
-        _curves(
+        _curve_panels(
             (PREFERRED, "Held-out pairs preferred rightly, by chance a half"),
             ("val/reward_margin", "Held-out margin of the rewards, nats"),
             ("train/reward_accuracy", "Pairs of the batch preferred rightly"),
@@ -52,7 +54,7 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     ),
     (
         "Rewards",
-        _curves(
+        _curve_panels(
             (REWARD, "Held-out reward of the likeliest answers"),
             ("train/reward", "Reward of the answers drawn"),
             ("train/kl", "Divergence from the reference, nats per token"),
@@ -60,14 +62,14 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     ),
     (
         "Classes",
-        _curves(
+        _curve_panels(
             (ACCURACY, "Held-out rows whose class is told rightly"),
             ("train/accuracy", "Rows of the batch"),
         ),
     ),
     (
         "Speed",
-        _curves(
+        _curve_panels(
             (SPEED, "Tokens/s, all ranks"),
             ("throughput/mfu", "Model flops utilization"),
             (STEP, "Step, s"),
@@ -76,7 +78,7 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     ),
     (
         "Memory",
-        _curves(
+        _curve_panels(
             (PEAK, "Peak of the fullest device, bytes"),
             ("memory/activations_bytes", "Activations, bytes"),
             ("memory/host_peak_bytes", "Largest process, bytes"),
@@ -85,52 +87,52 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
     (
         "Across runs",
         (
-            Drawn(
+            TitledPanel(
                 "Peak memory against step time, loss as colour",
-                Scatter(Summary(STEP), Summary(PEAK), Summary(LOSS)),
+                ScatterPanel(SummaryNumber(STEP), SummaryNumber(PEAK), SummaryNumber(LOSS)),
             ),
-            Drawn(
+            TitledPanel(
                 "Loss against price of a billion tokens",
-                Scatter(Summary(PRICE), Summary(LOSS), Summary(PEAK)),
+                ScatterPanel(SummaryNumber(PRICE), SummaryNumber(LOSS), SummaryNumber(PEAK)),
             ),
-            Drawn(
+            TitledPanel(
                 "Settings and what came of them",
-                Coordinates((
-                    (Setting("model", True), "model"),
-                    (Setting("parallelism", True), "layout"),
-                    (Setting("precision", True), "precision"),
-                    (Setting("optimizer", True), "optimizer"),
-                    (Setting("optimizer.lr", False), "learning rate"),
-                    (Summary(SPEED), "tokens/s"),
-                    (Summary(PEAK), "peak, bytes"),
-                    (Summary(LOSS), "train loss"),
+                CoordinatesPanel((
+                    (RunSetting("model", True), "model"),
+                    (RunSetting("parallelism", True), "layout"),
+                    (RunSetting("precision", True), "precision"),
+                    (RunSetting("optimizer", True), "optimizer"),
+                    (RunSetting("optimizer.lr", False), "learning rate"),
+                    (SummaryNumber(SPEED), "tokens/s"),
+                    (SummaryNumber(PEAK), "peak, bytes"),
+                    (SummaryNumber(LOSS), "train loss"),
                 )),
             ),
-            Drawn("What tells of the loss", Importance(Summary(LOSS))),
-            Drawn("What is set otherwise", Comparer()),
+            TitledPanel("What tells of the loss", ImportancePanel(SummaryNumber(LOSS))),
+            TitledPanel("What is set otherwise", RunComparerPanel()),
         ),
     ),
 )  # fmt: skip
 """The sections of a dashboard, each with its panels."""
 
 
-def save(name: str, *, entity: str | None, project: str) -> str:
+def save_workspace(name: str, *, entity: str | None, project: str) -> str:
     """Makes the dashboard ``name`` of a project, or updates the panels of it; returns its address.
 
     ``entity`` None: the account's. What people set otherwise about its runs stays. Raises
     :class:`scalewise.errors.ScalewiseError` with what the service said, in one line.
     """
-    service = Service()
+    service = WandbReportService()
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces.workspaces import internal
 
-    from scalewise.reports.wandb_blocks import panel
+    from scalewise.reports.wandb_blocks import build_panel
 
     entity = entity or service.entity
     service.project(entity, project)
     slug = hashlib.sha256(name.encode()).hexdigest()[:11]
     own = f"nw-{slug}-v"
-    with told():
+    with wandb_errors():
         try:
             view = ws.Workspace._from_model(internal.View.from_name(entity, project, own))
         except ValueError:  # there is none of that name
@@ -140,7 +142,7 @@ def save(name: str, *, entity: str | None, project: str) -> str:
         view.name = name
         view.settings.x_axis = "step"
         view.sections = [
-            ws.Section(name=title, panels=[panel(one) for one in drawn], is_open=True)
+            ws.Section(name=title, panels=[build_panel(one) for one in drawn], is_open=True)
             for title, drawn in SECTIONS
         ]
         internal.upsert_view2(view._to_model())

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from scalewise.errors import ConfigError, ScalewiseError
-from scalewise.redaction import redacted, remember
+from scalewise.redaction import redact, remember_secret
 
 SERVER_WAIT = 1.5
 """Seconds to wait for the server before a run goes offline."""
@@ -28,7 +28,7 @@ T = TypeVar("T")
 LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 
-def connected() -> Any:
+def wandb_client() -> Any:
     """Returns W&B's client.
 
     Raises ``ConfigError`` without a key that the server takes, ``ScalewiseError`` without a server
@@ -37,8 +37,8 @@ def connected() -> Any:
     hide_credentials()
     server = base_url()
     if not has_key(server):
-        raise ConfigError.one("", "", f"there is no key for {shown(server)}", LOGIN)
-    must_answer(server)
+        raise ConfigError.one("", "", f"there is no key for {without_credentials(server)}", LOGIN)
+    require_answer(server)
     import wandb
 
     def log_in() -> Any:
@@ -47,18 +47,20 @@ def connected() -> Any:
         return api
 
     try:
-        return while_answering(server, log_in, ANSWER_WAIT)
+        return call_with_timeout(server, log_in, ANSWER_WAIT)
     except ScalewiseError:
         raise
     except Exception as error:  # the client raises many kinds
         if " 401" in str(error):
-            raise ConfigError.one("", "", f"{shown(server)} refuses the key", LOGIN) from None
+            raise ConfigError.one(
+                "", "", f"{without_credentials(server)} refuses the key", LOGIN
+            ) from None
         if "did not respond in time" in str(error):
-            raise ScalewiseError(_silence(server)) from None
-        raise ScalewiseError(f"{shown(server)}: {said(error)}") from None
+            raise ScalewiseError(_silence_reason(server)) from None
+        raise ScalewiseError(f"{without_credentials(server)}: {server_error_text(error)}") from None
 
 
-def while_answering(server: str, request: Callable[[], T], limit: float) -> T:
+def call_with_timeout(server: str, request: Callable[[], T], limit: float) -> T:
     """Returns the result of a request to ``server``, which may take ``limit`` seconds.
 
     The client has no bound of its own for a server that hangs or streams without end. Raises
@@ -80,31 +82,33 @@ def while_answering(server: str, request: Callable[[], T], limit: float) -> T:
         try:
             result, error = results.get(timeout=max(0.0, min(ANSWER_WAIT, left)))
         except queue.Empty:
-            if time.monotonic() < deadline and answers(server):
+            if time.monotonic() < deadline and is_answering(server):
                 continue
-            raise ScalewiseError(_silence(server)) from None
+            raise ScalewiseError(_silence_reason(server)) from None
         if error is not None:
             raise error
         return cast(T, result)
 
 
-def must_answer(server: str) -> None:
+def require_answer(server: str) -> None:
     """Raises ``ScalewiseError`` where nothing answers: all else would wait long."""
-    if not answers(server):
-        raise ScalewiseError(f"{shown(server)} does not answer; try again when it does")
+    if not is_answering(server):
+        raise ScalewiseError(
+            f"{without_credentials(server)} does not answer; try again when it does"
+        )
 
 
-def _silence(server: str) -> str:
+def _silence_reason(server: str) -> str:
     """Returns why no request is answered: a failing server, whose client tries again, or none."""
     status = http_status(server) or 0
     if status >= 500:
-        return f"{shown(server)}: {said(f'HTTP {status}')}"
-    return f"{shown(server)} does not answer; try again when it does"
+        return f"{without_credentials(server)}: {server_error_text(f'HTTP {status}')}"
+    return f"{without_credentials(server)} does not answer; try again when it does"
 
 
-def said(error: object) -> str:
+def server_error_text(error: object) -> str:
     """Returns what went wrong at the server in one line, with what to do about it."""
-    text = redacted(" ".join(str(error).split()))
+    text = redact(" ".join(str(error).split()))
     if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
         code = int(status[1])
         what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
@@ -113,7 +117,7 @@ def said(error: object) -> str:
     return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__
 
 
-def shown(server: str) -> str:
+def without_credentials(server: str) -> str:
     """Returns an address without the name and password that it may hold."""
     return re.sub(r"(?<=://)[^/@]*@", "", server)
 
@@ -124,9 +128,9 @@ def hide_credentials() -> None:
     The client does not log in by them: it sends its own key.
     """
     server = base_url()
-    if shown(server) != server:
-        remember(server)
-        os.environ["WANDB_BASE_URL"] = shown(server)
+    if without_credentials(server) != server:
+        remember_secret(server)
+        os.environ["WANDB_BASE_URL"] = without_credentials(server)
 
 
 def base_url() -> str:
@@ -156,7 +160,7 @@ def has_key(server: str) -> bool:
     return any(known.authenticators(host) is not None for host in hosts)
 
 
-def answers(server: str, wait: float = SERVER_WAIT) -> bool:
+def is_answering(server: str, wait: float = SERVER_WAIT) -> bool:
     """Returns whether ``server`` speaks HTTP within ``wait`` seconds, DNS included."""
     return http_status(server, wait) is not None
 

@@ -6,35 +6,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalewise.tracking.files import mapping_of
-from scalewise.tracking.names import METRICS
+from scalewise.tracking.metric_names import METRICS
+from scalewise.tracking.run_files import as_mapping
 
 PAIRS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
 """What was foreseen, and the metric that it is to be held against."""
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows under named columns."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[object, ...]]
 
 
-def foreseen(plan: Mapping[str, Any]) -> dict[str, Table]:
+def predicted_tables(plan: Mapping[str, Any]) -> dict[str, TextTable]:
     """Returns the tables of a ``plan.json``, by key: bytes of the fullest device, seconds."""
-    sent = list(_sent(plan.get("collectives")))
+    sent = list(_iter_collectives(plan.get("collectives")))
     collectives = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
     tables = {
-        "plan/ledger": Table(("line", "bytes_at_peak"), _items(plan, "ledger")),
-        "plan/phases": Table(("phase", "bytes"), _items(plan, "phases")),
-        "plan/step_parts": Table(("part", "seconds"), _items(plan, "step_parts")),
-        "plan/collectives": Table(collectives, sent),
+        "plan/ledger": TextTable(("line", "bytes_at_peak"), _mapping_rows(plan, "ledger")),
+        "plan/phases": TextTable(("phase", "bytes"), _mapping_rows(plan, "phases")),
+        "plan/step_parts": TextTable(("part", "seconds"), _mapping_rows(plan, "step_parts")),
+        "plan/collectives": TextTable(collectives, sent),
     }
     return {key: table for key, table in tables.items() if table.rows}
 
 
-def measured(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Table]:
+def measured_table(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, TextTable]:
     """Returns what a run measured, and beside it what was foreseen; ``metrics`` of its summary."""
     memory = [
         (key.removeprefix("memory/").removesuffix("_bytes"), metrics[key])
@@ -42,31 +42,33 @@ def measured(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, T
         if key.startswith("memory/") and isinstance(metrics.get(key), int | float)
     ]
     tables = {
-        "memory/measured": Table(("part", "bytes"), memory),
-        "plan/against_measured": Table(
+        "memory/measured": TextTable(("part", "bytes"), memory),
+        "plan/against_measured": TextTable(
             ("metric", "unit", "foreseen", "measured", "foreseen_over_measured"),
-            list(_compared(plan, metrics)),
+            list(_comparison_row(plan, metrics)),
         ),
     }
     return {key: table for key, table in tables.items() if table.rows}
 
 
-def _sent(collectives: object) -> Iterator[tuple[object, ...]]:
+def _iter_collectives(collectives: object) -> Iterator[tuple[object, ...]]:
     """Yields the rows of collectives; a damaged one is left out."""
     for entry in collectives if isinstance(collectives, list) else ():
-        c = mapping_of(entry)
+        c = as_mapping(entry)
         size, count, axes = c.get("bytes"), c.get("count"), c.get("axes")
         if isinstance(size, int) and isinstance(count, int) and isinstance(axes, list):
             named = " ".join(map(str, axes))
             yield str(c.get("kind")), named, str(c.get("what")), size, count, size * count
 
 
-def _items(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]:
-    entries = mapping_of(plan.get(key)).items()
+def _mapping_rows(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]:
+    entries = as_mapping(plan.get(key)).items()
     return [(name, value) for name, value in entries if isinstance(value, int | float)]
 
 
-def _compared(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+def _comparison_row(
+    plan: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> Iterator[tuple[object, ...]]:
     for said, key in PAIRS.items():
         planned, found = plan.get(said), metrics.get(key)
         if isinstance(planned, int | float) and isinstance(found, int | float) and found:

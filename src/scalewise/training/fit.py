@@ -17,24 +17,24 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer
 
 from scalewise.checkpoints import store
-from scalewise.data import kept, padding
-from scalewise.data.base import Splits
-from scalewise.data.loader import Loader, Share, ValidationLoader
-from scalewise.hardware import DeviceKind, started_ranks
-from scalewise.output import print_lines
-from scalewise.plan.plan import foreseen, price, record
-from scalewise.run import Run
-from scalewise.study.storage import link_in
-from scalewise.tracking.files import MetricsFile, read_json, write_json
-from scalewise.tracking.session import Session
-from scalewise.training.callbacks.open import instantiated
+from scalewise.console import print_lines
+from scalewise.data import padding, run_tokenizer
+from scalewise.data.base import DataSplits
+from scalewise.data.dataloader import BatchShare, TrainLoader, ValidationLoader
+from scalewise.hardware import DeviceKind, launched_world_size
+from scalewise.hpo.storage import read_trial_link
+from scalewise.planner.plan import dollars_per_billion_tokens, plan_record, predicted_metrics
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import MetricsFile, read_json, write_json
+from scalewise.tracking.wandb_session import NullSession
+from scalewise.training.callbacks.checkpointing import CheckpointSaver
+from scalewise.training.callbacks.instantiate import instantiate_callbacks
+from scalewise.training.callbacks.metrics_recorder import DataWaitMarker, MetricsRecorder, Row
+from scalewise.training.callbacks.progress_display import ProgressDisplay
 from scalewise.training.callbacks.pruning import Pruning
-from scalewise.training.callbacks.recorder import Recorder, Row, Waiting
-from scalewise.training.callbacks.reference import Reference
-from scalewise.training.callbacks.saver import Saver
-from scalewise.training.callbacks.terminal import Terminal
-from scalewise.training.module import TrainingModule
-from scalewise.training.stopping import STOP
+from scalewise.training.callbacks.reference_logprobs import ReferenceLogProbs
+from scalewise.training.lightning_module import TrainingModule
+from scalewise.training.signal_stop import STOP
 from scalewise.units import GIB
 
 WARM_UP_SHARE = 0.1
@@ -44,7 +44,7 @@ COSTS = ("memory/", "throughput/", "time/")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process stands among the ranks."""
 
     rank: int
@@ -52,31 +52,33 @@ class Place:
     local_ranks: int
 
 
-def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Session) -> None:
+def fit_run(
+    run: RunConfig, folder: Path, place: RankInfo, resume: Path | None, session: NullSession
+) -> None:
     """Trains ``run`` in this process, one of its ranks; rank 0 writes into ``folder``.
 
     ``resume`` is a checkpoint folder. Leaves ``metrics.csv``, ``summary.json`` and checkpoints.
     Raises what ended the training otherwise, ``Interrupted`` for a signal.
     """
-    use_device(run, place)
+    set_device(run, place)
     if run.objective.of_user:
-        from scalewise.training.user import fit_module
+        from scalewise.training.user_module import fit_user_module
 
-        fit_module(run, folder, place, resume, session)
+        fit_user_module(run, folder, place, resume, session)
         return
     splits = run.data.prepare(run.model.vocabulary, run.seed)
     steps = run.steps(len(splits.train))
-    start = store.verify(resume) if resume else 0
+    start = store.verify_checkpoint(resume) if resume else 0
     if resume:
-        kept.check(splits, resume.parents[1])
+        run_tokenizer.check_tokenizer(splits, resume.parents[1])
     if place.rank == 0:
-        kept.keep(splits, folder)
-        print_notes(notes := [*splits.note.splitlines(), *padding.run_notes(run, splits)])
+        run_tokenizer.save_tokenizer(splits, folder)
+        print_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
     module = TrainingModule(run, steps)
-    recorder = Recorder(run, start, [], getattr(splits.train, "filled", 1.0))
-    terminal = Terminal(run, steps, start) if place.rank == 0 else None
+    recorder = MetricsRecorder(run, start, [], getattr(splits.train, "filled", 1.0))
+    terminal = ProgressDisplay(run, steps, start) if place.rank == 0 else None
     if terminal:
-        plan = {"steps": steps, **record(run)}
+        plan = {"steps": steps, **plan_record(run)}
         before = read_json(resume.parents[1] / "plan.json") if resume else {}
         write_json(folder / "plan.json", plan)
         as_before = {**before, "steps": steps} == read_json(folder / "plan.json")
@@ -87,27 +89,27 @@ def fit(run: Run, folder: Path, place: Place, resume: Path | None, session: Sess
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
         )
         recorder.sinks += [file.append, session.log, terminal]
-    loaders = _loaders(run, splits, place, steps, start)
-    with lightning_quiet():
-        link = link_in(folder)
+    loaders = _build_loaders(run, splits, place, steps, start)
+    with silence_lightning():
+        link = read_trial_link(folder)
         pruning = Pruning(link, recorder, place.rank) if link else None
         first = []
         if run.objective.reference is not None and not run.asks_each_pass:
-            first = [Reference(run, [loader for loader in loaders if loader is not None])]
-        trainer = assemble(run, folder, place, steps, recorder, pruning, first)
+            first = [ReferenceLogProbs(run, [loader for loader in loaders if loader is not None])]
+        trainer = build_trainer(run, folder, place, steps, recorder, pruning, first)
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
             if resume and start == steps and place.rank == 0:
-                store.take_over(resume, folder / "checkpoints")
+                store.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
                 pruning.settle()
         finally:
             STOP.release()
             if terminal:
                 terminal.close()
-                earlier = file.earlier if as_before else [*map(without_costs, file.earlier)]
+                earlier = file.earlier if as_before else [*map(drop_cost_metrics, file.earlier)]
                 rows = [*earlier, *recorder.rows]
-                sum_up(run, folder, rows, recorder.untrained, session, notes)
+                write_summary(run, folder, rows, recorder.untrained, session, notes)
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -116,12 +118,12 @@ def print_notes(notes: Sequence[str]) -> None:
         print_lines(*notes, stderr=True)
 
 
-def assemble(
-    run: Run,
+def build_trainer(
+    run: RunConfig,
     folder: Path,
-    place: Place,
+    place: RankInfo,
     steps: int,
-    recorder: Recorder,
+    recorder: MetricsRecorder,
     pruning: Pruning | None = None,
     first: Sequence[Callback] = (),
     **settings: Any,
@@ -130,11 +132,20 @@ def assemble(
 
     ``settings`` go before its own.
     """
-    saver, waiting = Saver(run, folder), Waiting(recorder)
+    saver, waiting = CheckpointSaver(run, folder), DataWaitMarker(recorder)
     last = [pruning] if pruning else []
-    callbacks: list[Callback] = [*first, recorder, *instantiated(run), saver, *last, waiting]
+    callbacks: list[Callback] = [
+        *first,
+        recorder,
+        *instantiate_callbacks(run),
+        saver,
+        *last,
+        waiting,
+    ]
     every = run.trainer.validate_every
-    ranked = started_ranks() is not None  # said, or Lightning would look for a cluster by itself
+    ranked = (
+        launched_world_size() is not None
+    )  # said, or Lightning would look for a cluster by itself
     own: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
         "devices": place.local_ranks if run.world_size > 1 else 1,
@@ -164,29 +175,29 @@ def assemble(
     return trainer
 
 
-def sum_up(
-    run: Run,
+def write_summary(
+    run: RunConfig,
     folder: Path,
     rows: list[Row],
     untrained: Row,
-    session: Session,
+    session: NullSession,
     notes: Sequence[str],
     parameters: int | None = None,
 ) -> None:
     """Writes ``summary.json`` and tells the tracker, where a step was taken."""
     if rows:
-        summary = summarize(run, rows, untrained, notes, parameters)
+        summary = build_summary(run, rows, untrained, notes, parameters)
         write_json(folder / "summary.json", summary)
         session.summarize(summary)
 
 
-def without_costs(row: Row) -> Row:
+def drop_cost_metrics(row: Row) -> Row:
     """Returns a step without what it cost: another layout's are not those of this run."""
     return {key: row[key] for key in row if not key.startswith(COSTS)}
 
 
-def summarize(
-    run: Run,
+def build_summary(
+    run: RunConfig,
     rows: list[Row],
     untrained: Row,
     notes: Sequence[str] = (),
@@ -211,8 +222,8 @@ def summarize(
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
     metrics |= {f"{key}_first": value for key, value in untrained.items()}
-    metrics |= foreseen(run)
-    metrics["price/dollars_per_billion_tokens"] = price(
+    metrics |= predicted_metrics(run)
+    metrics["price/dollars_per_billion_tokens"] = dollars_per_billion_tokens(
         run, cast(float | None, metrics.get("throughput/tokens_per_s"))
     )
     return {
@@ -228,14 +239,14 @@ def summarize(
     }
 
 
-def _loaders(
-    run: Run, splits: Splits, place: Place, steps: int, start: int
-) -> tuple[Loader, ValidationLoader | None]:
+def _build_loaders(
+    run: RunConfig, splits: DataSplits, place: RankInfo, steps: int, start: int
+) -> tuple[TrainLoader, ValidationLoader | None]:
     ranks = run.parallelism.data_parallel_size
     own = run.parallelism.data_rank(place.rank)
-    share = Share(run.global_batch, run.micro_batch, own, ranks)
+    share = BatchShare(run.global_batch, run.micro_batch, own, ranks)
     pinned = run.hardware.device is DeviceKind.cuda
-    train = Loader(
+    train = TrainLoader(
         splits.train,
         share,
         seed=run.seed,
@@ -249,7 +260,7 @@ def _loaders(
     return train, ValidationLoader(splits.validation, held_out, pin_memory=pinned)
 
 
-def use_device(run: Run, place: Place) -> None:
+def set_device(run: RunConfig, place: RankInfo) -> None:
     """Makes this process compute where the run says, on its share of the processor."""
     run.precision.set_matmul()
     if run.hardware.device is DeviceKind.cuda:
@@ -262,7 +273,7 @@ def use_device(run: Run, place: Place) -> None:
 
 
 @contextmanager
-def lightning_quiet(*, sums: bool = True) -> Iterator[None]:
+def silence_lightning(*, sums: bool = True) -> Iterator[None]:
     """Keeps Lightning's tips out: they advise on what this suite decides itself.
 
     ``sums``: whether what is logged is summed over ranks by the suite, and not by a user's module.

@@ -12,11 +12,11 @@ from unittest.mock import patch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
-from scalewise.models.hf.module import TiedHead
-from scalewise.models.hf.stacks import StackedModule
+from scalewise.models.hf.causal_lm import TiedLinearHead
+from scalewise.models.hf.multi_stack import MultiStackModule
 
 
-class EncoderDecoderModule(StackedModule):
+class EncoderDecoderModule(MultiStackModule):
     """``inputs_BS, labels_BT -> logits_BTV``, by transformers' own code.
 
     Inputs below zero are no tokens: nothing attends to them. The encoder is the first stack.
@@ -51,34 +51,34 @@ class EncoderDecoderModule(StackedModule):
 _ignore_causal = masking_utils._ignore_causal_mask_sdpa
 
 
-def _some_are_none(*_: Any) -> bool:
+def _with_padding_mask(*_: Any) -> bool:
     """Says that some of what an encoder reads are no tokens."""
     return False
 
 
-def _all_are_there(mask: object, *given: Any) -> bool:
+def _with_causal_mask(mask: object, *given: Any) -> bool:
     """Says the same of a decoder as if nothing were hidden but what comes later."""
     return _ignore_causal(None, *given)
 
 
 MASKS: dict[str, Any] = {
-    "_ignore_bidirectional_mask_sdpa": _some_are_none,
-    "_ignore_causal_mask_sdpa": _all_are_there,
+    "_ignore_bidirectional_mask_sdpa": _with_padding_mask,
+    "_ignore_causal_mask_sdpa": _with_causal_mask,
 }
 """What is known here: transformers would wait for the device to see so."""
 
 
-def _both(model: Any) -> tuple[nn.Module, nn.Module]:
+def _with_both_masks(model: Any) -> tuple[nn.Module, nn.Module]:
     return model.get_encoder(), model.get_decoder()
 
 
-def stacks(model: PreTrainedModel) -> dict[str, int]:
+def find_stacks(model: PreTrainedModel) -> dict[str, int]:
     """Returns the names of the lists of blocks, the encoder's first, and how many each has.
 
     Raises ``ValueError`` where an encoder or a decoder has not one list of blocks of one kind.
     """
     kinds, found = {*(model._no_split_modules or ())}, dict[str, int]()
-    for stack in _both(model):
+    for stack in _with_both_masks(model):
         lists = [
             (name, len(held))
             for name, held in model.named_modules()
@@ -92,13 +92,13 @@ def stacks(model: PreTrainedModel) -> dict[str, int]:
     return found
 
 
-def tie(model: PreTrainedModel) -> None:
+def tie_embeddings(model: PreTrainedModel) -> None:
     """Leaves the matrix that both stacks embed by to one module, and the head's if it is tied.
 
     Raises ``ValueError`` where they have several.
     """
     shared = model.get_input_embeddings()
-    for stack in _both(model):
+    for stack in _with_both_masks(model):
         for name, child in [*stack.named_children()]:
             if getattr(child, "weight", None) is not shared.weight:
                 continue
@@ -110,4 +110,4 @@ def tie(model: PreTrainedModel) -> None:
     if own.weight is shared.weight:
         name = next(name for name, layer in model.named_modules() if layer is own)
         holder, _, key = name.rpartition(".")
-        setattr(model.get_submodule(holder), key, TiedHead(shared, own.bias))
+        setattr(model.get_submodule(holder), key, TiedLinearHead(shared, own.bias))

@@ -18,7 +18,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """With what decides how conversations are written."""
 
 
-def folder(path: str, files: tuple[str, ...]) -> Path:
+def model_folder(path: str, files: tuple[str, ...]) -> Path:
     """Returns the folder of a model with the ``files`` that it has, the first being needed.
 
     Raises ``ConfigError``, in one line, where there is none: no folder here, and a name that
@@ -31,22 +31,22 @@ def folder(path: str, files: tuple[str, ...]) -> Path:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError.one(KEY, path, "there is no such folder", cure)
     try:
-        return _of_hub(path, files)
+        return _download(path, files)
     except Exception as error:  # of its client, of its network: there are many kinds
-        reason = f"is no folder, and neither in the Hub's cache nor to be had ({_said(error)})"
+        reason = f"is no folder, and neither in the Hub's cache nor to be had ({_hub_error(error)})"
         raise ConfigError.one(KEY, path, reason, cure) from error
 
 
-def tokenizer(path: str) -> Path | None:
+def model_tokenizer(path: str) -> Path | None:
     """Returns the tokenizer.json of a model; None where it has none."""
     try:
-        found = folder(path, TOKENIZER) / TOKENIZER[0]
+        found = model_folder(path, TOKENIZER) / TOKENIZER[0]
     except ConfigError:
         return None
     return found if found.is_file() else None
 
 
-def _of_hub(name: str, files: tuple[str, ...]) -> Path:
+def _download(name: str, files: tuple[str, ...]) -> Path:
     try:
         cached = Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
         if any(cached.glob(files[0])):
@@ -56,5 +56,5 @@ def _of_hub(name: str, files: tuple[str, ...]) -> Path:
     return Path(snapshot_download(name, allow_patterns=[*files]))
 
 
-def _said(error: Exception) -> str:
+def _hub_error(error: Exception) -> str:
     return shorten(f"{type(error).__name__}: {error}", 120, placeholder="...")

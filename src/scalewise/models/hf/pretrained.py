@@ -66,7 +66,7 @@ class PretrainedTensors:
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        prefix, ignored = self.model.base_model_prefix, _ignored(self.model)
+        prefix, ignored = self.model.base_model_prefix, _ignored_patterns(self.model)
         for stored in sorted(self.files.names, key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, prefix, dict(expected))
             if name not in expected and stored in expected:
@@ -131,7 +131,7 @@ class PretrainedTensors:
         )
 
 
-def _ignored(model: PreTrainedModel) -> Callable[[str], bool]:
+def _ignored_patterns(model: PreTrainedModel) -> Callable[[str], bool]:
     """Returns what tells names that ``_adjust_missing_and_unexpected_keys`` drops."""
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ())}
     buffers = [name for name, _ in model.named_buffers()]

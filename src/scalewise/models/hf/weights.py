@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from scalewise.errors import CheckpointError, Complaint
-from scalewise.models import initial
-from scalewise.models.base import Part, Weight
-from scalewise.models.hf import hub, image_text, skeleton
-from scalewise.models.hf.configuration import KEY, configuration
-from scalewise.models.hf.image_text import ImageTextModule
-from scalewise.models.hf.module import HuggingFaceModule
+from scalewise.errors import CheckpointError, ConfigIssue
+from scalewise.models import init
+from scalewise.models.base import StageSlice, Weight
+from scalewise.models.hf import hub, introspection, vision_language
+from scalewise.models.hf.causal_lm import CausalLMModule
+from scalewise.models.hf.config_reader import KEY, read_config
 from scalewise.models.hf.pretrained import PretrainedTensors
-from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save, weight_files
+from scalewise.models.hf.vision_language import VisionLanguageModule
+from scalewise.models.safetensors_files import SINGLE, SafetensorsFiles, save_tensors, weight_files
 
 if TYPE_CHECKING:
-    from scalewise.models.hf.spec import HuggingFace
+    from scalewise.models.hf.config import HuggingFaceConfig
 
 INITIAL_STD = 0.02
 """Of a configuration that names none, as in transformers."""
 
 
 @torch.no_grad()
-def draw(module: HuggingFaceModule, census: Iterable[Weight], seed: int) -> None:
+def init_weights(module: CausalLMModule, census: Iterable[Weight], seed: int) -> None:
     """Draws every matrix afresh, each from ``seed`` and its name; norms are one, biases zero."""
     roles = {weight.name: weight.role for weight in census}
     std = getattr(module.head.config, "initializer_range", None) or INITIAL_STD
@@ -40,34 +40,37 @@ def draw(module: HuggingFaceModule, census: Iterable[Weight], seed: int) -> None
         elif isinstance(parameter, nn.Parameter) and roles[name] == "norm":
             nn.init.ones_(parameter)
         else:
-            initial.draw(name, parameter, seed, std)
+            init.init_normal(name, parameter, seed, std)
 
 
 @torch.no_grad()
-def start(module: HuggingFaceModule, path: str, depth: int | None) -> None:
+def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
     """Gives a materialized module, sharded or not, the weights at ``path``, in its dtype.
 
     One tensor is read at a time, and each rank keeps its own part of it. Raises
     ``CheckpointError`` for files that cannot be read, or are of another model.
     """
-    tensors = opened(path, depth)
-    names = _matched(tensors, module, path)
+    tensors = open_checkpoint(path, depth)
+    names = _match_names(tensors, module, path)
     for name, parameter in module.own_parameters():
         tensor = tensors.read(names[name])
-        initial.put(parameter, tensor.T if module.theirs(name) in module.transposed else tensor)
-    if complaints := [*_of_ties(tensors, module, names, path), *_of_buffers(tensors, module, path)]:
+        init.copy_into(parameter, tensor.T if module.theirs(name) in module.transposed else tensor)
+    if complaints := [
+        *_tie_issues(tensors, module, names, path),
+        *_buffer_issues(tensors, module, path),
+    ]:
         raise CheckpointError(complaints)
 
 
-def opened(path: str, depth: int | None) -> PretrainedTensors:
+def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
     """Returns the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
-    folder = hub.folder(path, hub.WEIGHTS)
+    folder = hub.model_folder(path, hub.WEIGHTS)
     cure = "save_pretrained writes them; or set model.init=random"
     files = SafetensorsFiles(weight_files(folder, KEY, path, cure), KEY, path)
-    return PretrainedTensors(files, skeleton.original(path, depth))
+    return PretrainedTensors(files, introspection.build_original(path, depth))
 
 
-def complaints(path: str) -> tuple[Complaint, ...]:
+def weight_issues(path: str) -> tuple[ConfigIssue, ...]:
     """Returns why the weights of a local folder are not those of its model; nothing is read.
 
     The files' headers are compared once for each state of the files.
@@ -75,20 +78,22 @@ def complaints(path: str) -> tuple[Complaint, ...]:
     folder = Path(path).expanduser()
     states = ((file, file.stat()) for file in sorted(folder.glob("*.safetensors*")))
     signature = tuple((str(file), at.st_mtime_ns, at.st_size) for file, at in states)
-    return _complaints(path, signature)
+    return _check_weights(path, signature)
 
 
 @lru_cache(maxsize=16)
-def _complaints(path: str, signature: object) -> tuple[Complaint, ...]:
-    part = Part(range(skeleton.facts(path, None).layers))
+def _check_weights(path: str, signature: object) -> tuple[ConfigIssue, ...]:
+    part = StageSlice(range(introspection.read_model_info(path, None).layers))
     try:
-        _matched(opened(path, None), skeleton.module(path, None, part), path)
+        _match_names(
+            open_checkpoint(path, None), introspection.build_meta_module(path, None, part), path
+        )
     except CheckpointError as error:
         return tuple(error.complaints)
     return ()
 
 
-def _matched(tensors: PretrainedTensors, module: HuggingFaceModule, path: str) -> dict[str, str]:
+def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) -> dict[str, str]:
     """Returns transformers' name of the tensor for each weight of a module, or of a part of one.
 
     Raises ``CheckpointError`` for what is missing, left over or of another shape.
@@ -107,7 +112,7 @@ def _matched(tensors: PretrainedTensors, module: HuggingFaceModule, path: str) -
     lines = {"lacks": missing, "holds": misshapen}
     lines |= {"holds what the model lacks:": tensors.unexpected if whole else []}
     if complaints := [
-        Complaint(
+        ConfigIssue(
             KEY,
             path,
             f"{said} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""),
@@ -120,9 +125,9 @@ def _matched(tensors: PretrainedTensors, module: HuggingFaceModule, path: str) -
     return found
 
 
-def _of_ties(
-    tensors: PretrainedTensors, module: HuggingFaceModule, names: Mapping[str, str], path: str
-) -> Iterator[Complaint]:
+def _tie_issues(
+    tensors: PretrainedTensors, module: CausalLMModule, names: Mapping[str, str], path: str
+) -> Iterator[ConfigIssue]:
     """Yields tied parameters that the checkpoint holds several times with different values."""
     read = {*names.values()}
     for name in names.values():
@@ -130,44 +135,44 @@ def _of_ties(
             if not tensors.equal(name, other):
                 reason = f"holds {other} and {name} with different values, which config.json ties"
                 cure = "write tie_word_embeddings=false into config.json"
-                yield Complaint(KEY, path, reason, cure)
+                yield ConfigIssue(KEY, path, reason, cure)
 
 
-def _of_buffers(
-    tensors: PretrainedTensors, module: HuggingFaceModule, path: str
-) -> Iterator[Complaint]:
+def _buffer_issues(
+    tensors: PretrainedTensors, module: CausalLMModule, path: str
+) -> Iterator[ConfigIssue]:
     """Yields buffers of the checkpoint that are not those which the configuration gives."""
     for name, constant in module.constants.items():
         if (theirs := module.theirs(name)) in tensors:
             held = tensors.read(theirs).to(constant.dtype)
             if held.shape != constant.shape or not torch.equal(held, constant.to(held.device)):
                 reason = f"holds a buffer {theirs} with other values than config.json gives"
-                yield Complaint(KEY, path, reason, "choose a model without such a buffer")
+                yield ConfigIssue(KEY, path, reason, "choose a model without such a buffer")
 
 
-def export(state: Mapping[str, Tensor], spec: HuggingFace, folder: Path) -> None:
+def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: Path) -> None:
     """Writes a folder that ``transformers.AutoModelForCausalLM``, or that of its kind, loads.
 
     ``state`` holds whole tensors and gives the dtype.
     """
-    module = skeleton.module(spec.path, spec.depth, Part(range(spec.layers)))
+    module = introspection.build_meta_module(spec.path, spec.depth, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
     for name, _ in module.own_parameters():
         theirs, tensor = module.theirs(name), state[name].detach()
         tensors[theirs] = tensor.T if theirs in module.transposed else tensor
-    persistent = {*skeleton.original(spec.path, spec.depth).state_dict()}
+    persistent = {*introspection.build_original(spec.path, spec.depth).state_dict()}
     for name, constant in module.constants.items():
         if (theirs := module.theirs(name)) in persistent:
             tensors[theirs] = constant
-    tensors = revert_weight_conversion(skeleton.original(spec.path, spec.depth), tensors)
+    tensors = revert_weight_conversion(introspection.build_original(spec.path, spec.depth), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE)
-    config = configuration(spec.path, spec.depth)
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE)
+    config = read_config(spec.path, spec.depth)
     if spec.facts.tied_head is None and not config.is_encoder_decoder:
         config.tie_word_embeddings = False  # the checkpoint may hold a head of its own
     config.architectures = [type(module.head).__name__]
     config.dtype = next(iter(state.values())).dtype
     config.save_pretrained(folder)
-    if isinstance(module, ImageTextModule):
-        processor = json.dumps(image_text.processor(spec.image_size), indent=2)
+    if isinstance(module, VisionLanguageModule):
+        processor = json.dumps(vision_language.image_processor(spec.image_size), indent=2)
         (folder / "preprocessor_config.json").write_text(processor, "utf-8")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from scalewise.checkpoints import store
 from scalewise.errors import CheckpointError
-from scalewise.layouts import norms
-from scalewise.training.callbacks.recorder import layout_of
-from scalewise.training.callbacks.spec import Averaging
+from scalewise.strategies import grad_norm
+from scalewise.training.callbacks.callback_args import EMAArgs
+from scalewise.training.callbacks.metrics_recorder import trainer_strategy
 
 
-class EMAWeightAveraging(Averaging, Callback):
+class EMAWeightAveraging(EMAArgs, Callback):
     """Averages trained weights after optimizer steps; every rank averages the shards it holds.
 
     As in ``torch.optim.swa_utils.AveragedModel``, the first update copies the weights and the
@@ -87,7 +87,7 @@ class EMAWeightAveraging(Averaging, Callback):
 
     def _named(self, trainer: Trainer) -> dict[str, Tensor]:
         """Returns the average by names in the whole model: one for both ends of a pipeline."""
-        canonical = layout_of(trainer).canonical
+        canonical = trainer_strategy(trainer).canonical
         return {canonical(name): average for name, average in self._average.items()}
 
     def _allocated(self) -> dict[str, Tensor]:
@@ -104,7 +104,10 @@ class EMAWeightAveraging(Averaging, Callback):
         for name, tensor in self._weights.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield norms.local(tensor.detach()), norms.local(self._average[name])
+                yield (
+                    grad_norm.local_tensor(tensor.detach()),
+                    grad_norm.local_tensor(self._average[name]),
+                )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the average in the place of the weights."""
@@ -114,7 +117,7 @@ class EMAWeightAveraging(Averaging, Callback):
         self._raw = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
             weight.copy_(average)
-        layout_of(trainer).discard_gathered()
+        trainer_strategy(trainer).discard_gathered()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the weights back."""
@@ -123,7 +126,7 @@ class EMAWeightAveraging(Averaging, Callback):
         for (weight, _), raw in zip(self._pairs(), self._raw, strict=True):
             weight.copy_(raw)
         self._raw = []
-        layout_of(trainer).discard_gathered()
+        trainer_strategy(trainer).discard_gathered()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -136,14 +139,14 @@ class EMAWeightAveraging(Averaging, Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Reads the average, where the run that saved the checkpoint had one."""
-        path = layout_of(trainer).resumed
+        path = trainer_strategy(trainer).resumed
         if "averaging_state" in checkpoint:  # of Lightning's callback, which saves it as the model
             reason = "holds averaged weights in the place of those that were trained"
             raise CheckpointError.one("resume", path, reason, "set resume=null")
-        if store.has(path, store.AVERAGE):
+        if store.has_tensors(path, store.AVERAGE):
             self._average = self._allocated()
             held = self._named(trainer)
-            store.read(path, store.AVERAGE, held)
+            store.read_into(path, store.AVERAGE, held)
             for name, average in self._average.items():
-                if (read := held[layout_of(trainer).canonical(name)]) is not average:
-                    norms.local(average).copy_(norms.local(read))
+                if (read := held[trainer_strategy(trainer).canonical(name)]) is not average:
+                    grad_norm.local_tensor(average).copy_(grad_norm.local_tensor(read))

@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
-from scalewise.measure.profiled import hush
-from scalewise.training.callbacks.spec import Profiling
+from scalewise.measure.profiled import silence_profiler
+from scalewise.training.callbacks.callback_args import ProfilerArgs
 
 
-class Profiler(Profiling, Callback):
+class Profiler(ProfilerArgs, Callback):
     """Writes ``trace-rankR.json`` into the run's folder.
 
     ``wait`` micro batches pass first, then ``active`` ones are recorded.
@@ -32,7 +32,7 @@ class Profiler(Profiling, Callback):
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            hush()
+            silence_profiler()
             self._profile = profile(activities=activities, record_shapes=True)
             self._profile.start()
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from scalewise.console import print_lines
 from scalewise.errors import Pruned
-from scalewise.output import print_lines
-from scalewise.study.storage import TrialLink
-from scalewise.training.callbacks.recorder import Recorder
+from scalewise.hpo.storage import TrialLink
+from scalewise.training.callbacks.metrics_recorder import MetricsRecorder
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -25,10 +25,10 @@ class Pruning(Callback):
     value is new, and only then wait for the answer of rank 0.
     """
 
-    def __init__(self, link: TrialLink, recorder: Recorder, rank: int) -> None:
+    def __init__(self, link: TrialLink, recorder: MetricsRecorder, rank: int) -> None:
         self._metric, self._recorder = link.metric, recorder
         self._seen = 0
-        self._judge = Judge(link) if rank == 0 else None
+        self._judge = PruningMonitor(link) if rank == 0 else None
         self.pruned_at: int | None = None
 
     def on_train_batch_end(
@@ -71,7 +71,7 @@ class Pruning(Callback):
             raise Pruned(reason)
 
 
-class Judge:
+class PruningMonitor:
     """Reports to the study in its storage and asks its pruner.
 
     A study that cannot be reached costs a line and the pruning, never the training.
@@ -95,15 +95,15 @@ class Judge:
     def _opened(self, first: int) -> Trial:
         import optuna
 
-        from scalewise.study import storage
+        from scalewise.hpo import storage
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        kept = storage.opened(self._link.storage)
+        kept = storage.open_storage(self._link.storage)
         study = optuna.load_study(
             study_name=self._link.study,
             storage=kept,
             sampler=optuna.samplers.RandomSampler(),  # it draws nothing here
-            pruner=storage.pruner_named(self._link.pruner, first),
+            pruner=storage.build_pruner(self._link.pruner, first),
         )
         known = kept.get_trial_id_from_study_id_trial_number(study._study_id, self._link.trial)
         return optuna.trial.Trial(study, known)

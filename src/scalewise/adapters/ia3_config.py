@@ -1,0 +1,83 @@
+"""Vectors that scale what frozen layers compute, as specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from scalewise.adapters import target_modules
+from scalewise.adapters.config import AdapterConfig
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.models.base import ModelConfig, TPStyle, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.base_module import ModelModule
+
+
+@register_option("adapter", "ia3")
+@dataclass(frozen=True)
+class IA3AdapterConfig(AdapterConfig):
+    """A learnt scale for each feature of a layer, W being frozen (Liu et al., 2022), by PEFT.
+
+    Of layers that end a sublayer, the inputs are scaled: ``W (l * x)``; of others, the outputs:
+    ``l * (W x + b)``. All begin at one, and none decays.
+    """
+
+    targets: tuple[str, ...] = (target_modules.AUTO,)
+    """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
+    auto: keys, values, and what the feedforward's last layer reads."""
+    trained: tuple[str, ...] = ()
+    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
+    resume: str | None = None
+    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
+
+    imports = ("peft",)
+
+    def scaled(self, model: ModelConfig) -> tuple[str, ...]:
+        """Returns the linear layers whose whole name a target describes."""
+        return target_modules.match_targets(self.targets, model, model.scaled_targets)
+
+    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+        """Returns the vector of a layer, of which ``weight`` is the matrix."""
+        name, (out, into) = f"{weight.name.removesuffix('.weight')}.ia3_l.default", weight.shape
+        shape = (1, into) if how is TPStyle.row else (out, 1)
+        return (replace(weight, name=name, shape=shape, role="scale"),)
+
+    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+        """Returns the model's table, and each vector cut with its layer."""
+        table = model.tensor_split()
+        cut = {f"blocks.*.{name}": table[f"blocks.*.{name}"] for name in self.scaled(model)}
+        return table | {f"{name}.ia3_l": how for name, how in cut.items()}
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields targets that are no patterns."""
+        yield from target_modules.target_issues(self.targets, self.trained)
+
+    def complaints_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+        """Yields targets that describe no linear layer of the model's blocks."""
+        given = (self.targets, self.trained, self.scaled(model))
+        yield from target_modules.unmatched_target_issues(*given, model)
+
+    def apply(self, module: ModelModule, model: ModelConfig) -> None:
+        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        from scalewise.adapters.ia3_modules import inject_ia3
+
+        table = model.tensor_split()
+        inject_ia3(module, {name: table[f"blocks.*.{name}"] for name in self.scaled(model)})
+        target_modules.unfreeze_modules(module, self.whole(model))
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Makes every scale one."""
+        from scalewise.adapters.ia3_modules import init_scales
+
+        init_scales(module)
+
+    def merged(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+        """Returns the model's own weights, multiplied by their scales."""
+        from scalewise.adapters.ia3_modules import merge_ia3
+
+        return merge_ia3(state, model)

@@ -1,0 +1,194 @@
+"""Low-rank products beside frozen matrices, as specs: LoRA and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from scalewise.adapters import target_modules
+from scalewise.adapters.config import AdapterConfig
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.models.base import ModelConfig, TPStyle, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.base_module import ModelModule
+
+
+@register_option("adapter", "lora")
+@dataclass(frozen=True)
+class LoRAAdapterConfig(AdapterConfig):
+    """``W x + alpha / rank * B A x`` with W frozen (Hu et al., 2021), by PEFT."""
+
+    rank: int = 8
+    """Rows of A and columns of B."""
+    alpha: float = 16.0
+    """Weight of the added product, times the rank."""
+    dropout: float = 0.0
+    """Share of A's inputs dropped while training."""
+    targets: tuple[str, ...] = (target_modules.AUTO,)
+    """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
+    auto: the model's own choice."""
+    trained: tuple[str, ...] = ()
+    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
+    resume: str | None = None
+    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
+
+    rank_stabilized = False
+    """Whether alpha is divided by the root of the rank, and not by the rank."""
+    turns_off = True
+    imports = ("peft",)
+
+    @property
+    def scale(self) -> float:
+        """Returns what the product of B and A is multiplied by."""
+        return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def adapted(self, model: ModelConfig) -> tuple[str, ...]:
+        """Returns the linear layers whose whole name a target describes."""
+        return target_modules.match_targets(self.targets, model, model.adapter_targets)
+
+    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+        """Returns the A and B of a layer, of which ``weight`` is the matrix."""
+        module, (out, into) = weight.name.removesuffix(".weight"), weight.shape
+        return tuple(
+            replace(weight, name=f"{module}.lora_{part}.default.weight", shape=shape)
+            for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
+        )
+
+    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+        """Returns the model's table, and A and B cut on the side on which their layer is."""
+        table = model.tensor_split()
+        added = {}
+        for name, how in table.items():
+            if name.removeprefix("blocks.*.") in self.adapted(model):
+                cut = how is TPStyle.column
+                added[f"{name}.lora_A.default"] = TPStyle.whole if cut else TPStyle.row
+                added[f"{name}.lora_B.default"] = TPStyle.column if cut else TPStyle.tokens
+        return table | added
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields figures out of range."""
+        if self.rank < 1:
+            yield ConfigIssue("adapter.rank", self.rank, "must be 1 or more", "set adapter.rank=8")
+        if not self.alpha > 0:
+            yield ConfigIssue(
+                "adapter.alpha", self.alpha, "must be positive", "set adapter.alpha=16"
+            )
+        if not 0 <= self.dropout < 1:
+            yield ConfigIssue("adapter.dropout", self.dropout, "is not in [0, 1)")
+        yield from target_modules.target_issues(self.targets, self.trained)
+
+    def complaints_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+        """Yields targets that describe no linear layer of the model's blocks."""
+        given = (self.targets, self.trained, self.adapted(model))
+        yield from target_modules.unmatched_target_issues(*given, model)
+
+    def apply(self, module: ModelModule, model: ModelConfig) -> None:
+        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        from scalewise.adapters.lora_modules import inject_lora
+
+        inject_lora(module, self.adapted(model), self)
+        target_modules.unfreeze_modules(module, self.whole(model))
+
+    def off(self, module: ModelModule) -> AbstractContextManager[None]:
+        """Returns the context in which the products are left out."""
+        from scalewise.adapters.lora_modules import without_lora
+
+        return without_lora(module)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws A as PEFT does, each from ``seed`` and its name; B is zero."""
+        from scalewise.adapters.lora_modules import init_lora
+
+        init_lora(module, seed)
+
+    def merged(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+        """Returns the model's own weights with each product of B and A added to its matrix."""
+        from scalewise.adapters.lora_modules import merge_lora
+
+        return merge_lora(state, self, model)
+
+
+@register_option("adapter", "rslora")
+@dataclass(frozen=True)
+class RSLoRAAdapterConfig(LoRAAdapterConfig):
+    """LoRA with ``alpha / sqrt(rank)``, which a high rank does not starve (Kalajdzievski, 2023)."""
+
+    rank_stabilized = True
+
+
+@register_option("adapter", "pissa")
+@dataclass(frozen=True)
+class PiSSAAdapterConfig(LoRAAdapterConfig):
+    """LoRA that begins at a matrix's largest singular values (PiSSA; Meng et al., 2024).
+
+    What is frozen is the rest of the matrix: the model computes at first what it did before.
+    """
+
+    reads_matrices = True
+    turns_off = False
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Moves the principal part of each adapted matrix into A and B."""
+        from scalewise.adapters.lora_modules import init_pissa
+
+        init_pissa(module)
+
+    def beside(
+        self, state: Mapping[str, Tensor], begun: Mapping[str, Tensor]
+    ) -> tuple[LoRAAdapterConfig, dict[str, Tensor]]:
+        """Returns it as LoRA of twice the rank beside the model's own weights, ``begun``."""
+        from scalewise.adapters.lora_modules import pissa_as_lora
+
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        twice = kept | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
+        return LoRAAdapterConfig(**twice), pissa_as_lora(state, begun, self)
+
+
+@register_option("adapter", "dora")
+@dataclass(frozen=True)
+class DoRAAdapterConfig(LoRAAdapterConfig):
+    """LoRA of a matrix's direction, with a magnitude for each row (DoRA; Liu et al., 2024).
+
+    ``m / |W + scale B A| * (W + scale B A) x``, the norms of rows being taken for constant in
+    backward. They cost 2 rank flops for each number of W once a pass, which plans count as time;
+    ``flops`` leaves them out, as the more tokens a pass has, the less they are of it.
+    """
+
+    magnitudes = True
+    reads_matrices = True
+
+    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+        """Returns the A and B of a layer, and its magnitudes."""
+        name = f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector.default.weight"
+        magnitudes = replace(weight, name=name, shape=weight.shape[:1], role="scale")
+        return (*super().added(weight, how), magnitudes)
+
+    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+        """Returns the table of LoRA, and magnitudes cut or whole as their layer's outputs are."""
+        table = super().tensor_split(model)
+        for name in self.adapted(model):
+            cut = table[f"blocks.*.{name}"] is TPStyle.column
+            how = TPStyle.column if cut else TPStyle.tokens
+            table[f"blocks.*.{name}.lora_magnitude_vector.default"] = how
+        return table
+
+    def apply(self, module: ModelModule, model: ModelConfig) -> None:
+        """Puts PEFT's layers in the place of the targets, and freezes everything else."""
+        from scalewise.adapters.dora_modules import patch_dora_layers
+
+        super().apply(module, model)
+        patch_dora_layers(module)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws A, and makes each magnitude the norm of its row of W; B is zero."""
+        from scalewise.adapters.dora_modules import init_magnitudes
+
+        super().fill(module, seed)
+        init_magnitudes(module)

@@ -1,0 +1,63 @@
+"""An adapter of a model of transformers alone, as PEFT keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from peft import IA3Config, PeftConfig
+from torch import Tensor
+
+from scalewise.adapters import peft_export, target_modules
+from scalewise.adapters.config import AdapterConfig
+from scalewise.adapters.ia3_config import IA3AdapterConfig
+from scalewise.adapters.lora_config import LoRAAdapterConfig
+from scalewise.errors import ConfigError
+from scalewise.models.base import StageSlice
+from scalewise.models.hf.config import HuggingFaceConfig
+
+
+def export_hf_adapter(
+    state: Mapping[str, Tensor],
+    spec: AdapterConfig,
+    model: HuggingFaceConfig,
+    folder: Path,
+    base: str,
+) -> None:
+    """Writes ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    ``state`` holds whole tensors; ``base`` is where the model lies that the adapter belongs to.
+    Raises ``ConfigError`` for modules that are trained whole.
+    """
+    if spec.trained:
+        reason = "are kept beside an adapter of the suite's own decoder alone"
+        raise ConfigError.one("adapter.trained", list(spec.trained), reason, "set adapter=merged")
+    module = model.shape(StageSlice(range(model.layers)))
+    added = {
+        module.theirs(name): each
+        for name, each in state.items()
+        if target_modules.is_adapter_weight(name)
+    }
+    adapted = {name.split(".lora_")[0].split(".ia3_l")[0] for name in added}
+    transposed = bool(module.transposed)
+    config: PeftConfig
+    if isinstance(spec, LoRAAdapterConfig):
+        config = peft_export.lora_peft_config(spec, adapted, fan_in_fan_out=transposed)
+    else:
+        assert isinstance(spec, IA3AdapterConfig)
+        inputs = [name for name, each in added.items() if len(each) == 1]
+        config = IA3Config(
+            target_modules=sorted(adapted),
+            feedforward_modules=sorted(name.split(".ia3_l")[0] for name in inputs),
+            fan_in_fan_out=transposed,
+        )
+    tensors = {f"{peft_export.STEM}{_peft_name(name)}": each for name, each in added.items()}
+    task = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
+    # PEFT has no task of pictures.
+    peft_export.save_adapter(config, tensors, folder, base, None if model.image_size else task)
+
+
+def _peft_name(name: str) -> str:
+    """Returns PEFT's name of an added tensor on the disk: magnitudes and scales are no layers."""
+    name = name.replace(".default", "")
+    return name.removesuffix(".weight") if "magnitude" in name else name

@@ -1,0 +1,62 @@
+"""What one would write by hand: torch's DDP or fully_shard, a loop, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from scalewise.data.dataloader import Batch
+from scalewise.parallelism.ddp import DDPConfig
+from scalewise.run_config import RunConfig
+from scalewise.strategies.ddp import CONSTANT_BUFFERS
+
+
+class BaselineLoop:
+    """The same model, data, optimizer, schedule and clipping as a run, without its trainer."""
+
+    def __init__(
+        self, run: RunConfig, steps: int, batches: Iterator[Batch], device: torch.device
+    ) -> None:
+        """``batches`` are this rank's; every rank must build one."""
+        self._run, self._batches, self._device = run, batches, device
+        self._labels = run.tokens_per_step // run.world_size
+        model: Any = run.model.build(run.seed).to(device)
+        if isinstance(run.parallelism, DDPConfig):
+            self._model: nn.Module = DistributedDataParallel(
+                model,
+                bucket_cap_mb=run.parallelism.bucket_mib,
+                gradient_as_bucket_view=run.parallelism.gradient_as_bucket_view,
+                **CONSTANT_BUFFERS,
+            )
+        else:
+            mesh = init_device_mesh(device.type, (run.world_size,))
+            for block in model.layers():
+                fully_shard(block, mesh=mesh)
+            self._model = fully_shard(model, mesh=mesh)
+        known = {weight.name: weight for weight in run.census()}
+        named = self._model.named_parameters()
+        held = [(known[name.removeprefix("module.")], parameter) for name, parameter in named]
+        self._optimizer = run.optimizer.build(held)
+        self._schedule = run.schedule.build(self._optimizer, steps)
+        self.loss = torch.zeros(())
+
+    def step(self) -> Tensor:
+        """Trains one step and returns its loss on this rank."""
+        batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
+        logits_BTV = self._model(batch["inputs"])
+        loss = self._run.objective.summed(logits_BTV, batch["labels"]) / self._labels
+        loss.backward()
+        limit = self._run.trainer.clip_norm
+        if limit is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), limit)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        self.loss = loss.detach()
+        return self.loss

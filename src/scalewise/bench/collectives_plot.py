@@ -1,0 +1,95 @@
+"""Measured collectives against the ring model: a panel each, both axes logarithmic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from scalewise.bench.link_fit import CollectiveSample
+from scalewise.parallelism.ring_cost import RingLink
+from scalewise.tracking.run_files import write_text
+
+BLUE, ORANGE = "#1f4e8c", "#c9802b"
+NAMES = {"send": "point to point"}
+_BYTES = "datum.value >= 1048576 ? datum.value / 1048576 + ' MiB' : datum.value / 1024 + ' KiB'"
+_TIME = (
+    "datum.value >= 1 ? datum.value + ' s' : datum.value >= 1e-3 ? "
+    "format(datum.value * 1e3, '~r') + ' ms' : format(datum.value * 1e6, '~r') + ' us'"
+)
+
+
+def draw_collectives(
+    samples: Sequence[CollectiveSample], link: RingLink | None, file: Path
+) -> None:
+    """Writes an SVG: what was measured as dots, what ``link`` says, if it is known, as lines."""
+    spec: dict[str, Any] = collectives_chart(samples, link).to_dict()
+    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    write_text(file, vl_convert.vegalite_to_svg(spec, vl_version=version))
+
+
+def collectives_chart(samples: Sequence[CollectiveSample], link: RingLink | None) -> alt.FacetChart:
+    """Returns one panel a kind of collective: time over bytes."""
+    rows: list[dict[str, Any]] = [
+        {"kind": NAMES.get(s.kind, s.kind.replace("_", "-")), "bytes": s.bytes, "what": what,
+         "s": seconds}
+        for s in samples
+        for what, seconds in (
+            ("measured", s.seconds),
+            *([("ring model", link.seconds(s.kind, s.ranks, s.bytes))] if link else []),
+        )
+    ]  # fmt: skip
+    ends = sorted({s.bytes for s in samples})
+    x = alt.X(
+        "bytes:Q",
+        scale=alt.Scale(type="log", base=2, domain=[ends[0] / 2, ends[-1] * 2], nice=False),
+        axis=alt.Axis(values=[ends[0], ends[len(ends) // 2], ends[-1]], labelExpr=_BYTES),
+        title=None,
+    )
+    times = [row["s"] for row in rows]
+    powers = [10.0**power for power in range(-7, 3)]
+    marks = [p for p in powers if min(times) / 10 <= p <= max(times) * 10]
+    y = alt.Y(
+        "s:Q",
+        scale=alt.Scale(type="log", domain=[min(times) / 1.5, max(times) * 1.5], nice=False),
+        axis=alt.Axis(values=marks, labelExpr=_TIME),
+        title="time of one",
+    )
+    colour = alt.Color(
+        "what:N",
+        scale=alt.Scale(domain=["measured", "ring model"], range=[BLUE, ORANGE]),
+        legend=alt.Legend(orient="top", title=None),
+    )
+    base = alt.Chart().encode(x=x, y=y, color=colour)
+    layers = alt.layer(
+        base.mark_line(strokeWidth=1.5).transform_filter("datum.what == 'ring model'"),
+        base.mark_point(filled=True, size=36, opacity=1).transform_filter(
+            "datum.what == 'measured'"
+        ),
+    ).properties(width=210, height=170)
+    ranks = samples[0].ranks
+    title = f"{ranks} ranks; the link is lost in noise"
+    if link is not None:
+        latency, rate = f"{link.latency_s * 1e6:.3g} us", f"{link.bytes_per_s / 1e9:.3g} GB/s"
+        title = f"{ranks} ranks on a ring of links with {latency} and {rate}"
+    panels = list(dict.fromkeys(str(row["kind"]) for row in rows))
+    drawn: alt.FacetChart = (
+        layers.facet(
+            facet=alt.Facet("kind:N", sort=panels, title=None),
+            data=alt.InlineData(values=rows),
+            columns=3,
+        )
+        .properties(title=alt.TitleParams(title, anchor="start", fontSize=14), background="#fdfdfc")
+        .configure_axis(
+            domain=False,
+            ticks=False,
+            gridColor="#e9e9e5",
+            labelColor="#5c5f66",
+            titleFontWeight="normal",
+        )
+        .configure_view(stroke=None)
+    )
+    return drawn

@@ -1,0 +1,357 @@
+"""Small runs that train, which the ledger is held against."""
+
+Line = tuple[str, ...]
+
+MIXED, BF16 = "precision=bf16_mixed", "precision=bf16_true"
+FP8 = ("precision=fp8", "precision.compute=fp32")
+FP8_MIXED = "precision=fp8"
+COMPILED = "compile=block"
+DROPOUT = "model.dropout=0.1"
+FULL, SELECTIVE = "memory=checkpoint_full", "memory=checkpoint_selective"
+EVERY_N = "memory=checkpoint_every_n"
+OFFLOAD = ("memory=offload_activations", "objective.loss_chunk=64")
+OFFLOAD_ALL = (*OFFLOAD, "memory.recompute=nothing")
+MIXTURE = (EVERY_N, "memory.otherwise=selective")
+LORA, DORA, IA3 = "adapter=lora", "adapter=dora", "adapter=ia3"
+QLORA = (LORA, "quantization=nf4")
+QAT, QAT_INT4 = ("quantization=qat_8da4w",), ("quantization=qat_int4",)
+PROMPT = ("adapter=prompt", "adapter.tokens=32", "model.context=160")
+PREFIX = ("adapter=prefix", *PROMPT[1:])
+EVERYWHERE = ("adapter.targets=[.*]",)
+"""Every linear layer of a block."""
+HEAD = ("model.tied=false", "adapter.trained=[head,embedding]")
+NORMS = ("adapter.trained=[.*norm,attention.key]",)
+"""What is trained whole beside an adapter."""
+PAIRS = ("objective=dpo", "data.pairs=true")
+PACKING = ("data.packing=true", "data.sequence=512", "model.context=512", "trainer.micro_batch=2")
+"""Rows that are long beside the model: their masks count."""
+CLASSES = (
+    *("objective=classification", "data=corpus_classes", "data.vocabulary=1024"),
+    *("model.classes=2", "model.tied=false"),
+)
+REWARDS = ("objective=grpo", "objective.answers=4", "data=reversal", "data.sequence=32")
+
+
+def mesh_overrides(**sizes: int) -> Line:
+    """Returns a mesh of these sizes."""
+    return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+
+
+def fsdp_overrides(shards: int, *further: str) -> Line:
+    """Returns fully sharded data parallelism of so many shards."""
+    return ("parallelism=fsdp", f"parallelism.shards={shards}", *further)
+
+
+def _pipeline_overrides(schedule: str) -> Line:
+    return ("parallelism=pipeline", f"parallelism.pipeline_schedule={schedule}")
+
+
+SMALL = (
+    "experiment=smoke",
+    "tracking=none",
+    "callbacks=[none]",
+    "data=synthetic",
+    "data.sequence=128",
+    "model.layers=4",
+    "model.width=128",
+    "model.heads=4",
+    "model.feedforward=384",
+    "model.vocabulary=1024",
+    "model.context=128",
+    "trainer.max_steps=3",
+    "trainer.validate_every=null",
+    "trainer.log_every=3",
+    "trainer.micro_batch=4",
+    "trainer.global_batch=8",
+    "schedule.warmup_steps=1",
+    "checkpoint=none",
+    "launch.isolation=process",
+)
+"""What the lines that train stand on."""
+WEIGHTS = (
+    "model.width=256",
+    "model.tied=false",
+    "model.vocabulary=256",
+    "trainer.micro_batch=1",
+    "memory=checkpoint_full",
+)
+"""A few tokens through larger matrices: weights and gradients decide, not activations."""
+_TALL = (
+    "data.sequence=16",
+    "model.vocabulary=16384",
+    "trainer.micro_batch=1",
+    "trainer.global_batch=2",
+)
+"""A few tokens and one large matrix: what an optimizer makes of it on its way decides."""
+_GPT2 = (
+    "model.norm=layernorm",
+    "model.position=learned",
+    "model.activation=gelu",
+    "model.bias=true",
+)
+_IN_BACKWARD = (
+    "optimizer.in_backward=true",
+    "trainer.clip_norm=null",
+    "trainer.global_batch=null",
+    *WEIGHTS,
+)
+EMA = "callbacks=[ema]"
+_DDP, _TENSOR = ("parallelism=ddp",), ("parallelism=tensor",)
+_CHUNKED = ("objective.loss_chunk=64", "model.vocabulary=4096", "model.layers=2")
+"""Logits that decide, and a matrix that makes few of them at a time."""
+_ZERO2 = fsdp_overrides(2, "parallelism.reshard_after_forward=false")
+
+TRAINED: tuple[Line, ...] = (
+    (),
+    (DROPOUT, LORA),
+    OFFLOAD_ALL,
+    ("objective.loss_chunk=64",),
+    _GPT2,
+    WEIGHTS,
+    (LORA, MIXED),
+    (*FP8, *WEIGHTS),
+    (*QAT, *WEIGHTS),
+    PACKING,
+    ("optimizer=adamw_8bit", *_TALL),
+    _IN_BACKWARD,
+    fsdp_overrides(2, *_IN_BACKWARD),
+    _DDP,
+    fsdp_overrides(2, *QLORA, *WEIGHTS),
+    fsdp_overrides(2, LORA, *NORMS),
+    (*_ZERO2, MIXED, *WEIGHTS),
+    _pipeline_overrides("one_f_one_b"),
+    mesh_overrides(pipeline=2, shards=2),
+    (*_TENSOR, *_CHUNKED),
+    fsdp_overrides(2, EMA, *WEIGHTS),
+)
+TRAINED_SELDOM: tuple[Line, ...] = (
+    (EMA, LORA),
+    (*_DDP, EMA, *WEIGHTS),
+    (*_TENSOR, EMA, MIXED, *WEIGHTS),
+    (*_pipeline_overrides("one_f_one_b"), EMA, *WEIGHTS, "trainer.micro_batch=2"),
+    (DROPOUT,),
+    (DROPOUT, BF16, "model.kv_heads=2"),
+    (DROPOUT, MIXED, SELECTIVE),
+    (DROPOUT, FULL),
+    (DROPOUT, COMPILED),
+    (DROPOUT, *PACKING),
+    (DROPOUT, *PREFIX),
+    (DROPOUT, *OFFLOAD),
+    (DROPOUT, *_DDP),
+    (DROPOUT, *_TENSOR),
+    fsdp_overrides(2, DROPOUT),
+    (*mesh_overrides(context=2), DROPOUT),
+    (*_CHUNKED, MIXED),
+    (*_CHUNKED, "model.tied=false"),
+    (*_CHUNKED, LORA),
+    (*_CHUNKED, LORA, *HEAD, MIXED),
+    (*_CHUNKED, *_TENSOR, MIXED),
+    (*_CHUNKED, *_TENSOR, "parallelism.loss_parallel=false"),
+    (*_CHUNKED, *_DDP),
+    fsdp_overrides(2, *_CHUNKED, MIXED),
+    (*_CHUNKED, *_pipeline_overrides("one_f_one_b")),
+    (COMPILED,),
+    (COMPILED, MIXED),
+    (COMPILED, *_GPT2),
+    (COMPILED, FULL),
+    (COMPILED, LORA, MIXED),
+    (COMPILED, FP8_MIXED),
+    (COMPILED, *QAT),
+    (COMPILED, *PACKING),
+    ("compile=whole",),
+    (*PAIRS, LORA),
+    (*_DDP, MIXED, SELECTIVE),
+    fsdp_overrides(2, IA3, *EVERYWHERE),
+    (LORA, MIXED, *HEAD),
+    (*QLORA, *WEIGHTS),
+    (FULL,),
+    (EVERY_N,),
+    ("optimizer=sgd", "trainer.global_batch=4"),
+    (DORA, MIXED),
+    ("adapter=rslora", *EVERYWHERE),
+    ("adapter=pissa", *EVERYWHERE, MIXED),
+    (IA3, MIXED),
+    fsdp_overrides(2, MIXED, SELECTIVE),
+    fsdp_overrides(2, MIXED, *WEIGHTS),
+    ("parallelism=context", MIXED),
+    (*_TENSOR, MIXED, SELECTIVE),
+    (*_DDP, "optimizer=sgd", "trainer.global_batch=16"),
+    PAIRS,
+    fsdp_overrides(2, LORA),
+    fsdp_overrides(2, DORA, *EVERYWHERE),
+    (MIXED,),
+    (*PACKING, FULL),
+    (*PACKING, *_GPT2),
+    (*PACKING, MIXED, SELECTIVE, "data.sequence=256"),
+    (*PACKING, *_TENSOR),
+    (*PACKING, "parallelism=context", "parallelism.attention=gather"),
+    (*PACKING, *_pipeline_overrides("one_f_one_b")),
+    (SELECTIVE,),
+    (*FP8, SELECTIVE),
+    (*FP8, *_GPT2, "precision.recipe=rowwise"),
+    (FP8_MIXED, *WEIGHTS, SELECTIVE),
+    (FP8_MIXED, "precision.parameters=bf16", *WEIGHTS),
+    (*_DDP, *FP8, *WEIGHTS),
+    fsdp_overrides(2, *FP8, *WEIGHTS),
+    fsdp_overrides(2, FP8_MIXED, *WEIGHTS),
+    (*_pipeline_overrides("one_f_one_b"), *FP8),
+    QAT,
+    (*QAT_INT4, *WEIGHTS),
+    (*QAT, SELECTIVE),
+    (*QAT, FULL, "objective.loss_chunk=64"),
+    (*QAT, MIXED, *WEIGHTS),
+    (*QAT_INT4, BF16, *WEIGHTS),
+    (*_DDP, *QAT, *WEIGHTS),
+    (*_DDP, *QAT_INT4, MIXED),
+    fsdp_overrides(2, *QAT, *WEIGHTS),
+    fsdp_overrides(2, *QAT_INT4, MIXED, *WEIGHTS),
+    fsdp_overrides(2, *QAT),
+    fsdp_overrides(2, *QAT, *_IN_BACKWARD),
+    ("parallelism=context", *QAT),
+    (*_pipeline_overrides("one_f_one_b"), *QAT),
+    (*OFFLOAD_ALL, *QAT),
+    (MIXED, *WEIGHTS),
+    (*_DDP, *WEIGHTS),
+    fsdp_overrides(2),
+    fsdp_overrides(2, *WEIGHTS),
+    fsdp_overrides(4, *WEIGHTS),
+    ("parallelism=hsdp", *WEIGHTS),
+    _TENSOR,
+    (*mesh_overrides(shards=2, tensor=2), MIXED, *WEIGHTS),
+    (*_pipeline_overrides("gpipe"), MIXED, "trainer.micro_batch=8"),
+    mesh_overrides(pipeline=2, tensor=2),
+    (*QLORA, MIXED, SELECTIVE),
+    (*QLORA, "adapter.targets=[.*]"),
+    (*_pipeline_overrides("one_f_one_b"), *QLORA),
+    (LORA, "quantization=fp4", "quantization.double=false", *WEIGHTS),
+    (LORA, "quantization=int8", *WEIGHTS),
+    fsdp_overrides(2, LORA, "quantization=int8", MIXED, *WEIGHTS),
+    (BF16,),
+    fsdp_overrides(2, BF16),
+    (*PAIRS, "objective.loss_chunk=64"),
+    REWARDS,
+    (*_DDP, *REWARDS),
+    fsdp_overrides(2, *REWARDS, LORA, "objective.beta=0.1"),
+    CLASSES,
+    (*CLASSES, MIXED, SELECTIVE, "objective.loss_chunk=64"),
+    (*CLASSES, LORA, "adapter.trained=[head]"),
+    fsdp_overrides(2, *CLASSES),
+    (*_pipeline_overrides("one_f_one_b"), *CLASSES),
+    (*PAIRS, LORA, *WEIGHTS),
+    fsdp_overrides(2, *PAIRS),
+    fsdp_overrides(2, *PAIRS, LORA, *WEIGHTS),
+    (*_TENSOR, *PAIRS, LORA),
+    fsdp_overrides(2, "parallelism.reduce_each_micro_batch=false", *WEIGHTS),
+    fsdp_overrides(2, "parallelism.prefetch=2", *WEIGHTS),
+    (*_TENSOR, *WEIGHTS),
+    (*_TENSOR, "parallelism.sequence_parallel=false", "parallelism.loss_parallel=false", MIXED),
+    ("parallelism=context", "parallelism.attention=gather"),
+    _pipeline_overrides("gpipe"),
+    (*_pipeline_overrides("one_f_one_b"), FULL),
+    (*_pipeline_overrides("one_f_one_b"), *MIXTURE),
+    (MIXED, *MIXTURE, "memory.every=1.5"),
+    OFFLOAD,
+    (*OFFLOAD_ALL, MIXED),
+    (*OFFLOAD_ALL, *WEIGHTS),
+    (*OFFLOAD_ALL, *_GPT2),
+    (*OFFLOAD, "memory.recompute=selective"),
+    (*OFFLOAD_ALL, LORA, MIXED),
+    (*OFFLOAD, *QLORA),
+    (*_DDP, *OFFLOAD_ALL, MIXED),
+    fsdp_overrides(2, *OFFLOAD_ALL),
+    (*_TENSOR, *OFFLOAD_ALL),
+    ("parallelism=context", *OFFLOAD_ALL),
+    (*_pipeline_overrides("one_f_one_b"), *OFFLOAD),
+    (*_pipeline_overrides("one_f_one_b"), *OFFLOAD_ALL, "trainer.micro_batch=8"),
+    fsdp_overrides(2, *MIXTURE, "memory.every=3"),
+    (DORA, *EVERYWHERE, *_GPT2),
+    (DORA, *EVERYWHERE, *WEIGHTS),
+    (DORA, *EVERYWHERE, SELECTIVE, "adapter.dropout=0.1"),
+    (*_TENSOR, DORA, *EVERYWHERE, FULL),
+    fsdp_overrides(2, DORA, *EVERYWHERE, MIXED),
+    (*_TENSOR, LORA, *EVERYWHERE, FULL),
+    (*_TENSOR, DORA, *EVERYWHERE),
+    (*_pipeline_overrides("one_f_one_b"), DORA, *EVERYWHERE),
+    (IA3, *EVERYWHERE, *_GPT2),
+    fsdp_overrides(2, IA3, *EVERYWHERE, MIXED, SELECTIVE),
+    (*_TENSOR, IA3, *EVERYWHERE, FULL),
+    (LORA, *NORMS, *_GPT2),
+    (LORA, "adapter.trained=[embedding]"),
+    (*PROMPT, *_GPT2),
+    (*PROMPT, MIXED, SELECTIVE),
+    (*PROMPT, FULL, "objective.loss_chunk=64"),
+    (*_DDP, *PROMPT, *WEIGHTS),
+    fsdp_overrides(2, *PROMPT, MIXED),
+    (*_TENSOR, *PROMPT),
+    (*_TENSOR, *PROMPT, FULL, "objective.loss_chunk=64"),
+    (*_TENSOR, "parallelism.sequence_parallel=false", *PROMPT, *_GPT2, MIXED),
+    (*mesh_overrides(shards=2, tensor=2), *PROMPT, MIXED, SELECTIVE),
+    (*_TENSOR, *PROMPT, *WEIGHTS),
+    (*PREFIX, *_GPT2),
+    (*PREFIX, MIXED, SELECTIVE),
+    (*PREFIX, FULL, "data.packing=true"),
+    (*_DDP, *PREFIX, *WEIGHTS),
+    fsdp_overrides(2, *PREFIX, MIXED),
+    (*_TENSOR, *PREFIX),
+    (*_TENSOR, *PREFIX, FULL, "data.packing=true"),
+    (*_TENSOR, "parallelism.sequence_parallel=false", *PREFIX, *_GPT2, MIXED),
+    (*mesh_overrides(shards=2, tensor=2), *PREFIX, MIXED, SELECTIVE),
+    (*_TENSOR, *PREFIX, *WEIGHTS),
+    (*_pipeline_overrides("one_f_one_b"), *PREFIX),
+    (*QLORA, *HEAD),
+    fsdp_overrides(2, LORA, *HEAD, MIXED, *WEIGHTS),
+    (*_DDP, IA3, "model.tied=false", "adapter.trained=[head]"),
+    (*_TENSOR, LORA, *NORMS, FULL),
+    (*_TENSOR, LORA, *HEAD, MIXED),
+    (*_pipeline_overrides("one_f_one_b"), LORA, *HEAD),
+    (LORA, *NORMS, SELECTIVE, "objective.loss_chunk=64"),
+    ("optimizer=adafactor", *WEIGHTS),
+    ("optimizer=adamw_8bit", *_IN_BACKWARD),
+    ("optimizer=adamw_8bit", *_IN_BACKWARD, "model.tied=true", "model.vocabulary=8192"),
+    ("optimizer=adafactor", *_IN_BACKWARD),
+    (LORA, *_IN_BACKWARD, "memory=none"),
+    fsdp_overrides(2, MIXED, *_IN_BACKWARD),
+    ("parallelism=hsdp", *_IN_BACKWARD),
+    (*_TENSOR, *_IN_BACKWARD),
+    ("optimizer=adamw_4bit", BF16, *_TALL),
+    ("optimizer=adamw_paged", *_TALL),
+    ("optimizer=adamw_paged", "precision=bf16_true", *_TALL),
+    ("optimizer=lion", *WEIGHTS),
+    ("optimizer=muon", *WEIGHTS),
+    fsdp_overrides(2, "optimizer=muon", *WEIGHTS),
+    fsdp_overrides(2, "optimizer=muon", *_IN_BACKWARD),
+    ("parallelism=hsdp", "optimizer=muon", MIXED, *WEIGHTS),
+    ("optimizer=schedule_free", "schedule=constant", *WEIGHTS),
+    fsdp_overrides(2, "optimizer=adamw_8bit", *_TALL),
+)
+"""What tests run in their long tier alone."""
+
+_FEW = "parallelism.bucket_mib=1"
+_ALL = "parallelism.keep_whole_below=100"
+ZERO: tuple[Line, ...] = tuple(
+    (f"parallelism=deepspeed_zero{stage}", *WEIGHTS, *further)
+    for stage, *further in (
+        (1, "trainer.global_batch=2"),
+        (1, "trainer.global_batch=2", MIXED),
+        (1, "trainer.global_batch=2", "parallelism.overlap_comm=false"),
+        (1, "trainer.global_batch=4"),
+        (1, "trainer.global_batch=4", MIXED),
+        (2, _FEW),
+        (2, _FEW, MIXED),
+        (2, _FEW, "parallelism.replicas=4"),
+        (3, _FEW, _ALL),
+        (3, _FEW, _ALL, MIXED),
+        (3, _FEW, _ALL, "parallelism.replicas=4"),
+        (1, "trainer.global_batch=2", LORA),
+        (2, _FEW, LORA),
+        (2, _FEW, LORA, MIXED),
+        (3, _FEW, _ALL, LORA),
+        (1, "trainer.global_batch=2", _FEW, *_CHUNKED),
+        (2, _FEW, *_CHUNKED, MIXED),
+        (3, _FEW, _ALL, *_CHUNKED),
+        (3, _FEW, _ALL, *OFFLOAD_ALL),
+        (3, _ALL, *OFFLOAD_ALL),
+        (3, _ALL, *OFFLOAD),
+    )
+)
+"""DeepSpeed's, in buckets that are small beside the model, as those of large models are."""

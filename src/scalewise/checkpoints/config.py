@@ -1,0 +1,34 @@
+"""When a run writes down where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+
+
+@register_option("checkpoint", "checkpoint")
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints under ``checkpoints/``: the latest ones, the best one, the last one."""
+
+    every: int | None = None
+    """Steps between checkpoints; None: only when the run ends or is told to stop."""
+    keep: int = 2
+    """How many of the latest are kept; 0: all."""
+    best: bool = True
+    """Whether the one of the lowest validation loss is kept as well."""
+    at_end: bool = True
+    """Whether the last step is saved."""
+
+    background: bool = False
+    """Whether a thread writes while training goes on, for one more copy of the state in memory."""
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields numbers out of range."""
+        if self.every is not None and self.every < 1:
+            yield ConfigIssue("checkpoint.every", self.every, "must be 1 or more, or null")
+        if self.keep < 0:
+            yield ConfigIssue("checkpoint.keep", self.keep, "must be 0 (all) or more")

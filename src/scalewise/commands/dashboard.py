@@ -1,0 +1,26 @@
+"""``scalewise dashboard NAME``: a saved W&B workspace of a project."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from scalewise.config.compose import compose
+from scalewise.console import print_lines
+from scalewise.errors import ConfigError
+
+LINE = "scalewise dashboard NAME [tracking.project=NAME] [tracking.entity=NAME]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes or updates the dashboard and prints its address; exit code 0."""
+    name, *overrides = arguments or [""]
+    if not name.strip() or "=" in name or name.startswith("-"):
+        raise ConfigError.one("", "", f"no name of a dashboard: {name!r}", LINE)
+    tracking = compose(overrides, here=False).tracking
+    from scalewise.reports import workspace
+
+    project = os.environ.get("WANDB_PROJECT") or tracking.project
+    entity = os.environ.get("WANDB_ENTITY") or tracking.entity
+    print_lines(workspace.save_workspace(name, entity=entity, project=project))
+    return 0

@@ -1,0 +1,100 @@
+"""``scalewise doctor``: what this machine has, and what that means for a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scalewise.console import print_lines
+from scalewise.errors import ConfigError
+from scalewise.hardware import DeviceKind, Hardware, Machine, resolve_for_machine, this_machine
+from scalewise.launch.status import versions
+from scalewise.units import GIB, format_bytes, format_count
+
+EXTRAS = {
+    "deepspeed": ("deepspeed", "parallelism=deepspeed_*"),
+    "quant": ("bitsandbytes", "quantization=nf4, fp4 and int8; of torchao precision=fp8, qat_*"),
+    "optimizers": ("schedulefree", "optimizer=schedule_free, adamw_8bit, _4bit and _paged"),
+    "slurm": ("submitit", "hydra/launcher=slurm"),
+    "joblib": ("joblib", "hydra/launcher=joblib"),
+    "optuna": ("optuna", "hydra/sweeper=optuna"),
+    "hf": ("datasets", "data=hf, .parquet files and SentencePiece tokenizers"),
+    "images": ("PIL", "pictures of data=captions but .npy"),
+}
+"""Extra: the package that tells whether it is installed, and what it is for."""
+
+BYTES_PER_PARAMETER = 16
+"""fp32 training with AdamW: parameter, gradient and two moments of 4 bytes each."""
+
+Line = tuple[str, str, str]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what there is and what it means; exit code 0."""
+    if arguments:
+        raise ConfigError.one("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
+    found = list(finding_lines(this_machine()))
+    widths = [max(len(line[place]) for line in found) for place in (0, 1)]
+    for what, state, meaning in found:
+        print_lines(f"{what:<{widths[0]}}  {state:<{widths[1]}}  {meaning}".rstrip())
+    return 0
+
+
+def finding_lines(machine: Machine) -> Iterator[Line]:
+    """Yields one finding a line: what, its state, what follows."""
+    yield from _device_lines(machine)
+    yield from _disk_line()
+    yield "", "", ""
+    for package, number in versions().items():
+        yield package, number, ""
+    yield "", "", ""
+    yield from _tracking_lines()
+    for extra, (package, purpose) in EXTRAS.items():
+        there = importlib.util.find_spec(package) is not None
+        cure = "" if there else f"; pip install 'scalewise[{extra}]'"
+        yield f"extra {extra}", "installed" if there else "absent", f"for {purpose}{cure}"
+
+
+def _device_lines(machine: Machine) -> Iterator[Line]:
+    for number, name in enumerate(machine.gpus):
+        yield f"device {number}", name, "parallelism=ddp uses every device"
+    processor = resolve_for_machine(Hardware(device=DeviceKind.cpu))
+    peak = processor.peak_flops("fp32")
+    rate = f", fp32 peak {peak / 1e12:.2g} TFLOP/s" if peak and not machine.gpus else ""
+    bf16 = "; bf16 is emulated, many times slower than fp32" if processor.emulates_bf16 else ""
+    yield "processor", machine.processor, f"{machine.cores} cores{rate}{bf16}"
+    largest = machine.memory_bytes * 0.8 / BYTES_PER_PARAMETER
+    what = (
+        "" if machine.gpus else f"fp32 AdamW trains up to about {format_count(largest)} parameters"
+    )
+    yield "memory", format_bytes(machine.memory_bytes), what
+    if not machine.gpus:
+        meaning = f"runs go to the CPU, at most {machine.max_cpu_ranks} ranks; no fp16"
+        yield "CUDA", "no device", meaning
+
+
+def _disk_line() -> Iterator[Line]:
+    free = shutil.disk_usage(Path.cwd()).free
+    room = format_count(free / (3 * 4))
+    meaning = f"one AdamW checkpoint of {room} parameters" if free > GIB else "nearly full"
+    yield "free disk", format_bytes(free), meaning
+
+
+def _tracking_lines() -> Iterator[Line]:
+    from scalewise.tracking.config import WandbConfig, WandbMode
+    from scalewise.tracking.connection import base_url, has_key
+    from scalewise.tracking.wandb_session import choose_mode
+
+    if wrong := [str(complaint) for complaint in WandbConfig().machine_complaints()]:
+        yield "W&B", "cannot run", "; ".join(wrong)
+        return
+    server = base_url()
+    key = "logged in" if has_key(server) else "no key"
+    mode = choose_mode(WandbConfig())
+    cure = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
+    meaning = (
+        "runs are not tracked" if mode is WandbMode.disabled else f"runs are tracked {mode}{cure}"
+    )
+    yield "W&B", f"{key} at {server}", meaning

@@ -1,0 +1,26 @@
+"""``scalewise report PATH...``: the reports of runs and sweeps, written again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalewise.console import print_lines
+from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue
+from scalewise.reports import files
+from scalewise.tracking.sweep_record import release_reserved
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes ``report.html`` and ``report_spec.json`` into each folder given; prints the pages."""
+    if not arguments:
+        raise ConfigError.one("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
+    folders = [Path(argument).expanduser() for argument in arguments]
+    if absent := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise ConfigError(ConfigIssue("", "", f"{name} is no folder") for name in absent)
+    for folder in folders:
+        release_reserved(folder)
+    pages = files.write_reports(folders)
+    for path in pages:
+        print_lines(path)
+    return 0 if len(pages) == len(folders) else EXIT_CODES["failed"]

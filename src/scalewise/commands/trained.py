@@ -1,0 +1,119 @@
+"""What ``export`` and ``evaluate`` are given: the folder of a run, and words of ``key=value``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise import inputs
+from scalewise.config.parse import parse_group, parse_value
+from scalewise.config.suggestions import did_you_mean
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.objectives import UserModule
+from scalewise.run_config import config_issues
+
+if TYPE_CHECKING:
+    from scalewise.checkpoints.trained import TrainedRun
+
+
+def read_arguments(
+    verb: str, arguments: Sequence[str], defaults: Mapping[str, str], wrong: list[ConfigIssue]
+) -> tuple[Path, dict[str, str]]:
+    """Returns a run's folder and the options; raises ``ConfigError`` with all that is wrong.
+
+    ``wrong`` holds what the caller has found already, by ``options``.
+    """
+    folders = [word for word in arguments if "=" not in word or os.path.isdir(word)]
+    wrong = [
+        *(
+            ConfigIssue(key, value, "no such key", did_you_mean(key, list(defaults)))
+            for key, value in parse_options(arguments).items()
+            if key not in (*defaults, *inputs.READERS)
+        ),
+        *wrong,
+    ]
+    if len(folders) != 1:
+        reason = f"one run at a time, not {len(folders)}" if folders else "no folder given"
+        wrong.append(ConfigIssue("", "", reason, f"scalewise {verb} runs/NAME/TIMESTAMP"))
+    if wrong:
+        raise ConfigError(wrong)
+    return Path(folders[0]).expanduser().absolute(), {**defaults, **parse_options(arguments)}
+
+
+def parse_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns what was typed as ``key=value``."""
+    words = (word for word in arguments if "=" in word and not os.path.isdir(word))
+    return dict(word.split("=", 1) for word in words)
+
+
+def load_trained(
+    folder: Path,
+    step: str = "last",
+    given: Mapping[str, str] | None = None,
+    *,
+    beginning: bool = False,
+    reads_data: bool = False,
+) -> TrainedRun:
+    """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
+
+    ``given``: options, among them paths of the run's inputs where they have moved. ``beginning``:
+    whether step 0 is asked for, of which no checkpoint is kept. ``reads_data``: whether the caller
+    reads the data, which need not be there otherwise.
+    """
+    from scalewise.checkpoints import trained
+
+    values = inputs.relocate_inputs(
+        trained.read_resolved(folder), folder, _path_options(given or {})
+    )
+    try:
+        parts = [parse_group(group, values[group]) for group in trained.SPECS]
+    except ConfigError as error:
+        raise _record_error(folder, error.complaints) from None
+    if any(isinstance(spec, UserModule) for spec in parts):
+        reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
+        raise ConfigError.one("", "", f"{folder} {reason}", cure)
+    named = zip(trained.SPECS, parts, strict=True)
+    complaints = [
+        complaint
+        for group, spec in named
+        if reads_data or group != "data"
+        for complaint in config_issues(group, spec)
+    ]
+    if complaints:
+        raise _record_error(folder, complaints)
+    told = trained.TrainedRun(folder, None, int(values["seed"]), *parts)
+    if beginning:
+        return told
+    return replace(told, checkpoint=trained.choose_checkpoint(folder, step, told.reads))
+
+
+def _record_error(folder: Path, complaints: Iterable[ConfigIssue]) -> ConfigError:
+    """Returns the error of values in ``resolved.yaml``, which names that file.
+
+    Paths of inputs are left as they are: the file is whole where these have moved.
+    """
+    file = folder / "resolved.yaml"
+    return ConfigError(
+        complaint
+        if complaint.key in inputs.READERS
+        else ConfigIssue("", "", f"{file}: {complaint}", "put a copy of it back")
+        for complaint in complaints
+    )
+
+
+def _path_options(given: Mapping[str, str]) -> dict[str, object]:
+    """Returns the options that are paths of inputs, with values as Hydra reads them."""
+    found: dict[str, object] = {}
+    for key in inputs.READERS:
+        if key in given:
+            value = parse_value(key, given[key], f"set {key}=FILE")
+            several = key.endswith("paths")
+            found[key] = [str(it) for it in _option_list(value)] if several else str(value)
+    return found
+
+
+def _option_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]

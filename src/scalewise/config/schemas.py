@@ -1,0 +1,112 @@
+"""Schema twins: what Hydra checks overrides against, derived from the specs.
+
+A frozen dataclass would become a read-only config and a structured node refuses ``_target_``, so
+each spec gets a writable twin with ``_target_`` as its first field.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial
+from typing import Any, Self
+
+from hydra.core.config_store import ConfigNode, ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from scalewise.config import paths, registry
+from scalewise.run_config import RunConfig
+
+
+@cache
+def store_schemas() -> None:
+    """Puts the twins and the launchers' options into Hydra's ConfigStore, once."""
+    from hydra_plugins.scalewise_launcher import LAUNCHERS
+
+    registry.import_options()
+    configs = ConfigStore.instance()
+    configs.store(group="schema", name="run", node=_run_schema_mirror(), provider="scalewise")
+    twins, launchers = configs.repo["schema"], configs.repo["hydra"]["launcher"]
+    for group, specs in registry.OPTIONS.items():
+        for name, cls in specs.items():
+            made = DeferredNode(f"schema/{group}", f"{name}.yaml", partial(schema_mirror, cls))
+            twins.setdefault(group, {})[made.name] = made
+    for name, options in LAUNCHERS.items():
+        made = DeferredNode("hydra/launcher", f"{name}.yaml", options)
+        launchers[made.name] = made
+    configs.repo = _SharedSchemas(configs.repo)
+
+
+class _SharedSchemas(dict[str, Any]):
+    """What is stored, to be read alone: Hydra copies it all each time that it composes."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class DeferredNode(ConfigNode):
+    """A stored node, made when it is first asked for: a line names few of the options."""
+
+    def __init__(self, group: str, name: str, make: Callable[[], object]) -> None:
+        self.group, self.name, self.package, self.provider = group, name, None, "scalewise"
+        self.make = make
+
+    @cached_property
+    def node(self) -> DictConfig:  # type: ignore[override]  # Hydra's is an attribute
+        """Returns the config that Hydra loads, and gives away copies of."""
+        made: DictConfig = OmegaConf.structured(self.make())
+        return made
+
+    def __copy__(self) -> ConfigNode:
+        return ConfigNode(self.name, self.node, self.group, self.package, self.provider)
+
+
+def schema_mirror(cls: type) -> type:
+    """Returns the writable dataclass that mirrors a spec's fields."""
+    hints = typing.get_type_hints(cls)
+    entries: list[tuple[str, Any, Any]] = [
+        ("_target_", str, dataclasses.field(default=registry.target_name(cls)))
+    ]
+    entries += [
+        (entry.name, _open_type(hints[entry.name]), _writable_type(entry))
+        for entry in dataclasses.fields(cls)
+    ]
+    return _make_mirror(cls, entries)
+
+
+def _run_schema_mirror() -> type:
+    hints = typing.get_type_hints(RunConfig)
+    entries: list[tuple[str, Any, Any]] = []
+    for entry in dataclasses.fields(RunConfig):
+        if entry.name in paths.CLOSED_GROUPS:
+            entries.append((entry.name, Any, dataclasses.field(default=None)))
+        elif entry.name not in ("choices", "overrides", "callbacks"):
+            entries.append((entry.name, _open_type(hints[entry.name]), _writable_type(entry)))
+    callbacks: Any = dataclasses.field(default_factory=dict)
+    return _make_mirror(RunConfig, [*entries, ("callbacks", dict[str, Any], callbacks)])
+
+
+def _make_mirror(cls: type, entries: list[tuple[str, Any, Any]]) -> type:
+    """Returns a dataclass that OmegaConf reads fields of; methods would take a plan's time."""
+    told = {"__doc__": cls.__doc__}  # else made of a signature
+    return dataclasses.make_dataclass(
+        cls.__name__, entries, init=False, repr=False, eq=False, namespace=told
+    )
+
+
+def _open_type(hint: Any) -> Any:
+    if typing.get_origin(hint) is tuple:
+        return list[typing.get_args(hint)[0]]  # type: ignore[misc]  # made at run time
+    if typing.get_origin(hint) is Mapping:
+        return dict[typing.get_args(hint)]  # type: ignore[misc]  # made at run time
+    return hint
+
+
+def _writable_type(entry: "dataclasses.Field[Any]") -> Any:
+    if entry.default is not dataclasses.MISSING:
+        if isinstance(entry.default, tuple):
+            held = list(entry.default)
+            return dataclasses.field(default_factory=lambda: list(held))
+        return dataclasses.field(default=entry.default)
+    if entry.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=entry.default_factory)
+    return dataclasses.field(default="???")

@@ -1,0 +1,199 @@
+"""Datasets of the Hugging Face Hub, or in its formats on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.text_files import Document, skip_nulls
+from scalewise.data.tokenization import END_OF_TEXT, Documents, TokenizerSource
+from scalewise.errors import ConfigError, ConfigIssue, DataError
+
+if TYPE_CHECKING:
+    from scalewise.data.datasets import StreamedDataset
+
+
+@register_option("data", "hf")
+@dataclass(frozen=True)
+class HFDatasetData(DataConfig):
+    """A dataset that the ``datasets`` library reads, tokenized once or as it streams.
+
+    A dataset of the Hub is tokenized anew only when one of these options changes: give a
+    ``revision`` to say which state of it is meant. A dataset never runs code of its own.
+    """
+
+    sequence: int = 256
+    """Tokens of a row."""
+    path: str = ""
+    """A name on the Hub, a folder of .jsonl or .parquet, or a ``save_to_disk`` folder."""
+    configuration: str | None = None
+    """The dataset's configuration (its subset), where it has several."""
+    revision: str | None = None
+    """A commit, tag or branch of the Hub; null is the newest."""
+    split: str = "train"
+    """The split to train on; slices such as train[:95%] where it does not stream."""
+    validation_split: str | None = None
+    """The held-out split; null validates on nothing. It is always tokenized into the cache."""
+    field: str = "text"
+    """The column that holds the text."""
+    streaming: bool = False
+    """Tokenizes while training, in stored order: every rank reads, and a resumed run rereads."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or the folder of a tokenizer; null trains a byte-level BPE."""
+    vocabulary: int = 4096
+    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    end_of_text: str = END_OF_TEXT
+    """The token between documents, as the given tokenizer calls it."""
+    special_tokens: bool = True
+    """Whether documents get the special tokens that the tokenizer adds, such as a first <bos>."""
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns the size of the tokenizer that is trained; None where one is given."""
+        return self.vocabulary if self.tokenizer is None else None
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields an empty path, a local folder that is absent, and numbers that cannot be."""
+        yield from self.not_positive("sequence")
+        yield from self._tokenization.complaints()
+        if not self.path:
+            cure = "give data.path=roneneldan/TinyStories, or a folder"
+            yield ConfigIssue("data.path", "''", "is empty", cure)
+        elif self.path.startswith((".", "/", "~")) and not self._folder.is_dir():
+            yield ConfigIssue(
+                "data.path", self.path, "no such folder", "give a folder or a Hub name"
+            )
+        for field in ("split", "field"):
+            if not getattr(self, field):
+                yield ConfigIssue(f"data.{field}", "''", "is empty", f"give data.{field}=NAME")
+
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
+        """Returns packed rows, or rows in the order of the stream where ``streaming``."""
+        from scalewise.data.tokenized_cache import (
+            TokenizeSource,
+            build_tokenized,
+            load_packed,
+            load_splits,
+            special_tokens_note,
+        )
+
+        if importlib.util.find_spec("datasets") is None:
+            cure = "pip install 'scalewise[hf]'"
+            raise ConfigError.one("data", "hf", "needs the package datasets", cure)
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        train = partial(self._documents, self.split)
+        parts: dict[str, Documents] = {} if self.streaming else {"train": train}
+        if self.validation_split:
+            parts["validation"] = partial(self._documents, self.validation_split)
+        source = TokenizeSource(
+            name="hf",
+            key="data.path",
+            value=self.path,
+            identity=self._identity(),
+            splits=parts,
+            training=train,
+            tokenization=self._tokenization,
+        )
+        folder = build_tokenized(source, vocabulary)
+        held = "validation" in parts
+        if not self.streaming:
+            return load_splits(folder, self.sequence, validation=held)
+        return DataSplits(
+            self._stream(folder / "tokenizer.json", train),
+            load_packed(folder, "validation", self.sequence) if held else None,
+            folder / "tokenizer.json",
+            special_tokens_note(folder),
+        )
+
+    @property
+    def _tokenization(self) -> TokenizerSource:
+        return TokenizerSource(
+            self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
+        )
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def _identity(self) -> dict[str, object]:
+        from scalewise.data import content
+
+        names = ("path", "configuration", "revision", "split", "validation_split", "field")
+        identity: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self._folder.is_dir():
+            files = sorted(path for path in self._folder.rglob("*") if path.is_file())
+            parts = [str(file.relative_to(self._folder)) for file in files]
+            identity["path"] = [*zip(parts, content.file_digests(files), strict=True)]
+        return identity
+
+    def _stream(self, tokenizer: Path, train: Documents) -> StreamedDataset:
+        from tokenizers import Tokenizer
+
+        from scalewise.data.datasets import StreamedDataset
+        from scalewise.data.encoding import encode_documents
+
+        loaded = Tokenizer.from_file(str(tokenizer))
+        rows = StreamedDataset(
+            lambda: encode_documents(loaded, self._tokenization, train()), self.sequence
+        )
+        try:
+            rows.gather([0])
+        except IndexError as error:
+            reason = f"the split {self.split!r} does not fill one row"
+            cure = "give more text or a smaller data.sequence"
+            raise DataError.one("data.sequence", self.sequence, reason, cure) from error
+        return rows
+
+    def _documents(self, split: str) -> Iterator[Document]:
+        """Yields the texts of a split in its stored order; ``DataError`` if it cannot be read."""
+        from datasets.exceptions import DatasetsError
+
+        try:
+            yield from skip_nulls(self._texts(split), self.path, self.field)
+        except (DatasetsError, ValueError, KeyError, OSError) as error:
+            reason = f"split {split!r} cannot be read: {' '.join(str(error).split())}"
+            cure = "check data.path, data.configuration and the split"
+            raise DataError.one("data.path", self.path, reason, cure) from error
+
+    def _texts(self, split: str) -> Iterator[tuple[str, str | None]]:
+        """Yields each record's place and text, which may be null."""
+        dataset = self._dataset(split)
+        names: list[str] = list(dataset.column_names or ())
+        if self.field in names:
+            dataset = dataset.select_columns([self.field])  # the others need no decoding
+        for number, row in enumerate(dataset, 1):
+            text = row.get(self.field, 0)
+            if not isinstance(text, str | None):
+                known = f"; it has: {', '.join(names or row)}"
+                reason = f"{self.path} has no text there{known}"
+                if self.field in row:
+                    kind = type(text).__name__
+                    reason = f"row {number} of {self.path} has no text there but {kind}{known}"
+                raise DataError.one("data.field", self.field, reason, "name another data.field")
+            yield f"{self.path} {split} row {number}", text
+
+    def _dataset(self, split: str) -> Any:
+        """Returns the rows of a split, as the ``datasets`` library reads them."""
+        import datasets
+
+        folder = self._folder
+        if (folder / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(folder))[split]
+        if (folder / "state.json").is_file():
+            if split != "train":
+                raise ValueError("the folder holds one saved dataset, whose split is train")
+            return datasets.load_from_disk(str(folder))
+        return datasets.load_dataset(
+            str(folder) if folder.is_dir() else self.path,
+            self.configuration,
+            split=split,
+            revision=self.revision,
+            streaming=self.streaming,
+        )

@@ -1,0 +1,63 @@
+"""Token ids that were made elsewhere, in flat files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.data.file_patterns import path_issues
+from scalewise.errors import ConfigIssue, DataError
+
+SUFFIXES = frozenset({".bin", ".npy"})
+
+
+class TokenDtype(Enum):
+    """The integers of a .bin file."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+@register_option("data", "tokens")
+@dataclass(frozen=True)
+class PretokenizedData(DataConfig):
+    """Shards of token ids, memory-mapped where they lie; a row never spans two shards."""
+
+    sequence: int = 256
+    """Tokens of a row."""
+    paths: tuple[str, ...] = ()
+    """Globs of .bin (flat, little-endian, no header) and 1-D .npy shards to train on."""
+    validation_paths: tuple[str, ...] = ()
+    """Globs of the held-out shards; empty validates on nothing."""
+    dtype: TokenDtype = TokenDtype.uint16
+    """Type of the ids in .bin files; a .npy says its own."""
+
+    @property
+    def vocabulary_needed(self) -> None:
+        """Returns None: the shards must be read to know."""
+        return
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields absent or unknown files and a sequence that is not positive."""
+        yield from self.not_positive("sequence")
+        if not self.paths:
+            yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.bin]'")
+        yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.bin")
+        held = self.validation_paths
+        yield from path_issues("data.validation_paths", held, SUFFIXES, "held/*.bin")
+
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
+        """Returns the packed rows; the first time every id is read to find the largest."""
+        if complaints := list(self.complaints()):
+            raise DataError(complaints)
+        from scalewise.data.token_shards import TokenShards
+
+        kind, length, held = self.dtype.value, self.sequence, self.validation_paths
+        train = TokenShards("data.paths", self.paths, kind).rows(length, vocabulary, "train")
+        if not held:
+            return DataSplits(train, None)
+        shards = TokenShards("data.validation_paths", held, kind)
+        return DataSplits(train, shards.rows(length, vocabulary, "validation"))

@@ -1,0 +1,66 @@
+"""Random token ids, for studies of time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.errors import ConfigIssue, DataError
+
+
+@register_option("data", "synthetic")
+@dataclass(frozen=True)
+class RandomTokens(DataConfig):
+    """Ids drawn evenly from a vocabulary: no file is read, and nothing can be learned."""
+
+    sequence: int = 256
+    """Tokens of a row."""
+    vocabulary: int | None = None
+    """Distinct token ids; null takes the model's vocabulary."""
+    rows: int = 100_000
+    """Rows of an epoch; a twentieth as many more are held out."""
+    masked: float = 0.0
+    """Share of the tokens that are no labels, as padding and prompts are."""
+    pairs: bool = False
+    """Whether a row is two sequences, as objective=dpo compares them."""
+    packing: bool = False
+    """Whether a row is several texts, none of which attends to another."""
+    target_length: int = 0
+    """Tokens of a row that a decoder writes, as objective=seq2seq has it; an encoder reads the
+    others."""
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns ``vocabulary``."""
+        return self.vocabulary
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields numbers that are not positive."""
+        yield from self.not_positive("sequence", "rows")
+        if self.vocabulary is not None:
+            yield from self.not_positive("vocabulary")
+        if not 0 <= self.masked < 1:
+            yield ConfigIssue("data.masked", self.masked, "is a share, in [0, 1)")
+        if not 0 <= self.target_length < max(1, self.sequence):
+            yield self.no_target()
+        for key in ("pairs", "packing"):
+            if self.target_length and getattr(self, key):
+                reason = "is for rows that one model reads, and data.target_length is another's"
+                yield ConfigIssue(f"data.{key}", True, reason, f"set data.{key}=false")
+
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
+        """Returns rows that are a function of ``seed`` and their index."""
+        from scalewise.data.datasets import RandomDataset
+
+        ids = self.vocabulary or vocabulary
+        if ids > vocabulary:
+            reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
+            raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
+        held = max(1, self.rows // 20)
+        kind = (self.sequence, self.masked, self.pairs, self.packing, self.target_length)
+        return DataSplits(
+            RandomDataset(seed, ids, 0, self.rows, *kind),
+            RandomDataset(seed, ids, self.rows, held, *kind),
+        )

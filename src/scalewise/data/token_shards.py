@@ -1,0 +1,90 @@
+"""Flat files of token ids: opened as memory maps, looked through once, packed into rows."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalewise.data.build_cache import build_cached
+from scalewise.data.datasets import PackedDataset
+from scalewise.data.file_patterns import match_paths
+from scalewise.data.tokenized_cache import too_short_error
+from scalewise.errors import DataError
+
+SCAN_TOKENS = 16 * 2**20
+"""Ids looked at together when the largest is sought; bounds the memory of the scan."""
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """The shards that the globs under ``key`` name; ``dtype`` is the integers of a .bin."""
+
+    key: str
+    paths: Sequence[str]
+    dtype: str
+
+    def rows(self, sequence: int, vocabulary: int, split: str) -> PackedDataset:
+        """Returns packed rows; raises ``DataError`` for shards that cannot be trained on."""
+        files = match_paths(self.paths)
+        shards = [_open_shard(self.key, file, self.dtype) for file in files]
+        for file, (low, high) in zip(files, _id_ranges(files, shards), strict=True):
+            if low < 0 or high >= vocabulary:
+                reason = f"holds token id {min(low, high) if low < 0 else high}, outside the"
+                reason += f" model's vocabulary of {vocabulary}"
+                cure = f"give model.vocabulary={high + 1}, or the right data.dtype"
+                raise DataError.one(self.key, file, reason, cure)
+        rows = PackedDataset(shards, sequence)
+        if not len(rows):
+            raise too_short_error(split, max(map(len, shards)), sequence)
+        return rows
+
+
+def _open_shard(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
+    """Returns the ids of a shard as a memory map; ``DataError`` if it is empty or cut short."""
+    size = path.stat().st_size
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # a damaged header makes numpy raise many kinds
+            said = " ".join(str(error).split())[:120] or type(error).__name__
+            reason = f"is not a whole .npy file ({said})"
+            raise DataError.one(key, path, reason, "copy the file again") from error
+        if not isinstance(ids, np.ndarray):
+            reason = "is an .npz archive under the name of a .npy file"
+            raise DataError.one(key, path, reason, "save the flat ids by numpy.save")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            reason = f"holds {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
+            raise DataError.one(key, path, reason, "save the flat ids")
+    else:
+        width = np.dtype(dtype).itemsize
+        if size % width:
+            reason = f"{size} bytes is no multiple of the {width} of {dtype}: the file is cut short"
+            raise DataError.one(key, path, reason, "copy the file again, or mend data.dtype")
+        ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if size else ()
+    if not len(ids):
+        raise DataError.one(key, path, "holds no token", "omit the file")
+    return np.asarray(ids)
+
+
+def _id_ranges(files: list[Path], shards: list[NDArray[np.integer]]) -> list[tuple[int, int]]:
+    """Returns the smallest and largest id of each shard, remembered while the files stay."""
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    key = {
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "types": [shard.dtype.str for shard in shards],
+    }
+
+    def scan(folder: Path) -> None:
+        found = [_id_range(shard) for shard in shards]
+        (folder / "extremes.json").write_text(json.dumps(found), encoding="utf-8")
+
+    folder = build_cached("scan", key, scan)
+    return [(low, high) for low, high in json.loads((folder / "extremes.json").read_text())]
+
+
+def _id_range(shard: NDArray[np.integer]) -> tuple[int, int]:
+    chunks = [shard[start : start + SCAN_TOKENS] for start in range(0, len(shard), SCAN_TOKENS)]
+    return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)

@@ -1,0 +1,41 @@
+"""A LightningDataModule of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalewise.config.registry import register_option
+from scalewise.data.base import DataConfig, DataSplits
+from scalewise.errors import ConfigIssue
+
+
+@register_option("data", "module")
+@dataclass(frozen=True)
+class UserDataModule(DataConfig):
+    """A LightningDataModule of the user's, whose rows are counted as tokens, one each."""
+
+    target: str = ""
+    """Its class, ``package.module.Class``; empty: the module's own loaders."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What its class is called with."""
+
+    split_iterable: bool = True
+    """Whether each rank reads every N-th row of iterable datasets; false: they split by rank."""
+
+    sequence = 1
+    of_user = True
+
+    @property
+    def vocabulary_needed(self) -> int | None:
+        """Returns None: it need not have tokens."""
+        return None
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields nothing: its target is looked at with the run."""
+        yield from ()
+
+    def prepare(self, vocabulary: int, seed: int) -> DataSplits:
+        """Raises ``NotImplementedError``: its loaders are asked, not its rows."""
+        raise NotImplementedError

@@ -1,0 +1,106 @@
+"""How good the model of a run is on its held-out rows, and what its formats cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+import torch
+from tokenizers import Tokenizer
+
+from scalewise.checkpoints.trained import TrainedRun
+from scalewise.data.base import DataSplits
+from scalewise.errors import ConfigError
+from scalewise.evaluation import (
+    ALL,
+    AS_TRAINED,
+    captions,
+    load_model,
+    preferences,
+    rewards,
+    validation_metrics,
+)
+from scalewise.evaluation.preferences import PreferenceMetrics
+from scalewise.evaluation.rewards import RewardMetrics
+from scalewise.evaluation.validation_metrics import ValidationMetrics
+from scalewise.models.base_module import ModelModule
+from scalewise.objectives import DPO, GRPO, Captioning, Classification
+from scalewise.units import format_bytes
+
+Found = ValidationMetrics | PreferenceMetrics | RewardMetrics
+Measure = Callable[[ModelModule], Found]
+
+
+def measure_run(
+    told: TrainedRun,
+    module: ModelModule,
+    splits: DataSplits,
+    rows: str,
+    tell: Callable[[int], None],
+) -> Found:
+    """Returns what ``rows`` held-out rows say of ``module``; ``tell`` hears how many are done.
+
+    Raises ``ConfigError`` where there are none.
+    """
+    if splits.validation is None:
+        reason, cure = "the run's data have no held-out rows", "give the folder of another run"
+        raise ConfigError.one("", str(told.folder), reason, cure)
+    count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
+    count = int(rows) if count is None else count
+    given = (splits.validation, count, int(told.trainer.micro_batch))  # auto is settled
+    if isinstance(told.objective, GRPO):
+        return rewards.measure_rewards(module, told.objective, told.data, *given, tell)
+    if isinstance(told.objective, Captioning):
+        return captions.measure_captions(module, *given, end_tokens(run_tokenizer(splits)), tell)
+    if not isinstance(told.objective, DPO):
+        found = validation_metrics.measure_loss(module, *given, tell)
+        classes = isinstance(told.objective, Classification)
+        return validation_metrics.ClassificationMetrics(**asdict(found)) if classes else found
+    reference = load_model.load_model(
+        replace(told, checkpoint=None), next(module.parameters()).device
+    )
+    return preferences.measure_preferences(module, reference, told.objective, *given, tell)
+
+
+def quantization_costs(
+    told: TrainedRun, device: torch.device, found: Found, measure: Measure
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields what each format saves and costs: in words, and as figures for the record."""
+    fp8 = told.precision.in_fp8(told.model)
+    if not (told.packed or told.fake_quantized or fp8):
+        return
+    with torch.autocast(device.type, enabled=False):
+        exact = measure(load_model.load_model(told, device, exact=True).float()).loss
+    what = "one less the reward" if isinstance(found, RewardMetrics) else "the loss"
+    by = f"{what} is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
+    if told.packed:
+        held = told.precision.parameters.bytes
+        whole = sum(weight.size(held) for weight in told.packed)
+        packed = sum(
+            p.size(held) for weight in told.packed for p in told.quantization.parts(weight)
+        )
+        yield (
+            f"packed matrices: {format_bytes(packed)} instead of {format_bytes(whole)}; "
+            f"{by} packing",
+            {"packed_bytes": packed, "whole_bytes": whole, "loss_in_fp32": exact},
+        )
+    if told.fake_quantized:
+        integers, whole = told.bytes_of_integers
+        yield (
+            f"matrices in 4 bits, once exported: {format_bytes(integers)} instead of "
+            f"{format_bytes(whole)}; {by} rounding",
+            {"packed_bytes": integers, "whole_bytes": whole, "loss_in_fp32": exact},
+        )
+    if fp8:
+        yield f"products in fp8: {by} fp8", {"loss_in_fp32": exact}
+
+
+def run_tokenizer(splits: DataSplits) -> Tokenizer:
+    """Returns the tokenizer of a run's texts."""
+    return Tokenizer.from_file(str(splits.tokenizer))
+
+
+def end_tokens(tokenizer: Tokenizer) -> set[int]:
+    """Returns the tokens that end a text."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {number for number, token in added if token.special}

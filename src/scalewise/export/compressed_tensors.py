@@ -1,0 +1,175 @@
+"""Matrices that were trained to be integers, as integers, and what that costs.
+
+They are written as compressed-tensors has them, safetensors that transformers and vLLM read
+(``pack-quantized``): of ``NAME``, ``NAME_packed`` holds eight numbers of 4 bits in one of 32, the
+first in its lowest bits, each 8 more than it stands for; ``NAME_scale`` a number for each group.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torchao.quantization import IntxUnpackedToInt8Tensor
+
+from scalewise.checkpoints.trained import TrainedRun
+from scalewise.data.base import Sequences
+from scalewise.errors import CheckpointError
+from scalewise.evaluation import load_model, validation_metrics
+from scalewise.hardware import this_machine
+from scalewise.models.base import ModelConfig, StageSlice
+from scalewise.models.base_module import ModelModule
+from scalewise.models.decoder import state_dict_adapter
+from scalewise.models.decoder.config import DecoderConfig
+from scalewise.models.safetensors_files import SINGLE
+from scalewise.quantization.fake import WEIGHTS
+from scalewise.quantization.qat import FP32, PER_WORD
+
+BITS = 4
+FORM = "pack-quantized"
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+INPUTS = "int8_asym_per_token"
+"""What torchao calls inputs in 8 bits, each token by its own range."""
+
+
+def write_compressed(told: TrainedRun, to: Path) -> None:
+    """Writes weights and configuration, with the matrices that were rounded as integers."""
+    told.model.export(told.merged(), to)
+    tensors, names = load_file(to / SINGLE), _hf_names(told.model)
+    (to / SINGLE).unlink()  # tensors are mapped from it, and another takes its name
+    for name in (names[weight.name] for weight in told.fake_quantized):
+        whole = tensors.pop(name)
+        found = to_torchao(whole, told.quantization.group)
+        tensors[f"{name}_packed"] = pack_int4(found.qdata)
+        tensors[f"{name}_scale"] = found.scale
+        tensors[f"{name}_shape"] = torch.tensor(whole.shape)
+    config = json.loads((to / "config.json").read_text("utf-8"))
+    state_dict_adapter.save_folder(
+        tensors, config | {"quantization_config": _compression_config(told)}, to
+    )
+
+
+def _hf_names(model: ModelConfig) -> dict[str, str]:
+    """Returns transformers' name of each weight that is one there too, by its own."""
+    if isinstance(model, DecoderConfig):
+        return {
+            piece.ours[0]: piece.theirs for piece in state_dict_adapter.iter_tensor_mappings(model)
+        }
+    from scalewise.models.hf.causal_lm import CausalLMModule
+
+    module = model.shape(StageSlice(range(model.layers)))
+    assert isinstance(module, CausalLMModule)
+    return {name: module.theirs(name) for name, _ in module.own_parameters()}
+
+
+def to_torchao(whole: Tensor, group: int) -> Any:
+    """Returns a matrix as torchao's tensor of integers, with a scale for each group."""
+    return IntxUnpackedToInt8Tensor.from_hp(whole.float(), (1, group), INT4)
+
+
+def pack_int4(numbers: Tensor) -> Tensor:
+    """Returns integers of 4 bits, eight in one of 32."""
+    of_word = (numbers.int() - WEIGHTS.low).view(len(numbers), -1, PER_WORD)
+    return (of_word << _group_positions(numbers)).sum(-1, dtype=torch.int32)
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """Returns them in 8 bits each."""
+    of_word: Tensor = (words.unsqueeze(-1) >> _group_positions(words)) & (2**BITS - 1)
+    return (of_word + WEIGHTS.low).flatten(-2).to(torch.int8)
+
+
+def _group_positions(near: Tensor) -> Tensor:
+    return torch.arange(0, BITS * PER_WORD, BITS, dtype=torch.int32, device=near.device)
+
+
+def load_compressed(folder: Path, told: TrainedRun, device: torch.device) -> ModelModule:
+    """Returns the model of a folder that was written, whose layers multiply by integers.
+
+    Raises ``CheckpointError`` where a matrix that was trained to be integers is none.
+    """
+    model, names = told.model, _hf_names(told.model)
+    held, integers = load_file(folder / SINGLE, device=str(device)), {}
+    for ours, theirs in names.items():
+        if f"{theirs}_packed" in held:
+            words, scale, _ = (
+                held.pop(f"{theirs}_{kind}") for kind in ("packed", "scale", "shape")
+            )
+            integers[ours] = tensor = IntxUnpackedToInt8Tensor(
+                unpack_int4(words),
+                scale,
+                torch.zeros_like(scale, dtype=torch.int8),
+                INT4,
+                (1, told.quantization.group),
+                torch.float32,
+                INPUTS if told.quantization.rounds_inputs else None,
+            )
+            held[theirs] = tensor.dequantize()
+    if lacking := [weight.name for weight in told.fake_quantized if weight.name not in integers]:
+        reason = f"holds no integers of {lacking[0]}"
+        raise CheckpointError.one("", folder, reason, "export it anew")
+    module = model.shape(StageSlice(range(model.layers))).to_empty(device=device)
+    module.init_buffers()
+    if isinstance(model, DecoderConfig):
+        state = state_dict_adapter.from_hf_state_dict(held, model, folder)
+    else:
+        state = {ours: held[theirs] for ours, theirs in names.items()}
+    module.load_state_dict(state)
+    for name, tensor in integers.items():
+        layer = module.get_submodule(name.removesuffix(".weight"))
+        layer.weight = nn.Parameter(tensor, requires_grad=False)
+    return module.float().eval()
+
+
+def measure_compressed(told: TrainedRun, folder: Path, held: Sequences | None) -> dict[str, float]:
+    """Returns what a folder saves and costs: bytes, and on held-out rows losses and logits.
+
+    The file is read back. Logits are told apart from those as trained, and from those of fp32.
+    """
+    device = torch.device(this_machine().device.value)
+    found: dict[str, float] = {
+        "layers": len(told.fake_quantized),
+        "disk_bytes": (folder / SINGLE).stat().st_size,
+        "disk_bytes_in_fp32": FP32 * told.model.parameters,
+    }
+    if held is None:
+        return found
+    integers = load_compressed(folder, told, device)
+    others = {
+        "as_trained": load_model.load_model(told, device).float(),
+        "in_fp32": load_model.load_model(told, device, exact=True).float(),
+    }
+    rows = (held, told.trainer.validation_rows, int(told.trainer.micro_batch))
+    first = validation_metrics.measure_loss(integers, *rows)
+    found |= {"rows": first.rows, "loss": first.loss}
+    for kind, other in others.items():
+        found[f"loss_{kind}"] = validation_metrics.measure_loss(other, *rows).loss
+        found[f"logits_apart_{kind}"] = validation_metrics.logits_distance(integers, other, *rows)
+    return found
+
+
+def _compression_config(told: TrainedRun) -> dict[str, Any]:
+    """Returns how compressed-tensors is to read the integers."""
+    group = told.quantization.group
+    numbers = {"num_bits": BITS, "type": "int", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORM,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": FORM,  # else inputs that are rounded as well have it look for another
+                "weights": numbers | {"strategy": "group", "group_size": group},
+                "input_activations": inputs | {"strategy": "token"}
+                if told.quantization.rounds_inputs
+                else None,
+            }
+        },
+        "ignore": ["lm_head", "score"],
+    }

@@ -1,0 +1,73 @@
+"""Folders that appear whole at their final name, or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalewise.errors import ConfigError
+
+
+@contextmanager
+def staging_folder(to: Path) -> Iterator[Path]:
+    """Yields an empty sibling of ``to`` that takes its name by one rename at the end.
+
+    What an export that was killed has left there is removed. The sibling is locked meanwhile.
+    Symbolic links at either name are not followed.
+
+    Raises:
+        ConfigError: ``to`` is there and not an empty folder, cannot be made, or is being written.
+    """
+    check_target_free(to)
+    partial = to.with_name(f".partial-{to.name}")
+    try:
+        if partial.is_symlink():
+            partial.unlink()
+        partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        reason, cure = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
+        raise ConfigError.one("to", str(to), reason, cure) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        reason, cure = "is being written by another export", "wait for it, or give to=FOLDER"
+        raise ConfigError.one("to", str(to), reason, cure) from None
+    try:
+        _is_empty(partial)
+        yield partial
+        _sync_files(partial)
+        check_target_free(to)
+        partial.rename(to)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def check_target_free(to: Path) -> None:
+    """Raises ``ConfigError`` where something other than an empty folder has the name ``to``."""
+    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        raise ConfigError.one("to", str(to), "is there already", "give to=FOLDER, a new one")
+
+
+def _is_empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def _sync_files(folder: Path) -> None:
+    """Waits until all files are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,102 @@
+"""``study.json``: what a search has tried and found, for a report and for whoever reads it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import optuna
+from optuna.importance import PedAnovaImportanceEvaluator
+from optuna.trial import FrozenTrial, TrialState
+
+from scalewise.hpo.optuna_study import FOLDER, REASON, STATUS, OptunaSearch
+from scalewise.hpo.space import round_point
+from scalewise.tracking.run_files import write_json
+
+FILE = "study.json"
+LEAST = 4
+"""Finished trials below which an importance would be a guess."""
+
+
+def write_record(study: OptunaSearch, sweep: Path) -> None:
+    """Writes what is known so far into the sweep's folder."""
+    write_json(sweep / FILE, build_record(study, sweep))
+
+
+def build_record(study: OptunaSearch, sweep: Path) -> dict[str, object]:
+    """Returns the options, every trial, the best and what mattered.
+
+    ``best`` are the numbers of the trials that none beats in all objectives, within the
+    constraints. ``importance`` is by objective and axis, and adds up to 1 (PED-ANOVA; Watanabe,
+    Bansal and Hutter, IJCAI 2023).
+    """
+    search = study.search
+    return {
+        "study": study.optuna.study_name,
+        "storage": study.file,
+        "sampler": search.sampler,
+        "pruner": search.pruner,
+        "objectives": dict(search.objectives),
+        "constraints": dict(search.constraints),
+        "wanted": study.wanted,
+        "best": [trial.number for trial in pareto_trials(study)],
+        "importance": axis_importance(study),
+        "trials": list(_trial_records(study, sweep)),
+    }
+
+
+def pareto_trials(study: OptunaSearch) -> list[FrozenTrial]:
+    """Returns the trials that no other beats, by the first objective; of one objective the first.
+
+    A trial that breaks a constraint is none of them.
+    """
+    goal = next(iter(study.search.objectives.values()))
+    sign = 1 if goal == "minimize" else -1
+    front = sorted(study.optuna.best_trials, key=lambda trial: sign * trial.values[0])
+    return front if len(study.search.objectives) > 1 else front[:1]
+
+
+def axis_importance(study: OptunaSearch) -> dict[str, dict[str, float]]:
+    """Returns by objective how much of it each axis decided; empty for want of trials."""
+    done = study.optuna.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    if len(done) < LEAST:
+        return {}
+    found = {}
+    for place, (key, goal) in enumerate(study.search.objectives.items()):
+        sign = 1 if goal == "minimize" else -1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of axes whose importance is no number, among others
+            try:
+                found[key] = optuna.importance.get_param_importances(
+                    study.optuna,
+                    evaluator=PedAnovaImportanceEvaluator(),
+                    target=partial(_signed_value, place, sign),
+                )
+            except (RuntimeError, ValueError):  # all values alike
+                continue
+    return found
+
+
+def _signed_value(place: int, sign: int, trial: FrozenTrial) -> float:
+    return sign * float(trial.values[place])
+
+
+def _trial_records(study: OptunaSearch, sweep: Path) -> Iterator[dict[str, object]]:
+    for trial in study.optuna.get_trials(deepcopy=False):
+        attributes = trial.user_attrs
+        folder = attributes.get(FOLDER)
+        if folder is not None and Path(folder).is_relative_to(sweep):
+            folder = str(Path(folder).relative_to(sweep))
+        yield {
+            "number": trial.number,
+            "state": trial.state.name.lower(),
+            "status": attributes.get(STATUS, ""),
+            "reason": attributes.get(REASON, ""),
+            "params": round_point(trial.params),
+            "values": trial.values,
+            "over": {key: value for key, value in trial.constraints.items() if value > 0},
+            "reported": {str(step): v for step, v in trial.intermediate_values.items()},
+            "folder": folder,
+        }

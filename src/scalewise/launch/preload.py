@@ -1,9 +1,0 @@
-"""Imported once by the fork server: what every job needs, so that a job starts in a moment."""
-
-import torch.distributed.elastic.multiprocessing.api
-import torch.distributed.launcher.api  # noqa: F401 (imported for the ranks to come)
-import wandb  # noqa: F401 (as above)
-
-from scalewise.launch import processes, rank, worker  # noqa: F401 (as above, but for the first)
-
-processes.adopt_orphans()

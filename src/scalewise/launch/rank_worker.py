@@ -1,0 +1,56 @@
+"""What one rank does: train, and leave word of how it ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from scalewise import console
+from scalewise.hardware import DeviceKind
+from scalewise.launch import exit_reports
+from scalewise.launch.outcomes import outcome_of_exception
+from scalewise.launch.processes import limit_memory
+from scalewise.launch.status import Outcome
+from scalewise.run_config import RunConfig
+from scalewise.tracking.run_files import FACTS, write_json
+from scalewise.tracking.wandb_session import NullSession, open_session
+from scalewise.training.fit import RankInfo, fit_run
+from scalewise.training.signal_stop import STOP
+
+
+def run_attempt(
+    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+) -> Outcome:
+    """Returns how training in this process ended; never raises.
+
+    ``facts``: what W&B is told; None: there is no tracking.
+    """
+    with console.shield_streams():
+        return _run_guarded(run, folder, resume, facts)
+
+
+def _run_guarded(
+    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+) -> Outcome:
+    place = RankInfo(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+    session = NullSession()
+    exit_reports.reserve_report(folder, place.rank)
+    STOP.begin(alone="RANK" not in os.environ)
+    try:
+        if place.rank == 0 and facts is not None and run.tracking.tracks:
+            session = open_session(run, folder, facts)
+            (folder / FACTS).parent.mkdir(exist_ok=True)
+            write_json(folder / FACTS, session.facts)
+        if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
+            limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
+        fit_run(run, folder, place, resume, session)
+        ending = Outcome("ok")
+    except BaseException as error:
+        ending = outcome_of_exception(error, place.rank).after_signal(STOP.received)
+    exit_reports.write_report(folder, place.rank, ending)
+    session.finish(ending.status, ending.reason, ending.exit_code)
+    return ending

@@ -1,0 +1,249 @@
+"""A sweep that goes on in its folder: what of it is done, and what is missing.
+
+``status.json`` of each job is the truth; ``sweep.json`` says which jobs there are.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from scalewise.config.suggestions import did_you_mean
+from scalewise.errors import EXIT_CODES, ConfigError, ConfigIssue
+from scalewise.launch import locks, slurm_cli
+from scalewise.launch.config_hash import config_hash, hash_of_folder, is_same_job
+from scalewise.launch.executor import SweepTask
+from scalewise.launch.job import Result, attempt_folders
+from scalewise.launch.locks import FolderLock, InUseError
+from scalewise.tracking.run_files import read_json
+from scalewise.tracking.sweep_record import (
+    is_running,
+    is_same_process,
+    release_reserved,
+    sweep_jobs,
+    sweep_start,
+)
+from scalewise.typed_override import command_line
+
+RETRIED_STATUSES = tuple(status for status in EXIT_CODES if status != "ok")
+"""Endings that are final, unless ``retry`` names them."""
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What ``resume_sweep=DIR|last retry=failed,timeout`` asks for."""
+
+    sweep: str
+    retry: tuple[str, ...] = ()
+
+    def refuse_run(self) -> NoReturn:
+        """Raises ``ConfigError``: it was asked for with the line of a single run."""
+        cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
+        raise ConfigError.one("resume_sweep", self.sweep, "this line is a single run", cure)
+
+
+@dataclass(frozen=True)
+class EarlierJob:
+    """A job of the sweep as it was left."""
+
+    number: int
+    config_hash: str
+    varied: Mapping[str, str]
+    planned: Path
+    """The folder of its first attempt; others are numbered: ``3``, ``3-2``."""
+    attempts: tuple[Path, ...]
+    """The folders that there are, the newest first."""
+    result: Result | None
+    """How it ended for good; None where it is missing."""
+
+
+def parse_resume_request(words: Sequence[str]) -> tuple[ResumeRequest | None, list[str]]:
+    """Returns what the words of a command line ask for, and the other words."""
+    mine = [word.split("=", 1) for word in words if word.startswith(("resume_sweep=", "retry="))]
+    rest = [word for word in words if not word.startswith(("resume_sweep=", "retry="))]
+    given = dict(mine)
+    retry = tuple(filter(None, given.get("retry", "").split(",")))
+    complaints = [
+        ConfigIssue(
+            "retry", status, "is no ending to try again", did_you_mean(status, RETRIED_STATUSES)
+        )
+        for status in retry
+        if status not in RETRIED_STATUSES
+    ]
+    if mine and not given.get("resume_sweep"):
+        cure = "add resume_sweep=last, or resume_sweep=DIR"
+        complaints.append(ConfigIssue("", "", "no sweep is named to go on with", cure))
+    if complaints:
+        raise ConfigError(complaints)
+    return (ResumeRequest(given["resume_sweep"], retry) if mine else None), rest
+
+
+def resumed_folder(asked: str, fresh: Path) -> Path:
+    """Returns the folder of the sweep that is asked for; ``fresh`` would be that of a new one.
+
+    Raises ``ConfigError`` where there is none, or it still runs.
+    """
+    if asked == "last":
+        found = [file.parent for file in fresh.parent.glob("*/sweep.json")]
+        folder = max(found, key=sweep_start, default=None)
+        if folder is None:
+            reason = f"there is no sweep under {fresh.parent}"
+            raise ConfigError.one("resume_sweep", asked, reason, "give its folder")
+    else:
+        folder = Path(asked).expanduser().absolute()
+    record = read_json(folder / "sweep.json")
+    if not record:
+        reason = "holds no readable sweep.json"
+        raise ConfigError.one("resume_sweep", asked, f"{folder} {reason}", "give a sweep's folder")
+    if any(not {"config_hash", "planned_folder"} <= set(row) for row in sweep_jobs(folder, record)):
+        reason = f"{folder} was written by a version that could not resume sweeps"
+        raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
+    _reject_running(asked, folder, record)
+    _reject_queued(asked, folder)
+    release_reserved(folder)
+    return folder
+
+
+def lock_sweep(key: str, asked: str, folder: Path) -> FolderLock:
+    """Locks the sweep in ``folder``; raises ``ConfigError`` if another process drives it.
+
+    ``key`` and ``asked`` are the override that chose the folder.
+    """
+    try:
+        return locks.acquire_lock(folder)
+    except InUseError as error:
+        reason = f"{folder} is driven by {error.owner}"
+        cure = f"wait for it, or end it: {error.owner.cure}"
+        raise ConfigError.one(key, asked, reason, cure) from None
+
+
+def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
+    """Returns the jobs of the sweep in ``folder``, by number."""
+    record = read_json(folder / "sweep.json")
+    return [_earlier_job(folder, row, retry) for row in sweep_jobs(folder, record)]
+
+
+def match_jobs(
+    wanted: Sequence[tuple[str, Mapping[str, str]]], known: Sequence[EarlierJob]
+) -> list[EarlierJob | None]:
+    """Returns for each wanted job, by hash and what it varies, the one that it is; each once."""
+    left = list(known)
+    found: list[EarlierJob | None] = []
+    for digest, varied in wanted:
+        fits = (
+            job for job in left if job.config_hash == digest and is_same_job(job.varied, varied)
+        )
+        job = next(fits, None)
+        if job is not None:
+            left.remove(job)
+        found.append(job)
+    return found
+
+
+def renumber_tasks(
+    tasks: Sequence[SweepTask], known: list[EarlierJob], folder: Path
+) -> tuple[list[SweepTask], dict[int, Result]]:
+    """Returns the tasks under the numbers that they have in ``folder``, and results that are kept.
+
+    A job that is new gets a further number. What is found is taken out of ``known``.
+    """
+    wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
+    found = match_jobs(wanted, known)
+    numbers = (int(row["number"]) for row in sweep_jobs(folder, read_json(folder / "sweep.json")))
+    further = 1 + max(numbers, default=-1)
+    own: list[SweepTask] = []
+    kept: dict[int, Result] = {}
+    for task, job in zip(tasks, found, strict=True):
+        if job is None:
+            own.append(replace(task, number=further, folder=folder / str(further)))
+            further += 1
+            continue
+        known.remove(job)
+        order = replace(task.order, attempts=job.attempts)
+        own.append(SweepTask(job.number, order, job.planned))
+        if job.result is not None:
+            kept[job.number] = job.result
+    return own, kept
+
+
+def _earlier_job(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> EarlierJob:
+    planned = folder / str(row["planned_folder"])
+    # A folder of this number may hold another job: of a copied sweep, or of two that shared it.
+    digest = str(row["config_hash"])
+    tries = tuple(
+        attempt for attempt in attempt_folders(planned) if hash_of_folder(attempt) == digest
+    )
+    ended = [_kept_result(attempt) for attempt in tries]
+    result = next((end for end in ended if end.status == "ok"), ended[0] if ended else None)
+    if result is None and row["status"] == "refused":  # before it had a folder
+        reason = str(row.get("reason", ""))
+        result = Result("refused", reason, EXIT_CODES["refused"], planned, {})
+    final = result is not None and (result.status == "ok" or result.status in RETRIED_STATUSES)
+    if final and result is not None and result.status in retry:
+        final = False
+    return EarlierJob(
+        int(row["number"]),
+        digest,
+        dict(row["varied"]),
+        planned,
+        tries,
+        result if final else None,
+    )
+
+
+def _kept_result(attempt: Path) -> Result:
+    status = read_json(attempt / "status.json")
+    code = status.get("exit_code")
+    return Result(
+        str(status.get("status", "running")),
+        str(status.get("reason", "")),
+        code if isinstance(code, int) else 1,
+        attempt,
+        read_json(attempt / "summary.json"),
+    )
+
+
+def _reject_running(asked: str, folder: Path, record: Mapping[str, object]) -> None:
+    """Refuses a sweep whose process, or one of whose jobs, lives."""
+    process: Any = record.get("process")
+    if not isinstance(process, Mapping) or not {"pid", "host", "started"} <= set(process):
+        reason = f"{folder / 'sweep.json'} does not say which process ran it"
+        raise ConfigError.one("resume_sweep", asked, reason, "put a copy of it back")
+    host = process["host"]
+    if record.get("ended") is None and host != socket.gethostname():
+        reason = f"{folder} was not ended by its process {process['pid']} on {host}"
+        cure = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
+        raise ConfigError.one("resume_sweep", asked, reason, cure)
+    if host != socket.gethostname():
+        return
+    living = {}
+    if record.get("ended") is None and is_same_process(process["pid"], process["started"]):
+        living[process["pid"]] = "it"
+    for row in sweep_jobs(folder, record):
+        for attempt in attempt_folders(folder / str(row["planned_folder"])):
+            status = read_json(attempt / "status.json")
+            if status.get("host") == host and is_running(status):
+                living.setdefault(status["process"], f"its job {row['number']}")
+    if living:
+        (pid, what), *_ = living.items()
+        reason = f"{what} still runs, as process {pid}"
+        raise ConfigError.one("resume_sweep", asked, reason, f"wait for it, or end it: kill {pid}")
+
+
+def _reject_queued(asked: str, folder: Path) -> None:
+    """Refuses a sweep of which Slurm has jobs: they would run twice."""
+    known = slurm_cli.sweep_job_ids(folder)
+    if not known or not slurm_cli.has_slurm():
+        return
+    states = slurm_cli.job_states()
+    left = [job for job in known.values() if states is None or job in states]
+    if left:
+        arrays = " ".join(sorted({job.partition("_")[0] for job in left}))
+        reason = f"Slurm still has {len(left)} of its jobs, of {arrays}"
+        if states is None:
+            reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
+        cure = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
+        raise ConfigError.one("resume_sweep", asked, reason, cure)

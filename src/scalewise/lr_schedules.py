@@ -1,0 +1,110 @@
+"""How the learning rate moves over a run: a factor of the peak, by step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import cos, pi
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+
+if TYPE_CHECKING:
+    from torch import optim
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(ABC):
+    """A linear warm-up followed by a shape of its own."""
+
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0 to its peak."""
+
+    falls = True
+    """Whether the rate is lower at the end than at its peak."""
+
+    @abstractmethod
+    def after_warmup(self, progress: float) -> float:
+        """Returns the factor of the peak at ``progress`` in [0, 1] of the steps after warm-up."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Returns the factor of the peak rate for ``step`` (from 0) of ``steps``."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return self.after_warmup(min(1.0, (step - self.warmup_steps) / self._rest(steps)))
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields numbers out of range."""
+        if self.warmup_steps < 0:
+            yield ConfigIssue("schedule.warmup_steps", self.warmup_steps, "must be 0 or more")
+        for key in ("final", "decay"):
+            value = getattr(self, key, 0.0)
+            if not 0 <= value <= 1:
+                yield ConfigIssue(f"schedule.{key}", value, "is a fraction, from 0 to 1")
+
+    def build(self, optimizer: optim.Optimizer, steps: int) -> optim.lr_scheduler.LambdaLR:
+        """Returns the torch scheduler, to be stepped once per optimizer step."""
+        from torch.optim.lr_scheduler import LambdaLR
+
+        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+
+    def _rest(self, steps: int) -> int:
+        return max(1, steps - 1 - self.warmup_steps)  # the last step is number steps - 1
+
+
+@register_option("schedule", "constant")
+@dataclass(frozen=True)
+class ConstantConfig(ScheduleConfig):
+    """The peak, to the end."""
+
+    falls = False
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns 1."""
+        return 1.0
+
+
+@register_option("schedule", "cosine")
+@dataclass(frozen=True)
+class CosineConfig(ScheduleConfig):
+    """Half a cosine from the peak to ``final`` (Loshchilov and Hutter, 2017)."""
+
+    final: float = 0.1
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns the cosine's value."""
+        return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
+
+
+@register_option("schedule", "linear")
+@dataclass(frozen=True)
+class LinearConfig(ScheduleConfig):
+    """A straight line from the peak to ``final``."""
+
+    final: float = 0.0
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns the line's value."""
+        return 1 - (1 - self.final) * progress
+
+
+@register_option("schedule", "wsd")
+@dataclass(frozen=True)
+class WarmupStableDecayConfig(ScheduleConfig):
+    """The peak, then a straight line down at the end (Hu et al., MiniCPM, 2024)."""
+
+    decay: float = 0.2
+    """Fraction of the steps after warm-up that the decay takes."""
+    final: float = 0.0
+    """Factor of the peak at the last step."""
+
+    def after_warmup(self, progress: float) -> float:
+        """Returns 1 until the decay begins, then the line's value."""
+        start = 1 - self.decay
+        if progress <= start:
+            return 1.0
+        return 1 - (1 - self.final) * (progress - start) / self.decay

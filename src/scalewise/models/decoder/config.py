@@ -1,0 +1,333 @@
+"""Decoder-only transformers of the Llama and GPT-2 shapes, as a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
+from scalewise.models.decoder.hf_config_check import config_issues
+from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+from scalewise.typed_override import format_override
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.base_module import ModelModule
+    from scalewise.models.decoder.model import DecoderModule
+
+
+class NormKind(StrEnum):
+    """How activations are normalized before each sublayer."""
+
+    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"
+
+
+class PositionKind(StrEnum):
+    """How a token's place enters: rotated queries and keys, or a table added to the embedding."""
+
+    rope = "rope"
+    learned = "learned"
+
+
+class ActivationKind(StrEnum):
+    """The feedforward's form: SiLU(gate) * up, or the tanh approximation of GELU."""
+
+    swiglu = "swiglu"
+    gelu = "gelu"
+
+
+LLAMA_SHAPE = {
+    "position": PositionKind.rope,
+    "norm": NormKind.rmsnorm,
+    "activation": ActivationKind.swiglu,
+    "bias": False,
+}
+"""What a decoder of Llama's shape has."""
+
+
+@register_option("model", "decoder")
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """A pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
+
+    vocabulary: int
+    """Token ids, 0 to vocabulary - 1."""
+    context: int
+    """Longest row, in tokens."""
+    width: int
+    """Features of the residual stream."""
+    layers: int
+    """Blocks."""
+    heads: int
+    """Query heads per block."""
+    feedforward: int
+    """Features of the feedforward's hidden layer."""
+    kv_heads: int | None = None
+    """Key and value heads per block, fewer than ``heads`` in grouped queries; None: ``heads``."""
+    head_width: int | None = None
+    """Features per head; None: ``width / heads``."""
+    norm: NormKind = NormKind.rmsnorm
+    """Normalization before each sublayer and before the head."""
+    position: PositionKind = PositionKind.rope
+    """Position encoding."""
+    activation: ActivationKind = ActivationKind.swiglu
+    """Form of the feedforward."""
+    bias: bool = False
+    """Biases in every linear layer but the head, and in LayerNorm."""
+    tied: bool = False
+    """The head is the token embedding's own matrix."""
+    classes: int | None = None
+    """What the head tells apart; None: the tokens of the vocabulary."""
+    rope_theta: float = 10000.0
+    """Base of the rotation's wavelengths (2 pi tokens to about 2 pi theta tokens)."""
+    rope_scaling: bool = False
+    """Stretch the long wavelengths as Llama 3.1 does; the four fields below say how far."""
+    rope_factor: float = 8.0
+    """Factor by which the longest wavelengths grow."""
+    rope_low_frequency: float = 1.0
+    """Wavelengths above ``rope_original_context`` over this grow by the whole factor."""
+    rope_high_frequency: float = 4.0
+    """Wavelengths below ``rope_original_context`` over this stay as they are."""
+    rope_original_context: int = 8192
+    """Context that the unscaled wavelengths were trained for, in tokens."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance before its root is taken."""
+    dropout: float = 0.0
+    """Share of embeddings, attention weights and sublayer outputs dropped while training."""
+    initial_std: float = 0.02
+    """Standard deviation of fresh weights; over sqrt(2 layers) where a block meets the residual."""
+    weights: str | None = None
+    """Folder or .safetensors file of Hugging Face weights to start from; None: fresh weights."""
+
+    @property
+    def pretrained(self) -> str | None:
+        """Returns the folder or file of the weights that it begins with; None: fresh ones."""
+        return self.weights
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json beside these weights; None where there is none."""
+        path = Path(self.weights or "")
+        beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+        return beside if self.weights is not None and beside.is_file() else None
+
+    @property
+    def head_size(self) -> int:
+        """Returns the features per head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the key (and value) heads per block."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Returns the features of all queries of one token, those of attention's output too."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Returns the features of all keys of one token; its values have as many."""
+        return self.key_heads * self.head_size
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns the bytes of the table of rotations: cosine and sine, float32, never sharded."""
+        return 2 * self.context * self.head_size * 4 if self.position is PositionKind.rope else 0
+
+    @property
+    def linears(self) -> tuple[tuple[str, int, int, str], ...]:
+        """Returns the linear layers of one block: name within it, features out and in, role."""
+        up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
+        return (
+            ("attention.query", self.query_width, self.width, "attention"),
+            ("attention.key", self.kv_width, self.width, "attention"),
+            ("attention.value", self.kv_width, self.width, "attention"),
+            ("attention.output", self.width, self.query_width, "attention"),
+            *((f"feedforward.{name}", self.feedforward, self.width, "feedforward") for name in up),
+            ("feedforward.down", self.width, self.feedforward, "feedforward"),
+        )
+
+    def census(self) -> tuple[Weight, ...]:
+        """Returns every tensor of ``DecoderModule.named_parameters()``, in its order."""
+        return tuple(self._census())
+
+    def _census(self) -> Iterator[Weight]:
+        yield Weight("embedding.weight", (self.vocabulary, self.width), "embedding")
+        if self.position is PositionKind.learned:
+            yield Weight("position.weight", (self.context, self.width), "position")
+        for layer in range(self.layers):
+            block = f"blocks.{layer}"
+            halves = {"attention_norm": self.linears[:4], "feedforward_norm": self.linears[4:]}
+            for norm, linears in halves.items():
+                yield from self._norm(f"{block}.{norm}", layer)
+                for name, out, into, role in linears:
+                    yield Weight(f"{block}.{name}.weight", (out, into), role, layer)
+                    if self.bias:
+                        yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
+        yield from self._norm("norm", None)
+        if not self.tied:
+            yield Weight("head.weight", (self.outputs, self.width), "head")
+
+    def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
+        yield Weight(f"{name}.weight", (self.width,), "norm", layer)
+        if self.bias and self.norm is NormKind.layernorm:
+            yield Weight(f"{name}.bias", (self.width,), "bias", layer)
+
+    def flops(self, sequence: int, target: int = 0) -> float:
+        """Returns the flops of one forward and backward pass, per token of a ``sequence``.
+
+        A linear layer of m x n weights costs 2mn per token forward, and twice that backward (one
+        product for the input's gradient, one for the weight's): 6mn. An embedding is a look-up
+        and costs none; the head is a linear layer, tied or not. Attention multiplies each query
+        with S keys and its weights with S values: 2 products of 2 S A flops, A = ``query_width``.
+        Flash attention's backward makes 5 such products, the scores once more among them: 2.5
+        times the forward. Per layer and token 4 S A * 3.5 = 14 S A (12 S A in PaLM's count, which
+        leaves the second making of the scores out).
+
+        Every query is counted against the whole row, as by ``torch.utils.flop_counter`` and PaLM.
+        A kernel that skips what the causal mask hides does about half: (S + 1) / 2S of it.
+        Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
+        """
+        block = 6.0 * sum(out * into for _, out, into, _ in self.linears)
+        attention = 14.0 * sequence * self.query_width
+        return self.layers * (block + attention) + 6.0 * self.outputs * self.width
+
+    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
+        """Returns the operators of its embedding, of a block, and of its head with the loss."""
+        from scalewise.models.decoder import op_graph
+
+        return op_graph.decoder_op_graphs(self, run)
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields what is contradictory inside this spec, and weights that are not there."""
+        positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
+        positive += [
+            "classes",
+            "kv_heads",
+            "head_width",
+            "rope_theta",
+            "rope_factor",
+            "rope_low_frequency",
+            "rope_high_frequency",
+            "rope_original_context",
+            "norm_epsilon",
+            "initial_std",
+        ]
+        given = {name: getattr(self, name) for name in positive}
+        wrong = [name for name, value in given.items() if value is not None and value <= 0]
+        for name in wrong:
+            default = getattr(
+                DecoderConfig, name, 1
+            )  # a field without a default is no class attribute
+            cure = f"try {format_override(f'model.{name}', default)}"
+            yield self._complaint(name, "must be positive", cure)
+        if not wrong:
+            yield from self._shape_complaints()
+        if not 0 <= self.dropout < 1:
+            yield self._complaint("dropout", "is not in [0, 1)", "try model.dropout=0")
+        rising = 0 < self.rope_low_frequency < self.rope_high_frequency
+        if self.rope_scaling and not (
+            rising and min(self.rope_factor, self.rope_original_context) >= 1
+        ):
+            reason = "needs rope_factor and rope_original_context >= 1, 0 < low < high frequency"
+            yield self._complaint("rope_scaling", reason, "try model.rope_scaling=false")
+        if self.weights is not None and not Path(self.weights).exists():
+            cure = "model.weights=PATH of a folder of safetensors, or model.weights=null"
+            yield self._complaint("weights", "no such file or folder", cure)
+        elif self.weights is not None and not wrong:
+            yield from config_issues(self, self.weights)
+
+    def _shape_complaints(self) -> Iterator[ConfigIssue]:
+        if self.classes is not None and self.tied:
+            reason = "has the head tell tokens apart, which model.classes is not about"
+            yield self._complaint("tied", reason, "set model.tied=false")
+        if self.head_width is None and self.width % self.heads:
+            cure = f"try model.width={self.heads * (self.width // self.heads + 1)}"
+            yield self._complaint("width", f"is not divisible by model.heads={self.heads}", cure)
+        if self.heads % self.key_heads:
+            reason = f"does not divide model.heads={self.heads}"
+            yield self._complaint("kv_heads", reason, "try model.kv_heads=null")
+        if self.position is PositionKind.rope and self.head_size % 2:
+            reason = f"rotary position pairs features, and {self.head_size} per head is odd"
+            cure = f"try model.head_width={self.head_size + 1}"
+            yield self._complaint("head_width", reason, cure)
+
+    def _complaint(self, field: str, reason: str, cure: str) -> ConfigIssue:
+        return ConfigIssue(f"model.{field}", getattr(self, field), reason, cure)
+
+    def tensor_split(self) -> dict[str, TPStyle]:
+        """Returns Megatron's cut: a pair of column and row per sublayer, one sum each."""
+        norms = ("blocks.*.attention_norm", "blocks.*.feedforward_norm", "norm")
+        rows = ("attention.output", "feedforward.down")
+        return {
+            "embedding": TPStyle.vocabulary,
+            "position": TPStyle.places,
+            **dict.fromkeys(norms, TPStyle.tokens),
+            **{
+                f"blocks.*.{name}": TPStyle.row if name in rows else TPStyle.column
+                for name, *_ in self.linears
+            },
+            "head": TPStyle.head,
+        }
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Returns queries and values, which serve best at a given size (Hu et al., 2021, 7.1)."""
+        return ("attention.query", "attention.value")
+
+    @property
+    def scaled_targets(self) -> tuple[str, ...]:
+        """Returns keys, values and what reads the inner activations (Liu et al., 2022, 3.3)."""
+        return ("attention.key", "attention.value", "feedforward.down")
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """Returns heads, feedforward and vocabulary."""
+        return {
+            "heads": self.heads,
+            "kv_heads": self.key_heads,
+            "feedforward": self.feedforward,
+            "vocabulary": self.vocabulary,
+        }
+
+    @property
+    def tied_weights(self) -> frozenset[str]:
+        """Returns the embedding, if it is the head too."""
+        return frozenset({"embedding.weight"} if self.tied else ())
+
+    def shallow(self, layers: int) -> DecoderConfig:
+        """Returns the same model with as many layers."""
+        return replace(self, layers=layers)
+
+    def shape(self, part: StageSlice) -> DecoderModule:
+        """Returns the module, or a part of it, on the meta device."""
+        from scalewise.models.decoder.model import DecoderModule
+
+        return DecoderModule(self, part)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws fresh weights, each from ``seed`` and its name, or reads ``weights``.
+
+        Raises ``CheckpointError`` where ``weights`` does not fit.
+        """
+        from scalewise.models.decoder.model import DecoderModule
+        from scalewise.models.decoder.state_dict_adapter import load_into
+
+        assert isinstance(module, DecoderModule)
+        if self.weights is None:
+            module.init_weights(seed)
+        else:
+            load_into(module, self.weights, seed)
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes a folder of the Llama or GPT-2 that it is the shape of."""
+        from scalewise.models.decoder import state_dict_adapter
+
+        state_dict_adapter.export_folder(state, self, folder)

@@ -1,0 +1,108 @@
+"""What goes with models of transformers, and what is written for the suite's own decoder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from scalewise.errors import ConfigIssue
+from scalewise.models.hf.model_info import COLUMN, SPLITS
+from scalewise.precision import FloatFormat
+from scalewise.torch_compile import CompileScope
+
+if TYPE_CHECKING:
+    from scalewise.models.hf.config import HuggingFaceConfig
+    from scalewise.run_config import RunConfig
+
+ENCODES = "an encoder with a decoder"
+
+
+def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields what is written for the suite's own decoder alone."""
+    chosen = run.choices
+    sizes = getattr(run.parallelism, "sizes", {})
+    if len(model.facts.starts) > 1:
+        yield from _stack_issues(model, run)
+    reasons = dict.fromkeys(("context", "pipeline"), "does not cut models of transformers")
+    reasons["tensor"] = _tensor_parallel_obstacle(model)
+    for axis, reason in reasons.items():
+        if sizes.get(axis, 1) > 1 and reason:
+            cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, cure)
+    if sizes.get("tensor", 1) > 1:
+        yield from _tensor_parallel_issues(run)
+    biases = {f"blocks.0.{name}.bias" for name, _ in model.facts.linears}
+    biases &= {weight.name for weight in model.census()}
+    if run.quantization.fake_quantized(model) and biases and len(model.facts.starts) == 1:
+        option = chosen.get("quantization", "qat_int4")
+        reason = f"rounds layers without biases, as Llama's, and {model.facts.kind} has some with"
+        yield ConfigIssue("quantization", option, reason, "set quantization=none")
+    if run.adapter.ahead or run.adapter.before:
+        option = chosen.get("adapter", "prompt")
+        reason = "puts nothing before what transformers' models embed or attend to"
+        yield ConfigIssue("adapter", option, reason, "set adapter=lora")
+    if run.data.packing:
+        reason = "is not read by models of transformers"
+        yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
+
+
+def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields an objective about one stack alone, and what is not proven for several."""
+    what, known, data = f"is {ENCODES}", run.objective.encodes, "seq2seq"
+    if model.image_size:
+        what, known, data = "reads pictures", run.objective.pictures, "captions"
+        if run.precision.parameters is FloatFormat.bf16:
+            option = run.choices.get("precision", "bf16_true")
+            reason = f"holds all weights in bf16, and {model.facts.kind} a Q-Former in fp32"
+            yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
+    if not known:
+        objective = "captioning" if model.image_size else data
+        reason, cure = f"{what} ({model.facts.kind})", f"set objective={objective} data={data}"
+        yield ConfigIssue("model.path", model.path, reason, cure)
+    what = f"a model that {what}" if model.image_size else ENCODES
+    reason = f"is not proven for {what}"
+    if run.parallelism.flattens_weights:
+        option = run.choices.get("parallelism", "deepspeed")
+        yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp, hsdp or ddp")
+    if run.precision.in_fp8(model):
+        option = run.choices.get("precision", "fp8")
+        yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
+    if run.memory.offload:
+        yield ConfigIssue("memory.offload", True, reason, "set memory=checkpoint_full")
+    if run.optimizer.in_backward:
+        yield ConfigIssue("optimizer.in_backward", True, reason, "set optimizer.in_backward=false")
+    if run.compile.scope is not CompileScope.none:
+        option = run.choices.get("compile", "block")
+        yield ConfigIssue("compile", option, reason, "set compile=none")
+    if run.quantization.packed(model) or run.quantization.fake_quantized(model):
+        option = run.choices.get("quantization", "nf4")
+        yield ConfigIssue("quantization", option, reason, "set quantization=none")
+
+
+def _tensor_parallel_obstacle(model: HuggingFaceConfig) -> str:
+    """Returns why tensor parallelism cannot cut the model; empty: it can."""
+    kind, plan = model.facts.kind, dict(model.facts.plan)
+    if not plan:
+        return f"has no plan for {kind} in transformers (tp_plan)"
+    for name in plan | dict(model.facts.linears):
+        if (how := plan.get(name, "nothing")) not in SPLITS:
+            return f"has a plan for {kind} in transformers that cuts {name} by {how}"
+    cuts = [plan.get(name) for name in model.facts.order]
+    if ("rowwise", COLUMN) in pairwise(cuts):
+        return f"does not cut blocks whose two halves read the same ({kind})"
+    return ""
+
+
+def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields what does not go with tensor parallelism."""
+    if getattr(run.parallelism, "sequence_parallel", False):
+        reason = "leaves a rank some of the tokens, which transformers' models count themselves"
+        cure = "set parallelism.sequence_parallel=false"
+        yield ConfigIssue("parallelism.sequence_parallel", True, reason, cure)
+    if run.is_frozen:
+        option = run.choices.get("adapter", "lora")
+        reason = "is not put on models of transformers that tensor parallelism cuts"
+        yield ConfigIssue(
+            "adapter", option, reason, "set adapter=none, or parallelism=fsdp parallelism.tensor=1"
+        )

@@ -1,0 +1,314 @@
+"""Any language model of transformers, as a spec; what it is, its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.models.base import ModelConfig, StageSlice, TPStyle, Weight
+from scalewise.models.hf.compatibility import hf_issues
+from scalewise.models.hf.model_info import COLUMN, SPLITS, ModelInfo
+from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scalewise.models.base_module import ModelModule
+    from scalewise.models.hf.causal_lm import CausalLMModule
+    from scalewise.run_config import RunConfig
+
+
+class InitKind(StrEnum):
+    """What a model begins with."""
+
+    weights = "weights"
+    """Those at its path, safetensors."""
+    random = "random"
+    """Fresh ones: its configuration is enough to study time and memory."""
+
+
+ENDS = {"embedding": TPStyle.vocabulary, "position": TPStyle.places, "head": TPStyle.head}
+
+
+@register_option("model", "hf")
+@dataclass(frozen=True)
+class HuggingFaceConfig(ModelConfig):
+    """A causal language model, an encoder with a decoder, or BLIP-2, that transformers knows.
+
+    Code of a checkpoint's own is not run.
+
+    Plans of it run its parts once with no memory behind their tensors, and need torch.
+    """
+
+    path: str = ""
+    """A folder with config.json and safetensors, or a name on the Hub, its local cache first."""
+    init: InitKind = InitKind.weights
+    """Whether it begins with the weights at its path, or with fresh ones."""
+    depth: int | None = None
+    """Layers, where fresh ones are to be fewer or more than the configuration says; None: its.
+    Of several stacks, those of each."""
+
+    imports = ("scalewise.models.hf.causal_lm",)
+
+    @property
+    def facts(self) -> ModelInfo:
+        """Returns what the configuration says; raises ``ConfigError`` where it cannot be read."""
+        try:
+            from scalewise.models.hf import introspection
+        except ModuleNotFoundError as error:
+            reason = f"is known by {error.name}, which is not installed"
+            cure = f"pip install {error.name}"
+            raise ConfigError.one("model", "hf", reason, cure) from None
+        return introspection.read_model_info(self.path, self.depth)
+
+    @property
+    def pretrained(self) -> str | None:
+        """Returns the folder or name of the weights that it begins with; None: fresh ones."""
+        return self.path if self.init is InitKind.weights else None
+
+    def tokenizer(self) -> Path | None:
+        """Returns the tokenizer.json at its path; None where there is none."""
+        from scalewise.models.hf import hub
+
+        return hub.model_tokenizer(self.path)
+
+    @property
+    def vocabulary(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the token ids."""
+        return self.facts.vocabulary
+
+    @property
+    def context(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the tokens of the longest row."""
+        return self.facts.context
+
+    @property
+    def layers(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the blocks."""
+        return self.facts.layers
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the query heads per block."""
+        return self.facts.heads
+
+    @property
+    def width(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the features of the residual stream."""
+        return self.facts.width
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the key (and value) heads per block."""
+        return self.facts.key_heads
+
+    @property
+    def query_width(self) -> int:
+        """Returns the features of all queries of one token."""
+        return self.facts.heads * self.facts.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Returns the features of all keys of one token."""
+        return self.facts.key_heads * self.facts.head_size
+
+    @property
+    def encodes(self) -> bool:
+        """Returns whether it is an encoder with a decoder."""
+        return len(self.facts.starts) > 1 and not self.image_size
+
+    @property
+    def image_size(self) -> int:  # type: ignore[override]  # not a field here
+        """Returns the side of the pictures that it reads, pixels; 0: none."""
+        return self.facts.picture.side if self.facts.picture else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns the bytes of what the module holds beside its weights."""
+        return self.facts.buffer_bytes
+
+    @property
+    def normed_after(self) -> bool:  # type: ignore[override]  # not a field here
+        """Returns whether a block norms what its last linear layer gives."""
+        return self.facts.order[-1] not in dict(self.facts.linears)
+
+    @property
+    def dropout(self) -> float:
+        """Returns the largest share that it drops while training."""
+        return self.facts.dropout
+
+    @property
+    def tied_weights(self) -> frozenset[str]:
+        """Returns the embedding, if it is the head too."""
+        return self.facts.tied
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Returns those that PEFT has for the architecture; all linear layers where it has none."""
+        from scalewise.models.hf import introspection
+
+        return introspection.default_lora_targets(self.facts, "LORA")
+
+    @property
+    def scaled_targets(self) -> tuple[str, ...]:
+        """Returns those that PEFT scales in the architecture; all linear layers where none."""
+        from scalewise.models.hf import introspection
+
+        return introspection.default_lora_targets(self.facts, "IA3")
+
+    def census(self) -> tuple[Weight, ...]:
+        """Returns every tensor of ``HuggingFaceModule.named_parameters()``, in its order."""
+        return self.facts.census
+
+    def flops(self, sequence: int, target: int = 0) -> float:
+        """Returns the flops of one forward and backward pass, per token of a ``sequence``.
+
+        6 for each number of a matrix in a block and of the head, and 14 times the row's length
+        times the width of the queries for attention in each layer: derived in ``Decoder.flops``.
+        The matrices of an encoder multiply its tokens alone, those of a decoder the others; its
+        answers attend to themselves and to what the encoder has read. Of a picture each stack has
+        its own places.
+        """
+        matrices = sum(
+            weight.count * self.share(weight.name, sequence, target)
+            for weight in self.census()
+            if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
+        )
+        tied = self.vocabulary * self.width if self.tied_weights else 0
+        *_, decoder = self.facts.starts
+        pairs = decoder * (sequence - target) ** 2
+        read, written = sequence, target or sequence
+        seen = 0
+        if picture := self.facts.picture:
+            written = sequence + picture.tokens
+            read = written + picture.encoded
+            pairs, seen = (decoder - self.facts.starts[2]) * picture.encoded**2, picture.pairs
+        pairs += (self.layers - decoder) * written * read
+        attention = 14.0 * (pairs * self.query_width + seen) / sequence
+        return 6.0 * (matrices + tied * self.share("", sequence, target)) + attention
+
+    def share(self, name: str, sequence: int, target: int) -> float:
+        """Returns the share of a row's tokens that a matrix multiplies; other names: the head."""
+        layer = name.partition(".lora_")[0].removesuffix(".weight")
+        if picture := self.facts.picture:
+            text = sequence + picture.tokens * layer.startswith("blocks.")
+            return picture.reads.get(layer, text) / sequence
+        if not self.encodes:
+            return 1.0
+        return (sequence - target if layer in self.facts.encoded else target) / sequence
+
+    def unreached(self, trained: Collection[str], sequence: int) -> float:
+        """Returns them of what reads pictures, where nothing of it is trained."""
+        picture = self.facts.picture
+        if picture is None:
+            return 0.0
+        start = self.facts.starts[2]
+        writers = ("head.language_model.", *(f"blocks.{n}." for n in range(start, self.layers)))
+        if not all(name.startswith(writers) for name in trained):
+            return 0.0
+        found = 10.0 * picture.pairs  # 14 both ways, and 4 forward
+        for weight in self.census():
+            places = picture.reads.get(weight.name.removesuffix(".weight"), 0)
+            if len(weight.shape) > 1 and not weight.name.startswith(writers):
+                # 6 both ways, and 2 forward; of pixels, which have no gradient, 4 and 2.
+                further = 3.0 if len(weight.shape) > 2 else 4.0
+                found += (2.0 if weight.layer is not None else further) * weight.count * places
+        return found / sequence
+
+    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
+        """Returns the parts as they ran once with no memory behind their tensors."""
+        if len(self.facts.starts) > 1:
+            reason = "knows nothing of several stacks, which are planned only by trace"
+            raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
+        from scalewise.models.hf import fake_tensor_runs
+
+        return fake_tensor_runs.fake_op_graphs(self, run)
+
+    def tensor_split(self) -> dict[str, TPStyle]:
+        """Returns the linear layers of blocks as transformers plans them, and what is not of these.
+
+        Where it has no plan, those are cut by their inputs that narrow to the stream.
+        """
+        plan = dict(self.facts.plan)
+        table: dict[str, TPStyle] = {}
+        for weight in self.census():
+            if weight.layer in (None, *self.facts.starts):
+                block = f"blocks.{weight.layer}."
+                name = weight.name.rpartition(".")[0].replace(block, "blocks.*.", 1)
+                table.setdefault(name, ENDS.get(weight.role, TPStyle.tokens))  # a bias comes later
+        for name, (out, into) in self.facts.linears:
+            by_shape = TPStyle.row if out == self.width != into else TPStyle.column
+            table[f"blocks.*.{name}"] = SPLITS.get(plan.get(name, ""), by_shape)
+        return table | ({self.facts.tied_head: TPStyle.head} if self.facts.tied_head else {})
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """Returns heads, the features of what is cut by outputs, and the vocabulary."""
+        plan = dict(self.facts.plan)
+        columns = {name: out for name, (out, _) in self.facts.linears if plan.get(name) == COLUMN}
+        heads = {"heads": self.heads, "key_heads": self.key_heads}
+        return heads | columns | {"vocabulary": self.vocabulary}
+
+    def shallow(self, layers: int) -> HuggingFaceConfig:
+        """Returns the same model with as many layers."""
+        return replace(self, depth=layers)
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields a path that leads to no causal language model, or to one without weights."""
+        if self.depth is not None and self.depth < 1:
+            yield ConfigIssue("model.depth", self.depth, "must be positive", "set model.depth=null")
+        elif not self.path:
+            cure = "give model.path=FOLDER, or a name on the Hub"
+            yield ConfigIssue("model.path", "''", "is empty", cure)
+        else:
+            yield from self._unreadable()
+
+    def _unreadable(self) -> Iterator[ConfigIssue]:
+        try:
+            census, same = self.census(), replace(self, depth=None).census()
+        except ConfigError as error:
+            yield from error.complaints
+            return
+        if self.init is InitKind.random:
+            return
+        if census != same:
+            reason = "is not the depth of the weights that it begins with"
+            yield ConfigIssue("model.depth", self.depth, reason, "set model.init=random")
+        if Path(self.path).expanduser().is_dir():
+            from scalewise.models.hf import weights
+
+            yield from weights.weight_issues(self.path)
+
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yields what is written for the suite's own decoder alone."""
+        yield from hf_issues(self, run)
+
+    def shape(self, part: StageSlice) -> CausalLMModule:
+        """Returns the module, or the weights of a part of it, on the meta device."""
+        from scalewise.models.hf import introspection
+
+        return introspection.build_meta_module(self.path, self.depth, part)
+
+    def fill(self, module: ModelModule, seed: int) -> None:
+        """Draws fresh weights, each from ``seed`` and its name, or reads those at the path.
+
+        Raises ``CheckpointError`` where these do not fit.
+        """
+        from scalewise.models.hf import weights
+        from scalewise.models.hf.causal_lm import CausalLMModule
+
+        assert isinstance(module, CausalLMModule)
+        if self.init is InitKind.random:
+            weights.init_weights(module, self.census(), seed)
+        else:
+            weights.load_into(module, self.path, self.depth)
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes a folder that transformers loads."""
+        from scalewise.models.hf import weights
+
+        weights.export_folder(state, self, folder)

@@ -1,0 +1,110 @@
+"""The operators that run, with what each computes and moves: what a step's time is foreseen by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from scalewise.models.decoder.linear_ops import LinearOps
+from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
+
+aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+
+
+class OpRecorder(TorchDispatchMode):
+    """Writes a tape of each part of a model, named as it begins."""
+
+    def __init__(self, run: ForwardSpec) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
+        self.run, self._products, self._silent = run, LinearOps(run), False
+        self.tapes: dict[str, OpGraph] = {}
+        self.begin("first", ())
+
+    def begin(self, name: str, given: Sequence[Tensor]) -> None:
+        """Begins a part that reads ``given``, the first tensors of its tape."""
+        self.tape = self.tapes[name] = OpGraph()
+        self._places: dict[int, int] = {}
+        for tensor in given:
+            self._place(tensor)
+
+    def write(self, layer: nn.Module, product: Callable[[LinearOps, int], int]) -> None:
+        """Has a layer's product written as told, from the place of what it reads, when it runs."""
+
+        def before(*_: Any) -> None:
+            self._silent = True
+
+        def after(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            self._silent, self._products.tape = False, self.tape
+            self._places[_tensor_key(out)] = product(self._products, self._place(given[0]))
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        result = func(*args, **kwargs)
+        known = {_tensor_key(tensor) for tensor in given}
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = [each for each in made if _tensor_key(each) not in known and each.nbytes]
+        if made and not self._silent:
+            self._add(func, args, kwargs, given, result, made)
+        return result
+
+    def _add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: list[Tensor],
+        result: Any,
+        made: list[Tensor],
+    ) -> None:
+        reads = [self._place(tensor) for tensor in given]
+        trained = sum(self.tape.trained[place] for place in reads[-2:])
+        work, flops, back = OpWork.pointwise, 0.0, 0.0
+        if func in PRODUCTS:
+            work = OpWork.product
+            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+            back = flops * trained
+        elif func in ATTENTION:  # of the tokens, what comes later is skipped
+            work = OpWork.attention
+            flops = 2.0 * args[0].numel() * args[1].shape[-2]
+            back = 2.5 * flops * bool(trained)
+        written = self.tape.add(
+            work,
+            reads,
+            made[0].nbytes,
+            extra=[tensor.nbytes for tensor in made[1:]],
+            kept_by_selective=func in PRODUCTS or func in ATTENTION,
+            flops=flops,
+            backward_flops=back,
+        )
+        self._places[_tensor_key(made[0])] = written
+
+    def _place(self, tensor: Tensor) -> int:
+        """Returns the place of a tensor on the tape, a new one where it was made elsewhere."""
+        key = _tensor_key(tensor)
+        if key not in self._places:
+            size, trained = tensor.untyped_storage().nbytes(), tensor.requires_grad
+            self._places[key] = self.tape.tensor(size, trained=trained)
+        return self._places[key]
+
+
+def _tensor_key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

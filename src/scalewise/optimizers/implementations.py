@@ -1,0 +1,99 @@
+"""Optimizers that torch does not have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Muon, Optimizer
+from torch.optim._muon import _adjust_lr as adjusted
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalized
+
+
+def _with_closure(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class Lion(Optimizer):
+    """Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2.
+
+    Weight by weight: all at once would take a copy of every weight to hold the updates.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves every number by the rate, whatever its gradient's size."""
+        loss = _with_closure(closure)
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                momentum, gradient = state["momentum_buffer"], parameter.grad
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(momentum.lerp(gradient, 1 - beta1).sign_(), alpha=-lr)
+                momentum.lerp_(gradient, 1 - beta2)
+        return loss
+
+
+class ShardedMuon(Muon):
+    """torch's Muon, of shards too: every rank orthogonalizes whole updates and keeps its rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves every matrix by its orthogonalized momentum."""
+        loss = _with_closure(closure)
+        for group in self.param_groups:
+            held: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *held)
+            for parameter, gradient, momentum in zip(*held, strict=True):
+                self._move(parameter, gradient, momentum, group)
+        return loss
+
+    def _move(
+        self, parameter: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]
+    ) -> None:
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        turned = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if isinstance(update, DTensor):
+            mesh, placements = update.device_mesh, update.placements
+            turned = distribute_tensor(turned, mesh, placements, src_data_rank=None)
+        rate = adjusted(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(turned, alpha=-rate)
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers that step as one; their groups and state are the one's."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self.state = defaultdict(dict)
+        for part in parts:
+            part.state = self.state  # as its groups are the very ones of the whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps each."""
+        loss = _with_closure(closure)
+        for part in self.parts:
+            part.step()
+        return loss

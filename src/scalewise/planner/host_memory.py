@@ -1,0 +1,86 @@
+"""What a run takes of a node's main memory, and of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scalewise.hardware import DeviceKind
+from scalewise.planner.liveness_cache import offloaded_bytes
+from scalewise.planner.memory_breakdown import ALL_PHASES, MemoryBreakdown, MemoryEntry
+from scalewise.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from scalewise.run_config import RunConfig
+
+PROCESS_GIB = {DeviceKind.cpu: 0.4, DeviceKind.cuda: 3.0}
+"""Main memory of a rank that trains next to nothing, GiB.
+
+On the CPU as measured with torch 2.13; with CUDA's libraries an estimate.
+"""
+BATCHES_AHEAD = 2
+"""Micro batches of the loader that exist at once."""
+ID_BYTES = 8
+
+
+def node_memory(run: RunConfig) -> MemoryBreakdown:
+    """Returns what the ranks of one node take of its memory besides their devices'."""
+    return MemoryBreakdown(tuple(line for line in _node_entries(run) if line.most))
+
+
+def ranks_per_node(run: RunConfig) -> int:
+    """Returns how many ranks share a node."""
+    return min(run.world_size, run.hardware.devices_per_node or run.world_size)
+
+
+def checkpoint_bytes(run: RunConfig) -> int:
+    """Returns the bytes of one checkpoint: every weight, and the optimizer's state."""
+    census, held = run.census(), run.precision.parameters.bytes
+    trained = [weight for weight in census if weight.trainable]
+    state = sum(run.optimizer.state_bytes(weight, 1, held) for weight in trained)
+    return sum(weight.size(held) for weight in census) + state
+
+
+def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
+    ranks, holds = ranks_per_node(run), run.parallelism.holds(run)
+    each = int(PROCESS_GIB[run.hardware.device] * GIB)
+    yield _node_entry("processes", ranks, each, "Python, torch and its libraries")
+    held, zero = run.precision.parameters.bytes, holds.zero
+    states = held * holds.numbers(holds.states, trained=True)
+    if holds.states_on_host and not holds.states_on_disk:
+        size = holds.state_bytes(run)
+        yield _node_entry("offloaded optimizer state", ranks, size, "stepped on the host")
+        if zero is not None:
+            yield _node_entry("offloaded masters", ranks, states, "the weights that the host steps")
+        if holds.streamed:
+            size, reason = 4 * held * holds.largest, "a weight that is stepped, and the next"
+            yield _node_entry("weights and gradients", ranks, size, reason)
+        else:
+            size = held * holds.numbers(holds.gradients, trained=True)
+            yield _node_entry("offloaded gradients", ranks, size, "what the host steps by")
+    if holds.states_paged:
+        reason = "where the device has no room for it"
+        yield _node_entry("paged optimizer state", ranks, holds.state_bytes(run), reason)
+    if holds.parameters_on_host and not holds.parameters_on_disk:
+        size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
+        yield _node_entry(
+            "offloaded parameters", ranks, size, "gathered from there, block by block"
+        )
+    if holds.parameters_on_host:
+        reason = "moving average of the weights"
+        yield _node_entry("offloaded average", ranks, holds.average_bytes(run), reason)
+    if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, holds)):
+        passes = -(-holds.in_flight // len(holds.parts))
+        yield _node_entry(
+            "offloaded activations", ranks, passes * size, "until backward reads them"
+        )
+    if run.checkpoint.background:
+        size = holds.weight_bytes(held, holds.parameters) + holds.state_bytes(run)
+        yield _node_entry("checkpoint on its way", ranks, size, "a copy that a thread writes")
+    rows = run.sequences_per_pass * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
+    yield _node_entry("rows", ranks, rows, "of the loader, as token ids")
+
+
+def _node_entry(what: str, ranks: int, each: int, reason: str) -> MemoryEntry:
+    formula = f"{ranks} x {format_bytes(each)}"
+    return MemoryEntry(what, dict.fromkeys(ALL_PHASES, ranks * each), formula, reason)

@@ -1,0 +1,136 @@
+"""Every layout of a number of devices, as a user would type it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from scalewise.errors import ConfigIssue
+from scalewise.parallelism.base import ParallelismConfig
+from scalewise.parallelism.ddp import DDPConfig
+from scalewise.parallelism.mesh import AXES, MeshConfig
+from scalewise.parallelism.single import SingleConfig
+from scalewise.planner.config import PlanSearch
+
+if TYPE_CHECKING:
+    from scalewise.run_config import RunConfig
+
+ALONE = {"shards": "fsdp", "tensor": "tensor", "context": "context", "pipeline": "pipeline"}
+"""The option that is a mesh of one axis."""
+
+
+def available_devices(run: RunConfig) -> int:
+    """Returns how many devices a search may use: the profile's, or those that the run uses."""
+    return run.hardware.devices or run.world_size
+
+
+def enumerate_layouts(
+    run: RunConfig, typed: frozenset[str]
+) -> Iterator[tuple[tuple[str, ...], ParallelismConfig]]:
+    """Yields each layout with what is typed for it, on all devices, on half of them, and so on.
+
+    Where the devices are no power of two, powers of two below their number are tried as well.
+
+    Sizes that were ``typed`` are held; the mesh's other fields are as in ``run``.
+    """
+    base, held = _base_mesh(run, typed)
+    for count in _device_counts(available_devices(run)):
+        for factors in _factorizations(count, len(AXES)):
+            named = dict(zip(AXES, factors, strict=True))
+            if all(named[axis] == size for axis, size in held.items()):
+                layout = _layout_of_sizes(base, named)
+                yield layout_overrides(layout), layout
+
+
+def layout_issues(run: RunConfig, typed: frozenset[str]) -> Iterator[ConfigIssue]:
+    """Yields sizes that were ``typed`` and that take more devices than there are."""
+    _, held = _base_mesh(run, typed)
+    if run.plan.search is not PlanSearch.memory and prod(held.values()) > available_devices(run):
+        reason = f"a search keeps to what is typed, and there are {available_devices(run)} devices"
+        for axis, size in held.items():
+            yield ConfigIssue(f"parallelism.{axis}", size, reason, "leave it to the search")
+
+
+def _base_mesh(run: RunConfig, typed: frozenset[str]) -> tuple[MeshConfig, dict[str, int]]:
+    """Returns the mesh that layouts are made of, and its sizes that stay."""
+    base = run.parallelism if isinstance(run.parallelism, MeshConfig) else MeshConfig()
+    return base, {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in typed}
+
+
+def layout_overrides(layout: ParallelismConfig) -> tuple[str, ...]:
+    """Returns the overrides that say ``layout``."""
+    if isinstance(layout, DDPConfig):
+        return ("parallelism=ddp", f"parallelism.replicas={layout.replicas}")
+    if not isinstance(layout, MeshConfig):
+        return ("parallelism=single",)
+    used = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    name = ALONE.get(next(iter(used)), "mesh") if len(used) == 1 else "mesh"
+    flags = [
+        f"parallelism.{entry.name}={_axes_text(getattr(layout, entry.name))}"
+        for entry in fields(MeshConfig)
+        if entry.name not in AXES and getattr(layout, entry.name) != entry.default
+    ]
+    return (f"parallelism={name}", *(f"parallelism.{a}={s}" for a, s in used.items()), *flags)
+
+
+def layout_text(layout: ParallelismConfig) -> str:
+    """Returns a layout in words: ``shards 4 x tensor 8``."""
+    if isinstance(layout, MeshConfig):
+        used = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
+        return " x ".join(used) or "single"
+    name = type(layout).__name__.lower()
+    return name if layout.world_size == 1 else f"{name} {layout.world_size}"
+
+
+def axis_sizes(layout: ParallelismConfig) -> tuple[int, ...]:
+    """Returns the size of each axis, outermost first; those of other strategies are replicas."""
+    if isinstance(layout, MeshConfig):
+        return tuple(layout.sizes[axis] for axis in AXES)
+    return tuple(layout.world_size if axis == "replicate" else 1 for axis in AXES)
+
+
+def sequences_per_forward(run: RunConfig) -> int:
+    """Returns the rows that a rank passes through the model together."""
+    pieces = run.parallelism.pieces if is_pipeline(run.parallelism) else 1
+    return run.micro_batch // pieces
+
+
+def is_pipeline(layout: ParallelismConfig) -> TypeGuard[MeshConfig]:
+    """Returns whether a layout has stages."""
+    return isinstance(layout, MeshConfig) and layout.sizes["pipeline"] > 1
+
+
+def _layout_of_sizes(base: MeshConfig, sizes: dict[str, Any]) -> ParallelismConfig:
+    used = [axis for axis, size in sizes.items() if size > 1]
+    if not used:
+        return SingleConfig()
+    if used == ["replicate"]:
+        return DDPConfig(replicas=sizes["replicate"])
+    return replace(base, **sizes)
+
+
+def _device_counts(most: int) -> list[int]:
+    counts = {1 << power for power in range(most.bit_length())} | {most}
+    while not most % 2:
+        most //= 2
+        counts.add(most)
+    return sorted(counts, reverse=True)
+
+
+def _factorizations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yields each way to write ``count`` as a product of so many factors, in order."""
+    if parts == 1:
+        yield (count,)
+        return
+    for first in range(1, count + 1):
+        if count % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(count // first, parts - 1))
+
+
+def _axes_text(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    return "null" if value is None else str(value).lower()

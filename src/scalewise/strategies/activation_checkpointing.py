@@ -1,0 +1,52 @@
+"""Activation checkpointing of one block: what it forgets after forward, backward makes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+    }
+)
+"""What is dear to compute, or to send, a second time."""
+
+
+def checkpoint_block(block: nn.Module, *, keep_products: bool) -> None:
+    """Makes a block run forward a second time when backward comes to it, in place.
+
+    ``keep_products``: the results of matrix products, attention and messages are kept instead.
+    Hooks around the block, which gather its weights, run once.
+    """
+    contexts: dict[str, Any] = {}
+    if keep_products:
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+    forward: Callable[..., Any] = block.forward
+    block.forward = partial(checkpoint, forward, use_reentrant=False, **contexts)
+
+
+def _selective_policy(
+    context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

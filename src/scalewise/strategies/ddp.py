@@ -1,0 +1,118 @@
+"""Replicas, with what travels between them compressed or delayed where asked."""
+
+from __future__ import annotations
+
+import warnings
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from scalewise.parallelism.ddp import CommHook
+from scalewise.strategies.base import ParallelStrategy
+
+if TYPE_CHECKING:
+    from scalewise.parallelism.ddp import DDPConfig
+    from scalewise.run_config import RunConfig
+
+
+_NEW_NAME = "forward_sync_buffers"  # since torch 2.13
+_KNOWN = _NEW_NAME in signature(DistributedDataParallel).parameters
+CONSTANT_BUFFERS: dict[str, Any] = {_NEW_NAME if _KNOWN else "broadcast_buffers": False}
+"""Buffers are functions of the model's shape: DDP need not send them at each forward."""
+
+
+class DataParallelStrategy(ParallelStrategy, DDPStrategy):
+    """Lightning's DDP, with hooks on every device: Lightning leaves them out on the CPU."""
+
+    spec: DDPConfig
+
+    def __init__(self, spec: DDPConfig) -> None:
+        super().__init__(
+            bucket_cap_mb=spec.bucket_mib,
+            gradient_as_bucket_view=spec.gradient_as_bucket_view,
+            static_graph=spec.static_graph,
+            **CONSTANT_BUFFERS,
+        )
+        self.spec = spec
+        self._averager: PeriodicModelAverager | None = None
+
+    def adopt(self, run: RunConfig, module: LightningModule) -> None:
+        """Has buffers sent at each forward, as DDP does by itself: a user's may change."""
+        super().adopt(run, module)
+        for name in CONSTANT_BUFFERS:
+            del self._ddp_kwargs[name]
+
+    def optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
+        """Returns the run's optimizer, its state shared out over the ranks where asked."""
+        if not run.optimizer.shard:
+            return super().optimizer(run, module)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # torch's own use
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        self.shared_out = True
+        groups = run.optimizer.groups(self.weights(run, module))
+        over: Any = run.optimizer.over  # it asks for a class, and calls it
+        return ZeroRedundancyOptimizer(groups, over)
+
+    def _register_ddp_hooks(self) -> None:
+        hook = self.spec.comm_hook
+        if hook is CommHook.none:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        if hook is CommHook.post_local_sgd:
+            # torch annotates neither of the two.
+            own, _ = dist.new_subgroups(group_size=1)
+            state: Any = post_localSGD_hook.PostLocalSGDState(None, own, self.spec.lossless_steps)
+            self._averager = PeriodicModelAverager(
+                self.spec.averaging_period, warmup_steps=self.spec.lossless_steps
+            )
+            function: Any = post_localSGD_hook.post_localSGD_hook
+        elif hook.is_powersgd:
+            state = powerSGD_hook.PowerSGDState(
+                None, self.spec.powersgd_rank, self.spec.lossless_steps
+            )
+            function = powerSGD_hook.powerSGD_hook
+            if hook is CommHook.fp16_powersgd:
+                function = default_hooks.fp16_compress_wrapper(function)
+        else:
+            state, function = None, getattr(default_hooks, f"{hook}_compress_hook")
+        self.model.register_comm_hook(state, function)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Saves the average of the weights where ranks train on their own."""
+        if self._averager is not None:
+            world = dist.group.WORLD
+            assert world is not None
+            assert self.lightning_module is not None
+            average_parameters(self.lightning_module.parameters(), world)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Any,
+        model: LightningModule | Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps, and averages the weights where ranks train on their own."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._averager is not None:
+            assert self.lightning_module is not None
+            self._averager.average_parameters(self.lightning_module.parameters())
+        return output

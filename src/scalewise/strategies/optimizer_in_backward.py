@@ -1,0 +1,46 @@
+"""The optimizer's step in backward: no gradient waits for the others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from scalewise.strategies import grad_norm
+
+
+class OptimizerInBackward:
+    """Steps each parameter as soon as its gradient is there, and drops the gradient.
+
+    Each parameter is a group of its own (``Optimizer.groups``). When the optimizer is asked to
+    step after backward, it finds nothing to do.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._square = torch.zeros((), dtype=torch.float32, device=device)
+        parts: list[Any] = getattr(optimizer, "parts", [optimizer])
+        for part in parts:
+            for group in part.param_groups:
+                (parameter,) = group["params"]
+                parameter.register_post_accumulate_grad_hook(partial(self._step, part, group))
+
+    def norm(self) -> Tensor:
+        """Returns the 2-norm of all gradients since the last call, on every rank."""
+        square = self._square.clone()
+        self._square.zero_()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def _step(self, part: Any, group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._square += grad_norm.squared_grad_norm(parameter.grad).to(self._square.device)
+        every, part.param_groups = part.param_groups, [group]
+        part.step()
+        part.param_groups = every
+        parameter.grad = None

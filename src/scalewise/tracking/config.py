@@ -1,0 +1,104 @@
+"""Where measurements are sent besides the run's own folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+
+
+class WandbMode(StrEnum):
+    """How Weights & Biases is used. ``auto``: online with a key and a server, else offline."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+class ArtifactsKind(StrEnum):
+    """What a published run takes along from its folder.
+
+    ``files``: the small ones, with artifacts that say where checkpoints lie; ``checkpoints``:
+    their bytes as well.
+    """
+
+    none = "none"
+    files = "files"
+    checkpoints = "checkpoints"
+
+
+VARIABLE = {
+    "online": WandbMode.online,
+    "offline": WandbMode.offline,
+    "disabled": WandbMode.disabled,
+    "run": WandbMode.online,
+    "dryrun": WandbMode.offline,
+}
+"""What ``WANDB_MODE`` may say."""
+
+
+@register_option("tracking", "wandb")
+@dataclass(frozen=True)
+class WandbConfig:
+    """One Weights & Biases run per job. ``WANDB_*`` variables win, but over ``disabled``."""
+
+    mode: WandbMode = WandbMode.auto
+    """Online, offline or not at all."""
+    project: str = "scalewise"
+    """Project that receives the run."""
+    entity: str | None = None
+    """Team or user; None: the account's default."""
+    group: str | None = None
+    """Group; None: the sweep's name, if there is a sweep."""
+    tags: tuple[str, ...] = ()
+    """Tags beside those that the run's parts give."""
+    notes: str = ""
+    """A free description."""
+    log_artifacts: ArtifactsKind = ArtifactsKind.files
+    """What goes to W&B beside rows and tables when the run is published."""
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields a project that W&B would not take."""
+        if not self.project or any(c in self.project for c in "/\\#?%:"):
+            yield ConfigIssue(
+                "tracking.project", self.project, "must be a name without / \\ # ? % :"
+            )
+
+    @property
+    def wanted(self) -> WandbMode:
+        """Returns the mode that ``WANDB_MODE`` asks for, else this spec's; none stays none."""
+        if self.mode is WandbMode.disabled:
+            return self.mode
+        return VARIABLE.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
+
+    @property
+    def tracks(self) -> bool:
+        """Returns whether there is a tracker at all."""
+        return self.wanted is not WandbMode.disabled
+
+    def machine_complaints(self) -> Iterator[ConfigIssue]:
+        """Yields variables of the environment on which W&B would stumble."""
+        if not self.tracks:
+            return
+        mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
+        if mode.strip() and mode.strip().lower() not in VARIABLE:
+            cure = "set WANDB_MODE=offline, or unset it"
+            yield ConfigIssue("WANDB_MODE", mode, f"is none of {', '.join(VARIABLE)}", cure)
+        if server and not is_server_url(server):
+            cure = "write it with its scheme, as http://localhost:8080, or unset it"
+            yield ConfigIssue("WANDB_BASE_URL", server, "is no address of a server", cure)
+
+
+def is_server_url(address: str) -> bool:
+    """Returns whether an address has what a client needs: a scheme, a host, a port that is one."""
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -1,0 +1,100 @@
+"""How long a run trains, on how many rows at a time, and how often it looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from scalewise.activation_checkpointing import AutoCheckpointing
+from scalewise.config.registry import register_option
+from scalewise.errors import ConfigIssue
+from scalewise.planner.config import PlanSearch
+
+if TYPE_CHECKING:
+    from scalewise.run_config import RunConfig
+
+AUTO = "auto"
+SIZE = "trainer.micro_batch"
+
+
+@register_option("trainer", "trainer")
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop. Exactly one of ``max_steps``, ``max_tokens`` and ``max_epochs`` is given."""
+
+    max_steps: int | None = 1000
+    """Optimizer steps."""
+    max_tokens: int | None = None
+    """Tokens to train on; rounded up to whole steps."""
+    max_epochs: float | None = None
+    """Passes over the training rows; rounded up to whole steps."""
+    micro_batch: int | str = 8
+    """Rows in one forward pass on one rank; auto: the most that there is memory for."""
+    global_batch: int | None = None
+    """Rows in one optimizer step over all ranks; None: one micro batch a rank."""
+    clip_norm: float | None = 1.0
+    """Largest norm of the whole gradient; None: no clipping."""
+    validate_every: int | None = 100
+    """Steps between validations; None: never."""
+    validate_first: bool = False
+    """Whether held-out rows are read before the first step too: what training begins from."""
+    validation_rows: int = 64
+    """Held-out rows read at each validation, at the most."""
+    log_every: int = 10
+    """Steps between two status lines; measurements are kept for every step."""
+
+    def steps(self, tokens_per_step: int, rows_per_step: int, rows: int) -> int:
+        """Returns the optimizer steps of the run over a training split of ``rows`` rows."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.max_tokens is not None:
+            return ceil(self.max_tokens / tokens_per_step)
+        assert self.max_epochs is not None
+        return ceil(self.max_epochs * rows / rows_per_step)
+
+    def complaints(self) -> Iterator[ConfigIssue]:
+        """Yields lengths and batches that are no training."""
+        lengths = ("max_steps", "max_tokens", "max_epochs")
+        given = [key for key in lengths if getattr(self, key) is not None]
+        if not given:
+            reason = f"exactly one of {', '.join(lengths)} is needed"
+            yield ConfigIssue("trainer.max_steps", None, reason, "set trainer.max_steps=1000")
+        elif len(given) > 1:
+            *others, asked = given
+            reason = f"exactly one of {', '.join(lengths)} is needed, not {' and '.join(given)}"
+            cure = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
+            yield ConfigIssue(f"trainer.{others[0]}", getattr(self, others[0]), reason, cure)
+        if self.validate_first and self.validate_every is None:
+            cure = "set trainer.validate_every=100"
+            yield ConfigIssue("trainer.validate_first", True, "nothing is validated", cure)
+        size = self.micro_batch
+        if size != AUTO and not (isinstance(size, int) and size >= 1):
+            yield ConfigIssue(SIZE, size, "must be positive, or auto")
+        positive = (*given, "log_every", "validation_rows")
+        optional = ("global_batch", "clip_norm", "validate_every")
+        for key in (*positive, *(k for k in optional if getattr(self, k) is not None)):
+            if not getattr(self, key) > 0:
+                yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
+
+    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+        """Yields steps that ``micro_batch=auto`` cannot share out, and who else would choose it."""
+        if self.micro_batch != AUTO:
+            return
+        rows, ranks = self.global_batch, run.parallelism.data_parallel_size
+        if rows is None:
+            reason = "the rows of a step would depend on the device"
+            yield ConfigIssue(SIZE, AUTO, reason, "set trainer.global_batch=64")
+        elif rows % ranks:
+            reason = f"does not go evenly into the {ranks} ranks that read rows, for {SIZE}=auto"
+            cure = f"set trainer.global_batch={ceil(rows / ranks) * ranks}"
+            yield ConfigIssue("trainer.global_batch", rows, reason, cure)
+        if run.plan.search is not PlanSearch.none:
+            reason = "is chosen by plan.search itself"
+            yield ConfigIssue(SIZE, AUTO, reason, "leave it out")
+        if isinstance(run.memory, AutoCheckpointing):
+            reason = "memory=auto goes by what a given micro batch leaves"
+            both = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
+            cure = f"set {SIZE}=8, or have a search choose both: {both}"
+            yield ConfigIssue(SIZE, AUTO, reason, cure)

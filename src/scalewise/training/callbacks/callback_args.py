@@ -1,0 +1,157 @@
+"""The suite's own callbacks as a config sees them: their arguments, checked without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from scalewise.config.suggestions import did_you_mean
+from scalewise.errors import ConfigIssue
+from scalewise.typed_override import format_override
+from scalewise.units import MAX_NUMBER
+
+LOWEST = {
+    "factor": 1.0,
+    "patience": 1,
+    "every": 1,
+    "floor": 0,
+    "wait": 0,
+    "active": 1,
+    "step": 0,
+    "rank": 0,
+    "decay": 0.0,
+    "update_every_n_steps": 1,
+    "update_starting_at_step": 0,
+}
+"""Least value of each number; a ``factor`` must exceed its."""
+BELOW = {"decay": 1.0}
+"""What a number must stay below; it may be its least value."""
+
+
+class CallbackArgs:
+    """What a callback is made of; checked again where one is made in code."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for what the callback does not take."""
+        for field, kind in get_type_hints(type(self)).items():
+            if field in LOWEST and (reason := _argument_issue(field, getattr(self, field), kind)):
+                raise ValueError(f"{field}={getattr(self, field)} {reason}")
+
+
+@dataclass(eq=False)  # a callback is only itself
+class LossGuardArgs(CallbackArgs):
+    """Arguments of ``loss_guard.LossGuard``."""
+
+    factor: float = 3.0
+    """A leap is a loss above this times the running mean."""
+    patience: int = 5
+    """Leaps in a row that end the run."""
+    every: int = 10
+    """Losses looked at together."""
+    floor: float = 0.1
+    """A task with less loss is as good as solved: what rises that far is no leap."""
+
+
+@dataclass(eq=False)
+class ProfilerArgs(CallbackArgs):
+    """Arguments of ``profiler.Profiler``."""
+
+    wait: int = 5
+    """Micro batches that pass first."""
+    active: int = 3
+    """Micro batches that are recorded."""
+
+
+@dataclass(eq=False)
+class EMAArgs(CallbackArgs):
+    """Arguments of ``ema.EMAWeightAveraging``."""
+
+    decay: float = 0.999
+    """Weight of the average so far in each update."""
+    use_buffers: bool = False
+    """Whether floating-point buffers are averaged too, or are those of the trained module."""
+    update_every_n_steps: int = 1
+    """Optimizer steps from one update to the next."""
+    update_starting_at_step: int = 0
+    """Optimizer steps before the first update; until then there is no average."""
+
+    @property
+    def held(self) -> list[Any]:
+        """Returns the averages on this rank, each a tensor."""
+        return []
+
+
+@dataclass(eq=False)
+class FaultArgs(CallbackArgs):
+    """Arguments of the faults in ``fault_injection``."""
+
+    step: int = 3
+    """Steps done before it happens."""
+    rank: int = 0
+    """Where it happens."""
+    once: bool = False
+    """Not again when the job starts again in the same folder."""
+
+
+_PACKAGE = "scalewise.training.callbacks"
+EMA = f"{_PACKAGE}.ema.EMAWeightAveraging"
+AVERAGED_BYTES = 4
+"""Bytes of a number of the average, which is fp32."""
+OWN: dict[str, type] = {
+    f"{_PACKAGE}.loss_guard.LossGuard": LossGuardArgs,
+    f"{_PACKAGE}.profiler.Profiler": ProfilerArgs,
+    EMA: EMAArgs,
+    **dict.fromkeys(
+        (
+            f"{_PACKAGE}.fault_injection.Inject{name}"
+            for name in ("Exception", "OutOfMemory", "Hang", "Kill")
+        ),
+        FaultArgs,
+    ),
+}
+"""Arguments of each callback by its ``_target_``."""
+
+
+def is_builtin(path: object) -> bool:
+    """Returns whether a ``_target_`` is of the suite."""
+    return str(path).split(".")[0] == "scalewise"
+
+
+def averaging_callback(callbacks: Mapping[str, Mapping[str, object]]) -> str | None:
+    """Returns the name of the callback that averages the weights, if a run has one."""
+    return next((name for name, it in callbacks.items() if it.get("_target_") == EMA), None)
+
+
+def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[ConfigIssue]:
+    """Yields arguments of one of the suite's callbacks that it lacks, or does not take."""
+    path = str(callback["_target_"])
+    if path not in OWN:
+        cure = did_you_mean(path, OWN)
+        yield ConfigIssue(f"callbacks.{name}._target_", path, "is no callback of the suite", cure)
+        return
+    kinds = get_type_hints(OWN[path])
+    for field, value in callback.items():
+        key = f"callbacks.{name}.{field}"
+        if field == "_target_":
+            continue
+        if field not in kinds:
+            cure = did_you_mean(field, kinds, f"callbacks.{name}.")
+            yield ConfigIssue(key, value, f"{path} has no such argument", cure)
+        elif reason := _argument_issue(field, value, kinds[field]):
+            default = getattr(OWN[path], field)
+            yield ConfigIssue(key, value, reason, f"the default is {format_override(key, default)}")
+
+
+def _argument_issue(field: str, value: object, kind: type) -> str:
+    """Returns why an argument cannot be that, or nothing."""
+    if kind is bool:
+        return "" if isinstance(value, bool) else "is neither true nor false"
+    if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
+        return "is not a number" if kind is float else "is not a whole number"
+    least = LOWEST[field]
+    if field in BELOW:
+        return "" if least <= value < BELOW[field] else f"must be in [{least:g}, {BELOW[field]:g})"
+    if kind is float:
+        return "" if least < value < float("inf") else f"must be above {least:g} and finite"
+    return "" if least <= value <= MAX_NUMBER else f"must be {least} or more, and below 2**63"

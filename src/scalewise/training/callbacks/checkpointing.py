@@ -1,0 +1,110 @@
+"""Checkpoints while training: the latest, the best, the last, and the one a signal asks for."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from scalewise.checkpoints import store
+from scalewise.errors import Interrupted
+from scalewise.run_config import RunConfig
+from scalewise.training.callbacks.metrics_recorder import (
+    is_validation_next,
+    trainer_strategy,
+    validation_metrics,
+)
+from scalewise.training.signal_stop import STOP
+
+
+class CheckpointSaver(Callback):
+    """Saves whole steps only, and ends the run when the ranks agree on a signal."""
+
+    def __init__(self, run: RunConfig, folder: Path) -> None:
+        self._run, self._folder = run, folder / "checkpoints"
+        self._saved = 0
+        self._best: float | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Holds signals back, before Lightning takes them: its SIGTERM ends as a success."""
+        STOP.hold()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals back."""
+        STOP.install()
+        STOP.release()
+        trainer_strategy(trainer).prepare_saving(self._run.checkpoint)
+        best = store.best_checkpoint(self._folder)  # of an earlier attempt in this folder
+        self._best = best[1] if best else None
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Saves when a step ended and it is time, or time to go.
+
+        Where a validation follows, its loss belongs to the step, and the save comes after it.
+        """
+        if (batch_idx + 1) % self._run.accumulation:
+            return
+        if number := STOP.agreed(pl_module.device):
+            self.save(trainer)
+            trainer_strategy(trainer).writer.finish()
+            name, step = signal.Signals(number).name, trainer.global_step
+            raise Interrupted(number, f"{name} after step {step}; its checkpoint is saved")
+        if self._due(trainer) and not is_validation_next(trainer, self._run):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the step of the lowest held-out loss so far, and any step whose time it is."""
+        if trainer.sanity_checking:
+            return
+        loss = validation_metrics(trainer, self._run).get("val/loss", inf)
+        best = self._run.checkpoint.best and loss < (inf if self._best is None else self._best)
+        if best or self._due(trainer):
+            self.save(trainer)
+        if not best:
+            return
+        self._best = loss
+        self._afterwards(trainer, partial(self._mark, trainer.global_step, loss))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last step."""
+        STOP.close()
+        if self._run.checkpoint.at_end:
+            self.save(trainer)
+        trainer_strategy(trainer).writer.finish()
+
+    def _due(self, trainer: Trainer) -> bool:
+        every = self._run.checkpoint.every
+        return every is not None and trainer.global_step % every == 0
+
+    def save(self, trainer: Trainer) -> None:
+        """Saves the present step, once."""
+        step = trainer.global_step
+        if step == self._saved:
+            return
+        trainer.save_checkpoint(store.checkpoint_path(self._folder, step))
+        self._saved = step
+        self._afterwards(trainer, self._prune)
+
+    def _afterwards(self, trainer: Trainer, work: Callable[[], None]) -> None:
+        """Lets rank 0 do ``work`` when all saves so far are on disk."""
+        if trainer.is_global_zero:
+            trainer_strategy(trainer).writer.submit(work)
+
+    def _mark(self, step: int, loss: float) -> None:
+        store.mark_best(self._folder, step, loss)
+        self._prune()
+
+    def _prune(self) -> None:
+        store.prune_checkpoints(self._folder, self._run.checkpoint.keep)

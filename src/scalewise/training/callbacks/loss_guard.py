@@ -1,0 +1,77 @@
+"""Stops a run whose loss is no longer a number, or has left for good."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from scalewise.errors import ScalewiseError
+from scalewise.training.callbacks.callback_args import LossGuardArgs
+from scalewise.training.lightning_module import TrainingModule
+
+
+class TrainingDiverged(ScalewiseError):  # noqa: N818 (what happened, as torch names it)
+    """The loss became NaN, infinite, or leapt and stayed there."""
+
+
+class LossGuard(LossGuardArgs, Callback):
+    """Looks at every loss, ``every`` micro batches late at the most, and before any checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self._mean: float | None = None
+        self._leaps = 0
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Keeps a loss, and looks when enough have come together."""
+        # Not outputs["loss"]: Lightning has divided that by the accumulation.
+        loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
+        step = batch_idx // trainer.accumulate_grad_batches + 1  # that this micro batch is part of
+        self._waiting.append((step, loss.detach()))
+        if len(self._waiting) >= self.every:
+            self._look()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Looks first, so that no checkpoint holds what NaN has touched."""
+        self._look()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at the last losses."""
+        self._look()
+
+    def _look(self) -> None:
+        if not self._waiting:
+            return
+        losses = torch.stack([loss for _, loss in self._waiting]).tolist()
+        steps = [step for step, _ in self._waiting]
+        self._waiting = []
+        for step, loss in zip(steps, losses, strict=True):
+            self._judge(step, loss)
+
+    def _judge(self, step: int, loss: float) -> None:
+        cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
+        if not isfinite(loss):
+            raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
+        if self._mean is not None and loss > max(self.factor * self._mean, self.floor):
+            self._leaps += 1
+            if self._leaps >= self.patience:
+                raise TrainingDiverged(
+                    f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
+                    f"its mean, for {self._leaps} micro batches in a row; {cure}"
+                )
+            return
+        self._leaps = 0
+        self._mean = loss if self._mean is None else 0.9 * self._mean + 0.1 * loss

@@ -1,0 +1,94 @@
+"""What the open groups of a run may name: callbacks, and modules of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from scalewise.data.user_datamodule import UserDataModule
+from scalewise.errors import ConfigIssue
+from scalewise.objectives import UserModule
+from scalewise.training.callbacks import callback_args as own_callbacks
+from scalewise.typed_override import format_override
+
+if TYPE_CHECKING:
+    from scalewise.run_config import RunConfig
+
+TRUSTED_PACKAGES = ("scalewise", "lightning", "torch", "peft", "transformers")
+"""Packages whose callables an open group may name without the user's say-so."""
+
+
+def module_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields targets of a user's module and data that name no class of a trusted package."""
+    for group, spec in (("objective", run.objective), ("data", run.data)):
+        if not isinstance(spec, UserModule | UserDataModule):
+            continue
+        path, given = spec.target, spec.arguments
+        if "." not in path and (path or group == "objective"):
+            cure = f"give {group}.target=package.module.Class"
+            yield ConfigIssue(f"{group}.target", path or "''", "names no class", cure)
+        elif path:
+            yield from _untrusted_issue(run, f"{group}.target", path)
+        if nested := [key for key, value in given.items() if _names_target(value)]:
+            key, reason = nested[0], "only a module itself is built, not its arguments"
+            cure = "give it plain values"
+            yield ConfigIssue(f"{group}.arguments.{key}", given[key], reason, cure)
+
+
+def _untrusted_issue(run: RunConfig, key: str, path: str) -> Iterator[ConfigIssue]:
+    package = path.split(".")[0]
+    if package not in (*TRUSTED_PACKAGES, *run.trusted_packages):
+        reason = f"the package {package!r} is not trusted"
+        trusting = format_override("trusted_packages", [*run.trusted_packages, package])
+        cure = f"if you trust it, set {trusting}"
+        yield ConfigIssue(key, path, reason, cure)
+
+
+def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields callbacks that are none, come of a package that is not trusted, or could not act."""
+    if "_target_" in run.callbacks:
+        reason = "stands at the top of callbacks, where each callback has a name of its own"
+        cure = "put it below a name in its file: my_callback: {_target_: package.module.Class}"
+        yield ConfigIssue("callbacks._target_", run.callbacks["_target_"], reason, cure)
+        return
+    for name, callback in run.callbacks.items():
+        path = callback.get("_target_") if isinstance(callback, Mapping) else None
+        if not isinstance(path, str) or "." not in path:
+            yield ConfigIssue(
+                f"callbacks.{name}",
+                callback,
+                "names no callback",
+                f"write ++callbacks.{name}._target_=package.module.Class instead",
+            )
+        elif nested := [key for key, value in callback.items() if _names_target(value)]:
+            reason = "only a callback itself is built, not its arguments"
+            yield ConfigIssue(f"callbacks.{name}.{nested[0]}", callback[nested[0]], reason)
+        elif untrusted := list(_untrusted_issue(run, f"callbacks.{name}._target_", path)):
+            yield from untrusted
+        elif own_callbacks.is_builtin(path):
+            yield from own_callbacks.callback_arg_issues(name, callback)
+            if path == own_callbacks.EMA:
+                yield from _averaging_issues(name, run)
+        elif path.endswith(".EarlyStopping") and run.trainer.validate_every is None:
+            reason = "could never act: nothing is validated"
+            cure = "set trainer.validate_every=100, or leave it out"
+            yield ConfigIssue("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
+
+
+def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yields why the weights of a run cannot be averaged by a callback."""
+    key, found = f"callbacks.{name}", []
+    if conflict := run.parallelism.averaging_conflict:
+        found.append(conflict)
+    if not run.objective.of_user and run.optimizer.averages:
+        reason = "would average once more what this optimizer averages by itself"
+        found.append((reason, "set optimizer=adamw"))
+    for reason, cure in found:
+        yield ConfigIssue(key, own_callbacks.EMA, reason, f"remove it, or {cure}")
+
+
+def _names_target(value: object) -> bool:
+    """Returns whether a container holds a ``_target_`` at any depth."""
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(_names_target(entry) for entry in value.values())
+    return isinstance(value, list | tuple) and any(_names_target(entry) for entry in value)
