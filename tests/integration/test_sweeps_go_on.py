@@ -74,9 +74,9 @@ def test_a_sweep_whose_process_was_killed_goes_on(layout: str, scalewise: Doors)
 KILL_BEFORE_WRITE = """
 import os, signal, sys
 from scalewise import cli
-from scalewise.launch import sweep
+from scalewise.launch import sweep_runner
 
-writes, last, write = 0, int(sys.argv[1]), sweep.write_json
+writes, last, write = 0, int(sys.argv[1]), sweep_runner.write_json
 
 def counted(path, content):
     global writes
@@ -85,7 +85,7 @@ def counted(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, content)
 
-sweep.write_json = counted
+sweep_runner.write_json = counted
 cli.main(["train", *sys.argv[2:]])
 """
 

@@ -193,7 +193,7 @@ def test_random_products_of_options_compose_as_each_alone() -> None:
 
 
 def test_more_compositions_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition_cache, "KEPT", 2)
+    monkeypatch.setattr(composition_cache, "CACHED", 2)
     lines = [("optimizer=sgd",), ("optimizer=lion",), ("model=decoder_10m",), ("seed=3",)]
     with hydra_session() as loader:
         master = hydra_compose("config", [], return_hydra_config=True)

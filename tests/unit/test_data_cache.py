@@ -15,8 +15,8 @@ from scalewise.data.stdlib_corpus import StdlibCorpus
 from scalewise.errors import DataError
 
 PREPARE = """
-from scalewise.data.stdlib_corpus import Corpus
-print(Corpus(vocabulary=400, megabytes=0.3, sequence=16).prepare(400, 0).tokenizer.parent)
+from scalewise.data.stdlib_corpus import StdlibCorpus
+print(StdlibCorpus(vocabulary=400, megabytes=0.3, sequence=16).prepare(400, 0).tokenizer.parent)
 """
 
 KILLED = """

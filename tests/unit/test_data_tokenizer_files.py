@@ -68,7 +68,7 @@ def test_conversion_is_made_once_for_the_same_content(tmp_path, monkeypatch):
             '{"tokenizer_class": "GPT2Tokenizer"}'
         )
     first = loaded(tmp_path / "one").to_str()
-    monkeypatch.setattr(tokenizer_files, "of_transformers", None)
+    monkeypatch.setattr(tokenizer_files, "load_with_transformers", None)
     assert loaded(tmp_path / "two").to_str() == first
     digests = {tokenizer_files.content_digest(str(tmp_path / name)) for name in ("one", "two")}
     assert len(digests) == 1

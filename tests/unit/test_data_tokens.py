@@ -35,7 +35,7 @@ def test_ids_are_read_once(tmp_path, monkeypatch):
     scanned = []
     original = token_shards._id_range
     monkeypatch.setattr(token_shards, "SCAN_TOKENS", 10)
-    monkeypatch.setattr(token_shards, "_extreme", lambda s: scanned.append(len(s)) or original(s))
+    monkeypatch.setattr(token_shards, "_id_range", lambda s: scanned.append(len(s)) or original(s))
     data = PretokenizedData(4, (f"{tmp_path}/a.bin",))
     data.prepare(99, 0)
     data.prepare(99, 0)

@@ -219,7 +219,7 @@ def test_a_tied_weight_is_in_the_census_once(tied: bool) -> None:
 
 def test_planning_a_decoder_needs_no_torch() -> None:
     code = (
-        "import sys; from scalewise.models.decoder.config import Decoder;"
-        "Decoder(8, 8, 8, 1, 1, 8).flops(8); sys.exit('torch' in sys.modules)"
+        "import sys; from scalewise.models.decoder.config import DecoderConfig;"
+        "DecoderConfig(8, 8, 8, 1, 1, 8).flops(8); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -135,11 +135,11 @@ INTERRUPTED = """
     from pathlib import Path
     from scalewise.hardware import DeviceKind
     from scalewise.launch import signals
-    from scalewise.strategies import extensions
+    from scalewise.strategies import deepspeed_ops
     folder = Path(sys.argv[1])
     sys.executable = str(folder / "builder")
-    with signals.raised("while it compiles"):
-        extensions._build("cpu_adam", DeviceKind.cpu, folder)
+    with signals.raise_on_signals("while it compiles"):
+        deepspeed_ops._build_in_process("cpu_adam", DeviceKind.cpu, folder)
     """
 
 
@@ -159,9 +159,9 @@ def test_a_signal_ends_the_compilers_in_groups_of_their_own(tmp_path: Path) -> N
 
 BUILD = """
 from scalewise.hardware import DeviceKind
-from scalewise.strategies import extensions
-extensions.built("cpu_adam", DeviceKind.cpu)
-extensions.load("cpu_adam", DeviceKind.cpu)
+from scalewise.strategies import deepspeed_ops
+deepspeed_ops.build_extension("cpu_adam", DeviceKind.cpu)
+deepspeed_ops.load_extension("cpu_adam", DeviceKind.cpu)
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 weight = torch.nn.Parameter(torch.ones(8))

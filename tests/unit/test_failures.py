@@ -115,7 +115,7 @@ def order(compose: Compose) -> JobSpec:
 def test_a_launcher_that_fails_ends_the_status(
     order: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "_attempt", raise_too_many)
+    monkeypatch.setattr(job, "_run_attempt", raise_too_many)
     result = job.execute(order, tmp_path / "run")
     assert (result.status, result.exit_code) == ("failed", 1)
     status = read_json(tmp_path / "run" / "status.json")

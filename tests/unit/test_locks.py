@@ -22,7 +22,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from scalewise.launch import locks
-lock = locks.acquire(Path(sys.argv[1]))
+lock = locks.acquire_lock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(600)
 """

@@ -58,8 +58,8 @@ def test_characters_that_an_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 CLOSED = """
 import os, sys
-from scalewise import output
-output.open_standard_streams()
+from scalewise import console
+console.open_standard_streams()
 print("dropped", sys.stdin.read(), file=sys.stderr)
 opened = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
 os.write(opened, b"only this")

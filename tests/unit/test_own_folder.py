@@ -67,7 +67,7 @@ def test_a_package_of_its_own(folder: str) -> None:
         (["model=min"], "model=min: no such option; did you mean mine?"),
         (
             ["experiment=unknown_key"],
-            "experiment=unknown_key: In 'experiment/unknown_key': Key 'speed' not in 'AdamW'",
+            "experiment=unknown_key: In 'experiment/unknown_key': Key 'speed' not in 'AdamWConfig'",
         ),
         (["experiment=broken"], "broken.yaml cannot be read: while parsing"),
     ],

@@ -85,7 +85,7 @@ def test_one_that_ends_while_it_is_looked_at(
         write_json(sweep / "sweep.json", {**record, "ended": "2026-01-01T00:01:00"})
         return False
 
-    monkeypatch.setattr(sweep_record, "lives", ends)
+    monkeypatch.setattr(sweep_record, "is_same_process", ends)
     assert [job.state for job in job_progress.read_progress(sweep)] == ["ok"]
     write_json(tmp_path / "run" / "status.json", {"status": "running", "name": "a-run", **here})
     assert [job.state for job in job_progress.read_progress(tmp_path / "run")] == ["ok"]
@@ -158,8 +158,8 @@ def test_a_job_of_slurms(
     write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0"})
     if status:
         a_job(tmp_path / "0", status)
-    monkeypatch.setattr(slurm_cli, "present", lambda: True)
-    monkeypatch.setattr(slurm_cli, "states", lambda: {"12_0": slurm} if slurm else {})
+    monkeypatch.setattr(slurm_cli, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm_cli, "job_states", lambda: {"12_0": slurm} if slurm else {})
     assert [job.state for job in job_progress.read_progress(tmp_path)] == [state]
 
 
@@ -168,7 +168,7 @@ def test_where_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "slurm").mkdir()
     write_json(tmp_path / "slurm" / "jobs.json", {"0": "12_0", "1": "12_1"})
     a_job(tmp_path / "0", "running")
-    monkeypatch.setattr(slurm_cli, "present", lambda: False)
+    monkeypatch.setattr(slurm_cli, "has_slurm", lambda: False)
     assert [job.state for job in job_progress.read_progress(tmp_path)] == ["running", "queued"]
 
 

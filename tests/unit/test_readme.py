@@ -9,7 +9,7 @@ import pytest
 
 from scalewise.bench import readme_figures
 from scalewise.bench.options import BenchOptions, split_options
-from scalewise.commands.bench import _as_overrides
+from scalewise.commands.bench import BENCHMARKS, _as_overrides
 from scalewise.commands.usage import EXAMPLES, VERBS
 from scalewise.config import app, paths
 from scalewise.config.diagnostics import diagnose_overrides
@@ -53,9 +53,9 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     _, verb, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("-m", "--cfg", "job", "...", "sweep=NAME")]
     if verb in ("bench", "calibrate"):
-        name = words.pop(0) if verb == "bench" else verb
+        name = BENCHMARKS[words.pop(0)] if verb == "bench" else verb
         benchmark = import_module(f"scalewise.bench.{name}")
-        overrides = options_and_overrides(_as_overrides(words), benchmark.Options)
+        overrides = options_and_overrides(_as_overrides(words), benchmark.OPTIONS)
         runs = getattr(benchmark, "RUNS", {"": ()})
         assert diagnose_overrides([*next(iter(runs.values())), *overrides], here=False) == []
         return

@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     def refused(folders: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "somewhere/.report.html")
 
-    monkeypatch.setattr(files, "write", refused)
+    monkeypatch.setattr(files, "write_reports", refused)
     assert cli.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "scalewise: somewhere/.report.html: Permission denied\n"
 

@@ -48,7 +48,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.Tensor], None]
 
     def add(other: torch.Tensor) -> None:
         monkeypatch.setattr(
-            metrics_recorder, "_of_all_ranks", lambda own: torch.stack([own, other])
+            metrics_recorder, "_gather_ranks", lambda own: torch.stack([own, other])
         )
 
     return add

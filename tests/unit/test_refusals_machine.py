@@ -67,7 +67,7 @@ def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
 def test_another_device_than_was_asked_for(
     gpus: tuple[str, ...], overrides: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("hardware", "run", "rules"):
+    for module in ("hardware", "run_config", "validation.compatibility"):
         machine = Machine(gpus, "", 8, 2**34)
         monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
     (complaint,) = refused(overrides)

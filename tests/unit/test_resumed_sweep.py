@@ -358,8 +358,8 @@ class TestFolder:
         """Whoever watched may be gone while they wait or run: they would run twice."""
         (sweep / "slurm").mkdir()
         write_json(sweep / "slurm" / "jobs.json", {"0": "11_0", "1": "12_1"})
-        monkeypatch.setattr(slurm_cli, "present", lambda: True)
-        monkeypatch.setattr(slurm_cli, "states", lambda: states)
+        monkeypatch.setattr(slurm_cli, "has_slurm", lambda: True)
+        monkeypatch.setattr(slurm_cli, "job_states", lambda: states)
         if told:
             with pytest.raises(ConfigError, match=told):
                 resumed_folder(str(sweep), sweep)

@@ -229,7 +229,7 @@ def test_the_best_is_judged_by_its_trace(
     def of_trace(best: Plan) -> Plan:
         return replace(best, fit=replace(best.fit, traced=traced))
 
-    monkeypatch.setattr(plan_verb, "_traced", of_trace)
+    monkeypatch.setattr(plan_verb, "_with_trace", of_trace)
     run = compose("plan.search=memory", "plan.method=trace", *SMALL, here=False)
     assert plan_verb.PlanCommand().one(run, tmp_path) == code
     assert f"\n{'out_of_memory' if code else 'fits'}, " in capsys.readouterr().out

@@ -53,7 +53,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in folder.iterdir():
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(slurm, "SETTLING", 0.0)
+    monkeypatch.setattr(slurm, "SETTLING_S", 0.0)
     return folder
 
 
@@ -139,7 +139,7 @@ def test_cancelled_while_it_waited(
 ) -> None:
     """In a sweep that is gone on with: what an earlier job has left there says nothing."""
     monkeypatch.setattr(
-        slurm_cli, "facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"}
+        slurm_cli, "job_facts", lambda job: {"JobState": "CANCELLED", "ExitCode": "0:0"}
     )
     (tmp_path / "0").mkdir()
     write_json(tmp_path / "0" / "status.json", {"status": "ok", "reason": "", "exit_code": 0})
@@ -176,8 +176,8 @@ def test_a_controller_that_is_silent_for_good(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slurm_cli, "states", lambda: None)
-    monkeypatch.setattr(slurm, "SILENCE", 0.5)
+    monkeypatch.setattr(slurm_cli, "job_states", lambda: None)
+    monkeypatch.setattr(slurm, "SILENCE_S", 0.5)
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     with pytest.raises(ScalewiseError, match=r"has not answered .* its jobs may go on"):
         list(engine(options).results([task], lambda task: None))
@@ -211,7 +211,7 @@ class TestBuried:
     ) -> None:
         """But for success, which only the job itself can tell."""
         facts = {"JobState": state, "ExitCode": "0:9"}
-        monkeypatch.setattr(slurm_cli, "facts", lambda job: facts)
+        monkeypatch.setattr(slurm_cli, "job_facts", lambda job: facts)
         slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())
         assert (said["status"], said["exit_code"]) == (status, code)
@@ -222,7 +222,7 @@ class TestBuried:
     def test_is_called_what_another_rank_said(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(slurm_cli, "facts", lambda job: {})
+        monkeypatch.setattr(slurm_cli, "job_facts", lambda job: {})
         exit_reports.write_report(folder, 1, Outcome("failed", "it broke", 1, ("here",)))
         slurm.write_lost_status(folder, "7_0", folder.parent)
         said = json.loads((folder / "status.json").read_text())

@@ -21,9 +21,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     variables = {**ranks, **meeting, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 0}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(job_serialization, "read", lambda file: None)
-    monkeypatch.setattr(slurm_cli, "facts", lambda job: {"JobState": "RUNNING"})
-    monkeypatch.setattr(slurm_cli, "requeue", lambda job: True)
+    monkeypatch.setattr(job_serialization, "read_task", lambda file: None)
+    monkeypatch.setattr(slurm_cli, "job_facts", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(slurm_cli, "requeue_job", lambda job: True)
     folder = tmp_path / "0"
     folder.mkdir()
     write_json(folder / "status.json", {"status": "running", "name": "a job", "world_size": 2})
@@ -53,7 +53,7 @@ def test_a_page_is_written_at_a_final_end(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(slurm_task, "_result", lambda given: Result(status, "why", code, job, {}))
+    monkeypatch.setattr(slurm_task, "_run_rank", lambda given: Result(status, "why", code, job, {}))
     assert slurm_task.main((str(job.parent), "0", str(timeouts))) == code
     assert (job / "report.html").exists() == page
     said = capfd.readouterr().out

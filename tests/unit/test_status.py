@@ -197,7 +197,7 @@ def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
         rank_worker.STOP._note(number, None)
         raise RuntimeError("C++ compile error")
 
-    monkeypatch.setattr(rank_worker, "fit", fit)
+    monkeypatch.setattr(rank_worker, "fit_run", fit)
     monkeypatch.setattr(rank_worker.STOP, "install", lambda: None)
     exit_reports.prepare_reports(tmp_path)
     ending = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)

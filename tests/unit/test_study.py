@@ -289,7 +289,7 @@ class TestAfterAKill:
     @pytest.fixture
     def died(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OptunaSearch]:
         with monkeypatch.context() as patch:
-            patch.setattr(optuna_study, "_this_process", lambda: f"{os.uname().nodename} 1 0.0")
+            patch.setattr(optuna_study, "_process_id", lambda: f"{os.uname().nodename} 1 0.0")
             yield optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
 
     def test_no_finished_trial_is_lost(self, died: OptunaSearch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from scalewise.planner.fit_check import FitStatus
 from scalewise.planner.memory_breakdown import StepPhase
 from scalewise.planner.suggested_fix import suggest_fix
 from scalewise.run_config import RunConfig
-from scalewise.training import fake_tensor_trace, trace_fit_check
+from scalewise.training import fake_tensor_trace
 from scalewise.training.fake_tensor_trace import StepTrace
 from scalewise.training.trace_fit_check import TRACES, TraceFitCheck
 from scalewise.units import GIB
@@ -38,7 +38,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
         runs.append(run)
         return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
 
-    monkeypatch.setattr(trace_fit_check.trace, "traced", answer)
+    monkeypatch.setattr(fake_tensor_trace, "trace_run", answer)
     return runs
 
 
@@ -71,7 +71,7 @@ def test_what_lasts_too_long_is_traced_once(
     compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, judge = compose(*LINE), TraceFitCheck()
-    monkeypatch.setattr(trace_fit_check.trace, "traced", lambda run, whole: held(2 * GIB, 0))
+    monkeypatch.setattr(fake_tensor_trace, "trace_run", lambda run, whole: held(2 * GIB, 0))
     fit = judge(run)
     assert fit is not None
     assert fit.verdict is FitStatus.out_of_memory

@@ -65,6 +65,9 @@ class CalibrateOptions(options.BenchOptions):
         return FOLDER / f"{self.name}.yaml"
 
 
+OPTIONS = CalibrateOptions
+
+
 def calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
     """Measures this machine, prints each figure, and returns the profile that it wrote."""
     try:

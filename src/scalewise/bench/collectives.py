@@ -57,6 +57,9 @@ class CollectivesOptions(options.BenchOptions):
             yield ConfigIssue("largest_kib", self.largest_kib, reason, "set largest_kib=16")
 
 
+OPTIONS = CollectivesOptions
+
+
 def measure(
     runs: Mapping[str, RunConfig], options: CollectivesOptions, folder: Path
 ) -> dict[str, object]:

@@ -48,6 +48,9 @@ class PlannerOptions(BaseOptions):
             yield ConfigIssue("data", self.data, "there is no such file", "give data=ROWS.csv")
 
 
+OPTIONS = PlannerOptions
+
+
 @dataclass(frozen=True)
 class RowPrediction:
     """What the planner says of one row, beside what was measured."""

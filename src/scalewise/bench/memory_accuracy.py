@@ -40,6 +40,9 @@ class MemoryAccuracyOptions(options.BenchOptions):
     """Whether large runs are traced as well, which takes some minutes."""
 
 
+OPTIONS = MemoryAccuracyOptions
+
+
 @dataclass(frozen=True)
 class MemoryAccuracyRow:
     """One run: the most that a rank holds, foreseen and found, bytes."""

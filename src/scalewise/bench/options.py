@@ -34,9 +34,9 @@ class BenchOptions:
 
 
 class Benchmark(Protocol):
-    """A module of this room that ``scalewise bench`` runs."""
+    """A module of this package that ``scalewise bench`` runs."""
 
-    Options: type[BenchOptions]
+    OPTIONS: type[BenchOptions]
     RUNS: Mapping[str, tuple[str, ...]]
     """The runs that are measured, as overrides, by a name for each.
 

@@ -53,6 +53,9 @@ class ParallelOptions(options.BenchOptions):
     """Steps of the suite for each layout, each between two steps of the hand-written loop."""
 
 
+OPTIONS = ParallelOptions
+
+
 def measure(
     runs: Mapping[str, RunConfig], options: ParallelOptions, folder: Path
 ) -> dict[str, object]:

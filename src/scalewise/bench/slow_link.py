@@ -44,6 +44,9 @@ class SlowLinkOptions(options.BenchOptions):
     """Bandwidth of the shaped cable, each direction, Mbit/s."""
 
 
+OPTIONS = SlowLinkOptions
+
+
 def measure(
     runs: Mapping[str, RunConfig], options: SlowLinkOptions, folder: Path
 ) -> dict[str, object]:

@@ -50,6 +50,9 @@ class SweepOptions(options.BenchOptions):
     """Jobs of the sweep, each between two fresh processes."""
 
 
+OPTIONS = SweepOptions
+
+
 @dataclass(frozen=True)
 class JobOverhead:
     """What one job took beyond its steps, seconds."""

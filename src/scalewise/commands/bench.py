@@ -19,7 +19,15 @@ from scalewise.launch import signals
 from scalewise.launch.job import claim_folder
 from scalewise.typed_override import command_line
 
-BENCHMARKS = ("collectives", "ledger", "parallel", "planner", "slow_link", "sweep")
+BENCHMARKS = {
+    "collectives": "collectives",
+    "ledger": "memory_accuracy",
+    "parallel": "parallel",
+    "planner": "compare_published",
+    "slow_link": "slow_link",
+    "sweep": "sweep",
+}
+"""Module of each benchmark in ``scalewise.bench``, by the name that users type."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError.one("", "", f"bench takes overrides, not {flags[0]}")
     with signals.raise_on_signals("while measuring"):
-        benchmark = cast(Benchmark, import_module(f"scalewise.bench.{name}"))
-        options, overrides = split_options(words, benchmark.Options)
+        benchmark = cast(Benchmark, import_module(f"scalewise.bench.{BENCHMARKS[name]}"))
+        options, overrides = split_options(words, benchmark.OPTIONS)
         runs = {of: compose((*own, *overrides)) for of, own in benchmark.RUNS.items()}
         worlds = getattr(benchmark, "WORLDS", {}).items()
         runs |= {of: compose((*own, *overrides), here=False) for of, own in worlds}
