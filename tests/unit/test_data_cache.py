@@ -28,7 +28,7 @@ def encode(tokenizer, end_of_text, documents):
         yield ids
         os.kill(os.getpid(), signal.SIGKILL)
 
-original, tokenized.encode = tokenized.encode, encode
+original, tokenized.encode_documents = tokenized.encode_documents, encode
 """
 
 

@@ -16,6 +16,7 @@ from scalewise.adapters import peft_import
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.checkpoints import store
 from scalewise.config import registry
+from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.models import init
 from scalewise.models.base import ModelConfig
@@ -91,7 +92,7 @@ def _resolved_config(checkpoint: Path) -> Mapping[str, Any]:
         raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml") from error
     if not isinstance(values, Mapping) or not {"model", "adapter", "optimizer"} <= values.keys():
         raise ConfigError.one(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")
-    return values
+    return rename_targets(values, RENAMED_TARGETS)
 
 
 def _adapter_of_run(checkpoint: Path) -> AdapterConfig:

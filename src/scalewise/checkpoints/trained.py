@@ -15,6 +15,7 @@ from scalewise import inputs
 from scalewise.adapters import AdapterConfig
 from scalewise.checkpoints import store
 from scalewise.config import registry
+from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.console import print_lines
 from scalewise.data import run_tokenizer
 from scalewise.data.base import DataConfig, DataSplits
@@ -193,7 +194,10 @@ def read_resolved(folder: Path) -> Mapping[str, Any]:
         reason = f"{folder} is no folder of a run: it has no resolved.yaml"
         raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
     # Quantization was no group at first.
-    values: dict[str, Any] = {"quantization": UNPACKED, **load_yaml(file)}
+    values: dict[str, Any] = {
+        "quantization": UNPACKED,
+        **rename_targets(load_yaml(file), RENAMED_TARGETS),
+    }
     if missing := [key for key in (*SPECS, "seed") if key not in values]:
         raise RecordError.of(file, f"is damaged: it has no {missing[0]}")
     for group in SPECS:

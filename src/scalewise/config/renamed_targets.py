@@ -1,5 +1,10 @@
 """Paths that classes had in version 0.1.0; run folders and users' files name them."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 _RENAMED = {
     "adapters.low_rank.Dora": "adapters.lora_config.DoRAAdapterConfig",
     "adapters.low_rank.Lora": "adapters.lora_config.LoRAAdapterConfig",
@@ -66,3 +71,16 @@ _RENAMED = {
 
 RENAMED_TARGETS = {f"scalewise.{old}": f"scalewise.{new}" for old, new in _RENAMED.items()}
 """Path of each class by its path in version 0.1.0."""
+FORMER_TARGETS = {new: old for old, new in RENAMED_TARGETS.items()}
+
+
+def rename_targets(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of a resolved config whose ``_target_`` entries are replaced by ``names``."""
+    return {
+        key: rename_targets(value, names)
+        if isinstance(value, Mapping)
+        else names.get(value, value)
+        if key == "_target_" and isinstance(value, str)
+        else value
+        for key, value in values.items()
+    }

@@ -11,6 +11,7 @@ from typing import Any
 from scalewise import inputs
 from scalewise.checkpoints import store
 from scalewise.config import registry
+from scalewise.config.renamed_targets import RENAMED_TARGETS, rename_targets
 from scalewise.console import print_lines
 from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
@@ -89,7 +90,7 @@ def locked_find_checkpoint(
 
 def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
     """Yields how the run that wrote a checkpoint differs where it must not."""
-    earlier = read_yaml(folder / "resolved.yaml")
+    earlier = rename_targets(read_yaml(folder / "resolved.yaml"), RENAMED_TARGETS)
     if not earlier:
         return
     now = run.as_dict()

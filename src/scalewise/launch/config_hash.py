@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalewise import inputs
+from scalewise.config.renamed_targets import FORMER_TARGETS, rename_targets
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, read_yaml
 
@@ -54,7 +55,8 @@ def hash_of_folder(folder: Path) -> str | None:
 
 
 def _hash_values(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    values = inputs.with_digests(values, digests)
+    # Class paths count as version 0.1.0 wrote them, so that its jobs are found again.
+    values = rename_targets(inputs.with_digests(values, digests), FORMER_TARGETS)
     told = {key: value for key, value in values.items() if key not in LEFT_OUT}
     told["device"] = values["hardware"].get("device")
     resume = values.get("resume")
