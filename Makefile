@@ -16,7 +16,7 @@ NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_mach
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
-.PHONY: matrix bench help install demo check test coverage exhaustive gpu browser native slurm lock clean
+.PHONY: docs matrix bench help install demo check test coverage exhaustive gpu browser native slurm lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,8 +45,12 @@ test: $(READY) browser slurm ## everything CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
 	$(SHARED) -m $(USUAL)
 	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu"
+
+docs: $(READY) ## build the documentation site into site/, broken links being errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 coverage: $(READY) browser slurm ## the same, counting lines of src: at least 85 %, in twice the time
 	rm -f .coverage .coverage.*
