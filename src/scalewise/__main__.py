@@ -1,6 +1,6 @@
 """``python -m scalewise`` is ``scalewise``."""
 
-from scalewise.cli import run_and_exit
+from scalewise.cli import command
 
 if __name__ == "__main__":
-    run_and_exit()
+    command()

@@ -33,7 +33,7 @@ UNUSABLE = {
 """What a path answers with that is somebody else's, read-only, too long or no folder at all."""
 
 
-def run_and_exit() -> NoReturn:
+def command() -> NoReturn:
     """Ends this process with the exit code of its command line."""
     code = main()
     if external_launcher.is_external_rank():
