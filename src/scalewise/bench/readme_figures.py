@@ -1,8 +1,9 @@
-"""The README's figures, written from the records that they quote."""
+"""Measured figures of README.md and docs/, written from the records that they quote."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -10,115 +11,184 @@ from typing import Any
 from scalewise.units import MEGA
 
 WIDTH = 100
+STRATEGIES = ("ddp", "fsdp", "tensor", "context", "pipeline")
+"""The golden runs that train the model and data of the golden run ``llama`` on several ranks."""
 
 
-def update_readme(readme: Path, records: Path) -> None:
-    """Puts the figures of the CPU's records between their marks in the README."""
-    text = readme.read_text("utf-8")
+def documents(root: Path) -> Iterator[Path]:
+    """Yields README.md and the pages of the documentation."""
+    yield root / "README.md"
+    yield from sorted((root / "docs").rglob("*.md"))
+
+
+def update_figures(document: Path, records: Path) -> None:
+    """Writes the figures of the CPU records between the marks of one document."""
+    text = document.read_text("utf-8")
     for name, paragraph in PARAGRAPHS.items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
-        head, rest = text.split(begin)
-        text = head + begin + paragraph(records) + end + rest.split(end)[1]
-    readme.write_text(text, "utf-8")
+        if begin in text:
+            head, rest = text.split(begin)
+            text = head + begin + paragraph(records) + end + rest.split(end)[1]
+    document.write_text(text, "utf-8")
+
+
+def prediction_figure(records: Path) -> str:
+    """Error of the predicted peak memory, in one sentence."""
+    errors = _read_record(records / "cpu" / "ledger.json")["trained"]["errors"]
+    return _fill_marks(
+        f"- **Prediction:** over {errors['rows']} small runs with every native parallelism "
+        f"strategy, the predicted peak memory differs from the measured peak by "
+        f"{_percent(errors['median'])} (median) and {_percent(errors['worst'])} (worst)."
+    )
+
+
+def overhead_figure(records: Path) -> str:
+    """Step time next to hand-written loops, in one sentence."""
+    record = _read_record(records / "cpu" / "parallel.json")
+    ratios = " and ".join(
+        "{median:.2f} times ({low:.2f} to {high:.2f}) with {name}".format(
+            name=name.upper(), **strategy["ratio"]
+        )
+        for name, strategy in record["layouts"].items()
+    )
+    return _fill_marks(
+        f"- **Overhead:** a training step takes {ratios} the time of a hand-written PyTorch loop, "
+        f"on {record['ranks']} CPU ranks."
+    )
+
+
+def equality_figure(records: Path) -> str:
+    """Largest difference of losses between strategies, in one sentence."""
+    golden = records.parents[1] / "tests" / "golden"
+    single = _read_record(golden / "run_llama.json")["train/loss"]
+    worst = max(
+        abs(loss / expected - 1)
+        for name in STRATEGIES
+        for loss, expected in zip(
+            _read_record(golden / f"run_{name}.json")["train/loss"], single, strict=True
+        )
+    )
+    return _fill_marks(
+        f"- **Equality:** over {len(single)} fp32 steps with the same seed, the losses under "
+        f"{', '.join(STRATEGIES[:-1])} and {STRATEGIES[-1]} differ from those on one device by at "
+        f"most {worst:.1e}, relatively."
+    )
 
 
 def memory_figures(records: Path) -> str:
-    """Returns what the README says of the ledger beside runs here and traces of large ones."""
+    """Errors of predicted peak memory against small runs, traces and DeepSpeed runs."""
     record = _read_record(records / "cpu" / "ledger.json")
     trained, zero, traced = (record[kind]["errors"] for kind in ("trained", "deepspeed", "traced"))
+    run_errors, trace_errors = (
+        f"{_percent(errors['median'])} at the median and {_percent(errors['worst'])} at the worst"
+        for errors in (trained, traced)
+    )
     return _fill_marks(
-        f"Of {trained['rows']} small runs over every native layout (`scalewise bench ledger`, "
-        f"{record['date'][:10]}) the ledger's peak is {trained['median']:.2%} off what was alive "
-        f"at the median and {trained['worst']:.2%} at the worst; of {traced['rows']} large ones, "
-        f"up to 8B on 128 devices and 70B on 32, {traced['median']:.2%} and "
-        f"{traced['worst']:.2%} off their traces. Of {zero['rows']} small runs under DeepSpeed it "
-        f"is {zero['median']:.1%} and {zero['worst']:.1%} off."
+        f"`scalewise bench ledger` ({record['date'][:10]}) compares the predicted peak with the "
+        f"measured peak of allocated tensors. Over {trained['rows']} small runs with every native "
+        f"parallelism strategy the error is {run_errors}. Over {traced['rows']} large "
+        f"configurations, up to 8B parameters on 128 devices and 70B on 32, it is {trace_errors}, "
+        f"against a FakeTensor trace. Over {zero['rows']} small runs with DeepSpeed it is "
+        f"{zero['median']:.1%} at the median and {zero['worst']:.1%} at the worst."
     )
 
 
 def planner_figures(records: Path) -> str:
-    """Returns what the README says of the planner beside published measurements."""
+    """Errors of the planner against published measurements."""
     record = _read_record(records / "cpu" / "planner.json")
-    memory, verdicts = record["memory"]["all"], record["verdicts"]
+    memory, statuses = record["memory"]["all"], record["verdicts"]
     plain, others, own = (
         _error_text(record[f"tokens_per_s{name}"]["all"]) for name in ("", "_others", "_scaled")
     )
     return _fill_marks(
-        f"Beside {record['rows']} published measurements of four other frameworks "
-        f"(`scalewise bench planner`, {record['date'][:10]}), memory is {memory['median']:.1%} off "
-        f"at the median and {memory['p90']:.0%} at the 90th percentile of {memory['rows']} rows. "
-        f"For the rows that ran its verdict is {_command_text(verdicts['ran'])}; for those that "
-        f"ran out of memory {_command_text(verdicts['ran_out_of_memory'])}. Tokens/s of the "
-        f"formulas alone are {plain}; times one scale, learnt from the rows of the other sources "
-        f"only, {others}; with "
-        f"one scale for each framework, device and format {own}. The profiles of GPUs carry the "
-        f"median scale of all these rows, {record['step_scale']['median']:.2f}. No constant is "
-        "fitted to a row, but these rows were looked at while the facts of their frameworks were "
-        "written down: others may be further off."
+        f"`scalewise bench planner` ({record['date'][:10]}) compares plans with {record['rows']} "
+        "published measurements of four other frameworks. Predicted memory differs by "
+        f"{memory['median']:.1%} at the median and {memory['p90']:.0%} at the 90th percentile "
+        f"({memory['rows']} measurements). Of the runs that succeeded, the fit status is "
+        f"{_status_text(statuses['ran'])}. Of the runs that ran out of memory, it is "
+        f"{_status_text(statuses['ran_out_of_memory'])}. Predicted tokens/s differ by {plain} "
+        f"without a scale, by {others} with one scale fitted to the other sources only, and by "
+        f"{own} with one scale for each framework, device and precision. The GPU profiles contain "
+        f"the median scale of all these runs, {record['step_scale']['median']:.2f}. No constant is "
+        "fitted to a single measurement, but the measurements were known while the frameworks were "
+        "modelled, so the error on other runs may be larger."
     )
+
+
+def _percent(error: float) -> str:
+    return f"{error:.2%}" if error >= 5e-5 else "less than 0.01%"
 
 
 def _error_text(errors: dict[str, Any]) -> str:
-    return f"{errors['median']:.1%} and {errors['p90']:.0%} off ({errors['rows']} rows)"
+    return (
+        f"{errors['median']:.1%} at the median and {errors['p90']:.0%} at the 90th percentile "
+        f"({errors['rows']} measurements)"
+    )
 
 
-def _command_text(verdicts: dict[str, int]) -> str:
-    told = (f"{name.replace('_', ' ')} {count} times" for name, count in verdicts.items())
-    return ", ".join(told)
+def _status_text(statuses: dict[str, int]) -> str:
+    return ", ".join(f"`{name}` {count} times" for name, count in statuses.items())
 
 
 def overhead_figures(records: Path) -> str:
-    """Returns what the README says of two ranks on a CPU."""
+    """Step times of two CPU ranks next to hand-written loops and over a slow link."""
     parallel, slow = (
         _read_record(records / "cpu" / f"{name}.json") for name in ("parallel", "slow_link")
     )
-    machine, layouts = parallel["machine"], slow["layouts"]
+    machine = parallel["machine"]
     steps = " and ".join(
-        "{median:.2f} with {name} ({low:.2f} to {high:.2f})".format(name=name, **layout["ratio"])
+        "{median:.2f} ({low:.2f} to {high:.2f}) with {name}".format(name=name, **layout["ratio"])
         for name, layout in parallel["layouts"].items()
     )
     start = parallel["launch_s"]["median"]
-    links = "; ".join(_record_link(name, layout) for name, layout in layouts.items())
+    links = "; ".join(_link_text(name, layout) for name, layout in slow["layouts"].items())
     return _fill_marks(
         f"On {machine['cores']} cores ({machine['processor']}, {parallel['date'][:10]}, torch "
-        f"{parallel['versions']['torch']}) a step takes this many times a hand-written one: "
-        f"{steps}. Two warm ranks start in {start:.2f} s. From loopback to a link of "
-        f"{slow['mbit']:g} Mbit/s a step goes: {links}. Over gloo a reduce-scatter sends what an "
-        "all-reduce does, so fsdp sends more than declared."
+        f"{parallel['versions']['torch']}) the step time relative to a hand-written loop is "
+        f"{steps}. Two ranks start in {start:.2f} s from a warm forkserver. Step times on the "
+        f"loopback interface and on a link of {slow['mbit']:g} Mbit/s: {links}. The gloo backend "
+        "implements reduce-scatter by an all-reduce, so fsdp sends more than predicted."
     )
 
 
 def startup_figures(records: Path) -> str:
-    """Returns what the README says of a sweep's jobs beside fresh processes."""
+    """Duration of a sweep's job next to that of a fresh process."""
     record = _read_record(records / "cpu" / "sweep.json")
     ratio, fresh, warm = record["ratio"], record["fresh_s"]["median"], record["warm_s"]["median"]
     return _fill_marks(
         f"On {record['machine']['cores']} cores ({record['date'][:10]}) a job of {record['steps']} "
-        f"steps in a warm sweep, in a process of its own, takes {warm:.2f} s where a fresh "
-        f"`python -m scalewise` takes {fresh:.1f}: {ratio['median']:.3f} of it ({ratio['low']:.3f} "
-        f"to {ratio['high']:.3f} over {ratio['pairs']} pairs)."
+        f"steps takes {warm:.2f} s in a sweep, in a process of its own, and {fresh:.1f} s as a "
+        f"fresh `python -m scalewise`: a ratio of {ratio['median']:.3f} ({ratio['low']:.3f} to "
+        f"{ratio['high']:.3f} over {ratio['pairs']} pairs)."
     )
 
 
 PARAGRAPHS = {
+    "prediction": prediction_figure,
+    "overhead": overhead_figure,
+    "equality": equality_figure,
     "started": startup_figures,
     "measured": overhead_figures,
     "foreseen": memory_figures,
     "planned": planner_figures,
 }
+"""What is written between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
 
 
 def _fill_marks(text: str) -> str:
-    return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    hanging = "  " if text.startswith("- ") else ""
+    return fill(
+        text, WIDTH, break_long_words=False, break_on_hyphens=False, subsequent_indent=hanging
+    )
 
 
-def _record_link(name: str, layout: dict[str, Any]) -> str:
-    times = f"{name} from {1000 * layout['open_s']:.0f} to {1000 * layout['slow_s']:.0f} ms"
+def _link_text(name: str, layout: dict[str, Any]) -> str:
+    times = f"{name} {1000 * layout['open_s']:.0f} and {1000 * layout['slow_s']:.0f} ms"
     if layout["predicted_s"] is None:
         return f"{times}, sending {layout['sent_bytes'] / MEGA:.1f} MB"
     return (
         f"{times} (predicted {1000 * layout['predicted_s']:.0f}), sending "
-        f"{layout['sent_bytes'] / MEGA:.1f} MB (declared {layout['declared_bytes'] / MEGA:.1f})"
+        f"{layout['sent_bytes'] / MEGA:.1f} MB (predicted {layout['declared_bytes'] / MEGA:.1f})"
     )
 
 

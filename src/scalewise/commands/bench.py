@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
             record.write_record(path, content)
             print_lines(f"result {path}")
         if kept:
-            readme_figures.update_readme(Path("README.md"), record.RECORDS)
+            for document in readme_figures.documents(Path()):
+                readme_figures.update_figures(document, record.RECORDS)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The README says what is there, and its commands compose."""
+"""README and docs name what exists, and their commands compose."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from fixtures.documentation import COMMAND, DOCUMENTS, FENCE, ROOT, Block, blocks
 
 from scalewise.bench import readme_figures
 from scalewise.bench.options import BenchOptions, split_options
@@ -16,16 +17,19 @@ from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
 from scalewise.launch import sweep_resume
 
-README = Path(__file__).parents[2] / "README.md"
-
-
-BLOCKS = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+README = ROOT / "README.md"
 INLINE = re.compile(r"`(scalewise [a-z][^`]*)`")
-COMMAND = re.compile(r"\bscalewise [a-z-]+\b.*")
+OTHER = {
+    "make": lambda line: re.search(rf"^{line.split()[1]}:", MAKEFILE, re.MULTILINE) is not None,
+    "source": lambda line: line == "source .venv/bin/activate",
+    "pip": lambda line: line == "pip install -e .",  # an integration test stands in for it
+}
+"""Lines that call no subcommand of scalewise, by their first word, and what is checked of them."""
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
 def table() -> dict[str, list[str]]:
-    """Returns the README's table of groups: group to options."""
+    """The README's table of config groups: group to options."""
     text = README.read_text(encoding="utf-8")
     rows = text.split("<!-- groups -->")[1].split("<!-- /groups -->")[0].strip().splitlines()
     cells = [row.strip("|").split("|") for row in rows]
@@ -33,11 +37,37 @@ def table() -> dict[str, list[str]]:
 
 
 def commands() -> list[str]:
-    """Returns every command of the README and the examples of ``--help``."""
-    text = README.read_text(encoding="utf-8")
-    blocks = "\n".join(BLOCKS.findall(text)).replace("\\\n", " ")
-    shown = [*COMMAND.findall(blocks), *(" ".join(line.split()) for line in INLINE.findall(text))]
+    """Every command of README, CONTRIBUTING and docs, and the examples of ``--help``."""
+    shown = [
+        command
+        for block in blocks()
+        if block.language == "sh" and not block.reason
+        for line in block.lines
+        for command in COMMAND.findall(line)
+    ]
+    for document in DOCUMENTS:
+        text = FENCE.sub("", document.read_text("utf-8"))
+        shown += [" ".join(line.split()) for line in INLINE.findall(text)]
     return list(dict.fromkeys([*shown, *(line for _, line in EXAMPLES)]))
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.name)
+def test_blocks_are_tested_or_say_why_not(block: Block) -> None:
+    """Commands are composed below, shown output and the pages of docs/extend by integration."""
+    if block.reason or block.language in ("console", "text"):
+        return
+    if block.language == "sh":
+        for line in block.lines:
+            known = COMMAND.search(line) or line.split("#")[0].strip() == "scalewise"
+            other = OTHER.get(line.split()[0])
+            assert known or (other and other(line.split("#")[0].strip())), line
+        return
+    if block.title and block.document == README:  # GitHub does not include files
+        assert block.text == (ROOT / block.title).read_text("utf-8")
+        return
+    included = block.text.startswith('--8<-- "docs/examples/')
+    followed = block.title and block.document.parent.name == "extend"
+    assert included or followed, "say why it is not tested"
 
 
 def test_every_group_and_option_is_in_the_table() -> None:
@@ -84,14 +114,29 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
         raise
 
 
-def test_the_picture_is_there() -> None:
+def test_readme_picture_exists() -> None:
     picture = re.search(r"!\[[^]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert picture is not None
     assert (README.parent / picture[1]).is_file()
 
 
-def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
-    copy = tmp_path / "README.md"
-    copy.write_text(README.read_text("utf-8"), "utf-8")
-    readme_figures.update_readme(copy, README.parent / "experiments" / "records")
-    assert copy.read_text("utf-8") == README.read_text("utf-8")
+def test_readme_is_short() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_figures_are_those_of_the_records(document: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.md"
+    copy.write_text(document.read_text("utf-8"), "utf-8")
+    readme_figures.update_figures(copy, ROOT / "experiments" / "records")
+    assert copy.read_text("utf-8") == document.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", readme_figures.PARAGRAPHS)
+def test_every_figure_is_quoted(name: str) -> None:
+    quoted = [
+        document
+        for document in readme_figures.documents(ROOT)
+        if f"<!-- {name} -->\n" in document.read_text("utf-8")
+    ]
+    assert quoted

@@ -1,0 +1,71 @@
+"""What the documentation shows as output is what the commands print; its examples run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from fixtures.documentation import ROOT, Block, blocks
+from fixtures.doors import UNTRACKED, Doors
+
+SHOWN = [block for block in blocks() if block.language == "console"]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+EXTEND = sorted((ROOT / "docs" / "extend").glob("[!i]*.md"))
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: block.name)
+def test_shown_output_is_what_the_command_prints(block: Block, scalewise: Doors) -> None:
+    """``SCALEWISE_RECORD=1`` writes the output into the document anew."""
+    (command,) = block.lines
+    line = command.replace("scalewise", f"exec 2>&1; {sys.executable} -m scalewise", 1)
+    ended = scalewise.command(["bash", "-c", line]).wait()
+    lines = [f"$ {command}", *(text.rstrip() for text in ended.out.splitlines())]
+    shown = "\n".join(lines) + "\n"
+    if os.environ.get("SCALEWISE_RECORD"):
+        text = block.document.read_text("utf-8")
+        assert block.text in text
+        block.document.write_text(text.replace(block.text, shown), "utf-8")
+        return
+    assert block.text == shown
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(script: Path, scalewise: Doors) -> None:
+    assert len(script.read_text("utf-8").splitlines()) < 40
+    overrides = () if script.stem == "plan_only" else UNTRACKED[1:]
+    ended = scalewise.command([sys.executable, str(script), *overrides]).wait(280).ok()
+    assert ended.out.count("\n") >= 1
+
+
+@pytest.mark.parametrize("page", EXTEND, ids=lambda path: path.stem)
+def test_extend_page_works_as_written(page: Path, scalewise: Doors) -> None:
+    """The files of the page are written and its commands run, in order."""
+    paths = os.pathsep.join((str(scalewise.cwd), scalewise.environment["PYTHONPATH"]))
+    for block in blocks(page):
+        if block.title:
+            file = scalewise.cwd / block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text, "utf-8")
+            continue
+        for line in block.lines:
+            if line == "pip install -e .":
+                install(scalewise.cwd)
+                continue
+            command = line.replace("scalewise", f"{sys.executable} -m scalewise", 1)
+            scalewise.command(["bash", "-c", command], env={"PYTHONPATH": paths}).wait().ok()
+
+
+def install(project: Path) -> None:
+    """What an editable install of a project leaves on the path: its entry points."""
+    head = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    folder = project / f"{head['name']}-{head['version']}.dist-info"
+    folder.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {head['name']}\nVersion: {head['version']}\n"
+    (folder / "METADATA").write_text(metadata, "utf-8")
+    lines = []
+    for group, entries in head["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n", "utf-8")
