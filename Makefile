@@ -16,7 +16,7 @@ NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_mach
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
-.PHONY: docs matrix bench help install demo check test coverage exhaustive gpu browser native slurm lock clean
+.PHONY: docs lint matrix bench help install demo check test coverage exhaustive gpu browser native slurm lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,17 +35,16 @@ demo: $(READY) ## train small models on this machine's CPU, in bf16 too where it
 	$(BIN)/scalewise train experiment=demo sweep=precision_by_layout hardware=cpu \
 	  $$($(BIN)/python -c '$(NATIVE_ONLY)')
 
-check: $(READY) ## ruff, mypy on src, unit tests: a few minutes
+lint: $(READY) ## ruff, mypy on src, codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+check: lint ## lint and unit tests: a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -q -n $(WORKERS)
 
-test: $(READY) browser slurm ## everything CI runs
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(MAKE) --no-print-directory docs
+test: lint docs browser slurm ## everything CI runs
 	$(SHARED) -m $(USUAL)
 	$(BIN)/pytest tests -m "timed and not exhaustive and not gpu"
 

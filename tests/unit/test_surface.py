@@ -201,4 +201,4 @@ def test_the_command_and_the_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"scalewise": "scalewise.cli:command"}
     extras = {"deepspeed", "quant", "optimizers", "slurm", "optuna", "joblib", "hf", "images"}
-    assert set(project["optional-dependencies"]) == extras | {"dev", "all"}
+    assert set(project["optional-dependencies"]) == extras | {"dev", "docs", "all"}
