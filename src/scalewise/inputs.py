@@ -119,8 +119,8 @@ def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) ->
 
 def recorded_digests(folder: Path) -> Mapping[str, str]:
     """Returns the digests that a run folder records; none in folders of earlier versions."""
-    found = read_json(folder / INPUTS_FILE).get("digests")
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+    found: dict[str, str] = read_json(folder / INPUTS_FILE).get("digests", {})
+    return found
 
 
 def launch_folders(folder: Path) -> list[Path]:
@@ -131,9 +131,10 @@ def launch_folders(folder: Path) -> list[Path]:
     """
     known = read_json(folder / INPUTS_FILE)
     found: list[Path] = []
-    if isinstance(launch := known.get("launch_folder"), str):
+    if {"launch_folder", "run_folder"} <= known.keys():
+        launch = known["launch_folder"]
         found.append(Path(launch))
-        relative = os.path.relpath(str(known.get("run_folder")), launch)
+        relative = os.path.relpath(known["run_folder"], launch)
         parts = Path(relative).parts
         if ".." not in parts and folder.absolute().parts[-len(parts) :] == parts:
             found.append(folder.absolute().parents[len(parts) - 1])
@@ -209,7 +210,7 @@ def _join_launch_folder(base: Path, value: object, folder: Path) -> object:
     if isinstance(value, str):
         launch = read_json(folder / INPUTS_FILE).get("launch_folder")
         path = Path(value).expanduser()
-        if isinstance(launch, str) and path.is_absolute() and path.is_relative_to(launch):
+        if launch is not None and path.is_absolute() and path.is_relative_to(launch):
             path = path.relative_to(launch)
         return str(base / path)
     return (

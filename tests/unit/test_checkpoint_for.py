@@ -295,12 +295,15 @@ def test_a_run_that_has_done_its_steps_is_refused(compose: Compose, tmp_path: Pa
     assert "has done 100 of 100 steps" in refused(compose("resume=last"), tmp_path / "now")
 
 
-@pytest.mark.parametrize("content", ["", "[1", "- 1\n"])
-def test_a_config_that_cannot_be_read_is_no_difference(
-    compose: Compose, tmp_path: Path, content: str
-) -> None:
-    (tmp_path / "resolved.yaml").write_text(content)
+def test_a_config_that_is_absent_is_no_difference(compose: Compose, tmp_path: Path) -> None:
     assert list(resume_issues(compose(), tmp_path)) == []
+
+
+@pytest.mark.parametrize("content", ["", "[1", "- 1\n", "model: text", "seed: [1]"])
+def test_a_damaged_config_is_named(compose: Compose, tmp_path: Path, content: str) -> None:
+    (tmp_path / "resolved.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"resolved\.yaml is damaged.*; put a copy of it back"):
+        list(resume_issues(compose(), tmp_path))
 
 
 @pytest.mark.parametrize("trainer", [0.5, {}, {"micro_batch": "text"}, [], "text"], ids=repr)

@@ -10,9 +10,11 @@ import yaml
 from fixtures.checkpoints import RANDOM_BLIP2, RANDOM_LLAMA, RANDOM_T5
 from omegaconf import OmegaConf
 
+from scalewise.checkpoints.trained import SPECS
 from scalewise.config import paths, run_naming, sweep_grid
 from scalewise.config.compose import changed_from_defaults, compose, flatten, group_choices
 from scalewise.config.hydra_context import hydra_session
+from scalewise.config.parse import parse_group
 from scalewise.config.sweep_preview import preview_search
 from scalewise.errors import ConfigError
 from scalewise.hpo.screen import ScreeningDesign
@@ -75,6 +77,9 @@ def test_every_option_composes(group: str, name: str, inputs: dict[str, list[str
     run = compose([choice, *inputs.get(name, inputs.get(choice, []))], here=False)
     assert run.choices.get(group, name) == name
     json.dumps(run.as_dict())
+    if group in SPECS:
+        recorded = yaml.safe_load(yaml.safe_dump(run.as_dict()[group]))
+        assert parse_group(group, recorded) == getattr(run, group)
 
 
 @pytest.mark.parametrize("name", INJECTED)
@@ -255,6 +260,27 @@ def test_values_are_plain_python() -> None:
     assert run.tracking.tags == ("a", "b")
     assert run.trusted_packages == ("mine",)
     assert type(run.callbacks["guard"]) is dict
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value"),
+    [
+        ("data", "tokenizer", -7),
+        ("data", "end_of_text", 0.5),
+        ("model", "width", "128"),
+        ("model", "tied", "true"),
+        ("model", "norm", 0),
+        ("optimizer", "lr", "0.1"),
+        ("optimizer", "no_decay", [1]),
+    ],
+)
+def test_a_recorded_value_of_another_type_is_rejected(group: str, key: str, value: object) -> None:
+    recorded = compose().as_dict()[group]
+    assert isinstance(recorded, dict)
+    assert parse_group(group, recorded) == getattr(compose(), group)
+    with pytest.raises(ConfigError) as rejected:
+        parse_group(group, recorded | {key: value})
+    assert key in str(rejected.value)
 
 
 def test_an_interpolation_reads_another_key_and_the_environment(

@@ -42,6 +42,7 @@ FLOORS = {
         "validation.compatibility",
         "validation.trusted_imports",
         "inputs",
+        "tracking.record_types",
         "tracking.run_files",
         "tracking.metric_names",
         "hpo.space",

@@ -22,6 +22,7 @@ from scalewise.tracking import sweep_record
 from scalewise.tracking.run_files import read_metrics, write_json
 
 HERE = socket.gethostname()
+FUTURE = "2096-10-02T07:06:40+00:00"
 NOBODY = 2**22 + 1
 """A process number that Linux never gives."""
 
@@ -45,10 +46,12 @@ def job(folder: Path, **status: object) -> None:
 
 
 DAMAGED = [
-    ({"jobs": "abc"}, "its jobs are no list"),
-    ({"jobs": ["a"]}, "jobs[0] has no number"),
-    ({"jobs": [{}]}, "jobs[0] has no number"),
-    ({"jobs": [row(0, "ok"), row(1, "ok", folder=7)]}, "jobs[1] has no folder"),
+    ({"jobs": "abc"}, "jobs is abc, not a list"),
+    ({"jobs": ["a"]}, "jobs[0] is a, not a mapping"),
+    ({"jobs": [row(0, "ok") | {"number": "a"}]}, "jobs[0].number is a, not an integer"),
+    ({"jobs": [{"number": 0}]}, "jobs[0].folder is missing"),
+    ({"jobs": [row(0, "ok"), row(1, "ok", folder=7)]}, "jobs[1].folder is 7, not text"),
+    ({"process": "abc"}, "process is abc, not a mapping"),
 ]
 
 
@@ -63,14 +66,14 @@ def test_a_damaged_record_is_named(record: dict[str, Any], said: str, tmp_path: 
 
 def test_a_sweep_that_does_not_say_who_ran_it_is_not_gone_on_with(tmp_path: Path) -> None:
     known = {"config_hash": "x", "planned_folder": "0"}
-    sweep(tmp_path, row(0, "ok", **known), process=None)
+    sweep(tmp_path, row(0, "ok", **known), process={})
     with pytest.raises(ConfigError, match="does not say which process ran it"):
         resumed_folder(str(tmp_path), tmp_path)
 
 
 def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
     sweep(tmp_path, row(0, "running"), row(1, "waiting"))
-    job(tmp_path / "0", status="running", started="yesterday", attempts=None)
+    job(tmp_path / "0", status="running", started="yesterday")
     found = job_progress.read_progress(tmp_path)
     assert [job.state for job in found] == ["lost", "not_run"]
     assert not any(job.under_way for job in found)
@@ -143,9 +146,9 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     ("status", "frees"),
     [
         ({"status": "running"}, True),
-        ({"status": "running", "process": 1, "started": 4e9}, False),
+        ({"status": "running", "process": 1, "started": FUTURE}, False),
         ({"status": "running", "host": "elsewhere"}, False),
-        ({"status": "running", "process": os.getpid(), "started": 4e9}, False),
+        ({"status": "running", "process": os.getpid(), "started": FUTURE}, False),
     ],
     ids=["killed", "alive", "of another machine", "of this process"],
 )

@@ -21,6 +21,7 @@ from fixtures.reports import (
 from scalewise.errors import ScalewiseError
 from scalewise.reports import page, records
 from scalewise.reports.chart_layout import NO_CHART
+from scalewise.tracking.run_files import RecordError
 
 
 def text_of(path: Path) -> str:
@@ -184,25 +185,52 @@ class TestTorn:
         (run_folder / "metrics.csv").write_text(lines, "utf-8")
         assert "stops being a number at step 3" in words(text_of(page.write_page(run_folder)))
 
-    def test_a_status_of_odd_types(self, tmp_path: Path) -> None:
-        odd: dict[str, Any] = dict.fromkeys(
-            ("choices", "changed", "machine", "versions", "wandb"), 3
-        )
-        odd |= {"cures": 3, "log_tail": 3}
-        odd |= {
-            "started": "yesterday",
-            "seconds": "long",
-            "world_size": None,
-            "attempts": "x",
-            "command": None,
-        }
-        assert page.write_page(make_run(tmp_path / "r", **odd)).exists()
+    def test_a_start_that_is_no_time_is_left_out(self, tmp_path: Path) -> None:
+        assert page.write_page(make_run(tmp_path / "r", started="yesterday")).exists()
 
-    @pytest.mark.parametrize("content", [None, "", "{", "[]"])
+    @pytest.mark.parametrize(
+        "field",
+        [
+            {"choices": {"objective": [1]}},
+            {"changed": 3},
+            {"machine": 3},
+            {"versions": {"torch": None}},
+            {"wandb": 3},
+            {"cures": [{"override": "a=b"}]},
+            {"log_tail": 3},
+            {"seconds": "long"},
+            {"world_size": None},
+            {"attempts": True},
+            {"command": None},
+        ],
+        ids=str,
+    )
+    def test_a_field_of_another_type_rejects_the_run(
+        self, tmp_path: Path, field: dict[str, Any]
+    ) -> None:
+        with pytest.raises(RecordError, match=rf"status.json is damaged: {next(iter(field))}"):
+            page.write_page(make_run(tmp_path / "r", **field))
+
+    def test_a_job_of_another_type_is_shown_as_damaged(self, tmp_path: Path) -> None:
+        sweep = make_sweep(tmp_path / "s", {"seed": [1, 2]}, lambda number, varied: {})
+        make_run(sweep / "0", log_tail=3)
+        assert page.write_page(sweep).exists()
+        record = records.read_record(sweep)
+        assert isinstance(record, records.SweepRecord)
+        assert "status.json is damaged: log_tail is 3, not a list" in record.jobs[0].reason
+
+    @pytest.mark.parametrize("content", [None, "{}"])
     def test_neither_a_run_nor_a_sweep(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "status.json").write_text(content, "utf-8")
         with pytest.raises(ScalewiseError, match="neither a run"):
+            page.write_page(tmp_path)
+        assert not (tmp_path / "report.html").exists()
+
+    @pytest.mark.parametrize("content", ["", "{", "[]"])
+    def test_a_damaged_status_is_named(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "status.json").write_text(content, "utf-8")
+        with pytest.raises(RecordError, match=r"status\.json is damaged"):
             page.write_page(tmp_path)
         assert not (tmp_path / "report.html").exists()
 

@@ -273,7 +273,8 @@ class TestStudy:
 
 def job(sweep: Path, number: int, listed: str, status: str | None = None, **metrics: float) -> None:
     """Leaves a job as a sweep that was killed leaves it."""
-    rows = [*outcome.sweep_jobs(sweep), {"number": number, "folder": str(number), "status": listed}]
+    row = {"number": number, "folder": str(number), "varied": {}, "status": listed}
+    rows = [*outcome.sweep_jobs(sweep), row]
     (sweep / "sweep.json").write_text(json.dumps({"jobs": rows}), "utf-8")
     if status is not None:
         (sweep / str(number)).mkdir(exist_ok=True)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from torch import Tensor
 
-from scalewise import bounded_yaml, regular_files
 from scalewise.adapters import peft_import
 from scalewise.adapters.config import AdapterConfig, NoAdapterConfig
 from scalewise.checkpoints import store
@@ -22,6 +20,7 @@ from scalewise.models import init
 from scalewise.models.base import ModelConfig
 from scalewise.models.base_module import ModelModule
 from scalewise.models.decoder.config import DecoderConfig
+from scalewise.tracking.run_files import load_yaml
 from scalewise.typed_override import format_override
 
 if TYPE_CHECKING:
@@ -84,13 +83,10 @@ def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[s
 
 
 def _resolved_config(checkpoint: Path) -> Mapping[str, Any]:
-    try:
-        values = bounded_yaml.load_yaml(
-            regular_files.read_text(checkpoint.parents[1] / "resolved.yaml")
-        )
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml") from error
-    if not isinstance(values, Mapping) or not {"model", "adapter", "optimizer"} <= values.keys():
+    values = load_yaml(checkpoint.parents[1] / "resolved.yaml")
+    if not values:
+        raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml")
+    if not {"model", "adapter", "optimizer"} <= values.keys():
         raise ConfigError.one(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")
     return rename_targets(values, RENAMED_TARGETS)
 

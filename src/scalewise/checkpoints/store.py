@@ -277,7 +277,7 @@ def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
     """
     for name, written in _manifest(path)[1].items():
         file = path / name
-        expected = written.get("bytes") if isinstance(written, dict) else None
+        expected = written["bytes"]
         if not file.is_file():
             yield name, "is missing"
         elif (size := file.stat().st_size) != expected:
@@ -300,7 +300,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
             "resume", path, f"has format version {manifest.get('version')}, not {VERSION}"
         )
     files, step = manifest.get("files"), manifest.get("step")
-    if not (isinstance(files, dict) and TRAINING in files and isinstance(step, int)):
+    if step is None or files is None or TRAINING not in files:
         raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged", EARLIER)
     return step, files
 
@@ -363,8 +363,7 @@ def _sync(folder: Path) -> None:
 def best_checkpoint(folder: Path) -> tuple[int, float] | None:
     """Returns the step and the validation loss of the best checkpoint, if one is marked."""
     marked = read_json(folder / "best.json")
-    step, loss = marked.get("step"), marked.get("val/loss")
-    return (step, loss) if isinstance(step, int) and isinstance(loss, float) else None
+    return (marked["step"], marked["val/loss"]) if marked else None
 
 
 def mark_best(folder: Path, step: int, loss: float) -> None:

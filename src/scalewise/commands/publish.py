@@ -31,8 +31,8 @@ def after_training(folder: Path, results: Iterable[Path]) -> None:
 
     ``results`` are the folders of its jobs. What is not to be sent is said, and costs nothing else.
     """
-    told = (read_json(result / "status.json").get("wandb") for result in results)
-    if any(isinstance(facts, dict) and facts.get("mode") == "online" for facts in told):
+    told = (read_json(result / "status.json").get("wandb", {}) for result in results)
+    if any(facts.get("mode") == "online" for facts in told):
         sys.stdout.flush()
         with report_errors("not published"):
             subprocess.run(  # noqa: S603 (a list of our own words)

@@ -17,7 +17,7 @@ from scalewise.config import hardware_detection, paths, registry
 from scalewise.config.renamed_targets import RENAMED_TARGETS
 from scalewise.config.schemas import schema_mirror
 from scalewise.config.suggestions import did_you_mean
-from scalewise.errors import ConfigError, ConfigIssue
+from scalewise.errors import ConfigError, ConfigIssue, format_value
 from scalewise.redaction import HIDDEN, contains_secret
 from scalewise.run_config import RunConfig
 from scalewise.typed_override import format_override
@@ -131,10 +131,17 @@ def parse_group(group: str, recorded: Mapping[str, object]) -> Any:
         raise ConfigError.one(f"{group}.{hidden[0]}", recorded[hidden[0]], reason, cure)
     if known is not None:
         try:
-            values = _plain(OmegaConf.merge(OmegaConf.structured(schema_mirror(known)), values))
+            merged = OmegaConf.merge(OmegaConf.structured(schema_mirror(known)), values)
+            values = _plain(merged)
         except OmegaConfBaseException as error:
             reason = f"is of another version: {str(error).splitlines()[0]}"
             raise ConfigError.one(group, str(recorded.get("_target_")), reason) from error
+        converted = OmegaConf.to_container(merged, enum_to_str=True)
+        assert isinstance(converted, dict)
+        for key, value in recorded.items():
+            if converted[key] != value:  # what a run has written is of the declared type
+                reason = f"{key} is {format_value(value)}, not of the type of that field"
+                raise ConfigError.one(group, str(recorded.get("_target_")), reason)
     found = _parse_part(group, values, complaints)
     if complaints:
         raise ConfigError(complaints)

@@ -30,8 +30,7 @@ def model_card(
     ``status`` and ``summary`` are the run's; ``library`` is what loads the folder; ``weights``
     says what is special about these.
     """
-    choices = _metrics_table(status.get("choices"))
-    metrics = _metrics_table(summary.get("metrics"))
+    choices, metrics = status.get("choices", {}), summary.get("metrics", {})
     lines = [
         "---",
         f"library_name: {library}",
@@ -55,7 +54,7 @@ def model_card(
         *(
             f"| {METRICS[key].meaning} (`{key}`) | {metrics[key]:,.6g} |"
             for key in MEASURES
-            if isinstance(metrics.get(key), int | float)
+            if metrics.get(key) is not None
         ),
         "",
         *(("## Weights", "", *(f"- {line}" for line in weights), "") if weights else ()),
@@ -67,9 +66,7 @@ def model_card(
         "",
         f"Commit {status.get('git_commit') or 'unknown'}"
         f"{', with changes' * bool(status.get('git_dirty'))}; "
-        + ", ".join(
-            f"{name} {what}" for name, what in _metrics_table(status.get("versions")).items()
-        )
+        + ", ".join(f"{name} {what}" for name, what in status.get("versions", {}).items())
         + ".",
         "",
     ]
@@ -78,13 +75,9 @@ def model_card(
 
 def _size_text(summary: Mapping[str, Any], step: int) -> str:
     """Returns how large and how trained it is; a run that was killed has left no summary."""
-    if not isinstance(summary.get("parameters"), int):
+    if summary.get("parameters") is None:
         return f"After {step} steps of a run that did not end."
     return (
         f"{summary['parameters']:,} parameters after {step} of {summary.get('steps')} steps of "
         f"{summary.get('global_batch')} x {summary.get('sequence')} tokens."
     )
-
-
-def _metrics_table(found: object) -> dict[str, Any]:
-    return dict(found) if isinstance(found, Mapping) else {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from scalewise.tracking.run_files import read_json
 
@@ -29,10 +29,10 @@ class TrialOutcome:
         return self.status in UNENDED
 
 
-def sweep_jobs(sweep: Path) -> list[dict[str, object]]:
+def sweep_jobs(sweep: Path) -> list[dict[str, Any]]:
     """Returns the jobs that ``sweep.json`` lists; none where there is no such file."""
-    jobs = read_json(sweep / "sweep.json").get("jobs")
-    return jobs if isinstance(jobs, list) else []
+    jobs: list[dict[str, Any]] = read_json(sweep / "sweep.json").get("jobs", [])
+    return jobs
 
 
 def job_outcome(sweep: Path, number: int) -> TrialOutcome:
@@ -40,22 +40,17 @@ def job_outcome(sweep: Path, number: int) -> TrialOutcome:
 
     The job's own ``status.json`` is believed before the sweep's list, which may be older.
     """
-    found = [row for row in sweep_jobs(sweep) if row.get("number") == number]
+    found = [row for row in sweep_jobs(sweep) if row["number"] == number]
     if not found:
         return TrialOutcome("waiting")
-    folder = sweep / str(found[-1].get("folder"))
+    folder = sweep / found[-1]["folder"]
     status = read_json(folder / "status.json")
     if not status:
-        return TrialOutcome(str(found[-1].get("status")))
-    measured = read_json(folder / "summary.json").get("metrics")
-    metrics = measured if isinstance(measured, dict) else {}
+        return TrialOutcome(found[-1]["status"])
+    metrics = read_json(folder / "summary.json").get("metrics", {})
     return TrialOutcome(
-        str(status.get("status")),
-        str(status.get("reason")),
+        status.get("status", "failed"),
+        status.get("reason", ""),
         folder,
-        {
-            key: float(value)
-            for key, value in metrics.items()
-            if isinstance(value, int | float) and isfinite(value)
-        },
+        {key: float(value) for key, value in metrics.items() if value is not None},
     )

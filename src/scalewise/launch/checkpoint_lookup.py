@@ -17,7 +17,7 @@ from scalewise.errors import CheckpointError, ConfigIssue, format_value
 from scalewise.launch import locks
 from scalewise.launch.locks import InUseError, LockOwner
 from scalewise.run_config import RunConfig
-from scalewise.tracking.run_files import RecordError, read_json, read_yaml
+from scalewise.tracking.run_files import RecordError, load_yaml, read_json
 from scalewise.tracking.sweep_record import is_running, release_reserved, run_start
 from scalewise.typed_override import format_override
 
@@ -89,8 +89,11 @@ def locked_find_checkpoint(
 
 
 def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
-    """Yields how the run that wrote a checkpoint differs where it must not."""
-    earlier = rename_targets(read_yaml(folder / "resolved.yaml"), RENAMED_TARGETS)
+    """Yields how the run that wrote a checkpoint differs where it must not.
+
+    Raises ``RecordError`` where its ``resolved.yaml`` is damaged; without one nothing is compared.
+    """
+    earlier = rename_targets(load_yaml(folder / "resolved.yaml"), RENAMED_TARGETS)
     if not earlier:
         return
     now = run.as_dict()

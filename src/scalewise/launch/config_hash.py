@@ -45,11 +45,11 @@ def hash_of_folder(folder: Path) -> str | None:
 
     ``status.json`` states it. Folders of earlier versions are hashed from ``resolved.yaml``.
     """
-    stated = read_json(folder / "status.json").get("config_hash")
-    if isinstance(stated, str):
+    stated: str | None = read_json(folder / "status.json").get("config_hash")
+    if stated is not None:
         return stated
     values = read_yaml(folder / "resolved.yaml")
-    if not isinstance(values.get("hardware"), Mapping):
+    if "hardware" not in values:
         return None
     return _hash_values(values, inputs.recorded_digests(folder))
 

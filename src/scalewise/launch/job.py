@@ -306,9 +306,8 @@ def with_wandb_group(order: JobSpec, folder: Path, resume: Path | None) -> RunCo
 
 
 def _wandb_group(folder: Path) -> str | None:
-    told = read_json(folder / "status.json").get("wandb")
-    group = told.get("group") if isinstance(told, dict) else None
-    return None if group is None else str(group)
+    group: str | None = read_json(folder / "status.json").get("wandb", {}).get("group")
+    return group
 
 
 def wandb_facts(

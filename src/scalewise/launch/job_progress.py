@@ -14,7 +14,13 @@ from scalewise.errors import ConfigError
 from scalewise.launch import slurm_cli
 from scalewise.launch.job import attempt_folders
 from scalewise.tracking import sweep_record
-from scalewise.tracking.run_files import parse_number, parse_step, read_csv_rows, read_json
+from scalewise.tracking.run_files import (
+    load_json,
+    parse_number,
+    parse_step,
+    read_csv_rows,
+    read_json,
+)
 
 TAIL_BYTES = 16384
 """What is read of the end of ``metrics.csv``: some tens of steps."""
@@ -55,20 +61,20 @@ class JobProgress:
 
 def read_progress(folder: Path) -> list[JobProgress]:
     """Returns the jobs of a sweep's folder, or the one of a run's; refuses another folder."""
-    sweep: Any = sweep_record.read_final_record(
-        folder / "sweep.json", sweep_record.is_abandoned_sweep
-    )
+    sweep = sweep_record.read_final_record(folder / "sweep.json", sweep_record.is_abandoned_sweep)
     if sweep:
         known = slurm_cli.sweep_job_ids(folder)
         states = slurm_cli.job_states() if known and slurm_cli.has_slurm() else None
         left = not known and sweep_record.is_abandoned_sweep(sweep)
         return [
             _job_progress(folder, row, known.get(str(row["number"])), states, left=left)
-            for row in sweep_record.sweep_jobs(folder, sweep)
+            for row in sweep.get("jobs", [])
         ]
     if status := sweep_record.read_final_record(folder / "status.json", sweep_record.is_lost):
-        state = "lost" if sweep_record.is_lost(status) else str(status.get("status"))
+        state = "lost" if sweep_record.is_lost(status) else status.get("status", "failed")
         return [_run_progress(folder, None, {}, status, state)]
+    for name in ("sweep.json", "status.json"):
+        load_json(folder / name)  # says what is damaged
     reason = f"{folder} is neither a run (status.json) nor a sweep (sweep.json)"
     raise ConfigError.one("", "", reason, "scalewise status runs/NAME/TIMESTAMP")
 
@@ -81,13 +87,13 @@ def _job_progress(
     *,
     left: bool,
 ) -> JobProgress:
-    planned = sweep / str(row.get("planned_folder", row["folder"]))
+    planned = sweep / row.get("planned_folder", row["folder"])
     folder = next(iter(attempt_folders(planned)), sweep / row["folder"])
     status = sweep_record.read_final_record(folder / "status.json", sweep_record.is_lost)
     goes_on = row["status"] in ("running", "waiting") and job is None and not left
     if goes_on and status.get("status") == "interrupted":
         status = {}  # of an attempt before the one that is to begin
-    state = str(status.get("status", "queued" if row["status"] == "running" else row["status"]))
+    state = status.get("status", "queued" if row["status"] == "running" else row["status"])
     if state == "waiting":
         state = "queued"
     if job is not None and states is not None and state not in ENDED:
@@ -106,9 +112,7 @@ def _run_progress(
     folder: Path, number: int | None, varied: Mapping[str, str], status: Any, state: str
 ) -> JobProgress:
     rows = _last_rows(folder / "metrics.csv")
-    planned = read_json(folder / "plan.json").get("steps")
-    steps = planned if isinstance(planned, int) else None
-    tries = status.get("attempts", 1)
+    steps = read_json(folder / "plan.json").get("steps")
     step = parse_step(rows[-1]["step"]) if rows else None
     left = silent = None
     if state == "running":
@@ -119,16 +123,16 @@ def _run_progress(
         silent = time.time() - max(file.stat().st_mtime for file in written if file.exists())
     return JobProgress(
         number,
-        str(status.get("name", folder.name)),
+        status.get("name", folder.name),
         varied,
         state,
-        str(status.get("reason") or GONE.get(state, "")),
+        status.get("reason") or GONE.get(state, ""),
         step,
         steps,
         parse_number(rows[-1].get("train/loss", "")) if rows else None,
         left,
         silent,
-        tries if isinstance(tries, int) else 1,
+        status.get("attempts", 1),
     )
 
 

@@ -18,12 +18,11 @@ from scalewise.launch.config_hash import config_hash, hash_of_folder, is_same_jo
 from scalewise.launch.executor import SweepTask
 from scalewise.launch.job import Result, attempt_folders
 from scalewise.launch.locks import FolderLock, InUseError
-from scalewise.tracking.run_files import read_json
+from scalewise.tracking.run_files import load_json, read_json
 from scalewise.tracking.sweep_record import (
     is_running,
     is_same_process,
     release_reserved,
-    sweep_jobs,
     sweep_start,
 )
 from scalewise.typed_override import command_line
@@ -94,11 +93,11 @@ def resumed_folder(asked: str, fresh: Path) -> Path:
             raise ConfigError.one("resume_sweep", asked, reason, "give its folder")
     else:
         folder = Path(asked).expanduser().absolute()
-    record = read_json(folder / "sweep.json")
+    record = load_json(folder / "sweep.json")
     if not record:
         reason = "holds no readable sweep.json"
         raise ConfigError.one("resume_sweep", asked, f"{folder} {reason}", "give a sweep's folder")
-    if any(not {"config_hash", "planned_folder"} <= set(row) for row in sweep_jobs(folder, record)):
+    if any(not {"config_hash", "planned_folder"} <= set(row) for row in record.get("jobs", [])):
         reason = f"{folder} was written by a version that could not resume sweeps"
         raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
     _reject_running(asked, folder, record)
@@ -123,7 +122,7 @@ def lock_sweep(key: str, asked: str, folder: Path) -> FolderLock:
 def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
     """Returns the jobs of the sweep in ``folder``, by number."""
     record = read_json(folder / "sweep.json")
-    return [_earlier_job(folder, row, retry) for row in sweep_jobs(folder, record)]
+    return [_earlier_job(folder, row, retry) for row in record.get("jobs", [])]
 
 
 def match_jobs(
@@ -152,7 +151,7 @@ def renumber_tasks(
     """
     wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
     found = match_jobs(wanted, known)
-    numbers = (int(row["number"]) for row in sweep_jobs(folder, read_json(folder / "sweep.json")))
+    numbers = (row["number"] for row in read_json(folder / "sweep.json").get("jobs", []))
     further = 1 + max(numbers, default=-1)
     own: list[SweepTask] = []
     kept: dict[int, Result] = {}
@@ -170,24 +169,24 @@ def renumber_tasks(
 
 
 def _earlier_job(folder: Path, row: Mapping[str, Any], retry: Sequence[str]) -> EarlierJob:
-    planned = folder / str(row["planned_folder"])
+    planned = folder / row["planned_folder"]
     # A folder of this number may hold another job: of a copied sweep, or of two that shared it.
-    digest = str(row["config_hash"])
+    digest = row["config_hash"]
     tries = tuple(
         attempt for attempt in attempt_folders(planned) if hash_of_folder(attempt) == digest
     )
     ended = [_kept_result(attempt) for attempt in tries]
     result = next((end for end in ended if end.status == "ok"), ended[0] if ended else None)
     if result is None and row["status"] == "refused":  # before it had a folder
-        reason = str(row.get("reason", ""))
+        reason = row.get("reason", "")
         result = Result("refused", reason, EXIT_CODES["refused"], planned, {})
     final = result is not None and (result.status == "ok" or result.status in RETRIED_STATUSES)
     if final and result is not None and result.status in retry:
         final = False
     return EarlierJob(
-        int(row["number"]),
+        row["number"],
         digest,
-        dict(row["varied"]),
+        row["varied"],
         planned,
         tries,
         result if final else None,
@@ -198,18 +197,18 @@ def _kept_result(attempt: Path) -> Result:
     status = read_json(attempt / "status.json")
     code = status.get("exit_code")
     return Result(
-        str(status.get("status", "running")),
-        str(status.get("reason", "")),
-        code if isinstance(code, int) else 1,
+        status.get("status", "running"),
+        status.get("reason", ""),
+        1 if code is None else code,
         attempt,
         read_json(attempt / "summary.json"),
     )
 
 
-def _reject_running(asked: str, folder: Path, record: Mapping[str, object]) -> None:
+def _reject_running(asked: str, folder: Path, record: Mapping[str, Any]) -> None:
     """Refuses a sweep whose process, or one of whose jobs, lives."""
-    process: Any = record.get("process")
-    if not isinstance(process, Mapping) or not {"pid", "host", "started"} <= set(process):
+    process = record.get("process", {})
+    if not {"pid", "host", "started"} <= set(process):
         reason = f"{folder / 'sweep.json'} does not say which process ran it"
         raise ConfigError.one("resume_sweep", asked, reason, "put a copy of it back")
     host = process["host"]
@@ -222,8 +221,8 @@ def _reject_running(asked: str, folder: Path, record: Mapping[str, object]) -> N
     living = {}
     if record.get("ended") is None and is_same_process(process["pid"], process["started"]):
         living[process["pid"]] = "it"
-    for row in sweep_jobs(folder, record):
-        for attempt in attempt_folders(folder / str(row["planned_folder"])):
+    for row in record.get("jobs", []):
+        for attempt in attempt_folders(folder / row["planned_folder"]):
             status = read_json(attempt / "status.json")
             if status.get("host") == host and is_running(status):
                 living.setdefault(status["process"], f"its job {row['number']}")

@@ -12,7 +12,7 @@ from scalewise.errors import ScalewiseError
 from scalewise.reports import page, wandb_report
 from scalewise.tracking import sweep_record
 from scalewise.tracking.connection import server_error_text
-from scalewise.tracking.run_files import read_json, write_json
+from scalewise.tracking.run_files import load_json, read_json, write_json
 from scalewise.tracking.wandb_api import WandbServer
 from scalewise.tracking.wandb_sync import SyncedRun, deliver_run, send_missing
 
@@ -26,9 +26,9 @@ class ReportPublication:
         """``entity`` and ``project`` are those that the environment asks for."""
         self._server, self._folder = server, folder
         self._entity, self._project = entity, project
-        sweep = read_json(folder / "sweep.json")
-        listed = sorted(sweep_record.sweep_jobs(folder, sweep), key=lambda job: int(job["number"]))
-        inside = [folder / str(job["folder"]) for job in listed]
+        jobs = load_json(folder / "sweep.json").get("jobs", [])
+        listed = sorted(jobs, key=lambda job: job["number"])
+        inside = [folder / job["folder"] for job in listed]
         inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
         self._folders = inside or [folder]
         self._count, self._whole = len(self._folders), True

@@ -1,19 +1,27 @@
 """Reads what a run or a sweep left in its folder, whole or torn, into frozen records.
 
-Nothing here fails on a file that is missing, half written or odd: what could not be read is
-``None`` or empty, because the page must be built above all when something went wrong.
+A damaged ``status.json`` or ``sweep.json`` of the folder that is asked for is rejected. Any other
+file that is missing or damaged reads as ``None`` or empty, and so does a job of a sweep, because
+the page must be built above all when something went wrong.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any, cast
 
 from scalewise import regular_files
 from scalewise.errors import ConfigError
 from scalewise.reports import redact
-from scalewise.tracking.run_files import parse_number, read_csv_rows, read_json
+from scalewise.tracking.run_files import (
+    RecordError,
+    load_json,
+    parse_number,
+    parse_step,
+    read_csv_rows,
+    read_json,
+)
 
 CURVES = (
     "train/loss",
@@ -26,6 +34,9 @@ CURVES = (
     "throughput/tokens_per_s",
 )
 """Columns of ``metrics.csv`` that a page draws over the steps."""
+
+PREDICTED = ("plan/peak_bytes", "plan/step_s", "limit_bytes")
+"""Keys of ``plan.json`` that a page compares with measurements."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class RunRecord:
     seconds: float | None = None
     attempts: int = 1
     world_size: int = 1
-    machine: Mapping[str, object] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     git_commit: str = ""
     git_dirty: bool | None = None
@@ -106,7 +117,7 @@ class RunRecord:
     step_parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that were foreseen, by what they go into."""
     foreseen: Mapping[str, float] = field(default_factory=dict)
-    """``plan/peak_bytes``, ``plan/step_s`` and ``limit_bytes``, as far as they are known."""
+    """The numbers of :data:`PREDICTED` that are known."""
 
     @property
     def ok(self) -> bool:
@@ -134,10 +145,9 @@ class SweepRecord:
 def read_record(folder: Path) -> RunRecord | SweepRecord:
     """Returns the record of ``folder``, a sweep if it holds ``sweep.json``, else a run.
 
-    Raises :class:`ConfigError` where the folder is neither.
+    Raises :class:`ConfigError` where the folder is neither, or its record is damaged.
     """
-    sweep = _read_json(folder / "sweep.json")
-    if sweep is not None:
+    if sweep := load_json(folder / "sweep.json"):
         return _read_sweep(folder, sweep)
     run = read_run(folder)
     if run is None:
@@ -147,111 +157,108 @@ def read_record(folder: Path) -> RunRecord | SweepRecord:
 
 
 def read_run(folder: Path) -> RunRecord | None:
-    """Returns the record of a run's folder, ``None`` if it has no readable ``status.json``."""
-    found = _read_json(folder / "status.json")
-    if found is None:
+    """Returns the record of a run's folder, ``None`` if it has no ``status.json``.
+
+    Raises :class:`RecordError` where that is damaged.
+    """
+    found = load_json(folder / "status.json")
+    if not found:
         return None
     commit = found.pop("git_commit", None)  # forty hex digits, not a key
-    status = _as_mapping(redact.redact_values(found))
-    machine, world, attempts = (status.get(key) for key in ("machine", "world_size", "attempts"))
-    dirty, plan = status.get("git_dirty"), _read_json(folder / "plan.json") or {}
+    status, plan = _redacted(found), read_json(folder / "plan.json")
     return RunRecord(
         folder=folder.name,
-        status=_as_text(status.get("status")) or "failed",
-        reason=_as_text(status.get("reason")),
-        verb=_as_text(status.get("verb")) or "train",
-        name=_as_text(status.get("name")) or folder.name,
-        question=_as_text(status.get("question")),
-        command=_as_text(status.get("command")),
-        choices=_as_mapping(status.get("choices")),
-        overrides=_as_lines(status.get("overrides")),
-        varied=_as_mapping(status.get("varied")),
+        status=status.get("status") or "failed",
+        reason=status.get("reason", ""),
+        verb=status.get("verb") or "train",
+        name=status.get("name") or folder.name,
+        question=status.get("question", ""),
+        command=status.get("command", ""),
+        choices=status.get("choices", {}),
+        overrides=tuple(status.get("overrides", ())),
+        varied=status.get("varied", {}),
         changed=tuple(
-            SettingChange(_as_text(row.get("key")), row.get("default"), row.get("value"))
-            for row in _as_rows(status.get("changed"))
+            SettingChange(row["key"], row["default"], row["value"])
+            for row in status.get("changed", ())
         ),
-        started=_as_instant(status.get("started")),
-        ended=_as_instant(status.get("ended")),
-        seconds=_as_finite(status.get("seconds")),
-        attempts=_as_count(attempts) or 1,
-        world_size=_as_count(world) or 1,
-        machine=_as_mapping(machine),
-        versions={key: _as_text(item) for key, item in _as_mapping(status.get("versions")).items()},
-        git_commit=_as_text(commit),
-        git_dirty=dirty if isinstance(dirty, bool) else None,
-        wandb=_as_mapping(status.get("wandb")),
-        micro_batch=_as_mapping(status.get("micro_batch")),
-        rank=_as_count(status.get("rank")),
-        log_tail=_as_lines(status.get("log_tail")),
+        started=_parse_time(status.get("started")),
+        ended=_parse_time(status.get("ended")),
+        seconds=status.get("seconds"),
+        attempts=status.get("attempts") or 1,
+        world_size=status.get("world_size") or 1,
+        machine=status.get("machine", {}),
+        versions=status.get("versions", {}),
+        git_commit=commit or "",
+        git_dirty=status.get("git_dirty"),
+        wandb=status.get("wandb", {}),
+        micro_batch=status.get("micro_batch", {}),
+        rank=status.get("rank"),
+        log_tail=tuple(status.get("log_tail", ())),
         cures=tuple(
-            SuggestedOverride(_as_text(row.get("override")), _as_text(row.get("why")))
-            for row in _as_rows(status.get("cures"))
+            SuggestedOverride(row["override"], row["why"]) for row in status.get("cures", ())
         ),
         summary=_read_summary(folder / "summary.json"),
         series=_read_series(folder / "metrics.csv"),
-        ledger=_number_entries(plan.get("ledger")),
-        step_parts=_number_entries(plan.get("step_parts")),
-        foreseen=_number_entries(plan),
+        ledger=plan.get("ledger", {}),
+        step_parts=_known_numbers(plan.get("step_parts", {})),
+        foreseen=_known_numbers({key: plan.get(key) for key in PREDICTED}),
     )
 
 
-def _read_sweep(folder: Path, found: Mapping[str, object]) -> SweepRecord:
-    sweep = _as_mapping(redact.redact_values(dict(found)))
-    varying = {
-        key: tuple(values) if isinstance(values, list) else (values,)
-        for key, values in _as_mapping(sweep.get("varying")).items()
-    }
-    jobs = [_read_job(folder, row, place) for place, row in enumerate(_as_rows(sweep.get("jobs")))]
+def _read_sweep(folder: Path, found: dict[str, Any]) -> SweepRecord:
+    sweep = _redacted(found)
+    jobs = [_read_job(folder, row) for row in sweep.get("jobs", ())]
     jobs.sort(key=lambda job: job.number or 0)
     numbers = [job.number for job in jobs]
-    reference = _as_count(sweep.get("reference"))
+    reference = sweep.get("reference")
     return SweepRecord(
         folder=folder.name,
-        name=_as_text(sweep.get("name")) or folder.name,
-        question=_as_text(sweep.get("question")),
-        command=_as_text(sweep.get("command")),
-        verb=_as_text(sweep.get("verb")) or "train",
-        started=_as_instant(sweep.get("started")),
-        ended=_as_instant(sweep.get("ended")),
-        varying=varying,
+        name=sweep.get("name") or folder.name,
+        question=sweep.get("question", ""),
+        command=sweep.get("command", ""),
+        verb=sweep.get("verb") or "train",
+        started=_parse_time(sweep.get("started")),
+        ended=_parse_time(sweep.get("ended")),
+        varying={key: tuple(values) for key, values in sweep.get("varying", {}).items()},
         reference=numbers.index(reference) if reference in numbers else None,
         jobs=tuple(jobs),
-        wandb=_as_mapping(sweep.get("wandb")),
+        wandb=sweep.get("wandb", {}),
     )
 
 
-def _read_job(folder: Path, row: Mapping[str, object], place: int) -> RunRecord:
-    number = _as_count(row.get("number"))
-    number = place if number is None else number
-    name = _as_text(row.get("folder")) or str(number)
-    listed = _as_text(row.get("status")) or "not_run"
-    inside = (folder / name).resolve().is_relative_to(folder.resolve())
-    run = read_run(folder / name) if inside else None
+def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
+    name, listed = row["folder"], row["status"] or "not_run"
+    reason = "" if listed == "not_run" else "The job left no readable status.json."
+    run = None
+    if (folder / name).resolve().is_relative_to(folder.resolve()):
+        try:
+            run = read_run(folder / name)
+        except RecordError as error:
+            reason = redact.redact_text(error.complaints[0].reason)
     if run is None:
         run = RunRecord(
             folder=name,
             name=name,
             status=listed,
-            reason=_as_text(row.get("reason"))
-            or ("" if listed == "not_run" else "The job left no readable status.json."),
-            overrides=_as_lines(row.get("overrides")),
+            reason=row.get("reason") or reason,
+            overrides=tuple(row.get("overrides", ())),
         )
-    return replace(run, number=number, varied=_as_mapping(row.get("varied")) or run.varied)
+    return replace(run, number=row["number"], varied=row["varied"] or run.varied)
 
 
 def _read_summary(path: Path) -> RunSummary | None:
-    found = _read_json(path)
-    if found is None:
+    found = read_json(path)
+    if not found:
         return None
     return RunSummary(
-        parameters=_as_count(found.get("parameters")),
-        steps=_as_count(found.get("steps")),
-        tokens=_as_count(found.get("tokens")),
-        global_batch=_as_count(found.get("global_batch")),
-        sequence=_as_count(found.get("sequence")),
-        window=_as_text(found.get("window")),
-        notes=_as_lines(found.get("notes")),
-        metrics=_number_entries(found.get("metrics")),
+        parameters=found.get("parameters"),
+        steps=found.get("steps"),
+        tokens=found.get("tokens"),
+        global_batch=found.get("global_batch"),
+        sequence=found.get("sequence"),
+        window=found.get("window", ""),
+        notes=tuple(found.get("notes", ())),
+        metrics=_known_numbers(found.get("metrics", {})),
     )
 
 
@@ -265,9 +272,9 @@ def _read_series(path: Path) -> dict[str, MetricSeries]:
     found = {}
     for key in CURVES:
         pairs = [
-            (int(step), value)
+            (step, value)
             for row in rows
-            if (step := _as_finite(parse_number(row.get("step", "")))) is not None
+            if (step := parse_step(row.get("step", ""))) is not None
             and (value := parse_number(row.get(key, ""))) is not None
         ]
         if pairs:
@@ -277,53 +284,16 @@ def _read_series(path: Path) -> dict[str, MetricSeries]:
     return found
 
 
-def _read_json(path: Path) -> dict[str, object] | None:
-    return read_json(path) or None
+def _redacted(record: dict[str, Any]) -> dict[str, Any]:
+    return cast(dict[str, Any], redact.redact_values(record))
 
 
-def _as_text(value: object) -> str:
-    return "" if value is None else str(value)
+def _known_numbers(entries: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: float(value) for key, value in entries.items() if value is not None}
 
 
-def _as_mapping(value: object) -> dict[str, object]:
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
-
-
-def _number_entries(value: object) -> dict[str, float]:
-    """Returns the entries of a mapping that are numbers."""
-    found = {key: _as_number(item) for key, item in _as_mapping(value).items()}
-    return {key: number for key, number in found.items() if number is not None}
-
-
-def _as_rows(value: object) -> list[dict[str, object]]:
-    return (
-        [_as_mapping(row) for row in value if isinstance(row, dict)]
-        if isinstance(value, list)
-        else []
-    )
-
-
-def _as_lines(value: object) -> tuple[str, ...]:
-    return tuple(_as_text(line) for line in value) if isinstance(value, list) else ()
-
-
-def _as_number(value: object) -> float | None:
-    """Returns a number as a float, NaN and infinity included."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _as_finite(value: object) -> float | None:
-    number = _as_number(value)
-    return number if number is not None and math.isfinite(number) else None
-
-
-def _as_count(value: object) -> int | None:
-    number = _as_finite(value)
-    return None if number is None else int(number)
-
-
-def _as_instant(value: object) -> datetime | None:
+def _parse_time(text: str | None) -> datetime | None:
     try:
-        return datetime.fromisoformat(_as_text(value))
+        return datetime.fromisoformat(text or "")
     except ValueError:
         return None

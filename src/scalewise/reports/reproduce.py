@@ -69,7 +69,7 @@ def environment_facts(comparison: ReportComparison) -> list[tuple[str, str]]:
     for key in ("device", "processor", "cores", "memory_bytes", "system"):
         values = [run.machine[key] for run in runs if run.machine.get(key) is not None]
         if key == "memory_bytes":
-            values = [f"{v / GIB:.2f} GiB" for v in values if isinstance(v, int | float)]
+            values = [f"{v / GIB:.2f} GiB" for v in values]
         found.append((key.removesuffix("_bytes"), common_value(str(item) for item in values)))
     sizes = [str(run.world_size) for run in runs]
     found.append(("ranks", ", ".join(sorted(set(sizes), key=int))))

@@ -109,7 +109,7 @@ def header_facts(
             common_value(
                 f"{run.micro_batch['rows']} rows, {run.micro_batch['how']}"
                 for run in runs
-                if run.micro_batch
+                if {"rows", "how"} <= run.micro_batch.keys()
             ),
         ),
     ]

@@ -150,8 +150,7 @@ def _existing_report(folder: Path) -> Path:
 def _note_address(folder: Path, url: str) -> None:
     """Writes the report's address into the folder's record, under ``wandb.report``."""
     content = read_json(_existing_report(folder))
-    facts = content.get("wandb")
-    content["wandb"] = {**(facts if isinstance(facts, dict) else {}), "report": url}
+    content["wandb"] = {**content.get("wandb", {}), "report": url}
     write_json(_existing_report(folder), content)
 
 
@@ -161,8 +160,8 @@ def _noted_report_id(
     """Returns the id of the report that the folder notes, if the project still has it."""
     from wandb_workspaces.reports.v2 import gql
 
-    facts = read_json(_existing_report(folder)).get("wandb")
-    url = str(facts.get("report") or "") if isinstance(facts, dict) else ""
+    facts = read_json(_existing_report(folder)).get("wandb", {})
+    url = facts.get("report") or ""
     ident = url.rpartition("--")[2]
     if not ident:
         return None

@@ -15,13 +15,14 @@ from scalewise import atomic, bounded_yaml, regular_files
 from scalewise.errors import ConfigError
 from scalewise.redaction import redact
 from scalewise.tracking.metric_names import METRICS
+from scalewise.tracking.record_types import RECORDS, type_mismatches
 
 FACTS = "wandb/facts.json"
 """What rank 0 tells about its W&B run while it trains, relative to the run's folder."""
 
 
 class RecordError(ConfigError):
-    """A file of a run folder that is missing or damaged."""
+    """A file of a run folder that is damaged."""
 
     @classmethod
     def of(cls, path: Path, reason: str, cure: str = "put a copy of it back") -> Self:
@@ -61,8 +62,8 @@ def copy_file(source: Path, path: Path) -> None:
     atomic.copy_atomic(source, path)
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """Returns a JSON object, or an empty one where the file is absent or torn."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object, or an empty one where the file is absent or damaged."""
     try:
         return load_json(path)
     except RecordError:
@@ -70,12 +71,16 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object; raises ``RecordError`` where the file is absent or damaged."""
+    """Returns a JSON object, or an empty one where the file is absent.
+
+    Raises ``RecordError`` where the file is damaged: it cannot be parsed, or a value is not of the
+    type that ``RECORDS`` declares for a file of this name.
+    """
     return _load(path, json.loads)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Returns a YAML mapping; raises ``RecordError`` where the file is absent or damaged."""
+    """Returns a YAML mapping as ``load_json`` does a JSON object."""
     return _load(path, bounded_yaml.load_yaml)
 
 
@@ -83,7 +88,7 @@ def _load(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
     try:
         content = parse(regular_files.read_text(path))
     except FileNotFoundError:
-        raise RecordError.of(path, "is missing") from None
+        return {}
     except OSError as error:
         raise RecordError.of(path, f"cannot be read: {error.strerror}") from None
     except RecursionError:
@@ -95,11 +100,13 @@ def _load(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
         raise RecordError.of(
             path, f"is damaged: it holds no mapping but a {type(content).__name__}"
         )
+    for mismatch in type_mismatches(content, RECORDS.get(path.name, object)):
+        raise RecordError.of(path, f"is damaged: {mismatch}")
     return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns a YAML mapping, or an empty one where the file is absent or torn."""
+    """Returns a YAML mapping, or an empty one where the file is absent or damaged."""
     try:
         return load_yaml(path)
     except RecordError:
@@ -190,11 +197,6 @@ def _parse_cells(line: str) -> list[str]:
         return next(csv.reader([line.replace("\0", "")]), [])
     except csv.Error:
         return []
-
-
-def as_mapping(value: object) -> dict[str, Any]:
-    """Returns a mapping as it is, and an empty one in place of any other value."""
-    return value if isinstance(value, dict) else {}
 
 
 def parse_step(text: str) -> int | None:

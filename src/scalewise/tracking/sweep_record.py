@@ -12,14 +12,10 @@ from typing import Any
 import psutil
 
 from scalewise import atomic
-from scalewise.errors import ConfigError
 from scalewise.tracking.run_files import read_json
 
 CLOCKS_APART = 2.0
 """Seconds by which a process may seem to have begun after it wrote when it did."""
-
-ENTRIES = {"number": int, "folder": str, "status": str, "varied": dict}
-"""What every job of ``sweep.json`` has."""
 
 
 def run_start(folder: Path) -> datetime:
@@ -44,24 +40,6 @@ def _recorded_start(record: Mapping[str, Any], file: Path) -> datetime:
         return datetime.fromtimestamp(file.stat().st_mtime, UTC)
     except OSError:
         return datetime.fromtimestamp(0, UTC)
-
-
-def sweep_jobs(folder: Path, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the jobs of the record of the sweep in ``folder``; refuses what says too little."""
-    rows = record.get("jobs", [])
-    if not isinstance(rows, list):
-        raise _damaged_error(folder, "its jobs are no list")
-    for place, row in enumerate(rows):
-        for key, kind in ENTRIES.items():
-            if not isinstance(row, Mapping) or not isinstance(row.get(key), kind):
-                raise _damaged_error(folder, f"jobs[{place}] has no {key}")
-    return rows
-
-
-def _damaged_error(folder: Path, what: str) -> ConfigError:
-    reason = f"{folder / 'sweep.json'} is damaged: {what}"
-    cure = "put a copy of it back; its jobs' own folders are reports by themselves"
-    return ConfigError.one("", "", reason, cure)
 
 
 def is_same_process(pid: object, started: object) -> bool:
@@ -112,14 +90,14 @@ def read_final_record(file: Path, is_dead: Callable[[Mapping[str, Any]], bool]) 
 
     A process may write its end and exit between the first read and the look at the process.
     """
-    record: dict[str, Any] = read_json(file)
+    record = read_json(file)
     return read_json(file) if is_dead(record) else record
 
 
 def is_abandoned_sweep(record: Mapping[str, Any]) -> bool:
     """Returns whether a sweep has not ended, and its process is gone from this machine."""
-    process = record.get("process")
-    if not isinstance(process, Mapping) or record.get("ended") is not None:
+    process = record.get("process", {})
+    if record.get("ended") is not None:
         return False
     here = process.get("host") == socket.gethostname()
     return here and not is_same_process(process.get("pid"), process.get("started"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalewise.tracking.metric_names import METRICS
-from scalewise.tracking.run_files import as_mapping
 
 PAIRS = {"plan/peak_bytes": "memory/peak_bytes", "plan/step_s": "time/step_s"}
 """What was foreseen, and the metric that it is to be held against."""
@@ -23,7 +22,10 @@ class TextTable:
 
 def predicted_tables(plan: Mapping[str, Any]) -> dict[str, TextTable]:
     """Returns the tables of a ``plan.json``, by key: bytes of the fullest device, seconds."""
-    sent = list(_iter_collectives(plan.get("collectives")))
+    sent = [
+        (c["kind"], " ".join(c["axes"]), c["what"], c["bytes"], c["count"], c["bytes"] * c["count"])
+        for c in plan.get("collectives", [])
+    ]
     collectives = ("kind", "axes", "what", "bytes", "count", "bytes_per_step")
     tables = {
         "plan/ledger": TextTable(("line", "bytes_at_peak"), _mapping_rows(plan, "ledger")),
@@ -39,7 +41,7 @@ def measured_table(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[
     memory = [
         (key.removeprefix("memory/").removesuffix("_bytes"), metrics[key])
         for key in METRICS
-        if key.startswith("memory/") and isinstance(metrics.get(key), int | float)
+        if key.startswith("memory/") and metrics.get(key) is not None
     ]
     tables = {
         "memory/measured": TextTable(("part", "bytes"), memory),
@@ -51,19 +53,8 @@ def measured_table(plan: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[
     return {key: table for key, table in tables.items() if table.rows}
 
 
-def _iter_collectives(collectives: object) -> Iterator[tuple[object, ...]]:
-    """Yields the rows of collectives; a damaged one is left out."""
-    for entry in collectives if isinstance(collectives, list) else ():
-        c = as_mapping(entry)
-        size, count, axes = c.get("bytes"), c.get("count"), c.get("axes")
-        if isinstance(size, int) and isinstance(count, int) and isinstance(axes, list):
-            named = " ".join(map(str, axes))
-            yield str(c.get("kind")), named, str(c.get("what")), size, count, size * count
-
-
 def _mapping_rows(plan: Mapping[str, Any], key: str) -> list[tuple[object, ...]]:
-    entries = as_mapping(plan.get(key)).items()
-    return [(name, value) for name, value in entries if isinstance(value, int | float)]
+    return [(name, value) for name, value in plan.get(key, {}).items() if value is not None]
 
 
 def _comparison_row(
@@ -71,6 +62,6 @@ def _comparison_row(
 ) -> Iterator[tuple[object, ...]]:
     for said, key in PAIRS.items():
         planned, found = plan.get(said), metrics.get(key)
-        if isinstance(planned, int | float) and isinstance(found, int | float) and found:
+        if planned is not None and found:
             ratio = planned / found
             yield key, METRICS[key].unit, float(planned), float(found), ratio

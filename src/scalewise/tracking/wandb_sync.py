@@ -17,7 +17,6 @@ from scalewise.tracking import tables
 from scalewise.tracking.config import ArtifactsKind
 from scalewise.tracking.run_files import (
     FACTS,
-    as_mapping,
     read_json,
     read_metrics,
     read_yaml,
@@ -63,16 +62,16 @@ class SyncedRun:
     @cached_property
     def wandb(self) -> dict[str, Any]:
         """Returns the facts of its newest W&B run; a run that was killed left them elsewhere."""
-        ended = as_mapping(self.status.get("wandb"))
+        ended: dict[str, Any] = self.status.get("wandb", {})
         return ended if ended.get("id") else read_json(self.folder / FACTS)
 
     @property
     def ending(self) -> tuple[str, str, int]:
         """Returns status, reason and exit code; of a run whose process is gone, those of that."""
         exit_code = self.status.get("exit_code")
-        if not isinstance(exit_code, int):
+        if exit_code is None:
             return "failed", "its process is gone, and left no word of how it ended", 1
-        status, reason = (str(self.status.get(key) or "") for key in ("status", "reason"))
+        status, reason = (self.status.get(key, "") for key in ("status", "reason"))
         return status, reason, exit_code
 
     @cached_property
@@ -80,31 +79,32 @@ class SyncedRun:
         """Returns the transaction logs of its attempts, the oldest first."""
         found = {path.resolve() for path in self.folder.glob("wandb/*run-*/run-*.wandb")}
         named = self.wandb.get("folder")  # WANDB_DIR may have put it elsewhere
-        if isinstance(named, str) and named:
+        if named:
             found |= {path.resolve() for path in Path(named).glob("run-*.wandb")}
         return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
 
     @cached_property
     def tracking(self) -> Mapping[str, Any]:
         """Returns the ``tracking`` part of its configuration."""
-        return as_mapping(self._resolved.get("tracking"))
+        group: Mapping[str, Any] = self._resolved.get("tracking", {})
+        return group
 
     @property
     def trained_whole(self) -> list[str]:
         """Returns the patterns of modules that were trained whole beside an adapter."""
-        patterns = as_mapping(self._resolved.get("adapter")).get("trained")
+        patterns = self._resolved.get("adapter", {}).get("trained")
         return [str(pattern) for pattern in patterns] if isinstance(patterns, list) else []
 
     @cached_property
     def window(self) -> int:
         """Returns how many steps a row of W&B stands for."""
-        steps = as_mapping(self._resolved.get("trainer")).get("log_every")
+        steps = self._resolved.get("trainer", {}).get("log_every")
         return steps if isinstance(steps, int) and steps > 0 else 1
 
     @property
     def first_step(self) -> int:
         """Returns the step that it went on from."""
-        step = re.search(r"step-(\d+)$", str(self.wandb.get("resumed_from") or ""))
+        step = re.search(r"step-(\d+)$", self.wandb.get("resumed_from") or "")
         return int(step[1]) if step else 0
 
     @cached_property
@@ -140,9 +140,9 @@ def send_missing(server: WandbServer, told: SyncedRun, found: Any) -> int:
     files = {name: _file_digest(told.folder / name) for name in _files_to_send(told)}
     marker = {"path": f"{server.url}/{entity}/{project}/{run_id}", "files": files}
     rest = _missing_rows(told, found)
-    before: dict[str, Any] = read_json(told.folder / MARKER)
+    before = read_json(told.folder / MARKER)
     alerted = before.get("path") == marker["path"]
-    there = as_mapping(before.get("files")) if alerted else {}
+    there = before.get("files", {}) if alerted else {}
     if before == marker and not rest and found.state != "running":
         return 0
     artifacts = list(_iter_artifacts(told, run_id))
@@ -191,7 +191,7 @@ def _write_outcome(run: Any, told: SyncedRun) -> None:
     plan, summary = (read_json(told.folder / name) for name in ("plan.json", "summary.json"))
     status, reason, _ = told.ending
     run.summary.update({**predicted_metrics(plan), "status": status, "reason": reason})
-    metrics = as_mapping(summary.get("metrics"))
+    metrics = summary.get("metrics", {})
     if metrics:
         run.summary.update(summary_metrics(summary))
     named = {**tables.predicted_tables(plan), **tables.measured_table(plan, metrics)}
@@ -223,11 +223,11 @@ def _file_digest(path: Path) -> str:
 
 def _origin_artifact(server: WandbServer, told: SyncedRun, entity: str, project: str) -> str | None:
     """Returns the name of the checkpoint artifact that a run went on from, if it is published."""
-    checkpoint = Path(str(told.wandb.get("resumed_from") or ""))
+    checkpoint = Path(told.wandb.get("resumed_from") or "")
     if not told.first_step:
         return None
-    earlier = read_json(checkpoint.parents[1] / MARKER).get("path")
-    run_id = str(earlier or "").rpartition("/")[2]
+    earlier: str = read_json(checkpoint.parents[1] / MARKER).get("path", "")
+    run_id = earlier.rpartition("/")[2]
     name = f"{entity}/{project}/checkpoint-{run_id}:{checkpoint.name}"
     return name if run_id and server.has_artifact(name) else None
 
@@ -260,7 +260,7 @@ def _iter_artifacts(told: SyncedRun, run_id: str) -> Iterator[tuple[Any, list[st
         else:
             artifact.add_reference(f"file://{path.resolve()}", checksum=False)
         yield artifact, [*names, path.name], _artifact_bytes(path) if whole else 0
-    if as_mapping(told.status.get("choices")).get("adapter", "none") != "none":
+    if told.status.get("choices", {}).get("adapter", "none") != "none":
         file = told.folder / "wandb" / "adapter.safetensors"
         file.parent.mkdir(exist_ok=True)  # a run without a tracker has none
         _write_adapter(steps[-1], told.trained_whole, file)

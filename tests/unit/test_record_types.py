@@ -1,0 +1,89 @@
+"""The check of run files against their declared types, and that writers keep to these."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from fixtures.damage import FOREIGN
+from fixtures.golden import RECORDS as GOLDEN
+
+from scalewise.hpo.storage import TrialLink
+from scalewise.launch.status import Status
+from scalewise.tracking import run_files
+from scalewise.tracking.record_types import RECORDS, StatusRecord, TrialRecord, type_mismatches
+from scalewise.tracking.run_files import RecordError
+
+STATUS = {
+    "choices": {"objective": "causal_lm"},
+    "overrides": ["seed=1"],
+    "changed": [{"key": "seed", "default": 1, "value": 2}],
+    "exit_code": None,
+    "attempts": 1,
+    "seconds": 7,
+    "git_dirty": False,
+    "machine": {"device": "cpu", "later": 1},
+}
+
+
+def mismatches(**changes: object) -> list[str]:
+    return list(type_mismatches(STATUS | changes, StatusRecord))
+
+
+def test_a_record_of_its_types_is_accepted() -> None:
+    assert mismatches() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "mismatch"),
+    [
+        ({"choices": {"objective": [1]}}, "choices.objective is [1], not text"),
+        ({"choices": []}, "choices is [], not a mapping"),
+        ({"overrides": ["a", 2]}, "overrides[1] is 2, not text"),
+        ({"overrides": "a"}, "overrides is a, not a list"),
+        ({"changed": [{"key": "a", "default": 1}]}, "changed[0].value is missing"),
+        ({"exit_code": 0.5}, "exit_code is 0.5, not an integer or null"),
+        ({"attempts": True}, "attempts is true, not an integer"),
+        ({"attempts": 2**63}, f"attempts is {2**63}, not an integer"),
+        ({"seconds": float("nan")}, "seconds is nan, not a number"),
+        ({"seconds": 10**400}, f"seconds is 1{'0' * 119}..., not a number"),
+        ({"git_dirty": 1}, "git_dirty is 1, not true or false or null"),
+        ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer"),
+    ],
+)
+def test_a_value_of_another_type_is_named(change: dict[str, object], mismatch: str) -> None:
+    assert mismatches(**change) == [mismatch]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("value", ["number", "list", "text"])
+def test_readers_reject_a_field_of_another_type(name: str, value: str, tmp_path: Path) -> None:
+    declared = RECORDS[name]
+    hints = get_type_hints(declared) if isinstance(declared, type) else {"any": str}
+    for key in hints:
+        content = json.dumps({key: FOREIGN[value]})
+        (tmp_path / name).write_text(content, "utf-8")
+        if not any(type_mismatches(json.loads(content), declared)):
+            continue
+        read = run_files.load_yaml if name.endswith(".yaml") else run_files.load_json
+        with pytest.raises(RecordError, match=rf"{name} is damaged: .+; put a copy of it back"):
+            read(tmp_path / name)
+        assert run_files.read_json(tmp_path / name) == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "declared"), [(Status, StatusRecord), (TrialLink, TrialRecord)]
+)
+def test_every_field_that_is_written_is_declared(written: Any, declared: Any) -> None:
+    assert {field.name for field in fields(written)} == set(get_type_hints(declared))
+
+
+def test_golden_files_are_accepted() -> None:
+    files = [file for file in (GOLDEN / "sweep").rglob("*") if file.name in RECORDS]
+    assert {"status.json", "sweep.json", "plan.json", "resolved.yaml"} <= {f.name for f in files}
+    for file in files:
+        read = run_files.load_yaml if file.suffix == ".yaml" else run_files.load_json
+        assert read(file), file
