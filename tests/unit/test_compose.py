@@ -283,6 +283,14 @@ def test_a_recorded_value_of_another_type_is_rejected(group: str, key: str, valu
     assert key in str(rejected.value)
 
 
+def test_a_recorded_option_without_a_field_that_has_no_default_is_rejected() -> None:
+    recorded = compose().as_dict()["model"]
+    assert isinstance(recorded, dict)
+    del recorded["width"]
+    with pytest.raises(ConfigError, match="has no width"):
+        parse_group("model", recorded)
+
+
 def test_an_interpolation_reads_another_key_and_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -45,13 +45,14 @@ def test_a_record_of_its_types_is_accepted() -> None:
         ({"overrides": ["a", 2]}, "overrides[1] is 2, not text"),
         ({"overrides": "a"}, "overrides is a, not a list"),
         ({"changed": [{"key": "a", "default": 1}]}, "changed[0].value is missing"),
-        ({"exit_code": 0.5}, "exit_code is 0.5, not an integer or null"),
-        ({"attempts": True}, "attempts is true, not an integer"),
-        ({"attempts": 2**63}, f"attempts is {2**63}, not an integer"),
+        ({"exit_code": 0.5}, "exit_code is 0.5, not an integer of 0 or more or null"),
+        ({"attempts": True}, "attempts is true, not an integer of 0 or more"),
+        ({"attempts": 2**63}, f"attempts is {2**63}, not an integer of 0 or more"),
+        ({"exit_code": -7}, "exit_code is -7, not an integer of 0 or more or null"),
         ({"seconds": float("nan")}, "seconds is nan, not a number"),
         ({"seconds": 10**400}, f"seconds is 1{'0' * 119}..., not a number"),
         ({"git_dirty": 1}, "git_dirty is 1, not true or false or null"),
-        ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer"),
+        ({"machine": {"cores": "4"}}, "machine.cores is 4, not an integer of 0 or more"),
     ],
 )
 def test_a_value_of_another_type_is_named(change: dict[str, object], mismatch: str) -> None:

@@ -48,7 +48,10 @@ def job(folder: Path, **status: object) -> None:
 DAMAGED = [
     ({"jobs": "abc"}, "jobs is abc, not a list"),
     ({"jobs": ["a"]}, "jobs[0] is a, not a mapping"),
-    ({"jobs": [row(0, "ok") | {"number": "a"}]}, "jobs[0].number is a, not an integer"),
+    (
+        {"jobs": [row(0, "ok") | {"number": "a"}]},
+        "jobs[0].number is a, not an integer of 0 or more",
+    ),
     ({"jobs": [{"number": 0}]}, "jobs[0].folder is missing"),
     ({"jobs": [row(0, "ok"), row(1, "ok", folder=7)]}, "jobs[1].folder is 7, not text"),
     ({"process": "abc"}, "process is abc, not a mapping"),

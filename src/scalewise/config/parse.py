@@ -123,7 +123,8 @@ def parse_group(group: str, recorded: Mapping[str, object]) -> Any:
     """
     registry.import_options()
     complaints: list[ConfigIssue] = []
-    known = registry.registered_targets().get(str(recorded.get("_target_")))
+    target = str(recorded.get("_target_"))
+    known = registry.registered_targets().get(target)
     values: object = dict(recorded)
     if hidden := [key for key, value in recorded.items() if HIDDEN in str(value)]:
         reason = "was a secret, which is not written down"
@@ -135,13 +136,15 @@ def parse_group(group: str, recorded: Mapping[str, object]) -> Any:
             values = _plain(merged)
         except OmegaConfBaseException as error:
             reason = f"is of another version: {str(error).splitlines()[0]}"
-            raise ConfigError.one(group, str(recorded.get("_target_")), reason) from error
+            raise ConfigError.one(group, target, reason) from error
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError.one(group, target, f"has no {', '.join(missing)}")
         converted = OmegaConf.to_container(merged, enum_to_str=True)
         assert isinstance(converted, dict)
         for key, value in recorded.items():
             if converted[key] != value:  # what a run has written is of the declared type
                 reason = f"{key} is {format_value(value)}, not of the type of that field"
-                raise ConfigError.one(group, str(recorded.get("_target_")), reason)
+                raise ConfigError.one(group, target, reason)
     found = _parse_part(group, values, complaints)
     if complaints:
         raise ConfigError(complaints)

@@ -1,7 +1,7 @@
 """Declared types of the JSON and YAML files in a run or sweep folder, and the check against them.
 
 A reader that has passed the check relies on these types. Keys that are not declared are allowed:
-later versions add some. Numbers are finite and fit into 64 bits.
+later versions add some. Numbers are finite and fit into 64 bits; integers are 0 or more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -271,7 +271,7 @@ RECORDS: Mapping[str, Any] = {
 
 _TYPE_NAMES: Mapping[object, str] = {
     str: "text",
-    int: "an integer",
+    int: "an integer of 0 or more",
     float: "a number",
     bool: "true or false",
     NoneType: "null",
@@ -323,7 +323,8 @@ def _is_scalar(value: object, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if isinstance(value, int):
-        return kind in (int, float) and abs(value) < _MAX_INTEGER
+        least = -_MAX_INTEGER if kind is float else 0
+        return kind in (int, float) and least <= value < _MAX_INTEGER
     if isinstance(value, float):
         return kind is float and isfinite(value)
     return isinstance(kind, type) and not is_typeddict(kind) and isinstance(value, kind)
