@@ -2,13 +2,12 @@
 
 import html
 import json
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from fixtures.browser import browser
 from fixtures.reports import (
     GRID,
     LARGE,
@@ -62,16 +61,6 @@ const waiting = setInterval(() => {
   clearInterval(waiting);
 }, 50);
 </script>"""
-
-
-def browser() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome", "chrome"):
-        found = shutil.which(name)
-        if found:
-            return found
-    if os.environ.get("CI"):
-        pytest.fail("no Chromium on the path, and CI is set")
-    pytest.skip("no Chromium on the path")
 
 
 def probe(path: Path, tmp_path: Path, width: int, dark: bool) -> dict[str, object]:

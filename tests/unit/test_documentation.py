@@ -13,9 +13,11 @@ from scalewise.bench.options import BenchOptions, split_options
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
 from scalewise.commands.usage import EXAMPLES, VERBS
 from scalewise.config import app, paths
+from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
 from scalewise.errors import ConfigError
 from scalewise.launch import sweep_resume
+from scalewise.planner.plan import plan_record
 
 README = ROOT / "README.md"
 INLINE = re.compile(r"`(scalewise [a-z][^`]*)`")
@@ -140,3 +142,16 @@ def test_every_figure_is_quoted(name: str) -> None:
         if f"<!-- {name} -->\n" in document.read_text("utf-8")
     ]
     assert quoted
+
+
+def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
+    """The figures in docs/predict.md are those of its first command."""
+    page = (ROOT / "docs" / "predict.md").read_text("utf-8")
+    first = next(line for block in blocks(ROOT / "docs" / "predict.md") for line in block.lines)
+    run = compose(shlex.split(first)[2:], here=False)
+    model, tokens = run.model, run.sequences_per_pass * run.data.sequence
+    w, k, h, f = model.width, model.kv_width, model.heads, model.feedforward
+    each = 2 * (6 * w + 2 * k + 4 * f) + 4 * h + 8
+    entries = plan_record(run)["ledger"]
+    assert entries["activations of blocks"] == model.layers * tokens * each
+    assert f"{each:,} bytes per token: {tokens * each:,} bytes for {tokens} tokens" in page
