@@ -24,13 +24,14 @@ OFFLOAD_MIN_BYTES = 1024
 
 
 class Recompute(StrEnum):
-    """What backward computes a second time."""
+    """What the backward pass of a block recomputes."""
 
     nothing = "nothing"
+    """Nothing: all activations are stored."""
     selective = "selective"
-    """All but matrix products and attention, whose results are kept (Korthikanti et al., 2022)."""
+    """All but the results of matmuls and attention, which are stored (Korthikanti et al., 2022)."""
     full = "full"
-    """The whole block: its input alone is kept (Chen et al., 2016)."""
+    """The whole block: only its input is stored (Chen et al., 2016)."""
 
 
 class ActivationCheckpointing(ABC):
@@ -81,16 +82,18 @@ class ActivationCheckpointing(ABC):
 @register_option("memory", "memory")
 @dataclass(frozen=True)
 class FixedCheckpointing(ActivationCheckpointing):
-    """The same of every block, or of one in so many."""
+    """Activation checkpointing of every block, or of every n-th block."""
 
     recompute: Recompute = Recompute.nothing
-    """What backward computes a second time, of one block in ``every``."""
+    """What the backward pass recomputes in a checkpointed block."""
     every: float = 1.0
-    """2: every second block, from the first; 1.5: two of three; 1: all."""
+    """Distance between checkpointed blocks, in blocks; 1: every block, 2: every second block, 1.5:
+    two blocks of three."""
     otherwise: Recompute = Recompute.nothing
-    """What backward computes a second time of the other blocks."""
+    """What the backward pass recomputes in the other blocks."""
     offload: bool = False
-    """Whether what blocks keep waits for backward on the host; from the CPU, on the disk."""
+    """Whether stored activations are moved to host memory until the backward pass; on the CPU, to
+    disk."""
 
     def of(self, layer: int) -> Recompute:
         """Returns what backward computes a second time of a layer of the whole model."""
@@ -112,13 +115,10 @@ class FixedCheckpointing(ActivationCheckpointing):
 @register_option("memory", "auto")
 @dataclass(frozen=True)
 class AutoCheckpointing(ActivationCheckpointing):
-    """As little recomputation as a budget allows, by the ledger, chosen before the run starts.
-
-    Until it is chosen, nothing is computed a second time.
-    """
+    """Least recomputation that fits a memory budget, chosen by the planner before the start."""
 
     budget_gib: float | None = None
-    """Memory that the fullest rank may allocate, GiB; None: what its device has."""
+    """Memory that the fullest rank may allocate, in GiB; null: all memory of its device."""
 
     def of(self, layer: int) -> Recompute:
         """Returns that nothing is computed a second time: nothing is chosen yet."""

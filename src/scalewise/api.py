@@ -16,12 +16,12 @@ __all__ = ["Result", "Run", "compose", "train"]
 
 
 def train(run: Run, folder: Path | str | None = None) -> Result:
-    """Trains ``run``, writes its report, and returns how it ended.
+    """Trains ``run``, writes its report, and returns its outcome.
 
-    What ``auto`` leaves open is chosen first. ``folder`` is where the run's files go; None:
-    ``runs/NAME/TIMESTAMP``. A failure is a ``Result``, not an exception; data or a checkpoint that
-    cannot be used raise ``ConfigError``. A run of several ranks starts processes, so call it below
-    ``if __name__ == "__main__":``.
+    Values of ``auto`` are resolved first. ``folder`` is where the run's files are written; None:
+    ``runs/NAME/TIMESTAMP``. A failed run is a ``Result``, not an exception; data or a checkpoint
+    that cannot be used raises ``ConfigError``. A run with several ranks starts processes: call it
+    below ``if __name__ == "__main__":``.
     """
     from scalewise.commands.fit import resolve_auto
     from scalewise.commands.publish import after_training

@@ -62,7 +62,7 @@ class ScalewiseError(Exception):
 
 
 class ConfigError(ScalewiseError):
-    """A configuration that is refused, with every complaint about it."""
+    """A configuration that is rejected, with every issue of it."""
 
     exit_code = EXIT_CODES["refused"]
 
@@ -74,7 +74,7 @@ class ConfigError(ScalewiseError):
 
     @classmethod
     def one(cls, key: str, value: object, reason: str, cure: str = "") -> Self:
-        """Returns the error of a single complaint."""
+        """Returns the error of a single config issue."""
         return cls([ConfigIssue(key, value, reason, cure)])
 
 
@@ -83,7 +83,7 @@ class DataError(ConfigError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be loaded (truncated, foreign, of another model)."""
+    """A checkpoint that cannot be loaded (truncated, of another program or of another model)."""
 
 
 class Interrupted(ScalewiseError):  # noqa: N818 (what happened, not an error of anyone)

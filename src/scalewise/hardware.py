@@ -21,90 +21,94 @@ EMULATED_FORMATS = 1 / 50
 
 
 class DeviceKind(StrEnum):
-    """Where tensors live. ``auto``: CUDA where a device is present, else the CPU."""
+    """Device type. ``auto``: CUDA if a device is present, else the CPU."""
 
     auto = "auto"
+    """CUDA if a device is present, else the CPU."""
     cpu = "cpu"
+    """The processor of this machine."""
     cuda = "cuda"
+    """NVIDIA GPUs."""
 
 
 @register_option("hardware", "device")
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device. None: not known; of a processor, read off the present machine."""
+    """One device type and its node. null: unknown; of a CPU, measured on this machine."""
 
     device: DeviceKind = DeviceKind.auto
-    """Kind of device."""
+    """Device type."""
     match: str = ""
-    """Part of the name by which the driver knows the device: ``H100``."""
+    """Part of the device name that the driver reports, such as ``H100``."""
     memory_gib: float | None = None
-    """Memory of one device, GiB."""
+    """Memory of one device, in GiB."""
     fp32_tflops: float | None = None
-    """Peak fp32 rate outside the tensor cores, TFLOP/s."""
+    """Peak fp32 rate without tensor cores, in TFLOP/s."""
     tf32_tflops: float | None = None
-    """Peak dense TF32 rate, TFLOP/s."""
+    """Peak dense TF32 rate, in TFLOP/s."""
     bf16_tflops: float | None = None
-    """Peak dense bf16 rate, TFLOP/s; 0 where the device has none."""
+    """Peak dense bf16 rate, in TFLOP/s; 0 if the device has none."""
     fp16_tflops: float | None = None
-    """Peak dense fp16 rate, TFLOP/s."""
+    """Peak dense fp16 rate, in TFLOP/s."""
     fp8_tflops: float | None = None
-    """Peak dense fp8 rate, TFLOP/s; 0 where the device has none."""
+    """Peak dense fp8 rate, in TFLOP/s; 0 if the device has none."""
     memory_gb_per_s: float | None = None
-    """Bandwidth of the device's memory, GB/s."""
+    """Memory bandwidth of one device, in GB/s."""
     link_gb_per_s: float | None = None
-    """Bandwidth between two devices of a node, one direction, GB/s."""
+    """Bandwidth between two devices of a node in one direction, in GB/s."""
     link_latency_us: float | None = None
-    """Time of an empty message between two devices of a node, microseconds."""
+    """Latency of an empty message between two devices of a node, in microseconds."""
     devices_per_node: int | None = None
-    """Devices of one node; None: what the present machine has."""
+    """Number of devices per node; null: those of this machine."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     node_link_gb_per_s: float | None = None
-    """Bandwidth of one device to another node, one direction, GB/s; None: as within a node."""
+    """Bandwidth from one device to another node in one direction, in GB/s; null: as
+    within a node."""
     node_link_latency_us: float | None = None
-    """Time of an empty message between two nodes, microseconds; None: as within a node."""
+    """Latency of an empty message between two nodes, in microseconds; null: as within a node."""
     host_memory_gib: float | None = None
-    """Main memory of one node, GiB; None: not judged. ``auto`` reads it off the present machine."""
+    """Main memory of one node, in GiB; null: not checked. ``auto`` takes that of this machine."""
     host_link_gb_per_s: float | None = None
-    """Bandwidth between a device and its host, one direction, GB/s."""
+    """Bandwidth between a device and its host in one direction, in GB/s."""
     host_memory_gb_per_s: float | None = None
-    """Bandwidth of one node's main memory, GB/s."""
+    """Main memory bandwidth of one node, in GB/s."""
     context_gib: float = 0.0
-    """Memory of a device that its driver and its communication library keep for themselves, GiB."""
+    """Device memory that the driver and the communication library take, in GiB."""
     product_share: float = 0.8
-    """Share of the peak rate that large matrix products reach."""
+    """Fraction of the peak rate that large matmuls reach."""
     fp32_reached_tflops: float | None = None
-    """Rate that large fp32 products were measured to reach, TFLOP/s; None: by ``product_share``."""
+    """Measured rate of large fp32 matmuls, in TFLOP/s; null: from ``product_share``."""
     tf32_reached_tflops: float | None = None
-    """The same in TF32, TFLOP/s."""
+    """Measured rate of large TF32 matmuls, in TFLOP/s; null: from ``product_share``."""
     bf16_reached_tflops: float | None = None
-    """The same in bf16, TFLOP/s."""
+    """Measured rate of large bf16 matmuls, in TFLOP/s; null: from ``product_share``."""
     fp16_reached_tflops: float | None = None
-    """The same in fp16, TFLOP/s."""
+    """Measured rate of large fp16 matmuls, in TFLOP/s; null: from ``product_share``."""
     fp8_reached_tflops: float | None = None
-    """The same in fp8, TFLOP/s."""
+    """Measured rate of large fp8 matmuls, in TFLOP/s; null: from ``product_share``."""
     attention_share: float = 0.45
-    """Share of the peak rate that fused attention reaches."""
+    """Fraction of the peak rate that fused attention reaches."""
     bandwidth_share: float = 0.85
-    """Share of the memory's bandwidth that pointwise operators reach."""
+    """Fraction of the memory bandwidth that pointwise operators reach."""
     launch_us: float = 0.0
-    """Time that the host takes to start one operator, microseconds: no operator takes less."""
+    """Time to launch one operator, in microseconds; no operator takes less."""
     loader_tokens_per_s: float | None = None
-    """Tokens that one rank's loader yields, tokens/s; None: they take no time."""
+    """Throughput of one rank's data loader, in tokens/s; null: loading takes no time."""
     disk_gb_per_s: float | None = None
-    """Rate at which checkpoints are written, GB/s."""
+    """Write bandwidth for checkpoints, in GB/s."""
     step_scale: float = 1.0
-    """Time that steps take over what the other figures foresee, as learnt from runs."""
+    """Measured step time divided by the prediction of the other figures, as learned from runs."""
     step_shortest: float = 0.8
-    """Shortest step, over the foreseen; before any run, a guess."""
+    """Shortest step time, relative to the prediction; a guess until runs are measured."""
     step_longest: float = 1.4
-    """Longest step, over the foreseen."""
+    """Longest step time, relative to the prediction; a guess until runs are measured."""
     dollars_per_hour: float | None = None
-    """Price of one device, US dollars an hour."""
+    """Price of one device, in US dollars per hour."""
     watts: float | None = None
-    """Power of one device at work, with its share of the node, W."""
+    """Power of one device under load with its share of the node, in watts."""
     read_off: str = ""
-    """Where ``auto`` has the figures of a CUDA device from; empty for any other profile."""
+    """Source of the figures that ``auto`` uses for a CUDA device; empty for every other profile."""
 
     @property
     def devices(self) -> int | None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleConfig(ABC):
-    """A linear warm-up followed by a shape of its own."""
+    """A linear warm-up followed by a decay."""
 
     warmup_steps: int = 0
-    """Steps over which the rate rises from 0 to its peak."""
+    """Length of the linear warm-up from 0 to the peak learning rate, in optimizer steps."""
 
     falls = True
     """Whether the rate is lower at the end than at its peak."""
@@ -57,7 +57,7 @@ class ScheduleConfig(ABC):
 @register_option("schedule", "constant")
 @dataclass(frozen=True)
 class ConstantConfig(ScheduleConfig):
-    """The peak, to the end."""
+    """Constant learning rate after the warm-up."""
 
     falls = False
 
@@ -69,10 +69,10 @@ class ConstantConfig(ScheduleConfig):
 @register_option("schedule", "cosine")
 @dataclass(frozen=True)
 class CosineConfig(ScheduleConfig):
-    """Half a cosine from the peak to ``final`` (Loshchilov and Hutter, 2017)."""
+    """Cosine decay from the peak to ``final`` (Loshchilov and Hutter, 2017)."""
 
     final: float = 0.1
-    """Factor of the peak at the last step."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         """Returns the cosine's value."""
@@ -82,10 +82,10 @@ class CosineConfig(ScheduleConfig):
 @register_option("schedule", "linear")
 @dataclass(frozen=True)
 class LinearConfig(ScheduleConfig):
-    """A straight line from the peak to ``final``."""
+    """Linear decay from the peak to ``final``."""
 
     final: float = 0.0
-    """Factor of the peak at the last step."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         """Returns the line's value."""
@@ -95,12 +95,12 @@ class LinearConfig(ScheduleConfig):
 @register_option("schedule", "wsd")
 @dataclass(frozen=True)
 class WarmupStableDecayConfig(ScheduleConfig):
-    """The peak, then a straight line down at the end (Hu et al., MiniCPM, 2024)."""
+    """Warm-up, constant peak, then linear decay at the end (MiniCPM; Hu et al., 2024)."""
 
     decay: float = 0.2
-    """Fraction of the steps after warm-up that the decay takes."""
+    """Fraction of the steps after the warm-up that the decay takes."""
     final: float = 0.0
-    """Factor of the peak at the last step."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
     def after_warmup(self, progress: float) -> float:
         """Returns 1 until the decay begins, then the line's value."""

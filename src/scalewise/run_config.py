@@ -55,55 +55,76 @@ MAX_RANKS = 2**20
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a job is, with nothing left to look up. Immutable and picklable."""
+    """Configuration of one job: one config per group. Immutable and picklable."""
 
     model: ModelConfig
+    """Architecture and initial weights."""
     data: DataConfig
+    """Training and validation data, and their tokenization."""
     objective: ObjectiveConfig
+    """Training loss."""
     parallelism: ParallelismConfig
+    """How parameters, activations and data are sharded over ranks."""
     precision: Precision
+    """Data types of parameters and matmuls."""
     optimizer: OptimizerConfig
+    """Optimizer, learning rate and weight decay."""
     schedule: ScheduleConfig
+    """Learning rate schedule."""
     adapter: AdapterConfig
+    """Parameter-efficient fine-tuning (PEFT): LoRA and others."""
     memory: ActivationCheckpointing
+    """Activation checkpointing and activation offload."""
     compile: Compile
+    """Compilation by torch.compile."""
     trainer: TrainerConfig
+    """Training length, batch sizes, clipping and validation."""
     checkpoint: CheckpointConfig
+    """When checkpoints are written and which are kept."""
     tracking: WandbConfig
+    """Weights & Biases: mode, project and uploads."""
     launch: Launch
+    """Processes, timeouts, restarts and memory limits."""
     hardware: Hardware
+    """Devices that a run is planned for and runs on."""
     quantization: QuantizationConfig = field(default_factory=NoQuantizationConfig)
+    """Bit width of frozen weights, or quantization-aware training."""
     plan: PlanConfig = field(default_factory=PlanConfig)
+    """Memory prediction, and search for a better configuration."""
     name: str = "run"
-    """Folder and W&B name: its parts and its learning rate."""
+    """Name of the run: its folder below runs/ and its W&B name; by default composed from the
+    overrides."""
     seed: int = 1
-    """Seed of the weights, of the order of the rows and of dropout."""
+    """Seed of initial weights, data order and dropout."""
     question: str = ""
-    """What the run is to find out; heads its report."""
+    """Question that the run answers; the title of its report."""
     resume: str | None = None
-    """A checkpoint or a run's folder, ``last``, ``auto``, or None: start anew."""
+    """Checkpoint or run folder to resume from, ``last`` or ``auto``; null: from scratch."""
     callbacks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Lightning callbacks by a name of their own: ``_target_`` and its arguments."""
+    """Lightning callbacks by name, each with a ``_target_``."""
     trusted_packages: tuple[str, ...] = ()
-    """Further packages whose callables ``callbacks`` and modules of the user's may name."""
+    """Packages from which ``callbacks`` and user-defined modules may be imported."""
     choices: Mapping[str, str] = field(default_factory=dict)
-    """The option chosen in each group."""
+    """Option chosen in each group; recorded by scalewise."""
     overrides: tuple[str, ...] = ()
-    """What the user typed."""
+    """Overrides of the command line; recorded by scalewise."""
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks."""
+        """Number of ranks."""
         return self.parallelism.world_size
 
     @property
     def global_batch(self) -> int:
-        """Returns the rows of one optimizer step over all ranks."""
+        """Global batch size: samples of one optimizer step over all ranks."""
         return self.trainer.global_batch or self.rows_per_pass
 
     @property
     def micro_batch(self) -> int:
-        """Returns the rows in one forward pass on one rank; all of a step until one is chosen."""
+        """Micro-batch size: samples of one forward pass on one rank.
+
+        With ``trainer.micro_batch=auto``, the whole batch of a rank until a size is chosen.
+        """
         rows = self.trainer.micro_batch
         if isinstance(rows, int):
             return rows
@@ -111,27 +132,27 @@ class RunConfig:
 
     @property
     def rows_per_pass(self) -> int:
-        """Returns the rows that one forward pass of all ranks sees."""
+        """Samples of one forward pass over all ranks."""
         return self.micro_batch * self.parallelism.data_parallel_size
 
     @property
     def accumulation(self) -> int:
-        """Returns how many micro batches each rank sums into one optimizer step."""
+        """Number of micro-batches that each rank accumulates in one optimizer step."""
         return ceil(self.global_batch / self.rows_per_pass)
 
     @property
     def sequences_per_row(self) -> int:
-        """Returns how many sequences a row of the data holds."""
+        """Sequences per sample: 2 for preference pairs, the sampled answers for GRPO, else 1."""
         return 2 if self.objective.pairs else max(1, self.objective.answers_per_row)
 
     @property
     def sequences_per_pass(self) -> int:
-        """Returns the sequences that one forward pass of one rank sees."""
+        """Sequences of one forward pass on one rank."""
         return self.micro_batch * self.sequences_per_row
 
     @property
     def rows_text(self) -> str:
-        """Returns what one optimizer step reads, in words."""
+        """Batch of one optimizer step, in words."""
         answered = f"prompts answered {self.objective.answers_per_row} times in"
         what = "pairs of twice" if self.objective.pairs else "rows of"
         what = answered if self.objective.answers_per_row else what
@@ -139,9 +160,9 @@ class RunConfig:
 
     @property
     def asks_each_pass(self) -> bool:
-        """Returns whether each pass asks the reference first: the model with its adapter off.
+        """Whether each forward pass first evaluates the reference model, with the adapter off.
 
-        Where that is another than the one that training began with, what it said is kept.
+        If training started from another model, its log-probabilities are stored instead.
         """
         adapter = self.adapter
         began_off = adapter.turns_off and not (adapter.trained or adapter.resume)
@@ -149,23 +170,23 @@ class RunConfig:
 
     @property
     def passes_asked(self) -> int:
-        """Returns the passes forward alone that each pass begins with.
+        """Number of forward-only passes before each forward and backward pass.
 
-        One for each token that the model writes, all read again, and one of a reference.
+        One per generated token, without a KV cache, and one of the reference model.
         """
         written = self.data.answer if self.objective.answers_per_row else 0
         return written + self.asks_each_pass
 
     @property
     def tokens_per_step(self) -> int:
-        """Returns the tokens of one optimizer step over all ranks."""
+        """Tokens of one optimizer step over all ranks."""
         return self.global_batch * self.sequences_per_row * self.data.sequence
 
     @property
     def flops_per_token(self) -> float:
-        """Returns the flops of a token's forward and backward, nothing computed twice.
+        """FLOPs of one token's forward and backward pass, without recomputation.
 
-        A pass forward, of a reference or to write a token, is one third of a model's both ways.
+        A forward-only pass counts as a third of the model's FLOPs.
         """
         sequence = self.data.sequence
         asked = self.model.flops(sequence) / 3 * self.passes_asked
@@ -173,44 +194,44 @@ class RunConfig:
 
     @property
     def flops_per_step(self) -> float:
-        """Returns the model's flops of one optimizer step over all ranks."""
+        """FLOPs of one optimizer step over all ranks, without recomputation."""
         return self.flops_per_token * self.tokens_per_step
 
     def census(self) -> tuple[Weight, ...]:
-        """Returns every tensor that is held of the model, with what an adapter adds."""
+        """All parameter tensors of the model and its adapter."""
         return weight_census(self.quantization, self.adapter, self.model)
 
     def census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-        """Returns the weights of one block, all blocks being alike, and those outside of blocks."""
+        """Parameter tensors of one block, and those outside of blocks."""
         return weight_census_by_kind(self.quantization, self.adapter, self.model)
 
     @property
     def trained(self) -> int:
-        """Returns the numbers that are trained of the model and of what an adapter adds."""
+        """Number of trained parameters, those of the adapter included."""
         return sum(weight.count for weight in self.census() if weight.trainable)
 
     @property
     def is_frozen(self) -> bool:
-        """Returns whether an adapter is trained in place of most of the model's own weights."""
+        """Whether most parameters of the model are frozen and an adapter is trained instead."""
         block, rest = self.census_by_kind()
         return not all(weight.trainable for weight in (*block, *rest))
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Returns the modules that a fork server may import before the ranks are born.
+        """Modules that a forkserver may import before the ranks start.
 
-        None on CUDA: libraries that ask for its devices as they are imported spoil it for forks.
+        None on CUDA: a library that queries CUDA devices on import breaks forked processes.
         """
         if self.hardware.device is not DeviceKind.cpu:
             return ()
         return (*self.adapter.imports, *self.model.imports)
 
     def steps(self, rows: int) -> int:
-        """Returns the optimizer steps of this run over a training split of ``rows`` rows."""
+        """Optimizer steps of this run over a training split of ``rows`` samples."""
         return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)
 
     def settled(self) -> RunConfig:
-        """Returns the run with what this machine decides: hardware, layout, newest checkpoint."""
+        """Returns the run with hardware, mesh sizes and checkpoint resolved for this machine."""
         hardware = resolve_for_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
         present = max(1, len(this_machine().gpus)) if on_cuda else None
@@ -219,7 +240,7 @@ class RunConfig:
         return replace(self, hardware=hardware, parallelism=layout, adapter=adapter)
 
     def complaints(self) -> Iterator[ConfigIssue]:
-        """Yields everything that is wrong: in each spec, then between them."""
+        """Yields every config issue: of each group by itself, then between groups."""
         of_specs = list(self._of_specs())
         yield from of_specs
         found = list(misplaced_issues(self))
@@ -253,7 +274,7 @@ class RunConfig:
             yield ConfigIssue("seed", self.seed, "must be in [0, 2**32)")
 
     def machine_complaints(self) -> Iterator[ConfigIssue]:
-        """Yields what the present machine cannot run; a plan for another machine skips these."""
+        """Yields config issues of this machine; not for plans of another machine."""
         yield from compatibility.device_issues(self)
         yield from compatibility.fp16_issues(self)
         if (
@@ -271,7 +292,7 @@ class RunConfig:
         yield from self.parallelism.machine_complaints(self)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the run as plain nested containers, each spec with its ``_target_``."""
+        """Returns the run as nested dicts and lists, each config with its ``_target_``."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}

@@ -15,34 +15,37 @@ if TYPE_CHECKING:
 
 
 class CompileScope(StrEnum):
-    """What is compiled as one."""
+    """Unit that is compiled."""
 
     none = "none"
+    """No compilation: eager mode."""
     block = "block"
-    """Each block, which are alike: one compilation serves all (regional compilation)."""
+    """Each transformer block by itself: one compilation serves all blocks (regional
+    compilation)."""
     whole = "whole"
-    """The model, from tokens to logits."""
+    """The whole model as one graph, from tokens to logits."""
 
 
 class CompileBackend(StrEnum):
-    """What makes code of the graph."""
+    """Backend of ``torch.compile``."""
 
     inductor = "inductor"
+    """Generates fused kernels (TorchInductor)."""
     aot_eager = "aot_eager"
-    """Traces and differentiates, and generates nothing: to see what compiling itself changes."""
+    """Traces forward and backward and runs them in eager mode; for debugging."""
 
 
 @register_option("compile", "compile")
 @dataclass(frozen=True)
 class Compile:
-    """``torch.compile`` of the model, in place."""
+    """Compilation by ``torch.compile``."""
 
     scope: CompileScope = CompileScope.none
-    """What is compiled as one."""
+    """What is compiled."""
     backend: CompileBackend = CompileBackend.inductor
-    """What makes code of the graph."""
+    """Backend of ``torch.compile``."""
     dynamic: bool = False
-    """Whether shapes may change without compiling again."""
+    """Whether shapes may change without a recompilation."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields nothing: every pair can be had."""

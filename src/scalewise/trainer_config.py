@@ -22,28 +22,30 @@ SIZE = "trainer.micro_batch"
 @register_option("trainer", "trainer")
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The loop. Exactly one of ``max_steps``, ``max_tokens`` and ``max_epochs`` is given."""
+    """The training loop. Set exactly one of ``max_steps``, ``max_tokens`` and ``max_epochs``."""
 
     max_steps: int | None = 1000
-    """Optimizer steps."""
+    """Training length, in optimizer steps."""
     max_tokens: int | None = None
-    """Tokens to train on; rounded up to whole steps."""
+    """Training length, in tokens; rounded up to whole steps."""
     max_epochs: float | None = None
-    """Passes over the training rows; rounded up to whole steps."""
+    """Training length, in epochs; rounded up to whole steps."""
     micro_batch: int | str = 8
-    """Rows in one forward pass on one rank; auto: the most that there is memory for."""
+    """Micro-batch size of one forward pass on one rank, in samples; auto: the largest that fits in
+    memory."""
     global_batch: int | None = None
-    """Rows in one optimizer step over all ranks; None: one micro batch a rank."""
+    """Global batch size of one optimizer step over all ranks, in samples; null: one micro-batch
+    per rank."""
     clip_norm: float | None = 1.0
-    """Largest norm of the whole gradient; None: no clipping."""
+    """Maximum gradient norm over all parameters; null: no clipping."""
     validate_every: int | None = 100
-    """Steps between validations; None: never."""
+    """Interval between validations, in optimizer steps; null: no validation."""
     validate_first: bool = False
-    """Whether held-out rows are read before the first step too: what training begins from."""
+    """Whether the model is also validated before the first step."""
     validation_rows: int = 64
-    """Held-out rows read at each validation, at the most."""
+    """Largest size of the validation set, in samples."""
     log_every: int = 10
-    """Steps between two status lines; measurements are kept for every step."""
+    """Interval between two status lines, in optimizer steps; metrics are recorded at every step."""
 
     def steps(self, tokens_per_step: int, rows_per_step: int, rows: int) -> int:
         """Returns the optimizer steps of the run over a training split of ``rows`` rows."""

@@ -188,7 +188,7 @@ def weight_census_by_kind(
 @register_option("adapter", "none")
 @dataclass(frozen=True)
 class NoAdapterConfig(AdapterConfig):
-    """Every weight is trained."""
+    """No adapter: every parameter is trained."""
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
         """Returns the model's own."""

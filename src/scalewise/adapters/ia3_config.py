@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 @register_option("adapter", "ia3")
 @dataclass(frozen=True)
 class IA3AdapterConfig(AdapterConfig):
-    """A learnt scale for each feature of a layer, W being frozen (Liu et al., 2022), by PEFT.
+    """(IA)^3: a trained scale per feature of a frozen linear layer W (Liu et al., 2022), by PEFT.
 
-    Of layers that end a sublayer, the inputs are scaled: ``W (l * x)``; of others, the outputs:
-    ``l * (W x + b)``. All begin at one, and none decays.
+    The scale l multiplies the input of layers that end a sublayer, ``W (l * x)``, and the output of
+    all others, ``l * (W x + b)``. Scales start at one and have no weight decay.
     """
 
     targets: tuple[str, ...] = (target_modules.AUTO,)
-    """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
-    auto: keys, values, and what the feedforward's last layer reads."""
+    """Patterns (regex) of linear layer names within a block, such as ``attention[.]query`` or
+    ``.*[.]up``; auto: keys, values and the last layer of the feedforward."""
     trained: tuple[str, ...] = ()
-    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
+    """Patterns (regex) of other modules that are trained in full next to the adapter, such as
+    ``.*norm``, ``embedding`` or ``head``."""
     resume: str | None = None
-    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
+    """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
+    scratch."""
 
     imports = ("peft",)
 

@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 @register_option("adapter", "lora")
 @dataclass(frozen=True)
 class LoRAAdapterConfig(AdapterConfig):
-    """``W x + alpha / rank * B A x`` with W frozen (Hu et al., 2021), by PEFT."""
+    """LoRA: ``W x + alpha / rank * B A x`` with W frozen (Hu et al., 2021), by PEFT."""
 
     rank: int = 8
-    """Rows of A and columns of B."""
+    """Rank of the update: A maps to ``rank`` features, B back from them."""
     alpha: float = 16.0
-    """Weight of the added product, times the rank."""
+    """Scale of the update; the product B A is multiplied by ``alpha / rank``."""
     dropout: float = 0.0
-    """Share of A's inputs dropped while training."""
+    """Dropout probability of the input of A during training."""
     targets: tuple[str, ...] = (target_modules.AUTO,)
-    """Patterns (regex) of linear layers' names within a block: ``attention[.]query``, ``.*[.]up``;
-    auto: the model's own choice."""
+    """Patterns (regex) of linear layer names within a block, such as ``attention[.]query`` or
+    ``.*[.]up``; auto: the model's default."""
     trained: tuple[str, ...] = ()
-    """Patterns of modules that are trained whole beside it: ``.*norm``, ``embedding``, ``head``."""
+    """Patterns (regex) of other modules that are trained in full next to the adapter, such as
+    ``.*norm``, ``embedding`` or ``head``."""
     resume: str | None = None
-    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
+    """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
+    scratch."""
 
     rank_stabilized = False
     """Whether alpha is divided by the root of the rank, and not by the rank."""
@@ -118,7 +120,7 @@ class LoRAAdapterConfig(AdapterConfig):
 @register_option("adapter", "rslora")
 @dataclass(frozen=True)
 class RSLoRAAdapterConfig(LoRAAdapterConfig):
-    """LoRA with ``alpha / sqrt(rank)``, which a high rank does not starve (Kalajdzievski, 2023)."""
+    """Rank-stabilized LoRA: scales the update by ``alpha / sqrt(rank)`` (Kalajdzievski, 2023)."""
 
     rank_stabilized = True
 
@@ -126,9 +128,9 @@ class RSLoRAAdapterConfig(LoRAAdapterConfig):
 @register_option("adapter", "pissa")
 @dataclass(frozen=True)
 class PiSSAAdapterConfig(LoRAAdapterConfig):
-    """LoRA that begins at a matrix's largest singular values (PiSSA; Meng et al., 2024).
+    """PiSSA: LoRA initialized from the largest singular values of W (Meng et al., 2024).
 
-    What is frozen is the rest of the matrix: the model computes at first what it did before.
+    The remainder of W is frozen, so that the model's initial outputs are unchanged.
     """
 
     reads_matrices = True
@@ -154,11 +156,11 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
 @register_option("adapter", "dora")
 @dataclass(frozen=True)
 class DoRAAdapterConfig(LoRAAdapterConfig):
-    """LoRA of a matrix's direction, with a magnitude for each row (DoRA; Liu et al., 2024).
+    """DoRA: LoRA of a matrix's direction, with a trained magnitude per output (Liu et al., 2024).
 
-    ``m / |W + scale B A| * (W + scale B A) x``, the norms of rows being taken for constant in
-    backward. They cost 2 rank flops for each number of W once a pass, which plans count as time;
-    ``flops`` leaves them out, as the more tokens a pass has, the less they are of it.
+    ``m / |W + scale B A| * (W + scale B A) x``; the norms are constants in the backward pass. They
+    cost 2 rank FLOPs per element of W in each forward pass, which the planner counts as time;
+    ``flops`` excludes them, as their share falls with the number of tokens.
     """
 
     magnitudes = True

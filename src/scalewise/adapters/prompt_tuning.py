@@ -24,15 +24,16 @@ PREFIX = ("attention.mix.prefix_keys", "attention.mix.prefix_values")
 
 @dataclass(frozen=True)
 class VirtualTokenAdapterConfig(AdapterConfig):
-    """What stands before the tokens of every row, has the first positions and no labels.
+    """Trained virtual tokens before the tokens of each sequence; they have positions and no labels.
 
-    As PEFT does, each number is drawn from a normal distribution of deviation 1.
+    As in PEFT, they are initialized from a normal distribution with standard deviation 1.
     """
 
     tokens: int = 16
-    """How many, each in the place of a token."""
+    """Length of the virtual prompt, in tokens."""
     resume: str | None = None
-    """An adapter to begin with: a run's folder, a checkpoint, or a folder of PEFT's; None: anew."""
+    """Adapter to start from: the folder of a run, a checkpoint or a PEFT folder; null: from
+    scratch."""
 
     merges = False
 
@@ -76,7 +77,7 @@ class VirtualTokenAdapterConfig(AdapterConfig):
 @register_option("adapter", "prompt")
 @dataclass(frozen=True)
 class PromptAdapterConfig(VirtualTokenAdapterConfig):
-    """Prompt tuning (Lester et al., 2021): vectors before the embedded tokens of every row."""
+    """Prompt tuning: trained vectors before the token embeddings (Lester et al., 2021)."""
 
     @property
     def ahead(self) -> int:  # type: ignore[override]  # it is read alone
@@ -118,9 +119,9 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
 @register_option("adapter", "prefix")
 @dataclass(frozen=True)
 class PrefixAdapterConfig(VirtualTokenAdapterConfig):
-    """Prefix tuning (Li and Liang, 2021): keys and values before those of every layer.
+    """Prefix tuning: trained keys and values before those of every layer (Li and Liang, 2021).
 
-    They are trained themselves, without an MLP that makes them, and are not rotated.
+    They are trained directly, without a reparametrizing MLP, and have no rotary embedding.
     """
 
     @property

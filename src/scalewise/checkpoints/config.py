@@ -12,19 +12,21 @@ from scalewise.errors import ConfigIssue
 @register_option("checkpoint", "checkpoint")
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints under ``checkpoints/``: the latest ones, the best one, the last one."""
+    """Checkpoints under ``checkpoints/``: the latest, the best and the last."""
 
     every: int | None = None
-    """Steps between checkpoints; None: only when the run ends or is told to stop."""
+    """Interval between checkpoints, in optimizer steps; null: only at the end or when the run is
+    stopped."""
     keep: int = 2
-    """How many of the latest are kept; 0: all."""
+    """Number of latest checkpoints that are kept; 0: all."""
     best: bool = True
-    """Whether the one of the lowest validation loss is kept as well."""
+    """Whether the checkpoint with the lowest validation loss is kept as well."""
     at_end: bool = True
     """Whether the last step is saved."""
 
     background: bool = False
-    """Whether a thread writes while training goes on, for one more copy of the state in memory."""
+    """Whether a thread writes while training continues; takes one more copy of the state in
+    memory."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields numbers out of range."""

@@ -14,11 +14,11 @@ from scalewise.run_config import RunConfig
 
 
 def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
-    """Returns the Run that ``scalewise VERB OVERRIDES`` would run.
+    """Returns the ``Run`` of a command line: ``scalewise train OVERRIDES``.
 
     ``overrides`` are Hydra overrides: ``["model=llama_160m", "optimizer.lr=1e-3"]``. With
     ``here=False`` the run may need devices that this machine lacks. Raises ``ConfigError`` with
-    every complaint.
+    every config issue.
     """
     lines = [overrides] if isinstance(overrides, str) else list(overrides)
     app.prepare()

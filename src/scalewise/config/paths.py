@@ -48,10 +48,14 @@ def option_names(group: str, schema: str = "") -> list[str]:
 
     ``schema``: of those alone that stand on that spec.
     """
-    folder = {"experiment": project_root() / "experiments", "sweep": project_root() / "sweeps"}.get(
-        group, project_root() / "conf" / group
-    )
+    folder = option_folder(group)
     files = sorted(folder.rglob("*.yaml"))
     if schema:
         files = [f for f in files if f"/schema/{group}/{schema}@" in f.read_text("utf-8")]
     return [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+
+
+def option_folder(group: str) -> Path:
+    """Returns the folder with the YAML files of a group, of ``experiment`` or of ``sweep``."""
+    folders = {"experiment": "experiments", "sweep": "sweeps"}
+    return project_root() / folders.get(group, f"conf/{group}")

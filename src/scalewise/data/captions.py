@@ -19,16 +19,16 @@ from scalewise.errors import ConfigIssue, DataError
 @register_option("data", "captions")
 @dataclass(frozen=True)
 class CaptionData(ChatData):
-    """A picture and its caption a row: records name a file beside them, .png, .jpg, .npy."""
+    """Images with captions; a record names an image file next to it (.png, .jpg or .npy)."""
 
     sequence: int = 32
-    """Tokens of a caption, the end included; of a longer one the end is left out."""
+    """Caption length with its end token, in tokens; longer captions are truncated."""
     image_size: int = 224
-    """Side to which pictures are resized, pixels: that of the model's."""
+    """Image side after resizing, in pixels; must be the model's."""
     picture: str = "image"
-    """Key of the name of a record's picture."""
+    """Key of the image file name in a record."""
     caption: str = "caption"
-    """Key of what it shows."""
+    """Key of the caption in a record."""
 
     kind: ClassVar[str] = "captions"
     record: ClassVar[str] = "picture with a caption"

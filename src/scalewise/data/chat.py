@@ -20,27 +20,30 @@ from scalewise.errors import ConfigIssue, DataError
 @register_option("data", "chat")
 @dataclass(frozen=True)
 class ChatData(DataConfig):
-    """Conversations in rows, written by the tokenizer's template; questions are no labels."""
+    """Conversations, rendered by the tokenizer's chat template; only answers are labels."""
 
     sequence: int = 256
-    """Tokens of a row; of a longer conversation the end is left out."""
+    """Sequence length, in tokens; longer conversations are truncated at the end."""
     paths: tuple[str, ...] = ()
-    """Globs of .jsonl, .json and .parquet of Alpaca's, ShareGPT's or the ``messages`` format."""
+    """Glob patterns of .jsonl, .json and .parquet files in Alpaca, ShareGPT or ``messages``
+    format."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json, whose template lies beside it; null trains a byte-level BPE."""
+    """Path of a tokenizer.json with its chat template beside it; null: train a byte-level BPE on
+    the text."""
     vocabulary: int = 4096
-    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
+    given tokenizer."""
     end_of_text: str = END_OF_TEXT
-    """The token that ends an answer where there is no template, and fills rows up."""
+    """Token that ends an answer without a template, and pads sequences."""
     validation_fraction: float = 0.05
-    """Share of the conversations that is held out; 0 holds out nothing."""
+    """Validation fraction of the conversations; 0: none."""
     packing: bool = False
-    """Whether a row is as many whole conversations as fit, none of which attends to another."""
+    """Whether a sequence contains as many whole conversations as fit, with attention separated."""
     max_bad_rows: int = 0
-    """Records that are left out for not being conversations; more are an error."""
+    """Number of invalid records that are skipped; more are an error."""
 
     ignore_keys: tuple[str, ...] = ()
-    """Keys of records and turns that are not read; other unknown keys with content are errors."""
+    """Keys of records and messages that are ignored; other unknown keys with content are errors."""
 
     kind: ClassVar[str] = "chat"
     record: ClassVar[str] = "conversation"

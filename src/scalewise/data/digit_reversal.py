@@ -23,12 +23,15 @@ HELD_OUT = 10
 @register_option("data", "reversal")
 @dataclass(frozen=True)
 class DigitReversal(DataConfig):
-    """Rows ``427=724``. All answers are as likely: whoever always says the same earns a tenth."""
+    """Sequences such as ``427=724``, whose answers can be checked.
+
+    A constant guess is right for a tenth of the digits.
+    """
 
     sequence: int = 6
-    """Tokens of a row: twice the digits of a prompt."""
+    """Sequence length, in tokens: twice the digits of a prompt."""
     rows: int = 10_000
-    """Prompts that are drawn; a tenth of the distinct ones is held out."""
+    """Number of prompts per epoch, in samples; a tenth of the distinct prompts is held out."""
 
     @property
     def answer(self) -> int:

@@ -22,36 +22,39 @@ if TYPE_CHECKING:
 @register_option("data", "hf")
 @dataclass(frozen=True)
 class HFDatasetData(DataConfig):
-    """A dataset that the ``datasets`` library reads, tokenized once or as it streams.
+    """A dataset of the ``datasets`` library, tokenized once or while streaming.
 
-    A dataset of the Hub is tokenized anew only when one of these options changes: give a
-    ``revision`` to say which state of it is meant. A dataset never runs code of its own.
+    A Hub dataset is tokenized again only when one of these options changes; set ``revision`` to pin
+    its version. Dataset scripts are never executed.
     """
 
     sequence: int = 256
-    """Tokens of a row."""
+    """Sequence length, in tokens."""
     path: str = ""
-    """A name on the Hub, a folder of .jsonl or .parquet, or a ``save_to_disk`` folder."""
+    """Name on the Hub, folder of .jsonl or .parquet files, or ``save_to_disk`` folder."""
     configuration: str | None = None
-    """The dataset's configuration (its subset), where it has several."""
+    """Configuration (subset) of the dataset, if it has several."""
     revision: str | None = None
-    """A commit, tag or branch of the Hub; null is the newest."""
+    """Commit, tag or branch on the Hub; null: the newest."""
     split: str = "train"
-    """The split to train on; slices such as train[:95%] where it does not stream."""
+    """Training split; slices such as train[:95%] only without streaming."""
     validation_split: str | None = None
-    """The held-out split; null validates on nothing. It is always tokenized into the cache."""
+    """Validation split, always tokenized into the cache; null: no validation."""
     field: str = "text"
-    """The column that holds the text."""
+    """Column with the text."""
     streaming: bool = False
-    """Tokenizes while training, in stored order: every rank reads, and a resumed run rereads."""
+    """Whether text is tokenized while training, in stored order; every rank reads the whole
+    stream."""
     tokenizer: str | None = None
-    """A tokenizer.json, or the folder of a tokenizer; null trains a byte-level BPE."""
+    """Path of a tokenizer.json or of a tokenizer's folder; null: train a byte-level BPE on the
+    text."""
     vocabulary: int = 4096
-    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
+    given tokenizer."""
     end_of_text: str = END_OF_TEXT
-    """The token between documents, as the given tokenizer calls it."""
+    """Token between documents, by its name in the given tokenizer."""
     special_tokens: bool = True
-    """Whether documents get the special tokens that the tokenizer adds, such as a first <bos>."""
+    """Whether documents get the special tokens that the tokenizer adds, such as a leading <bos>."""
 
     @property
     def vocabulary_needed(self) -> int | None:

@@ -15,14 +15,14 @@ from scalewise.errors import ConfigIssue
 @register_option("data", "labelled")
 @dataclass(frozen=True)
 class LabeledText(ChatData):
-    """A text and its class a row; of a longer text the end is left out."""
+    """Texts with a class label; longer texts are truncated at the end."""
 
     classes: tuple[str, ...] = ()
-    """What records call the classes; some have the number, from 0, instead."""
+    """Class names as records spell them; a record may have the class index from 0 instead."""
     text: str = "text"
-    """Key of a record's text."""
+    """Key of the text in a record."""
     label: str = "label"
-    """Key of a record's class."""
+    """Key of the class in a record."""
 
     kind: ClassVar[str] = "labelled"
     record: ClassVar[str] = "text of a known class"

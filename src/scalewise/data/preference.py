@@ -13,7 +13,7 @@ from scalewise.data.chat_templates import ConversationTemplate, TemplatePiece
 @register_option("data", "preference")
 @dataclass(frozen=True)
 class PreferenceData(ChatData):
-    """Two answers to a question a row, chosen and rejected, as ``Chat`` writes conversations."""
+    """Pairs of answers to one question, chosen and rejected, rendered as in ``data=chat``."""
 
     kind: ClassVar[str] = "preference"
     record: ClassVar[str] = "pair of answers"

@@ -15,25 +15,27 @@ SUFFIXES = frozenset({".bin", ".npy"})
 
 
 class TokenDtype(Enum):
-    """The integers of a .bin file."""
+    """Integer type of a .bin file."""
 
     uint16 = "uint16"
+    """2 bytes per token."""
     uint32 = "uint32"
+    """4 bytes per token."""
 
 
 @register_option("data", "tokens")
 @dataclass(frozen=True)
 class PretokenizedData(DataConfig):
-    """Shards of token ids, memory-mapped where they lie; a row never spans two shards."""
+    """Shards of token ids, memory-mapped; a sequence never spans two shards."""
 
     sequence: int = 256
-    """Tokens of a row."""
+    """Sequence length, in tokens."""
     paths: tuple[str, ...] = ()
-    """Globs of .bin (flat, little-endian, no header) and 1-D .npy shards to train on."""
+    """Glob patterns of training shards: .bin (flat, little-endian, no header) and 1-D .npy."""
     validation_paths: tuple[str, ...] = ()
-    """Globs of the held-out shards; empty validates on nothing."""
+    """Glob patterns of validation shards; empty: no validation."""
     dtype: TokenDtype = TokenDtype.uint16
-    """Type of the ids in .bin files; a .npy says its own."""
+    """Integer type of .bin files; .npy files have their own."""
 
     @property
     def vocabulary_needed(self) -> None:

@@ -13,23 +13,23 @@ from scalewise.errors import ConfigIssue, DataError
 @register_option("data", "synthetic")
 @dataclass(frozen=True)
 class RandomTokens(DataConfig):
-    """Ids drawn evenly from a vocabulary: no file is read, and nothing can be learned."""
+    """Uniformly random token ids, for benchmarks: no file is read and nothing can be learned."""
 
     sequence: int = 256
-    """Tokens of a row."""
+    """Sequence length, in tokens."""
     vocabulary: int | None = None
-    """Distinct token ids; null takes the model's vocabulary."""
+    """Number of distinct ids, in tokens; null: the model's vocabulary."""
     rows: int = 100_000
-    """Rows of an epoch; a twentieth as many more are held out."""
+    """Number of sequences per epoch, in samples; 5 % more are held out."""
     masked: float = 0.0
-    """Share of the tokens that are no labels, as padding and prompts are."""
+    """Fraction of the tokens without a label, as for padding and prompts."""
     pairs: bool = False
-    """Whether a row is two sequences, as objective=dpo compares them."""
+    """Whether a sample is a pair of sequences, as objective=dpo compares them."""
     packing: bool = False
-    """Whether a row is several texts, none of which attends to another."""
+    """Whether a sequence contains several documents with separated attention."""
     target_length: int = 0
-    """Tokens of a row that a decoder writes, as objective=seq2seq has it; an encoder reads the
-    others."""
+    """Length of the decoder's part of a sequence for objective=seq2seq, in tokens; the encoder
+    reads the rest."""
 
     @property
     def vocabulary_needed(self) -> int | None:

@@ -16,16 +16,16 @@ from scalewise.errors import ConfigIssue
 @register_option("data", "seq2seq")
 @dataclass(frozen=True)
 class Seq2SeqData(ChatData):
-    """A question and its answer a row, each ended as a text is, and cut where it is longer.
+    """Questions with answers for an encoder-decoder model, each truncated to its length.
 
-    The question is the text before the last answer: one message as it stands, several by the
+    The question is the text before the last answer: one message as it is, several by the chat
     template.
     """
 
     sequence: int = 256
-    """Tokens of a row: of a question and of its answer."""
+    """Length of a question with its answer, in tokens."""
     target_length: int = 64
-    """Tokens of these for the answer; the others are for the question."""
+    """Part of ``sequence`` that is for the answer, in tokens."""
 
     kind: ClassVar[str] = "seq2seq"
     record: ClassVar[str] = "question with an answer"

@@ -25,18 +25,19 @@ VALIDATION_FRACTION = 0.05
 @register_option("data", "corpus")
 @dataclass(frozen=True)
 class StdlibCorpus(DataConfig):
-    """Python's standard library as text: real prose and code on every machine, no download."""
+    """Source text of Python's standard library: real prose and code without a download."""
 
     sequence: int = 256
-    """Tokens of a row."""
+    """Sequence length, in tokens."""
     vocabulary: int = 4096
-    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
+    given tokenizer."""
     megabytes: float = 8.0
-    """The most source text that is read, in MB (10^6 bytes)."""
+    """Largest amount of source text that is read, in MB (10^6 bytes)."""
     tokenizer: str | None = None
-    """Path of a tokenizer.json; null trains a byte-level BPE on the text."""
+    """Path of a tokenizer.json; null: train a byte-level BPE on the text."""
     end_of_text: str = END_OF_TEXT
-    """The token between documents, as the given tokenizer calls it."""
+    """Token between documents, by its name in the given tokenizer."""
 
     @property
     def vocabulary_needed(self) -> int | None:

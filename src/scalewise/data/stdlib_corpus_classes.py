@@ -20,10 +20,10 @@ LINES = 4
 @register_option("data", "corpus_classes")
 @dataclass(frozen=True)
 class StdlibCorpusClasses(StdlibCorpusPairs):
-    """Lines of Python's standard library, of every second text with its words backwards."""
+    """Two classes of text from Python's standard library: as written, and words reversed."""
 
     sequence: int = 128
-    """Tokens of a row; of a longer text the end is left out."""
+    """Sequence length, in tokens; longer texts are truncated."""
 
     kind: ClassVar[str] = "corpus_classes"
     record: ClassVar[str] = "text"

@@ -25,17 +25,18 @@ PROMPT, ANSWER = 2, 4
 @register_option("data", "corpus_pairs")
 @dataclass(frozen=True)
 class StdlibCorpusPairs(StdlibCorpus):
-    """Lines of Python's standard library and the ones that follow: preferred to those shuffled.
+    """Preference pairs from Python's standard library: the rejected answer is shuffled.
 
-    Each line of a rejected answer has the words of the chosen one's, in another order.
+    Each line of a rejected answer has the words of the chosen one in another order.
     """
 
     sequence: int = 128
-    """Tokens of an answer with its prompt; of a longer one the end is left out."""
+    """Length of a prompt with its answer, in tokens; longer ones are truncated."""
     vocabulary: int = 1024
-    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
+    given tokenizer."""
     megabytes: float = 2.0
-    """The most source text that is read, in MB (10^6 bytes)."""
+    """Largest amount of source text that is read, in MB (10^6 bytes)."""
 
     kind: ClassVar[str] = "corpus_pairs"
     record: ClassVar[str] = "pair"

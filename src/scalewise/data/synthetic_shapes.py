@@ -44,14 +44,17 @@ SMALLEST = 24
 @register_option("data", "shapes")
 @dataclass(frozen=True)
 class SyntheticShapes(DataConfig):
-    """Rows such as ``a small red square top left``. Held-out captions are never trained on."""
+    """Drawn images with captions such as ``a small red square top left``.
+
+    Held-out captions are never trained on.
+    """
 
     sequence: int = TOKENS
-    """Tokens of a caption, the end included."""
+    """Caption length with its end token, in tokens."""
     image_size: int = 32
-    """Side of a picture, pixels."""
+    """Image side, in pixels."""
     rows: int = 10_000
-    """Pictures of an epoch; a tenth as many more are held out."""
+    """Number of images per epoch, in samples; 10 % more are held out."""
 
     @property
     def vocabulary_needed(self) -> int:

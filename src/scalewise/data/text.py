@@ -19,24 +19,26 @@ from scalewise.errors import ConfigIssue, DataError
 @register_option("data", "text")
 @dataclass(frozen=True)
 class TextData(DataConfig):
-    """Text files, tokenized once into the cache and again when one of them changes."""
+    """Text files, tokenized once into a cache, and again when a file changes."""
 
     sequence: int = 256
-    """Tokens of a row."""
+    """Sequence length, in tokens."""
     paths: tuple[str, ...] = ()
-    """Globs of plain text files, .jsonl and .parquet; relative to where the run is started."""
+    """Glob patterns of plain text, .jsonl and .parquet files, relative to the working directory."""
     field: str | None = None
-    """The field of .jsonl and .parquet that holds the text."""
+    """Field of .jsonl and .parquet files with the text."""
     tokenizer: str | None = None
-    """A tokenizer.json, or the folder of a tokenizer; null trains a byte-level BPE."""
+    """Path of a tokenizer.json or of a tokenizer's folder; null: train a byte-level BPE on the
+    text."""
     vocabulary: int = 4096
-    """Tokens of the BPE that is trained; at least 257. Not read where a tokenizer is given."""
+    """Vocabulary size of the trained BPE, in tokens; at least 257. Ignored with a
+    given tokenizer."""
     end_of_text: str = END_OF_TEXT
-    """The token between documents, as the given tokenizer calls it."""
+    """Token between documents, by its name in the given tokenizer."""
     special_tokens: bool = True
-    """Whether documents get the special tokens that the tokenizer adds, such as a first <bos>."""
+    """Whether documents get the special tokens that the tokenizer adds, such as a leading <bos>."""
     validation_fraction: float = 0.05
-    """Share that is held out, by file, within the file where there is one; 0 holds out nothing."""
+    """Validation fraction, by file, or within the file if there is one; 0: none."""
 
     @property
     def vocabulary_needed(self) -> int | None:

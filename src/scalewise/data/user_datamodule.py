@@ -14,15 +14,17 @@ from scalewise.errors import ConfigIssue
 @register_option("data", "module")
 @dataclass(frozen=True)
 class UserDataModule(DataConfig):
-    """A LightningDataModule of the user's, whose rows are counted as tokens, one each."""
+    """A user-defined LightningDataModule; one sample counts as one token."""
 
     target: str = ""
-    """Its class, ``package.module.Class``; empty: the module's own loaders."""
+    """Import path of the class, ``package.module.Class``; empty: the loaders of the user-defined
+    module."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What its class is called with."""
+    """Keyword arguments of the class."""
 
     split_iterable: bool = True
-    """Whether each rank reads every N-th row of iterable datasets; false: they split by rank."""
+    """Whether each rank reads every N-th sample of an iterable dataset; false: the dataset splits
+    by rank itself."""
 
     sequence = 1
     of_user = True

@@ -11,30 +11,36 @@ from scalewise.errors import ConfigIssue
 
 
 class Isolation(StrEnum):
-    """``auto``: a process of its own for sweeps, several ranks, limits and restarts."""
+    """Process of a job with one rank."""
 
     auto = "auto"
+    """A separate process for sweeps, several ranks, time or memory limits and restarts; else this
+    process."""
     process = "process"
+    """Always a separate process."""
     none = "none"
+    """Always this process."""
 
 
 @register_option("launch", "local")
 @dataclass(frozen=True)
 class Launch:
-    """One machine; the ranks are processes under torch elastic."""
+    """One machine; ranks are processes under torch elastic."""
 
     timeout: float | None = None
-    """Seconds after which a job is ended with all its processes; None: never."""
+    """Time after which a job and all its processes are killed, in seconds; null: no limit."""
     max_restarts: int = 0
-    """How often a failed job starts again, from its last checkpoint."""
+    """Number of times that a failed job restarts from its last checkpoint."""
     isolation: Isolation = Isolation.auto
-    """Whether a job of one rank leaves the calling process."""
+    """Whether a job with one rank runs in a process of its own."""
     memory_limit_gib: float | None = None
-    """Memory that training may take of a rank's device, GiB, or on the CPU of it; None: any."""
+    """Memory that training may allocate on a rank's device, or in its process on the CPU, in GiB;
+    null: no limit."""
     grace: float = 30.0
-    """Seconds a rank has to write a checkpoint after SIGTERM before it is killed."""
+    """Time that a rank has to write a checkpoint after SIGTERM before it is killed, in seconds."""
     refuse_unfit: bool = False
-    """Whether a job that the plan is sure is out of memory is refused, and not tried."""
+    """Whether a job is rejected, and not tried, if the plan is certain that it runs
+    out of memory."""
 
     @property
     def needs_process(self) -> bool:

@@ -32,18 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended, and what it measured."""
+    """Outcome and measurements of a job."""
 
     status: str
+    """Outcome: ok, pruned, failed, out_of_memory, timeout, interrupted or refused."""
     reason: str
+    """Reason of the outcome; empty for ``ok``."""
     exit_code: int
+    """Exit code of the outcome."""
     folder: Path
+    """Folder of the run."""
     summary: Mapping[str, Any]
-    """``summary.json``; its ``metrics`` by key. Empty where the job died early."""
+    """Content of ``summary.json``; its ``metrics`` by key. Empty if the job failed early."""
 
     @property
     def objective(self) -> float:
-        """Returns the last held-out loss, else the last training loss; infinite where none is."""
+        """Last validation loss, else last training loss; infinite without either."""
         metrics = self.summary.get("metrics") or {}
         for key in ("val/loss", "train/loss"):
             if self.status == "ok" and metrics.get(key) is not None:

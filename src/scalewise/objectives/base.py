@@ -37,7 +37,8 @@ class ObjectiveConfig(ABC):
     """
 
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: of all tokens."""
+    """Chunk size of the loss: logits of at most this many positions exist at once, in tokens;
+    null: all."""
 
     pairs: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ()

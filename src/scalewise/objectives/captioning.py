@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @register_option("objective", "captioning")
 @dataclass(frozen=True)
 class Captioning(Seq2Seq):
-    """Predict each token of a caption from the picture and what is before it: cross-entropy, nats.
+    """Prediction of each caption token from the image: cross-entropy, in nats.
 
-    As transformers' ``Blip2ForConditionalGeneration`` takes it with no label on the tokens of the
-    picture, nor on the one that begins the text.
+    Labels follow transformers' ``Blip2ForConditionalGeneration``: none on image tokens, nor on the
+    token that starts the text.
     """
 
     pictures = True

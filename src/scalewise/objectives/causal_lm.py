@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 @register_option("objective", "causal_lm")
 @dataclass(frozen=True)
 class CausalLM(ObjectiveConfig):
-    """Predict the next token: cross-entropy in nats."""
+    """Next-token prediction: cross-entropy, in nats."""
 
     is_sum: ClassVar[bool] = True
 
     label_smoothing: float = 0.0
-    """Share of the target probability spread over the whole vocabulary."""
+    """Fraction of the target probability that is spread over the whole vocabulary."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @register_option("objective", "classification")
 @dataclass(frozen=True)
 class Classification(CausalLM):
-    """Tell the class of a text from its last token: cross-entropy in nats.
+    """Classification of a text from its last token: cross-entropy, in nats.
 
-    The head has an output for each class and is the only thing that is not of a language model, as
-    in transformers' ``...ForSequenceClassification``.
+    Only the head differs from a language model: it has one output per class, as in transformers'
+    ``...ForSequenceClassification``.
     """
 
     measures = ("accuracy",)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 @register_option("objective", "dpo")
 @dataclass(frozen=True)
 class DPO(LogProbabilities):
-    """Prefer, more than a reference does, the chosen answer to the rejected one.
+    """Direct preference optimization of chosen over rejected answers.
 
-    ``-log sigmoid(beta ((log p - log p_ref)(chosen) - (log p - log p_ref)(rejected)))`` a pair
-    (Rafailov et al., 2023, equation 7). The reference is the model as it was before the first step.
+    ``-log sigmoid(beta ((log p - log p_ref)(chosen) - (log p - log p_ref)(rejected)))`` per pair
+    (Rafailov et al., 2023, equation 7). The reference is the model before the first step.
     """
 
     beta: float = 0.1
-    """How dearly moving away from the reference is paid for."""
+    """Strength of the penalty for moving away from the reference model."""
 
     pairs = True
     measures = ("reward_margin", "reward_accuracy")

@@ -26,17 +26,17 @@ EQUAL = 1e-4
 @register_option("objective", "grpo")
 @dataclass(frozen=True)
 class GRPO(TokenLogProbabilities):
-    """Answer each prompt several times; make likelier what earns more than the group's mean.
+    """Group relative policy optimization: several answers per prompt, rewarded against their mean.
 
     The mean over tokens of ``1 - r - (ratio - 1) A + beta KL``, with ``A = (r - mean(r)) / std(r)``
     in a group and ``KL = p_ref / p - log(p_ref / p) - 1`` (Shao et al., 2024, DeepSeekMath,
-    equations 3 and 4). Answers are used for one step, so that the ratio is 1 and clips nothing.
+    equations 3 and 4). Answers are used for one step, so that the ratio is 1 and never clipped.
     """
 
     answers: int = 8
-    """Answers that the model gives to each prompt of a step."""
+    """Number of sampled answers per prompt and step."""
     beta: float = 0.0
-    """How dearly moving away from the reference is paid for, the model with its adapter off."""
+    """Weight of the KL penalty against the reference, which is the model without its adapter."""
 
     measures = ("reward",)
 

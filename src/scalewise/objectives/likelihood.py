@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogProbabilities(ObjectiveConfig):
-    """What a model thinks of each token."""
+    """Log-probability of each token."""
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the log-probability of each label, ``logp_BT``; 0 where there is none."""
@@ -33,7 +33,7 @@ class TokenLogProbabilities(ObjectiveConfig):
 
 @dataclass(frozen=True)
 class LogProbabilities(TokenLogProbabilities):
-    """What a model thinks of each sequence."""
+    """Log-probability of each sequence."""
 
     def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the log-probability of each sequence's labels, ``logp_B``."""

@@ -30,14 +30,15 @@ LENGTHS = ("pipeline", "context", "tensor")
 @register_option("objective", "module")
 @dataclass(frozen=True)
 class UserModule(ObjectiveConfig):
-    """A LightningModule of the user's: its steps, loss, optimizer and schedule are its own."""
+    """A user-defined LightningModule with its own steps, loss, optimizer and schedule."""
 
     target: str = ""
-    """Its class, ``package.module.Class``, of a package in ``trusted_packages``."""
+    """Import path of the class, ``package.module.Class``; its package must be in
+    ``trusted_packages``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What its class is called with."""
+    """Keyword arguments of the class."""
     held_out: str = "val_loss"
-    """The name by which it logs its held-out loss."""
+    """Name under which the module logs its validation loss."""
 
     of_user = True
     by_trace = True
@@ -65,9 +66,9 @@ class UserModule(ObjectiveConfig):
 @register_option("schedule", "module")
 @dataclass(frozen=True)
 class ModuleDecides:
-    """What a module of the user's decides: it stands where a run has a spec of the suite's.
+    """Placeholder for a group that a user-defined LightningModule decides itself.
 
-    Whatever the planner asks of it, the answer is a ``ConfigError``: only a trace knows.
+    The analytic planner rejects it with a ``ConfigError``; use plan.method=trace.
     """
 
     imports: ClassVar[tuple[str, ...]] = ()

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @register_option("objective", "seq2seq")
 @dataclass(frozen=True)
 class Seq2Seq(CausalLM):
-    """Predict each token of an answer from the question and what is before it: cross-entropy, nats.
+    """Prediction of each answer token from the question: cross-entropy, in nats.
 
-    The decoder reads the answer one place on, behind the token that the model begins with, as in
+    The decoder input is the answer shifted right behind the model's start token, as in
     transformers' ``...ForConditionalGeneration``.
     """
 

@@ -24,14 +24,14 @@ SEARCHED = 24
 
 @dataclass(frozen=True)
 class AdamBase(OptimizerConfig):
-    """What every Adam is told."""
+    """Hyperparameters that every variant of Adam has."""
 
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the root of the second moment."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
@@ -47,9 +47,10 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
 
     fused: bool = True
-    """One kernel for all parameters; torch's own default loops over them."""
+    """Whether one fused kernel updates all parameters; torch's default loops over them."""
     offload: bool = False
-    """Whether the moments lie in host memory, where each weight is stepped; one rank has all."""
+    """Whether the moments are stored, and parameters updated, in host memory; for one device or
+    parallelism=ddp."""
 
     @property
     def slots(self) -> int:
@@ -72,9 +73,9 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
 @register_option("optimizer", "adamw_paged")
 @dataclass(frozen=True)
 class PagedAdamWConfig(AdamBase):
-    """AdamW whose moments CUDA's driver moves to the host where a device has no room for them.
+    """AdamW with moments in CUDA unified memory, which is paged to the host when a device is full.
 
-    By bitsandbytes (Dettmers et al., 2023, QLoRA, section 3). On the CPU nothing is moved.
+    By bitsandbytes (QLoRA; Dettmers et al., 2023, section 3). On the CPU nothing is paged.
     """
 
     packages = ("bitsandbytes",)
@@ -99,7 +100,7 @@ class PagedAdamWConfig(AdamBase):
 
 @dataclass(frozen=True)
 class _LowBitAdamWConfig(AdamBase):
-    """AdamW whose moments are codes of few bits with a scale for every block of numbers.
+    """AdamW with quantized moments, one scale per block.
 
     Dettmers et al., 2021 (8 bits) and Li et al., 2023 (4 bits), by torchao.
     """
@@ -151,7 +152,7 @@ class _LowBitAdamWConfig(AdamBase):
 @register_option("optimizer", "adamw_8bit")
 @dataclass(frozen=True)
 class AdamW8bitConfig(_LowBitAdamWConfig):
-    """AdamW with moments of 8 bits, in blocks of 256 (Dettmers et al., 2021)."""
+    """AdamW with 8-bit moments in blocks of 256 (Dettmers et al., 2021), by torchao."""
 
     bits = 8
     block = 256
@@ -160,7 +161,7 @@ class AdamW8bitConfig(_LowBitAdamWConfig):
 @register_option("optimizer", "adamw_4bit")
 @dataclass(frozen=True)
 class AdamW4bitConfig(_LowBitAdamWConfig):
-    """AdamW with moments of 4 bits, in blocks of 128 (Li et al., 2023)."""
+    """AdamW with 4-bit moments in blocks of 128 (Li et al., 2023), by torchao."""
 
     bits = 4
     block = 128

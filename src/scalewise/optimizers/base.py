@@ -27,15 +27,16 @@ class OptimizerConfig(ABC):
     lr: float = 3e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices, per step, times the learning rate."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate at each step."""
     shard: bool = False
-    """Whether ranks that hold the same weights share the state out (ZeRO-1); ``ddp`` alone."""
+    """Whether data-parallel ranks partition the optimizer state (ZeRO-1); for parallelism=ddp."""
     in_backward: bool = False
-    """Whether each weight is stepped as soon as its gradient is there, which is then dropped."""
+    """Whether each parameter is updated during the backward pass and its gradient freed at once."""
     lr_factors: Mapping[str, float] = field(default_factory=dict)
-    """What the rate is multiplied by, where a pattern (regex) is found in a weight's name."""
+    """Factors of the learning rate by pattern (regex) of the parameter name."""
     no_decay: tuple[str, ...] = ()
-    """Patterns of names that do not decay; vectors, norms and biases, never do."""
+    """Patterns (regex) of parameter names without weight decay; vectors, norms and biases never
+    decay."""
 
     packages: ClassVar[tuple[str, ...]] = ()
     """What it needs beside torch."""

@@ -23,18 +23,19 @@ HIDDEN = ("attention", "feedforward")
 @register_option("optimizer", "adafactor")
 @dataclass(frozen=True)
 class AdafactorConfig(OptimizerConfig):
-    """One mean for each row and column of a matrix's squares (Shazeer and Stern, 2018), torch's.
+    """Adafactor: a factored second moment per matrix (Shazeer and Stern, 2018), by torch.
 
-    Steps are relative to a weight's own size: ``lr`` is the largest of them, less as
-    1 / sqrt(step) falls below it.
+    Steps are relative to the size of a parameter: ``lr`` is the largest relative step, and
+    1 / sqrt(step) replaces it once that is smaller.
     """
 
     lr: float = 1e-2
     """Largest relative step."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices, per step, times the learning rate."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate at each step."""
     beta2_decay: float = -0.8
-    """How fast the means begin to last: step t forgets ``t ** beta2_decay`` of them."""
+    """Exponent of the second moment's decay: step t gives the newest gradient the weight ``t **
+    beta2_decay``."""
 
     elementwise = False
     uses_whole_weights = True
@@ -65,21 +66,22 @@ class AdafactorConfig(OptimizerConfig):
 @register_option("optimizer", "muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Orthogonalized momentum for the matrices of blocks (Jordan et al., 2024); AdamW for the rest.
+    """Muon: orthogonalized momentum for matrices of blocks (Jordan et al., 2024), else AdamW.
 
-    Updates are scaled as AdamW's are large (Liu et al., 2025), so that one rate serves both.
+    Updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning rate serves
+    both.
     """
 
     momentum: float = 0.95
-    """Decay of the momentum that is orthogonalized."""
+    """Decay rate of the momentum that is orthogonalized."""
     nesterov: bool = True
-    """Whether the gradient counts once more beside the momentum."""
+    """Whether Nesterov momentum is used."""
     beta1: float = 0.9
-    """Decay of the first moment of what AdamW moves."""
+    """Decay rate of the first moment of AdamW."""
     beta2: float = 0.95
-    """Decay of the second moment of what AdamW moves."""
+    """Decay rate of the second moment of AdamW."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the root of AdamW's second moment."""
 
     elementwise = False
     uses_whole_weights = True

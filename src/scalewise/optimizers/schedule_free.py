@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 @register_option("optimizer", "schedule_free")
 @dataclass(frozen=True)
 class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
-    """Schedule-free AdamW (Defazio et al., 2024), by its authors' package.
+    """Schedule-free AdamW (Defazio et al., 2024), by the authors' package.
 
-    Gradients are taken between the place it steps from and the average of all places, which is
-    what validation sees.
+    Gradients are evaluated between the iterate and the average of all iterates; validation uses the
+    average.
     """
 
     lr: float = 2.5e-3
-    """Learning rate, after the warm-up of ``schedule``."""
+    """Learning rate after the warm-up of ``schedule``."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices, per step, times the learning rate."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate at each step."""
     beta1: float = 0.9
-    """Weight of the average where gradients are taken."""
+    """Weight of the average at the point where gradients are evaluated."""
     beta2: float = 0.999
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
 
     packages = ("schedulefree",)
     elementwise = False

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 @register_option("optimizer", "sgd")
 @dataclass(frozen=True)
 class SGDConfig(FixedStateOptimizerConfig):
-    """Stochastic gradient descent with momentum: the honest judge of gradient scale."""
+    """Stochastic gradient descent with momentum."""
 
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """Decay of the velocity; 0 holds no state."""
+    """Decay rate of the momentum; 0: no momentum and no state."""
     nesterov: bool = False
-    """Whether the gradient is taken at the place momentum leads to."""
+    """Whether Nesterov momentum is used."""
     weight_decay: float = 0.0
-    """L2 term added to the gradient of matrices."""
+    """L2 penalty that is added to the gradient of matrices."""
 
     @property
     def slots(self) -> int:
@@ -52,14 +52,17 @@ class SGDConfig(FixedStateOptimizerConfig):
 @register_option("optimizer", "lion")
 @dataclass(frozen=True)
 class LionConfig(FixedStateOptimizerConfig):
-    """The sign of an interpolated momentum (Chen et al., 2023): a third of AdamW's rate or less."""
+    """Lion: the sign of an interpolated momentum (Chen et al., 2023).
+
+    Use a third of AdamW's learning rate or less.
+    """
 
     lr: float = 1e-4
-    """Peak learning rate: what every number moves by in a step."""
+    """Peak learning rate: the change of each parameter per step."""
     beta1: float = 0.9
-    """Share of the momentum in the update."""
+    """Weight of the momentum in the update."""
     beta2: float = 0.99
-    """Decay of the momentum."""
+    """Decay rate of the momentum."""
 
     @property
     def slots(self) -> int:

@@ -21,14 +21,20 @@ if TYPE_CHECKING:
 
 
 class CommHook(StrEnum):
-    """What is done to a bucket of gradients before it is sent."""
+    """Compression of gradient buckets before they are reduced; all but ``none`` are lossy."""
 
     none = "none"
+    """No compression."""
     fp16 = "fp16"
+    """Gradients are reduced in fp16."""
     bf16 = "bf16"
+    """Gradients are reduced in bf16."""
     powersgd = "powersgd"
+    """Low-rank factors (PowerSGD; Vogels et al., 2019)."""
     fp16_powersgd = "fp16_powersgd"
+    """Low-rank factors, sent in fp16."""
     post_local_sgd = "post_local_sgd"
+    """Local steps with periodic averages of the parameters (Lin et al., 2020)."""
 
     @property
     def is_powersgd(self) -> bool:
@@ -39,27 +45,28 @@ class CommHook(StrEnum):
 @register_option("parallelism", "ddp")
 @dataclass(frozen=True)
 class DDPConfig(ParallelismConfig):
-    """Every rank holds the model and sees other rows; gradients are averaged (Li et al., 2020)."""
+    """DistributedDataParallel: replicas of the model average gradients (Li et al., 2020)."""
 
     shares_optimizer_out = True
     offloads_optimizer = True
 
     replicas: int | None = None
-    """Number of ranks; None: every device of the machine, or two ranks on the CPU."""
+    """Number of ranks; null: all devices of the machine, or two ranks on the CPU."""
     bucket_mib: float = 25.0
-    """Gradients are reduced in buckets of this size, while backward goes on, MiB."""
+    """Bucket size of the gradient all-reduce, which overlaps with backward, in MiB."""
     gradient_as_bucket_view: bool = True
-    """Whether gradients live inside the buckets, which saves one copy of them."""
+    """Whether gradients are views of the buckets, which saves one copy of them."""
     static_graph: bool = False
     """Whether every step uses the same parameters in the same order."""
     comm_hook: CommHook = CommHook.none
-    """How gradients are compressed on their way; all but ``none`` are lossy."""
+    """Compression of gradients before they are reduced."""
     powersgd_rank: int = 4
-    """Rank of PowerSGD's factors (Vogels et al., 2019)."""
+    """Rank of the PowerSGD factors (Vogels et al., 2019)."""
     lossless_steps: int = 10
-    """Steps with plain gradients before PowerSGD or post-local SGD begins."""
+    """Uncompressed phase before PowerSGD or post-local SGD starts, in optimizer steps."""
     averaging_period: int = 4
-    """Steps between averages of the weights in post-local SGD (Lin et al., 2020)."""
+    """Interval between parameter averages of post-local SGD (Lin et al., 2020), in optimizer
+    steps."""
 
     @property
     def world_size(self) -> int:

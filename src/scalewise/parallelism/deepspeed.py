@@ -31,17 +31,20 @@ LIVE = 1_000_000_000
 
 
 class OffloadTarget(StrEnum):
-    """Where something lives that is not at work."""
+    """Storage of offloaded tensors."""
 
     none = "none"
+    """Device memory: no offload."""
     cpu = "cpu"
+    """Host memory."""
     nvme = "nvme"
+    """Files on a disk; stage 3 only."""
 
 
 @register_option("parallelism", "deepspeed")
 @dataclass(frozen=True)
 class DeepSpeedConfig(ParallelismConfig):
-    """Replicas that share out what they hold (Rajbhandari et al., 2020, ZeRO).
+    """DeepSpeed ZeRO: data-parallel ranks partition the training state (Rajbhandari et al., 2020).
 
     Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
     """
@@ -49,29 +52,30 @@ class DeepSpeedConfig(ParallelismConfig):
     flattens_weights = True
 
     stage: int = 2
-    """What is shared out: 1 optimizer state, 2 gradients as well, 3 weights as well."""
+    """What is partitioned: 1 optimizer state, 2 gradients as well, 3 parameters as well."""
     replicas: int | None = None
-    """Number of ranks; None: every device of the machine, or two ranks on the CPU."""
+    """Number of ranks; null: all devices of the machine, or two ranks on the CPU."""
     offload_optimizer: OffloadTarget = OffloadTarget.none
-    """Where optimizer state lives, and is stepped by the processor; nvme: stage 3 alone."""
+    """Where optimizer state is stored; the CPU then updates the parameters. nvme: stage 3 only."""
     offload_parameters: OffloadTarget = OffloadTarget.none
-    """Where shards of the weights live; stage 3 alone."""
+    """Where parameter partitions are stored; stage 3 only."""
     nvme_path: str | None = None
-    """Folder on a fast disk for ``nvme``; None: in the suite's cache."""
+    """Folder on a fast disk for ``nvme``; null: a folder in scalewise's cache."""
     bucket_mib: float = 200.0
-    """Gradients are reduced, and weights gathered, in buckets of this size, MiB of fp32."""
+    """Bucket size of gradient reduction and parameter gathering, in MiB of fp32."""
     overlap_comm: bool = True
-    """Whether gradients are reduced while backward goes on."""
+    """Whether gradient reduction overlaps with backward."""
     contiguous_gradients: bool = True
-    """Whether gradients are copied into one buffer as they come, against fragmentation."""
+    """Whether gradients are copied into one buffer to avoid fragmentation."""
     keep_whole_below: int = 100_000
-    """Stage 3: weights of fewer numbers than this stay whole on every rank."""
+    """Stage 3: parameters smaller than this stay unsharded on every rank, in elements."""
     hierarchical: int = 1
-    """ZeRO++ (Wang et al., 2023): ranks that keep a second copy of the shards for backward."""
+    """ZeRO++ (Wang et al., 2023): size of the group that stores a second copy for backward, in
+    ranks."""
     quantized_weights: bool = False
-    """ZeRO++: whether weights travel as int8; CUDA alone, lossy."""
+    """ZeRO++: whether parameters are gathered as int8; CUDA only, lossy."""
     quantized_gradients: bool = False
-    """ZeRO++: whether gradients travel as int4; CUDA alone, lossy."""
+    """ZeRO++: whether gradients are reduced as int4; CUDA only, lossy."""
 
     @property
     def world_size(self) -> int:

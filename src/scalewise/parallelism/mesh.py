@@ -29,22 +29,27 @@ Size = int | str
 
 
 class ContextAttention(StrEnum):
-    """How attention sees the keys of other ranks."""
+    """Communication of attention across the context axis."""
 
     ulysses = "ulysses"
-    """All-to-all: a rank gets whole rows of some heads (Jacobs et al., 2023)."""
+    """All-to-all: each rank gets whole sequences of some heads (Jacobs et al., 2023)."""
     gather = "gather"
-    """All-gather of keys and values: a rank gets all of them for its own queries (Llama 3)."""
+    """All-gather of keys and values: each rank attends with its own queries (Llama 3)."""
 
 
 class PipelineSchedule(StrEnum):
-    """In which order stages work on micro batches; values are torch's names."""
+    """Pipeline schedule; values are torch's names."""
 
     gpipe = "GPipe"
+    """All forward passes, then all backward passes."""
     one_f_one_b = "1F1B"
+    """One forward, one backward alternately: fewer activations in flight."""
     interleaved_1f1b = "Interleaved1F1B"
+    """1F1B with several stages per rank: smaller bubble."""
     interleaved_zero_bubble = "InterleavedZeroBubble"
+    """Interleaved, with weight gradients computed in the bubble."""
     zbv_zero_bubble = "ZBVZeroBubble"
+    """Two stages per rank in a V, with weight gradients computed in the bubble."""
 
     @property
     def interleaved(self) -> bool:
@@ -66,42 +71,48 @@ class PipelineSchedule(StrEnum):
 @register_option("parallelism", "mesh")
 @dataclass(frozen=True)
 class MeshConfig(ParallelismConfig):
-    """Any product of the five axes. One size may be ``auto``: what the devices leave."""
+    """N-dimensional parallelism: any product of five mesh axes. One size may be ``auto``."""
 
     pipeline: Size = 1
-    """Ranks that hold consecutive layers."""
+    """Pipeline parallel size, in ranks; each stores consecutive layers. auto: all remaining
+    devices."""
     replicate: Size = 1
-    """Copies of the sharded model."""
+    """Replication size (dp_replicate), in ranks; each stores a copy of the sharded model. auto:
+    all remaining devices."""
     shards: Size = 1
-    """Ranks that share weights, gradients and optimizer state out (FSDP2; ZeRO, 2020)."""
+    """Sharding size (dp_shard, FSDP2), in ranks; they partition parameters, gradients and
+    optimizer state. auto: all remaining devices."""
     context: Size = 1
-    """Ranks that share the tokens of a row out; weights are sharded over these as well."""
+    """Context parallel size, in ranks; they partition each sequence, and parameters are sharded
+    over them too. auto: all remaining devices."""
     tensor: Size = 1
-    """Ranks that share every matrix out (Megatron-LM, 2019)."""
+    """Tensor parallel size, in ranks; they partition every matrix (Megatron-LM, 2019). auto: all
+    remaining devices."""
     reshard_after_forward: bool = True
-    """Whether gathered weights are dropped after a block's forward (ZeRO-3) or kept (ZeRO-2)."""
+    """Whether gathered parameters are freed after a block's forward (ZeRO-3) or kept (ZeRO-2)."""
     prefetch: int = 1
-    """Blocks whose weights are gathered ahead of the one at work."""
+    """Prefetch distance of parameter gathering, in blocks."""
     cpu_offload: bool = False
-    """Whether shards of weights, gradients and optimizer state live in host memory."""
+    """Whether sharded parameters, gradients and optimizer state are stored in host memory."""
     reduce_each_micro_batch: bool = True
-    """Whether gradients are reduced at each micro batch, or kept whole until the last."""
+    """Whether gradients are reduced after each micro-batch, or stay unsharded until the last."""
     sequence_parallel: bool = True
-    """Whether what tensor parallelism does not cut is cut along the tokens instead."""
+    """Whether activations outside of tensor-parallel layers are sharded along the sequence."""
     loss_parallel: bool = True
-    """Whether the loss is taken from logits cut along the vocabulary."""
+    """Whether the loss is computed from logits sharded along the vocabulary."""
     async_tensor: bool = False
-    """Whether compiled matrix products overlap their communication; CUDA alone."""
+    """Whether compiled matmuls overlap with tensor-parallel communication; CUDA only."""
     attention: ContextAttention = ContextAttention.ulysses
-    """How attention works across the context axis."""
+    """Communication of attention across the context axis."""
     balanced: bool = True
-    """Whether a context rank takes a piece from either end of a row: equal causal work."""
+    """Whether each context rank takes a chunk from both ends of a sequence, which balances causal
+    attention."""
     pipeline_schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
-    """Order of the stages' work."""
+    """Order in which pipeline stages process micro-batches."""
     stages_per_rank: int | None = None
-    """Stages of one pipeline rank; None: two if the schedule interleaves, else one."""
+    """Number of stages per pipeline rank; null: two for interleaved schedules, else one."""
     pipeline_micro_batches: int | None = None
-    """Pieces that a micro batch passes the pipeline in; None: one per stage."""
+    """Number of pipeline micro-batches per micro-batch; null: one per stage."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:

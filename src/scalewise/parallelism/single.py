@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @register_option("parallelism", "single")
 @dataclass(frozen=True)
 class SingleConfig(ParallelismConfig):
-    """One device, no communication."""
+    """One device without communication."""
 
     offloads_optimizer = True
 

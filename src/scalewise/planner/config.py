@@ -11,55 +11,62 @@ from scalewise.errors import ConfigIssue
 
 
 class PlanSearch(StrEnum):
-    """What a search varies. What was typed on the command line is held."""
+    """What a search varies. Values typed on the command line stay fixed."""
 
     none = "none"
+    """No search: the run is planned as it is."""
     layout = "layout"
-    """Sizes of the mesh, micro batch and recomputation: what leaves training as it is."""
+    """Mesh sizes, micro-batch size and activation checkpointing; the training result stays the
+    same."""
     memory = "memory"
-    """Micro batch, recomputation, pieces of the loss, precision, optimizer and adapter."""
+    """Micro-batch size, activation checkpointing, loss chunks, precision, optimizer and adapter."""
     all = "all"
+    """Everything that ``layout`` and ``memory`` vary."""
 
 
 class RankBy(StrEnum):
-    """What a search wants least of."""
+    """Quantity that a search minimizes."""
 
     time = "time"
+    """Time of one optimizer step per token."""
     price = "price"
+    """Price per token."""
     memory = "memory"
+    """Peak memory."""
 
 
 class MemoryMethod(StrEnum):
-    """How memory is foreseen."""
+    """How peak memory is predicted."""
 
     ledger = "ledger"
-    """From the specs alone, in no time."""
+    """Analytic model of the configs; takes milliseconds and imports no torch."""
     trace = "trace"
-    """By a step of the real module on tensors without memory; imports torch, takes seconds."""
+    """One step of the real module with FakeTensor; imports torch and takes seconds."""
 
 
 class UnfitPolicy(StrEnum):
-    """What becomes of a run that does not fit its hardware."""
+    """What ``train`` does with a run that does not fit its hardware."""
 
     none = "none"
-    """It starts all the same."""
+    """Start the run as it is."""
     auto = "auto"
-    """``train`` changes it as ``plan`` would: by its search, or as little as makes it fit."""
+    """Change the run as ``plan`` suggests: by ``plan.search`` if set, else by the smallest change
+    that fits."""
 
 
 @register_option("plan", "planning")
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a run is planned."""
+    """Planning of a run: memory, time and search."""
 
     method: MemoryMethod = MemoryMethod.ledger
-    """How memory is foreseen."""
+    """Method that predicts peak memory."""
     full_depth: bool = False
-    """Whether a trace runs every layer, and no shallow copies to go on from."""
+    """Whether a trace runs every layer instead of extrapolating from shallow copies."""
     search: PlanSearch = PlanSearch.none
-    """What is varied to find a better run."""
+    """What the planner varies to find a better run."""
     rank_by: RankBy = RankBy.time
-    """What the best run of a search has least of."""
+    """Quantity that the search minimizes."""
     fit: UnfitPolicy = UnfitPolicy.none
     """What ``train`` does with a run that does not fit."""
 

@@ -23,8 +23,11 @@ class FloatFormat(StrEnum):
     """A floating-point format."""
 
     fp32 = "fp32"
+    """IEEE single precision, 4 bytes."""
     bf16 = "bf16"
+    """bfloat16, 2 bytes."""
     fp16 = "fp16"
+    """IEEE half precision, 2 bytes."""
 
     @property
     def bytes(self) -> int:
@@ -43,14 +46,14 @@ _LIGHTNING: dict[tuple[FloatFormat, FloatFormat], LightningPrecision] = {
 @register_option("precision", "precision")
 @dataclass(frozen=True)
 class Precision:
-    """Formats by role. Gradients and optimizer state are held as the parameters are."""
+    """Data types by role. Gradients and optimizer state have the type of the parameters."""
 
     parameters: FloatFormat = FloatFormat.fp32
-    """Format in which parameters, gradients and optimizer state are held."""
+    """Data type of parameters, gradients and optimizer state."""
     compute: FloatFormat = FloatFormat.fp32
-    """Format of matrix products and of the activations kept for backward."""
+    """Data type of matmuls and of activations stored for the backward pass."""
     tf32: bool = False
-    """Whether fp32 matrix products may run as TF32 on CUDA (10 mantissa bits)."""
+    """Whether fp32 matmuls may run as TF32 on CUDA (10 mantissa bits)."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields a pair of formats that no Lightning precision plugin runs."""

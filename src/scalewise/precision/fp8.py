@@ -28,25 +28,27 @@ FIRST_CAPABILITY = (8, 9)
 
 
 class ScalingRecipe(StrEnum):
-    """Which numbers share a scale, by torchao's names."""
+    """Granularity of fp8 scales, by torchao's names."""
 
     tensorwise = "tensorwise"
-    """All of a tensor; gradients have 5 bits of exponent and 2 of mantissa (e5m2)."""
+    """One scale per tensor; gradients are e5m2 (5 exponent bits, 2 mantissa bits)."""
     rowwise = "rowwise"
-    """Those that are summed; scales are powers of two, gradients as all else (e4m3)."""
+    """One scale per row or column that a matmul sums over; scales are powers of two, gradients are
+    e4m3."""
 
 
 @register_option("precision", "fp8")
 @dataclass(frozen=True)
 class Float8(Precision):
-    """Linear layers of blocks multiply e4m3 numbers (Micikevicius et al., 2022), all else as told.
+    """Linear layers of blocks multiply in e4m3 (Micikevicius et al., 2022).
 
-    Scales are those of the micro batch at hand. Weights stay in their format, and so do the sums.
+    Scales are computed from the current micro-batch. Weights and accumulation keep their types.
     """
 
     compute: FloatFormat = FloatFormat.bf16
+    """Data type of all other matmuls and of activations stored for the backward pass."""
     recipe: ScalingRecipe = ScalingRecipe.tensorwise
-    """Which numbers share a scale."""
+    """Which elements share a scale."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields formats that do not go together."""

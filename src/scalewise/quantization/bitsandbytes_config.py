@@ -124,10 +124,10 @@ def _full_weight(layer: PackedLinear) -> Tensor:
 
 @dataclass(frozen=True)
 class FourBitConfig(BitsAndBytesConfig):
-    """Codes of 16 values, scaled block by block (Dettmers et al., 2023, QLoRA, section 3)."""
+    """4-bit codes with one scale per block (QLoRA; Dettmers et al., 2023, section 3)."""
 
     double: bool = True
-    """Whether the scales are packed as well, to 8 bits each: 4.13 bits a number instead of 4.5."""
+    """Whether the scales are quantized to 8 bits too: 4.13 instead of 4.5 bits per parameter."""
 
     code = ""
     """What bitsandbytes calls the 16 values."""
@@ -163,7 +163,7 @@ class FourBitConfig(BitsAndBytesConfig):
 @register_option("quantization", "nf4")
 @dataclass(frozen=True)
 class NF4Config(FourBitConfig):
-    """4 bits whose values are quantiles of a normal distribution."""
+    """4-bit NormalFloat: code values are quantiles of a normal distribution."""
 
     code = "nf4"
 
@@ -171,7 +171,7 @@ class NF4Config(FourBitConfig):
 @register_option("quantization", "fp4")
 @dataclass(frozen=True)
 class FP4Config(FourBitConfig):
-    """4 bits that are a sign, exponent bits and a fraction."""
+    """4-bit floating point: sign, exponent bits and mantissa."""
 
     code = "fp4"
 
@@ -179,10 +179,11 @@ class FP4Config(FourBitConfig):
 @register_option("quantization", "int8")
 @dataclass(frozen=True)
 class Int8Config(BitsAndBytesConfig):
-    """8 bits with a scale for each row; on CUDA inputs too (Dettmers et al., 2022, LLM.int8)."""
+    """8-bit weights with one scale per output, int8 matmuls on CUDA (Dettmers et al., 2022)."""
 
     threshold: float = 6.0
-    """Features with an input beyond it are multiplied in 16 bits, on CUDA; 0: none is."""
+    """Outlier threshold: features with a larger input are multiplied in 16 bits on CUDA; 0: no
+    outliers."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""

@@ -101,7 +101,7 @@ def _is_layer_weight(weight: Weight, names: tuple[str, ...]) -> bool:
 @register_option("quantization", "none")
 @dataclass(frozen=True)
 class NoQuantizationConfig(QuantizationConfig):
-    """Weights are held and multiplied in the format of all others."""
+    """No quantization: frozen weights keep the data type of the parameters."""
 
 
 @lru_cache(maxsize=64)

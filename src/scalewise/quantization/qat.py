@@ -33,16 +33,16 @@ FP32 = 4
 @register_option("quantization", "qat_int4")
 @dataclass(frozen=True)
 class QATInt4Config(QuantizationConfig):
-    """Every product of a block is of a matrix rounded to 4 bits, in groups of their own scale.
+    """Quantization-aware training of int4 weights: linear layers of blocks, one scale per group.
 
-    Weights, gradients and optimizer state are held and saved in the format of all others. What is
-    rounded lives for one product, is made again for backward, and hands gradients on as they are
-    (Bengio et al., 2013) where it was not cut off. An export makes it integers. Embeddings, norms
-    and head stay as they are.
+    Parameters, gradients and optimizer state keep their data type, also in checkpoints. Each matmul
+    rounds its weight, again in the backward pass, with a straight-through gradient (Bengio et al.,
+    2013) except where values were clipped. An export stores integers. Embeddings, norms and head
+    are not quantized.
     """
 
     group: int = 32
-    """Numbers of a row that share a scale."""
+    """Number of consecutive elements of a weight that share a scale, in elements."""
 
     def fake_quantized(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns every linear layer of a block."""
@@ -127,6 +127,6 @@ class QATInt4Config(QuantizationConfig):
 @register_option("quantization", "qat_8da4w")
 @dataclass(frozen=True)
 class QAT8da4wConfig(QATInt4Config):
-    """The same of inputs that are rounded as well: to 8 bits, each token by its own range."""
+    """As ``qat_int4``, with inputs rounded to int8 with one range per token."""
 
     rounds_inputs = True

@@ -16,21 +16,24 @@ class WandbMode(StrEnum):
     """How Weights & Biases is used. ``auto``: online with a key and a server, else offline."""
 
     auto = "auto"
+    """Online with an API key and a server, else offline."""
     online = "online"
+    """Send metrics while training."""
     offline = "offline"
+    """Write to disk; send later with ``scalewise publish``."""
     disabled = "disabled"
+    """No tracking."""
 
 
 class ArtifactsKind(StrEnum):
-    """What a published run takes along from its folder.
-
-    ``files``: the small ones, with artifacts that say where checkpoints lie; ``checkpoints``:
-    their bytes as well.
-    """
+    """Files that a published run uploads."""
 
     none = "none"
+    """No files."""
     files = "files"
+    """Small files, and artifacts that reference the checkpoints."""
     checkpoints = "checkpoints"
+    """The same and the checkpoints themselves."""
 
 
 VARIABLE = {
@@ -46,22 +49,25 @@ VARIABLE = {
 @register_option("tracking", "wandb")
 @dataclass(frozen=True)
 class WandbConfig:
-    """One Weights & Biases run per job. ``WANDB_*`` variables win, but over ``disabled``."""
+    """One Weights & Biases run per job.
+
+    ``WANDB_*`` variables take precedence, except over ``mode=disabled``.
+    """
 
     mode: WandbMode = WandbMode.auto
-    """Online, offline or not at all."""
+    """Online, offline or disabled."""
     project: str = "scalewise"
-    """Project that receives the run."""
+    """Project of the run."""
     entity: str | None = None
-    """Team or user; None: the account's default."""
+    """Team or user; null: the account's default."""
     group: str | None = None
-    """Group; None: the sweep's name, if there is a sweep."""
+    """Group of the run; null: the name of the sweep, if there is one."""
     tags: tuple[str, ...] = ()
-    """Tags beside those that the run's parts give."""
+    """Tags in addition to the chosen options."""
     notes: str = ""
-    """A free description."""
+    """Free description."""
     log_artifacts: ArtifactsKind = ArtifactsKind.files
-    """What goes to W&B beside rows and tables when the run is published."""
+    """Files that are uploaded in addition to metrics and tables when the run is published."""
 
     def complaints(self) -> Iterator[ConfigIssue]:
         """Yields a project that W&B would not take."""

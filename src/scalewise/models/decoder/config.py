@@ -23,24 +23,30 @@ if TYPE_CHECKING:
 
 
 class NormKind(StrEnum):
-    """How activations are normalized before each sublayer."""
+    """Normalization layer."""
 
     rmsnorm = "rmsnorm"
+    """RMSNorm (Zhang and Sennrich, 2019)."""
     layernorm = "layernorm"
+    """LayerNorm (Ba et al., 2016)."""
 
 
 class PositionKind(StrEnum):
-    """How a token's place enters: rotated queries and keys, or a table added to the embedding."""
+    """Position encoding."""
 
     rope = "rope"
+    """Rotary embedding of queries and keys (Su et al., 2021)."""
     learned = "learned"
+    """Trained table that is added to the token embedding."""
 
 
 class ActivationKind(StrEnum):
-    """The feedforward's form: SiLU(gate) * up, or the tanh approximation of GELU."""
+    """Activation of the feedforward."""
 
     swiglu = "swiglu"
+    """``SiLU(gate) * up`` (Shazeer, 2020)."""
     gelu = "gelu"
+    """GELU with the tanh approximation."""
 
 
 LLAMA_SHAPE = {
@@ -58,53 +64,55 @@ class DecoderConfig(ModelConfig):
     """A pre-norm causal transformer: ``x += attention(norm(x)); x += feedforward(norm(x))``."""
 
     vocabulary: int
-    """Token ids, 0 to vocabulary - 1."""
+    """Vocabulary size, in tokens."""
     context: int
-    """Longest row, in tokens."""
+    """Longest sequence, in tokens."""
     width: int
-    """Features of the residual stream."""
+    """Width of the residual stream, in features."""
     layers: int
-    """Blocks."""
+    """Number of blocks."""
     heads: int
-    """Query heads per block."""
+    """Number of query heads per block."""
     feedforward: int
-    """Features of the feedforward's hidden layer."""
+    """Width of the feedforward's hidden layer, in features."""
     kv_heads: int | None = None
-    """Key and value heads per block, fewer than ``heads`` in grouped queries; None: ``heads``."""
+    """Number of key and value heads per block (grouped-query attention); null: as many as
+    ``heads``."""
     head_width: int | None = None
-    """Features per head; None: ``width / heads``."""
+    """Width of one head, in features; null: ``width / heads``."""
     norm: NormKind = NormKind.rmsnorm
     """Normalization before each sublayer and before the head."""
     position: PositionKind = PositionKind.rope
     """Position encoding."""
     activation: ActivationKind = ActivationKind.swiglu
-    """Form of the feedforward."""
+    """Activation of the feedforward."""
     bias: bool = False
-    """Biases in every linear layer but the head, and in LayerNorm."""
+    """Whether LayerNorm and all linear layers except the head have biases."""
     tied: bool = False
-    """The head is the token embedding's own matrix."""
+    """Whether the head shares the weight of the token embedding."""
     classes: int | None = None
-    """What the head tells apart; None: the tokens of the vocabulary."""
+    """Number of outputs of the head; null: the vocabulary size."""
     rope_theta: float = 10000.0
-    """Base of the rotation's wavelengths (2 pi tokens to about 2 pi theta tokens)."""
+    """Base of the rotary wavelengths, which range from 2 pi to about 2 pi theta positions."""
     rope_scaling: bool = False
-    """Stretch the long wavelengths as Llama 3.1 does; the four fields below say how far."""
+    """Whether long wavelengths are stretched as in Llama 3.1; the four fields below are its
+    parameters."""
     rope_factor: float = 8.0
     """Factor by which the longest wavelengths grow."""
     rope_low_frequency: float = 1.0
-    """Wavelengths above ``rope_original_context`` over this grow by the whole factor."""
+    """Wavelengths above ``rope_original_context`` divided by this grow by the whole factor."""
     rope_high_frequency: float = 4.0
-    """Wavelengths below ``rope_original_context`` over this stay as they are."""
+    """Wavelengths below ``rope_original_context`` divided by this stay unchanged."""
     rope_original_context: int = 8192
     """Context that the unscaled wavelengths were trained for, in tokens."""
     norm_epsilon: float = 1e-5
-    """Added to the variance before its root is taken."""
+    """Constant added to the variance before its root is taken."""
     dropout: float = 0.0
-    """Share of embeddings, attention weights and sublayer outputs dropped while training."""
+    """Dropout probability of embeddings, attention weights and sublayer outputs."""
     initial_std: float = 0.02
-    """Standard deviation of fresh weights; over sqrt(2 layers) where a block meets the residual."""
+    """Standard deviation of initial weights; divided by sqrt(2 layers) for sublayer outputs."""
     weights: str | None = None
-    """Folder or .safetensors file of Hugging Face weights to start from; None: fresh weights."""
+    """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
 
     @property
     def pretrained(self) -> str | None:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class InitKind(StrEnum):
-    """What a model begins with."""
+    """Initial weights."""
 
     weights = "weights"
-    """Those at its path, safetensors."""
+    """The safetensors weights at ``model.path``."""
     random = "random"
-    """Fresh ones: its configuration is enough to study time and memory."""
+    """Random weights; only config.json is read."""
 
 
 ENDS = {"embedding": TPStyle.vocabulary, "position": TPStyle.places, "head": TPStyle.head}
@@ -38,20 +38,19 @@ ENDS = {"embedding": TPStyle.vocabulary, "position": TPStyle.places, "head": TPS
 @register_option("model", "hf")
 @dataclass(frozen=True)
 class HuggingFaceConfig(ModelConfig):
-    """A causal language model, an encoder with a decoder, or BLIP-2, that transformers knows.
+    """A transformers model: a causal language model, an encoder-decoder model or BLIP-2.
 
-    Code of a checkpoint's own is not run.
-
-    Plans of it run its parts once with no memory behind their tensors, and need torch.
+    Custom code in a checkpoint is never executed. Planning runs the model once with FakeTensor and
+    imports torch.
     """
 
     path: str = ""
-    """A folder with config.json and safetensors, or a name on the Hub, its local cache first."""
+    """Folder with config.json and safetensors files, or a name on the Hub; the local cache is read
+    first."""
     init: InitKind = InitKind.weights
-    """Whether it begins with the weights at its path, or with fresh ones."""
+    """Whether training starts from the weights at ``path`` or from random ones."""
     depth: int | None = None
-    """Layers, where fresh ones are to be fewer or more than the configuration says; None: its.
-    Of several stacks, those of each."""
+    """Number of layers of each stack, with random weights; null: as config.json says."""
 
     imports = ("scalewise.models.hf.causal_lm",)
 

@@ -44,13 +44,13 @@ class LossGuardArgs(CallbackArgs):
     """Arguments of ``loss_guard.LossGuard``."""
 
     factor: float = 3.0
-    """A leap is a loss above this times the running mean."""
+    """Ratio to the running mean above which a loss is a spike."""
     patience: int = 5
-    """Leaps in a row that end the run."""
+    """Number of consecutive spikes that stop the run."""
     every: int = 10
-    """Losses looked at together."""
+    """Interval between checks, in micro-batches."""
     floor: float = 0.1
-    """A task with less loss is as good as solved: what rises that far is no leap."""
+    """Loss up to which nothing is a spike."""
 
 
 @dataclass(eq=False)
@@ -58,9 +58,9 @@ class ProfilerArgs(CallbackArgs):
     """Arguments of ``profiler.Profiler``."""
 
     wait: int = 5
-    """Micro batches that pass first."""
+    """Unrecorded phase at the start, in micro-batches."""
     active: int = 3
-    """Micro batches that are recorded."""
+    """Recorded phase, in micro-batches."""
 
 
 @dataclass(eq=False)
@@ -68,13 +68,14 @@ class EMAArgs(CallbackArgs):
     """Arguments of ``ema.EMAWeightAveraging``."""
 
     decay: float = 0.999
-    """Weight of the average so far in each update."""
+    """Weight of the previous average in each update."""
     use_buffers: bool = False
-    """Whether floating-point buffers are averaged too, or are those of the trained module."""
+    """Whether floating-point buffers are averaged too, instead of copied from the
+    trained module."""
     update_every_n_steps: int = 1
-    """Optimizer steps from one update to the next."""
+    """Interval between updates, in optimizer steps."""
     update_starting_at_step: int = 0
-    """Optimizer steps before the first update; until then there is no average."""
+    """Delay before the first update, in optimizer steps; until then there is no average."""
 
     @property
     def held(self) -> list[Any]:
@@ -87,11 +88,11 @@ class FaultArgs(CallbackArgs):
     """Arguments of the faults in ``fault_injection``."""
 
     step: int = 3
-    """Steps done before it happens."""
+    """Delay before the fault, in optimizer steps."""
     rank: int = 0
-    """Where it happens."""
+    """Rank on which the fault occurs."""
     once: bool = False
-    """Not again when the job starts again in the same folder."""
+    """Whether the fault is skipped when the job restarts in the same folder."""
 
 
 _PACKAGE = "scalewise.training.callbacks"

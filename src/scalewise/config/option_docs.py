@@ -1,0 +1,302 @@
+"""Documentation of config groups, options and fields: the one source of every reference page.
+
+A field is documented by the string literal below it, a class by its docstring, an option by the
+comment at the head of its YAML file. All are read from the source by ``ast``, so that nothing of
+PyTorch is imported. A field's unit is part of its text: "Memory of one device, in GiB."
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from scalewise.bounded_yaml import load_yaml
+from scalewise.config import paths, registry
+from scalewise.run_config import RunConfig
+from scalewise.training.callbacks import callback_args
+from scalewise.typed_override import override
+
+GROUP_NAMES = (*paths.GROUPS, "experiment", "sweep")
+"""Groups that a command line chooses from, in the order of the defaults list."""
+PRESET_SUMMARIES = {
+    "experiment": "Question and the overrides that answer it.",
+    "sweep": "Axes of a multirun.",
+}
+"""Summaries of the groups that are no field of a run."""
+UNITS = (
+    "GiB",
+    "MiB",
+    "MB",
+    "GB/s",
+    "TFLOP/s",
+    "microseconds",
+    "seconds",
+    "optimizer steps",
+    "micro-batches",
+    "epochs",
+    "tokens/s",
+    "tokens",
+    "samples",
+    "pixels",
+    "features",
+    "elements",
+    "ranks",
+    "blocks",
+    "US dollars per hour",
+    "watts",
+)
+"""Units that a field's text may name, after ", in"."""
+REQUIRED = dataclasses.MISSING
+"""Default of a field that has none."""
+_UNIT = re.compile(rf", in ({'|'.join(UNITS)})(?=[\s.,;:])")
+_SCHEMA = re.compile(r"/schema/(\w+)/(\w+)@")
+_TYPE_NAMES = {type(None): "null", Any: "any value", object: "any value"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldDoc:
+    """One field of a config group or of the run."""
+
+    key: str
+    """Override key: ``optimizer.lr``."""
+    type: str
+    """Type in words: ``int or null``, ``list of str``."""
+    text: str
+    """Documentation, as one paragraph."""
+    default: object
+    """Default value; ``REQUIRED`` if there is none."""
+    choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Allowed values with the documentation of each; empty if the type says it all."""
+
+    @property
+    def unit(self) -> str:
+        """Unit of the value; empty for a number without one."""
+        found = _UNIT.search(self.text)
+        return found[1] if found else ""
+
+    @property
+    def default_text(self) -> str:
+        """Default as an override spells it; an interpolation as the config file has it."""
+        if self.default is REQUIRED:
+            return "required"
+        text = str(self.default)
+        return text if "${" in text else override("", self.default)[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionDoc:
+    """One option of a config group: one YAML file."""
+
+    group: str
+    """Config group."""
+    name: str
+    """Option, as in ``GROUP=NAME``."""
+    summary: str
+    """Comment at the head of the file, as one paragraph."""
+    details: str
+    """Docstring of the option's class; empty for a file without one."""
+    schema: str
+    """Name of the option's class in the registry; empty for a file without one."""
+    sets: Mapping[str, object]
+    """Values that the file sets, by key within the group."""
+    fields: tuple[FieldDoc, ...]
+    """Every field, with this option's default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupDoc:
+    """One config group."""
+
+    name: str
+    """Config group, as in ``NAME=OPTION``."""
+    summary: str
+    """Purpose of the group, in one line."""
+    options: tuple[OptionDoc, ...]
+    """Options in alphabetical order."""
+
+    def options_with(self, key: str) -> tuple[OptionDoc, ...]:
+        """Returns the options that have a field of this override key."""
+        return tuple(it for it in self.options if key in (entry.key for entry in it.fields))
+
+
+@cache
+def group_summaries() -> Mapping[str, str]:
+    """Returns the summary of each group, in the order of the defaults list."""
+    texts = {name: field_texts(RunConfig).get(name, "") for name in paths.GROUPS}
+    return texts | PRESET_SUMMARIES
+
+
+@cache
+def group_doc(name: str) -> GroupDoc:
+    """Returns the documentation of a config group."""
+    registry.import_options()
+    options = tuple(_option_doc(name, option) for option in paths.option_names(name))
+    return GroupDoc(name, group_summaries()[name], options)
+
+
+@cache
+def run_fields() -> tuple[FieldDoc, ...]:
+    """Returns the fields of a run that belong to no group and that an override can set."""
+    sets = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
+    fields = class_fields(RunConfig, "", sets)
+    return tuple(entry for entry in fields if entry.key not in (*paths.GROUPS, *_RECORDED))
+
+
+_RECORDED = ("choices", "overrides")
+"""Fields of a run that scalewise fills in from the command line."""
+
+
+def default_options() -> Mapping[str, str]:
+    """Returns the option that conf/config.yaml chooses in each group; of callbacks the first."""
+    listed = load_yaml((paths.project_root() / "conf" / "config.yaml").read_text("utf-8"))
+    chosen = {
+        key: value for it in listed["defaults"] if isinstance(it, dict) for key, value in it.items()
+    }
+    return {
+        group: name[0] if isinstance(name, list) else name
+        for group, name in chosen.items()
+        if group in paths.GROUPS
+    }
+
+
+def schema_fields(group: str, schema: str) -> tuple[FieldDoc, ...]:
+    """Returns the fields of a registered class, with its own defaults."""
+    return class_fields(registry.OPTIONS[group][schema], f"{group}.", {})
+
+
+def class_fields(cls: type, prefix: str, sets: Mapping[str, object]) -> tuple[FieldDoc, ...]:
+    """Returns the fields of a config class; ``sets`` has values that replace its defaults."""
+    texts, hints = field_texts(cls), typing.get_type_hints(cls)
+    return tuple(
+        FieldDoc(
+            f"{prefix}{entry.name}",
+            type_text(hints[entry.name]),
+            texts.get(entry.name, ""),
+            sets.get(entry.name, _default(entry)),
+            _choices(hints[entry.name]),
+        )
+        for entry in dataclasses.fields(cls)
+    )
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """Returns the documentation of each field, a subclass's own before that of its base."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__ != "builtins":
+            texts |= _literals(inspect.getsourcefile(base) or "").get(base.__qualname__, {})
+    return texts
+
+
+def type_text(hint: Any) -> str:
+    """Returns a type in words: ``int or null``, ``list of str``, ``bool``."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if set(arguments) == {int, str}:  # the one word that such a field takes
+        return "int or auto"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_text, arguments))
+    if origin is tuple:
+        return f"list of {type_text(arguments[0])}"
+    if origin is Mapping:
+        return "mapping of {} to {}".format(*map(type_text, arguments))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "choice"
+    return _TYPE_NAMES.get(hint) or str(hint.__name__)
+
+
+def head_comment(text: str) -> list[str]:
+    """Returns the lines of the comment at the head of a YAML file, less Hydra's own."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.removeprefix("#").strip())
+    return lines
+
+
+def _option_doc(group: str, name: str) -> OptionDoc:
+    file = paths.option_folder(group) / f"{name}.yaml"
+    lines = head_comment(file.read_text("utf-8"))
+    lines = [f"`{line}`" if line.startswith("scalewise ") else line for line in lines]
+    schema, sets = _file_values(file, group)
+    cls = registry.OPTIONS.get(group, {}).get(schema)
+    if cls is not None:
+        fields = class_fields(cls, f"{group}.", sets)
+    else:
+        fields = tuple(_callback_fields(sets)) if group == "callbacks" else ()
+    details = inspect.cleandoc(cls.__doc__ or "") if cls else ""
+    return OptionDoc(group, name, " ".join(lines), details, schema, sets, fields)
+
+
+def _file_values(file: Path, group: str) -> tuple[str, dict[str, object]]:
+    """Returns the schema that a file is based on and the values that it sets over it."""
+    content = load_yaml(file.read_text("utf-8")) or {}
+    schema, sets = "", dict[str, object]()
+    for entry in content.pop("defaults", []):
+        if not isinstance(entry, str) or entry == "_self_":
+            continue
+        if found := _SCHEMA.match(entry):
+            schema = found[2]
+        elif "/" not in entry:  # another option of the group
+            schema, sets = _file_values(file.with_name(f"{entry}.yaml"), group)
+    return schema, sets | content
+
+
+def _callback_fields(sets: Mapping[str, object]) -> Iterator[FieldDoc]:
+    for name, arguments in sets.items():
+        if not isinstance(arguments, dict):
+            continue
+        target = str(arguments["_target_"])
+        if target in callback_args.OWN:
+            yield from class_fields(callback_args.OWN[target], f"callbacks.{name}.", arguments)
+            continue
+        for key, value in arguments.items():
+            if key != "_target_":
+                text = f"Argument ``{key}`` of ``{target}``."
+                yield FieldDoc(f"callbacks.{name}.{key}", type(value).__name__, text, value)
+
+
+def _default(entry: "dataclasses.Field[Any]") -> object:
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return entry.default
+
+
+def _choices(hint: Any) -> Mapping[str, str]:
+    """Returns the allowed values of an enum, or of a bool, with the documentation of each."""
+    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if kind is bool:
+            return {"true": "", "false": ""}
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            texts = _literals(inspect.getsourcefile(kind) or "").get(kind.__qualname__, {})
+            return {name: texts.get(name, "") for name in kind.__members__}
+    return {}
+
+
+@cache
+def _literals(file: str) -> Mapping[str, Mapping[str, str]]:
+    """Returns the string literals below the fields of each class of a file, as one paragraph."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(Path(file).read_text("utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = dict(_field_literals(node.body))
+    return found
+
+
+def _field_literals(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, literal in pairwise(body):
+        if not isinstance(field, ast.Assign | ast.AnnAssign) or not isinstance(literal, ast.Expr):
+            continue
+        target = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+        text = literal.value
+        if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+            yield target.id, " ".join(str(text.value).split())
