@@ -136,6 +136,11 @@ def _complete(given: list[str]) -> int:
     if given[1:] and given[1].startswith("query") and len(words) == 1:
         print_lines(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
         return 0
+    if words[0] == "explain":
+        from scalewise.commands import explain
+
+        print_lines(" ".join(explain.completions(words[-1])))
+        return 0
     if words[0] in VERBS:
         line = " ".join([program, *words[1:]])
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))

@@ -10,7 +10,7 @@ import pytest
 from scalewise import cli
 from scalewise.commands import doctor, trained, usage
 from scalewise.commands.bench import BENCHMARKS
-from scalewise.config import paths
+from scalewise.config import option_docs, paths
 from scalewise.errors import ConfigError, Interrupted, ScalewiseError
 from scalewise.hardware import Machine
 from scalewise.units import format_count
@@ -38,34 +38,49 @@ def test_help_lists_verbs_groups_and_examples(
 ) -> None:
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
-    rows: dict[str, str] = {}
-    for line in (line for line in said.splitlines() if line.startswith("  ")):
-        name = line.split()[0]  # a verb and a group may share it
-        rows[name] = rows.get(name, "") + line
+    words = " ".join(said.split())
     for verb in cli.VERBS:
-        assert cli.VERBS[verb] in rows[verb]
-    for group in (*paths.GROUPS, "experiment", "sweep"):
-        assert all(name in rows[group] for name in paths.option_names(group))
-    assert all(f"  {line}\n" in said for _, line in usage.EXAMPLES)
-    long = tuple(
-        f"  {group}"
-        for group in ("model", "data", "parallelism", "optimizer", "memory", "experiment", "sweep")
-    )
-    assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
+        assert f"{verb} {cli.VERBS[verb]}" in words
+    for group, summary in option_docs.group_summaries().items():
+        plain = summary.replace("`", "")
+        assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_examples_in_help_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out.replace("\\\n", " ")
+    shown = [" ".join(line.split()) for line in said.splitlines()]
+    assert all(line in shown for _, line in usage.EXAMPLES)
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_help_of_a_verb_says_how_it_is_typed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "--help"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"scalewise {verb}: {cli.VERBS[verb]}\n")
-    assert all(form in said and does in said for form, does in usage.FORMS[verb])
+    words = " ".join(said.split())
+    assert words.startswith(f"scalewise {verb}: {cli.VERBS[verb]} ")
+    assert all(f"{form} {does.replace('`', '')}" in words for form, does in usage.FORMS[verb])
     assert ("  parallelism" in said) == (verb in usage.COMPOSING)
-    long = tuple(
-        f"  {group}"
-        for group in ("model", "data", "parallelism", "optimizer", "memory", "experiment", "sweep")
+    assert all(
+        (f"{flag} {does}" in words) == (verb in usage.COMPOSING) for flag, does in usage.FLAGS
     )
-    assert max(len(line) for line in said.splitlines() if not line.startswith(long)) <= 100
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_help_of_train_lists_groups_in_the_order_of_the_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("groups: choose an option by GROUP=OPTION, set a key by GROUP.KEY=VALUE")
+    shown = [line for line in lines[start:] if line.endswith(".")]
+    expected = option_docs.group_summaries().items()
+    assert [line.split(maxsplit=1) for line in shown] == [
+        [group, summary.replace("`", "")] for group, summary in expected
+    ]
+    sections = [lines.index(title) for title in ("flags", "examples")]
+    assert lines.index(shown[-1]) < sections[0] < sections[1]
 
 
 def test_help_names_every_benchmark() -> None:
@@ -137,6 +152,8 @@ def test_version(
         ("scalewise tr", {"train"}, {"report"}),
         ("scalewise train model=llama3", {"model=llama3_8b"}, {"model=decoder_nano"}),
         ("scalewise train opti", {"optimizer="}, {"model="}),
+        ("scalewise explain optimizer.l", {"optimizer.lr"}, {"optimizer", "model"}),
+        ("scalewise explain optimizer=m", {"optimizer=muon"}, {"optimizer=sgd"}),
     ],
 )
 def test_completion(

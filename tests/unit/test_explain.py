@@ -1,115 +1,163 @@
-"""Two runs beside each other: what was set, foreseen and measured."""
+"""``scalewise explain``: documentation of keys, groups and options on the terminal."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
+import shlex
+from collections.abc import Callable
 
 import pytest
 
 from scalewise import cli
-from scalewise.reports import records, run_diff
-from scalewise.reports.records import RunRecord
-from scalewise.units import GIB
-
-
-def folder(path: Path, memory: str, peak: float, step: float, shards: int | None) -> str:
-    """Writes what a run leaves, in sizes: its activations are half of its peak."""
-    changed = [{"key": "memory", "default": "none", "value": memory}]
-    if shards:
-        changed.insert(0, {"key": "parallelism.shards", "default": 2, "value": shards})
-    status = {"status": "ok", "name": path.name, "changed": changed, "command": "scalewise train"}
-    ledger = {"optimizer state": GIB, "activations of blocks": (peak / 2 - 1) * GIB}
-    plan = {"ledger": ledger, "step_parts": {"products": 0.1, "recompute": step - 0.1}}
-    metrics = {
-        "memory/peak_bytes": peak * GIB,
-        "time/step_s": 2 * step,
-        "plan/peak_bytes": peak * GIB / 2,
-        "plan/step_s": step,
-    }
-    path.mkdir()
-    for name, content in (("status", status), ("plan", plan), ("summary", {"metrics": metrics})):
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return str(path)
+from scalewise.commands import explain
+from scalewise.config import option_docs
+from scalewise.config.compose import compose
+from scalewise.config.diagnostics import diagnose_overrides
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[str, str]:
-    return (
-        folder(tmp_path / "plain", "none", 8, 0.1, None),
-        folder(tmp_path / "again", "checkpoint_full", 4, 0.15, 4),
-    )
+def explained(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Returns what gives the output of ``scalewise explain``."""
 
+    def run(*arguments: str) -> str:
+        assert cli.main(["explain", *arguments]) == 0
+        return capsys.readouterr().out
 
-def read(path: str) -> RunRecord:
-    run = records.read_run(Path(path))
-    assert run is not None
     return run
 
 
-def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[str, str]) -> None:
-    found = run_diff.setting_pairs(read(pair[0]), read(pair[1]))
-    assert [(it.what, it.one, it.other) for it in found] == [
-        ("memory", "none", "checkpoint_full"),
-        ("parallelism.shards", 2, 4),
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_key_has_documentation_type_unit_default_and_example(
+    explained: Callable[..., str],
+) -> None:
+    assert explained("trainer.max_steps").splitlines() == [
+        "trainer.max_steps",
+        "",
+        "  Training length, in optimizer steps.",
+        "",
+        "  type      int or null",
+        "  unit      optimizer steps",
+        "  default   1000",
+        "  example   scalewise train trainer.max_steps=1000",
     ]
-    assert run_diff.setting_pairs(read(pair[0]), read(pair[0])) == ()
 
 
-def test_what_differs_most_comes_first(pair: tuple[str, str]) -> None:
-    found = run_diff.predicted_pairs(read(pair[0]), read(pair[1]))
-    assert [it.what for it in found] == ["activations of blocks", "optimizer state"]
-    assert found[0].ratio == pytest.approx(1 / 3)
-    assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].what == "recompute"
-
-
-def test_the_verb_says_what_came_and_what_was_foreseen(
-    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_a_key_shows_the_default_of_each_option_that_has_it(
+    explained: Callable[..., str],
 ) -> None:
-    assert cli.main(["plan", "explain", *pair]) == 0
-    said = capsys.readouterr().out
-    assert "The peak is 50% less; foreseen: 50% less" in said
-    assert "A step takes 50% more time; foreseen: 50% more time" in said
-    rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if line}
-    assert rows["memory"][-2:] == ["none", "checkpoint_full"]
-    assert rows["activations of blocks"][-1] == "-67%"
-    assert "optimizer state" not in rows  # the same in both
-    assert rows["time/step_s"] == ["time/step_s", "200", "ms", "300", "ms", "+50%"]
+    said = words(explained("parallelism.shards"))
+    assert "default 1 with parallelism=context, mesh, pipeline, tensor" in said
+    assert "auto with parallelism=fsdp, hsdp" in said
+    assert "example scalewise train parallelism=fsdp parallelism.shards=2" in said
 
 
-def test_a_run_that_left_little_is_compared_in_what_it_left(
-    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_defaults_are_the_composed_ones(explained: Callable[..., str]) -> None:
+    said = words(explained("optimizer.lr"))
+    for name in ("adamw", "sgd", "muon"):
+        lr = compose([f"optimizer={name}"], here=False).optimizer.lr
+        listed = said.split(f"{lr} with optimizer=")[1].split("0.")[0]
+        assert name in listed.replace(",", " ").split(), name
+
+
+def test_a_choice_lists_its_values(explained: Callable[..., str]) -> None:
+    said = words(explained("data.dtype"))
+    assert "values uint16: 2 bytes per token. uint32: 4 bytes per token." in said
+    assert "values true, false" in words(explained("optimizer.fused"))
+
+
+def test_options_that_document_a_key_differently_are_named(
+    explained: Callable[..., str],
 ) -> None:
-    for name in ("plan", "summary"):
-        (Path(pair[1]) / f"{name}.json").unlink()
-    assert cli.main(["plan", "explain", *pair]) == 0
-    said = capsys.readouterr().out
-    assert "foreseen" not in said.replace("foreseen at the peak", "").replace("foreseen of a", "")
-    assert "time/step_s" in said
+    said = words(explained("optimizer.lr"))
+    assert "Peak learning rate. With optimizer=adafactor: Largest relative step." in said
+
+
+def test_a_key_of_the_run(explained: Callable[..., str]) -> None:
+    assert "Seed of initial weights" in explained("seed")
+    assert "default   ${scalewise.run_name:}" in explained("name")
+
+
+def test_a_group_lists_its_options_and_keys(explained: Callable[..., str]) -> None:
+    said = words(explained("optimizer"))
+    group = option_docs.group_doc("optimizer")
+    for option in group.options:
+        assert f"{option.name} {option.summary}".replace("`", "") in said
+    assert "AdamW, fused. (default)" in said
+    assert "optimizer.lr Peak learning rate." in said
+
+
+def test_an_option_lists_its_keys_with_defaults(explained: Callable[..., str]) -> None:
+    said = explained("optimizer=muon")
+    assert "Jordan et al., 2024" in said
+    assert "  optimizer.momentum=0.95" in said
+
+
+def test_several_arguments(explained: Callable[..., str]) -> None:
+    said = explained("seed", "resume")
+    assert said.startswith("seed\n")
+    assert "\n\nresume\n" in said
+
+
+def test_every_key_is_explained_in_80_columns_with_a_valid_example() -> None:
+    keys = [name for name in explain.completions("") if "." in name or name in ("seed", "resume")]
+    assert len(keys) > 200
+    for key in keys:
+        if "=" in key:
+            continue
+        lines = explain.explain_lines(key)
+        assert max(len(line) for line in lines if "scalewise train" not in line) <= 80, key
+        example = words("\n".join(lines)).split("example scalewise train ")[1]
+        overrides = shlex.split(example)
+        assert overrides[-1].startswith(f"{key}="), key
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    "key", ["parallelism.shards", "optimizer.offload", "plan.search", "callbacks.ema.decay", "seed"]
+)
+def test_the_example_composes(key: str) -> None:
+    example = words("\n".join(explain.explain_lines(key))).split("example scalewise train ")[1]
+    assert diagnose_overrides(shlex.split(example), here=False) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
     [
-        ([], ["two runs are compared, not 0"]),
-        (["nowhere", "either"], ["2 problems", "nowhere is no folder of a run", "either is"]),
+        ("lr", "no key, group or option 'lr'; did you mean optimizer.lr?"),
+        ("trainer.lr", "no key, group or option 'trainer.lr'; did you mean optimizer.lr?"),
+        (
+            "optimizer.wieght_decay",
+            "no key, group or option 'optimizer.wieght_decay'; "
+            "did you mean optimizer.weight_decay?",
+        ),
+        ("optimzer", "no key, group or option 'optimzer'; did you mean optimizer?"),
+        ("optimizer=moun", "optimizer=moun: no such option; did you mean muon?"),
+        ("objective=ppo", "objective=ppo: no such option; set objective=grpo instead"),
+        (
+            "optimizer.lr=1",
+            "optimizer.lr=1: a key is explained without a value; scalewise explain optimizer.lr",
+        ),
+        ("--all", "no key, group or option '--all'"),
     ],
 )
-def test_what_is_no_run_is_refused(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+def test_an_unknown_argument_is_rejected_with_a_suggestion(
+    argument: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", "explain", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words)
+    assert cli.main(["explain", argument]) == 2
+    assert f"  - {said}" in capsys.readouterr().err
 
 
-def test_names_that_differ_in_control_characters_alone_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
-    other = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
-    assert cli.main(["plan", "explain", one, other]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    row = next(line.split() for line in said.splitlines() if line.startswith("memory "))
-    assert row[-2:] == ["a\\x1b[31mb", "ab\\x07"]
+def test_a_shared_name_suggests_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "vocabulary"]) == 2
+    assert "did you mean model.vocabulary or data.vocabulary?" in capsys.readouterr().err
+
+
+def test_no_argument_is_rejected_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain"]) == 2
+    assert "no key to explain; scalewise explain optimizer.lr" in capsys.readouterr().err
+
+
+def test_every_unknown_argument_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "seed", "sead", "optimizer=x"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "2 problems" in said.err

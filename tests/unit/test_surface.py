@@ -16,6 +16,7 @@ def test_verbs() -> None:
     assert list(cli.VERBS) == [
         "train",
         "plan",
+        "explain",
         "status",
         "report",
         "evaluate",

@@ -1,99 +1,180 @@
-"""``scalewise plan explain ONE OTHER``: two runs' settings, beside what they did."""
+"""``scalewise explain KEY``: documentation of config keys, groups and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
-from rich.table import Table
-
-from scalewise.console import MISSING, get_console
+from scalewise.commands.usage import table_lines, wrap_text
+from scalewise.config import option_docs
+from scalewise.config.option_docs import GROUP_NAMES, FieldDoc, GroupDoc, OptionDoc
+from scalewise.config.suggestions import did_you_mean, suggested_option
+from scalewise.console import print_lines
 from scalewise.errors import ConfigError, ConfigIssue
-from scalewise.plain_console import styled_text
-from scalewise.reports import records, run_diff
-from scalewise.reports.records import RunRecord
-from scalewise.reports.run_diff import ValuePair
-from scalewise.units import format_bytes, format_seconds
+from scalewise.typed_override import override, shell_word
 
-SMALL_SHARE = 0.005
-"""Lines that differ by less than this share of the largest are left out."""
+PLACEHOLDERS = {"int": "NUMBER", "float": "NUMBER", "list": ["TEXT"], "mapping": {"NAME": 1}}
+"""Value of an example by the first word of the type, if the default is no example."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the difference of two runs' folders; exit code 0."""
-    if len(arguments) != 2:
-        cure = "scalewise plan explain runs/NAME/TIME runs/NAME/TIME"
-        raise ConfigError.one("", "", f"two runs are compared, not {len(arguments)}", cure)
-    one, other = _read_runs(arguments)
-    console = get_console()
-    for run in (one, other):
-        console.print(styled_text(f"{run.folder}  ", (run.command, "dim")), soft_wrap=True)
-    for title, pairs in (
-        ("set", run_diff.setting_pairs(one, other)),
-        ("foreseen at the peak", _notable_pairs(run_diff.predicted_pairs(one, other))),
-        ("foreseen of a step", _notable_pairs(run_diff.step_time_pairs(one, other))),
-        ("measured", run_diff.measured_pairs(one, other)),
-    ):
-        if pairs:
-            console.print()
-            console.print(_pairs_table(title, pairs, one, other))
-    console.print()
-    for sentence in run_diff.change_sentences(one, other):
-        console.print(sentence)
+    """Prints the documentation of each key, group or option; exit code 0.
+
+    Raises ``ConfigError`` with one issue per unknown argument.
+    """
+    if not arguments:
+        fix = "scalewise explain optimizer.lr, scalewise explain optimizer=muon"
+        raise ConfigError.one("", "", "no key to explain", fix)
+    if issues := [issue for argument in arguments for issue in _argument_issues(argument)]:
+        raise ConfigError(issues)
+    for number, argument in enumerate(arguments):
+        print_lines(*[""] * bool(number), *explain_lines(argument))
     return 0
 
 
-def _read_runs(arguments: Sequence[str]) -> list[RunRecord]:
-    found, complaints = [], []
-    for argument in arguments:
-        run = records.read_run(Path(argument).expanduser())
-        if run is None:
-            reason = f"{argument} is no folder of a run: it has no readable status.json"
-            cure = "give the folder of a run, or put a copy of the file back"
-            complaints.append(ConfigIssue("", "", reason, cure))
-        else:
-            found.append(run)
-    if complaints:
-        raise ConfigError(complaints)
-    return found
+def explain_lines(argument: str) -> list[str]:
+    """Returns the documentation of a known key, group or option, in lines of 80 columns."""
+    group, is_option, option = argument.partition("=")
+    if is_option:
+        return list(_option_lines(_options_by_name(group)[option]))
+    if group in GROUP_NAMES:
+        return list(_group_lines(option_docs.group_doc(group)))
+    return list(_key_lines(argument))
 
 
-def _notable_pairs(pairs: Sequence[ValuePair]) -> list[ValuePair]:
-    """Returns the pairs that differ by enough to be seen."""
-    apart = [abs(_format_number(pair.other) - _format_number(pair.one)) for pair in pairs]
-    most = max(
-        (max(_format_number(pair.one), _format_number(pair.other)) for pair in pairs), default=0.0
+def completions(word: str) -> list[str]:
+    """Returns the arguments of ``scalewise explain`` that begin with a word."""
+    names = [*GROUP_NAMES, *_keys()]
+    names += [f"{group}={name}" for group in GROUP_NAMES for name in _options_by_name(group)]
+    return [name for name in names if name.startswith(word)]
+
+
+def _keys() -> list[str]:
+    """Returns every key that has documentation."""
+    keys = [entry.key for entry in option_docs.run_fields()]
+    for group in GROUP_NAMES:
+        options = option_docs.group_doc(group).options
+        keys += dict.fromkeys(entry.key for option in options for entry in option.fields)
+    return keys
+
+
+def _options_by_name(group: str) -> Mapping[str, OptionDoc]:
+    return {option.name: option for option in option_docs.group_doc(group).options}
+
+
+def _argument_issues(argument: str) -> Iterator[ConfigIssue]:
+    name, is_option, option = argument.partition("=")
+    if name in GROUP_NAMES:
+        options = _options_by_name(name)
+        if is_option and option not in options:
+            fix = suggested_option(name, option, options)
+            yield ConfigIssue(name, option, "no such option", fix)
+        return
+    keys = _keys()
+    if name in keys:
+        if is_option:
+            fix = f"scalewise explain {shell_word(name)}"
+            yield ConfigIssue(name, option, "a key is explained without a value", fix)
+        return
+    group, _, leaf = name.rpartition(".")
+    if same_leaf := [key for key in keys if key.rpartition(".")[2] == leaf]:
+        fix = f"did you mean {' or '.join(same_leaf)}?"
+    else:
+        within = [key for key in keys if key.startswith(f"{group}.")]
+        fix = did_you_mean(name, within or [*GROUP_NAMES, *keys])
+    yield ConfigIssue("", "", f"no key, group or option {argument!r}", fix)
+
+
+def _key_lines(key: str) -> Iterator[str]:
+    group = key.partition(".")[0]
+    options = option_docs.group_doc(group).options if group in GROUP_NAMES else ()
+    by_option = {
+        option.name: entry for option in options for entry in option.fields if entry.key == key
+    }
+    usual = option_docs.default_options().get(group, "")
+    chosen = usual
+    if by_option and usual not in by_option:
+        setting = [it.name for it in options if key.partition(".")[2] in it.sets]
+        chosen = [*setting, *by_option][0]
+    entry = by_option.get(chosen) or next(it for it in option_docs.run_fields() if it.key == key)
+    yield key
+    yield ""
+    yield from wrap_text(entry.text, 2)
+    for text, names in _by_value({it: doc.text for it, doc in by_option.items()}).items():
+        if text != entry.text:
+            yield from wrap_text(f"With {group}={', '.join(names)}: {text}", 2)
+    yield ""
+    rows = [("type", entry.type)]
+    rows += [("unit", entry.unit)] if entry.unit else []
+    rows += _labeled("values", _choice_texts(entry))
+    defaults = _by_value({it: doc.default_text for it, doc in by_option.items()})
+    if len(defaults) < 2 and len(by_option) == len(options):
+        rows.append(("default", entry.default_text))
+    else:
+        texts = [f"{value} with {group}={', '.join(it)}" for value, it in defaults.items()]
+        rows += _labeled("default", texts)
+    choice = [] if chosen == usual else [override(group, chosen)]
+    words = [*choice, override(key, example_value(entry))]
+    rows.append(("example", f"scalewise train {' '.join(map(shell_word, words))}"))
+    yield from table_lines(rows, 8)
+
+
+def example_value(entry: FieldDoc) -> object:
+    """Returns a value of a field for an example: another choice, the default or a placeholder."""
+    default = entry.default_text
+    if other := [name for name in entry.choices if name != default]:
+        return {"true": True, "false": False}.get(other[0], other[0])
+    if default == "auto":
+        return 2
+    if isinstance(entry.default, int | float | str) and entry.default != "" and "$" not in default:
+        return entry.default
+    return PLACEHOLDERS.get(entry.type.split()[0], "TEXT")
+
+
+def _choice_texts(entry: FieldDoc) -> list[str]:
+    """Returns the allowed values: one text each if they are documented, else one for all."""
+    if any(entry.choices.values()):
+        return [f"{name}: {text}" for name, text in entry.choices.items()]
+    return [", ".join(entry.choices)] if entry.choices else []
+
+
+def _labeled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns rows of a table with the label before the first."""
+    return [("" if number else label, text) for number, text in enumerate(texts)]
+
+
+def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Returns the names that have each value."""
+    names: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    return names
+
+
+def _group_lines(group: GroupDoc) -> Iterator[str]:
+    yield from wrap_text(f"{group.name}: {group.summary}")
+    yield ""
+    yield f"options of {group.name}=NAME"
+    usual = option_docs.default_options().get(group.name)
+    yield from table_lines(
+        (option.name, option.summary + " (default)" * (option.name == usual))
+        for option in group.options
     )
-    return [pair for pair, size in zip(pairs, apart, strict=True) if size > SMALL_SHARE * most]
+    options = sorted(group.options, key=lambda it: it.name == usual)
+    entries = {entry.key: entry for option in options for entry in option.fields}
+    if entries:
+        yield ""
+        yield "keys"
+        yield from table_lines((key, entry.text) for key, entry in sorted(entries.items()))
 
 
-def _format_number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _pairs_table(title: str, pairs: Iterable[ValuePair], one: RunRecord, other: RunRecord) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="dim")
-    shown.add_column(title)
-    for name in (one.folder, other.folder, ""):
-        shown.add_column(name, justify="right")
-    for pair in pairs:
-        ratio = "" if title == "set" or pair.ratio is None else f"{pair.ratio - 1:+.0%}"
-        shown.add_row(
-            pair.what,
-            _value_text(title, pair.what, pair.one),
-            _value_text(title, pair.what, pair.other),
-            ratio,
+def _option_lines(option: OptionDoc) -> Iterator[str]:
+    yield from wrap_text(f"{option.group}={option.name}: {option.summary}")
+    for paragraph in option.details.split("\n\n") if option.details else ():
+        yield ""
+        yield from wrap_text(" ".join(paragraph.split()), 2)
+    if option.fields:
+        yield ""
+        yield "keys and defaults"
+        yield from table_lines(
+            (override(entry.key, entry.default), entry.text) for entry in option.fields
         )
-    return shown
-
-
-def _value_text(title: str, what: str, value: object) -> str:
-    if value is None:
-        return MISSING
-    if not isinstance(value, int | float) or title == "set":
-        return str(value)
-    if what.endswith("_bytes") or title == "foreseen at the peak":
-        return format_bytes(value)
-    if (what.endswith("_s") and "_per_s" not in what) or title == "foreseen of a step":
-        return format_seconds(value)
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"

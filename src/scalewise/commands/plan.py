@@ -197,8 +197,8 @@ def _with_trace(plan: Plan) -> Plan:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of ``scalewise plan ARGUMENTS``, or of ``plan explain ONE OTHER``."""
     if arguments[:1] == ["explain"]:
-        from scalewise.commands import explain
+        from scalewise.commands import compare_runs
 
-        return explain.main(arguments[1:])
+        return compare_runs.main(arguments[1:])
     resumption, rest = sweep_resume.parse_resume_request(arguments)
     return run_command(PlanCommand(resumption), rest)

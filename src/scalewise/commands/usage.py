@@ -1,31 +1,47 @@
-"""What ``--help`` prints: of the whole, and of each verb."""
+"""Help texts of the command line: the general help and the help of each subcommand."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable, Iterator
+
+WIDTH = 80
+"""Columns of every help text."""
+MAX_NAME_WIDTH = 28
+"""Columns of the names of a table; the text of a longer name begins on the next line."""
+
 VERBS = {
-    "train": "train a model and write its report; -m or sweep=NAME for many",
-    "plan": "say, before a run and without its device, whether it fits, how fast, at what cost",
-    "status": "say how far the jobs of a sweep are, wherever they run; live on a terminal",
-    "report": "write the reports again of a run's or a sweep's folder",
-    "evaluate": "say how well a trained model foretells held-out text, and what it writes",
-    "export": "write a trained model, or its adapter, as Hugging Face keeps them",
-    "publish": "send runs and sweeps to Weights & Biases, with their report; nothing twice",
-    "dashboard": "make or update a saved W&B workspace of a project",
-    "bench": "measure this machine's links, or the suite beside a hand-written loop",
-    "calibrate": "measure this machine into conf/hardware/NAME.yaml, for plans that are near",
-    "wandb-sweep": "write the axes of a sweep for W&B Sweeps, or create it there",
-    "doctor": "say what this machine has, and what that means for a run",
+    "train": "train a model and write its report; -m or sweep=NAME for several runs",
+    "plan": "predict memory, step time and cost of a run before it starts",
+    "explain": "print the documentation of a config key, group or option",
+    "status": "print the progress of runs and sweeps; live on a terminal",
+    "report": "write the reports of runs and sweeps again",
+    "evaluate": "evaluate a trained model on held-out data, or generate text with it",
+    "export": "write a trained model or its adapter in Hugging Face format",
+    "publish": "send runs, sweeps and their reports to Weights & Biases",
+    "dashboard": "create or update a saved W&B workspace of a project",
+    "bench": "measure this machine's links, or scalewise next to baselines",
+    "calibrate": "measure this machine into a hardware profile for the planner",
+    "wandb-sweep": "write the axes of a sweep for W&B Sweeps, or create the sweep there",
+    "doctor": "print what this machine has and which features work on it",
 }
-"""Every verb and what it does; a part of the frozen surface."""
+"""Every subcommand and what it does; the names are a part of the frozen surface."""
 
 EXAMPLES = (
     ("a small model on this machine, in seconds", "scalewise train experiment=smoke"),
     (
-        "two layouts by two precisions, one report",
+        "two parallelism strategies by two precisions, one report",
         "scalewise train -m experiment=demo parallelism=single,ddp precision=fp32,bf16_mixed",
     ),
-    ("does it fit, and how fast", "scalewise plan model=llama3_8b parallelism=fsdp hardware=h100"),
-    ("your own text", "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m"),
+    (
+        "predict memory and step time",
+        "scalewise plan model=llama3_8b parallelism=fsdp hardware=h100",
+    ),
+    (
+        "train on text files",
+        "scalewise train data=text 'data.paths=[books/*.txt]' model=decoder_10m",
+    ),
+    ("the documentation of one key", "scalewise explain optimizer.lr"),
 )
 
 Rows = tuple[tuple[str, str], ...]
@@ -35,102 +51,154 @@ FORMS: dict[str, Rows] = {
         ("scalewise train [overrides]", "one run"),
         ("scalewise train -m [a=1,2 ...]", "every combination of the values"),
         ("scalewise train sweep=NAME", "the combinations of sweeps/NAME.yaml"),
-        ("scalewise train ... hydra/sweeper=optuna", "search the axes; prints the best"),
-        ("... hydra/launcher=packed", "several jobs at once, each on devices of its own"),
-        ("... resume_sweep=last|DIR", "what is missing of that sweep, in its folder"),
-        ("    retry=failed,timeout", "and the jobs that ended so"),
-        ("scalewise train ... resume=last", "go on from the newest run of this name"),
-        ("scalewise train -m hydra/launcher=slurm ...", "every combination as a job of Slurm's"),
-        ("scalewise train ... plan.fit=auto", "change what does not fit as plan would"),
-        ("scalewise train ... --cfg job", "show what would run; nothing runs"),
+        ("scalewise train ... hydra/sweeper=optuna", "hyperparameter search over the axes"),
+        ("scalewise train ... hydra/launcher=packed", "several jobs at once, each on own devices"),
+        ("scalewise train -m hydra/launcher=slurm ...", "every combination as a Slurm job"),
+        ("... resume_sweep=last|DIR", "run the missing jobs of that sweep in its folder"),
+        ("... resume_sweep=... retry=failed,timeout", "also rerun the jobs with these outcomes"),
+        ("scalewise train ... resume=last", "resume from the newest run of this name"),
+        ("scalewise train ... plan.fit=auto", "change a run that does not fit as plan suggests"),
+        ("scalewise train ... --cfg job", "print the composed config; nothing runs"),
     ),
     "plan": (
-        ("scalewise plan [overrides]", "memory line by line, verdict, cure, time"),
-        ("scalewise plan -m [a=1,2 ...]", "one table for the combinations"),
-        ("... resume_sweep=last|DIR", "the jobs that train would still run"),
-        ("scalewise plan plan.search=WHAT", "look for better: layout, memory, all"),
-        ("                plan.rank_by=WHAT", "what the best has least of: time, price, memory"),
-        ("scalewise plan plan.method=trace", "ask the code itself; imports torch"),
-        ("                plan.full_depth=true", "every layer, and no shallow copies"),
-        ("scalewise plan explain RUN OTHER", "what differs in two runs, foreseen and measured"),
+        ("scalewise plan [overrides]", "memory breakdown, fit status, suggested fix, step time"),
+        ("scalewise plan -m [a=1,2 ...]", "one table for all combinations"),
+        ("... resume_sweep=last|DIR", "only the jobs that train would still run"),
+        ("scalewise plan plan.search=WHAT", "search for a better run: layout, memory, all"),
+        ("... plan.rank_by=WHAT", "what the search minimizes: time, price, memory"),
+        ("scalewise plan plan.method=trace", "trace the real module with FakeTensor"),
+        ("... plan.full_depth=true", "trace every layer"),
+        ("scalewise plan explain RUN OTHER", "compare two runs, predicted and measured"),
     ),
-    "status": (("scalewise status FOLDER ...", "of sweeps or runs"),),
-    "report": (("scalewise report FOLDER ...", "report.html, and report_spec.json for W&B"),),
+    "explain": (
+        ("scalewise explain KEY ...", "documentation, type, unit, defaults, allowed values"),
+        ("scalewise explain GROUP", "options and keys of a config group"),
+        ("scalewise explain GROUP=OPTION", "keys and defaults of an option"),
+    ),
+    "status": (("scalewise status FOLDER ...", "folders of sweeps or runs"),),
+    "report": (
+        ("scalewise report FOLDER ...", "writes report.html, and report_spec.json for W&B"),
+    ),
     "evaluate": (
-        ("scalewise evaluate RUN", "loss, perplexity and accuracy on the rows it was validated on"),
-        ("... rows=all|NUMBER", "on more of the held-out rows, or fewer"),
-        ("... step=best|NUMBER", "another checkpoint; step=0: the model before it was trained"),
-        ("... 'prompt=TEXT'", "and go on writing: tokens=64 temperature=0 seed=1"),
+        ("scalewise evaluate RUN", "loss, perplexity and accuracy on its validation data"),
+        ("... rows=all|NUMBER", "number of held-out samples"),
+        ("... step=best|NUMBER", "another checkpoint; step=0: the initial model"),
+        ("... 'prompt=TEXT'", "generate text; options: tokens=64 temperature=0 seed=1"),
     ),
     "export": (
-        ("scalewise export RUN", "its last checkpoint to RUN/export, for transformers"),
+        ("scalewise export RUN", "writes the last checkpoint to RUN/export, for transformers"),
         ("... to=FOLDER", "to another folder"),
         ("... step=best|NUMBER", "another checkpoint"),
-        ("... adapter=alone", "what was trained alone, for PEFT; else it is merged"),
+        ("... adapter=alone", "the adapter without its base model, for PEFT"),
     ),
-    "publish": (("scalewise publish FOLDER ...", "of runs or sweeps, tracked offline or cut off"),),
+    "publish": (("scalewise publish FOLDER ...", "runs or sweeps that were tracked offline"),),
     "dashboard": (
-        ("scalewise dashboard NAME", "of the project scalewise, or of WANDB_PROJECT"),
-        ("... tracking.project=NAME", "of another; tracking.entity=NAME, of a team"),
+        ("scalewise dashboard NAME", "in the project scalewise, or WANDB_PROJECT"),
+        ("... tracking.project=NAME", "in another project; tracking.entity=NAME: of a team"),
     ),
     "bench": (
-        ("scalewise bench collectives", "latency and bandwidth of each collective here"),
-        ("scalewise bench ledger", "memory as planned beside small runs, and traces of large"),
-        ("scalewise bench parallel", "ddp and fsdp beside hand-written torch loops"),
-        ("scalewise bench planner data=FILE", "plans beside rows that others measured"),
-        ("scalewise bench slow_link mbit=100", "a slow cable between two ranks; Linux, root"),
-        ("scalewise bench sweep", "a job of a sweep beside a process for the same line"),
-        ("... record=true", "keep the figures in experiments/records"),
+        ("scalewise bench collectives", "latency and bandwidth of each collective"),
+        ("scalewise bench ledger", "predicted memory next to small runs and large traces"),
+        ("scalewise bench parallel", "ddp and fsdp next to hand-written torch loops"),
+        ("scalewise bench planner data=FILE", "predictions next to published measurements"),
+        ("scalewise bench slow_link mbit=100", "a slow link between two ranks; Linux, root"),
+        ("scalewise bench sweep", "a job of a sweep next to a process per run"),
+        ("... record=true", "write the figures to experiments/records"),
     ),
     "calibrate": (
-        ("scalewise calibrate", "in under two minutes; then hardware=measured"),
-        ("... name=NAME ranks=N seconds=S", "the profile's name, ranks of the link, time a figure"),
-        ("scalewise calibrate learn=runs", "how much longer steps took than was foreseen"),
+        ("scalewise calibrate", "takes less than two minutes; then use hardware=measured"),
+        ("... name=NAME ranks=N seconds=S", "profile name, ranks of the link, time per figure"),
+        ("scalewise calibrate learn=runs", "learn step_scale from measured runs"),
     ),
     "wandb-sweep": (
-        ("scalewise wandb-sweep sweep=NAME", "offline: print its YAML, for `wandb sweep FILE`"),
-        ("... tracking.mode=online", "create it, and print what `wandb agent` takes"),
+        ("scalewise wandb-sweep sweep=NAME", "offline: prints YAML for `wandb sweep FILE`"),
+        ("... tracking.mode=online", "creates the sweep and prints its `wandb agent` command"),
     ),
-    "doctor": (("scalewise doctor", "devices, extras, disk, tracking"),),
+    "doctor": (("scalewise doctor", "devices, extras, disk and tracking"),),
 }
-"""How each verb is typed."""
+"""Syntax of each subcommand."""
+
+FLAGS = (
+    ("-m, --multirun", "run every combination of comma-separated values"),
+    ("--cfg job", "print the composed config; nothing runs"),
+    ("--info", "print Hydra's search path and defaults tree; nothing runs"),
+    ("-cd DIR", "add a folder with config groups, experiments and sweeps of your own"),
+    ("--hydra-help", "list every flag of Hydra"),
+)
+"""Flags of Hydra that the composing subcommands accept."""
 
 COMPOSING = ("train", "plan", "wandb-sweep")
-"""The verbs that take every group."""
+"""Subcommands that compose a run from overrides of every group."""
 
 
 def general_help() -> list[str]:
-    """Returns what ``scalewise --help`` prints: verbs, groups, grammar, examples."""
-    lines = ["usage: scalewise VERB [overrides] [Hydra's flags]", "", "verbs", *_help_table(VERBS)]
-    lines += ["", *_group_lines(), "", "examples"]
-    for what, line in EXAMPLES:
-        lines += [f"  # {what}", f"  {line}"]
-    lines += [
-        "",
-        "scalewise VERB --help says more of one. Hydra's flags pass through: -m (every combination",
-        "of a,b,c), --cfg job (show, do not run), --info, -cd DIR (your own groups).",
-        'Completion: eval "$(scalewise -sc install=bash)"',
-    ]
-    return lines
+    """Returns the text of ``scalewise --help``."""
+    lines = ["usage: scalewise COMMAND [overrides] [flags]", "", "commands"]
+    lines += [*table_lines(VERBS.items()), "", *_group_lines(), "", *_flag_lines(), ""]
+    lines += [*_example_lines(EXAMPLES), "", "scalewise COMMAND --help prints more of one."]
+    return [*lines, 'Completion: eval "$(scalewise -sc install=bash)"']
 
 
 def command_help(verb: str) -> list[str]:
-    """Returns what ``scalewise VERB --help`` prints."""
-    lines = [f"scalewise {verb}: {VERBS[verb]}", "", *_help_table(dict(FORMS[verb]))]
-    return [*lines, *(["", *_group_lines()] if verb in COMPOSING else [])]
+    """Returns the text of ``scalewise VERB --help``."""
+    lines = [*wrap_text(f"scalewise {verb}: {VERBS[verb]}"), "", *table_lines(FORMS[verb])]
+    if verb in COMPOSING:
+        lines += ["", *_group_lines(), "", *_flag_lines()]
+    examples = [row for row in EXAMPLES if row[1].startswith(f"scalewise {verb} ")]
+    return [*lines, *(["", *_example_lines(examples)] if examples else [])]
 
 
-def _help_table(rows: dict[str, str]) -> list[str]:
-    wide = max(map(len, rows))
-    return [f"  {name:<{max(wide, 12)}} {does}" for name, does in rows.items()]
+def wrap_text(text: str, indent: int = 0) -> list[str]:
+    """Returns a paragraph as lines of ``WIDTH`` columns, without the marks of code."""
+    margin = " " * indent
+    return textwrap.wrap(
+        text.replace("`", ""),
+        WIDTH,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-def _group_lines() -> list[str]:
-    from scalewise.config import paths
+def table_lines(rows: Iterable[tuple[str, str]], name_width: int = 12) -> Iterator[str]:
+    """Yields a table of names and texts as lines of ``WIDTH`` columns."""
+    rows = list(rows)
+    width = max([name_width, *(len(name) for name, _ in rows if len(name) <= MAX_NAME_WIDTH)])
+    margin = width + 4
+    for name, text in rows:
+        first, *rest = wrap_text(text, margin) or [""]
+        if len(name) > width:
+            yield f"  {name}"
+            yield first
+        else:
+            yield f"  {name:<{width}}  {first[margin:]}".rstrip()
+        yield from rest
 
-    groups = (*paths.GROUPS, "experiment", "sweep")
-    names = {group: ", ".join(paths.option_names(group)) for group in groups}
-    return [
-        "groups: pick one by GROUP=OPTION, change a field by GROUP.FIELD=VALUE",
-        *_help_table(names),
-    ]
+
+def _group_lines() -> Iterator[str]:
+    """Yields the config groups with their summaries and options."""
+    from scalewise.config import option_docs, paths
+
+    yield "groups: choose an option by GROUP=OPTION, set a key by GROUP.KEY=VALUE"
+    for group, summary in option_docs.group_summaries().items():
+        yield from table_lines([(group, summary), ("", ", ".join(paths.option_names(group)))])
+
+
+def _flag_lines() -> Iterator[str]:
+    yield "flags"
+    yield from table_lines(FLAGS)
+
+
+def _example_lines(examples: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields examples; a long command continues after a backslash, so that it can be pasted."""
+    yield "examples"
+    for what, line in examples:
+        yield f"  # {what}"
+        first, *rest = textwrap.wrap(
+            line, WIDTH - 4, break_long_words=False, break_on_hyphens=False
+        )
+        for part in rest:
+            yield f"  {first} \\"
+            first = f"  {part}"
+        yield f"  {first}"

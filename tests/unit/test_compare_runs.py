@@ -1,0 +1,115 @@
+"""Two runs beside each other: what was set, foreseen and measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scalewise import cli
+from scalewise.reports import records, run_diff
+from scalewise.reports.records import RunRecord
+from scalewise.units import GIB
+
+
+def folder(path: Path, memory: str, peak: float, step: float, shards: int | None) -> str:
+    """Writes what a run leaves, in sizes: its activations are half of its peak."""
+    changed = [{"key": "memory", "default": "none", "value": memory}]
+    if shards:
+        changed.insert(0, {"key": "parallelism.shards", "default": 2, "value": shards})
+    status = {"status": "ok", "name": path.name, "changed": changed, "command": "scalewise train"}
+    ledger = {"optimizer state": GIB, "activations of blocks": (peak / 2 - 1) * GIB}
+    plan = {"ledger": ledger, "step_parts": {"products": 0.1, "recompute": step - 0.1}}
+    metrics = {
+        "memory/peak_bytes": peak * GIB,
+        "time/step_s": 2 * step,
+        "plan/peak_bytes": peak * GIB / 2,
+        "plan/step_s": step,
+    }
+    path.mkdir()
+    for name, content in (("status", status), ("plan", plan), ("summary", {"metrics": metrics})):
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    return (
+        folder(tmp_path / "plain", "none", 8, 0.1, None),
+        folder(tmp_path / "again", "checkpoint_full", 4, 0.15, 4),
+    )
+
+
+def read(path: str) -> RunRecord:
+    run = records.read_run(Path(path))
+    assert run is not None
+    return run
+
+
+def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[str, str]) -> None:
+    found = run_diff.setting_pairs(read(pair[0]), read(pair[1]))
+    assert [(it.what, it.one, it.other) for it in found] == [
+        ("memory", "none", "checkpoint_full"),
+        ("parallelism.shards", 2, 4),
+    ]
+    assert run_diff.setting_pairs(read(pair[0]), read(pair[0])) == ()
+
+
+def test_what_differs_most_comes_first(pair: tuple[str, str]) -> None:
+    found = run_diff.predicted_pairs(read(pair[0]), read(pair[1]))
+    assert [it.what for it in found] == ["activations of blocks", "optimizer state"]
+    assert found[0].ratio == pytest.approx(1 / 3)
+    assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].what == "recompute"
+
+
+def test_the_verb_says_what_came_and_what_was_foreseen(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "explain", *pair]) == 0
+    said = capsys.readouterr().out
+    assert "The peak is 50% less; foreseen: 50% less" in said
+    assert "A step takes 50% more time; foreseen: 50% more time" in said
+    rows = {line.split("  ")[0]: line.split() for line in said.splitlines() if line}
+    assert rows["memory"][-2:] == ["none", "checkpoint_full"]
+    assert rows["activations of blocks"][-1] == "-67%"
+    assert "optimizer state" not in rows  # the same in both
+    assert rows["time/step_s"] == ["time/step_s", "200", "ms", "300", "ms", "+50%"]
+
+
+def test_a_run_that_left_little_is_compared_in_what_it_left(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan", "summary"):
+        (Path(pair[1]) / f"{name}.json").unlink()
+    assert cli.main(["plan", "explain", *pair]) == 0
+    said = capsys.readouterr().out
+    assert "foreseen" not in said.replace("foreseen at the peak", "").replace("foreseen of a", "")
+    assert "time/step_s" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["two runs are compared, not 0"]),
+        (["nowhere", "either"], ["2 problems", "nowhere is no folder of a run", "either is"]),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "explain", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+
+
+def test_names_that_differ_in_control_characters_alone_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", "a\x1b[31mb", 8, 0.1, None)
+    other = folder(tmp_path / "other", "ab\x07", 8, 0.1, None)
+    assert cli.main(["plan", "explain", one, other]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    row = next(line.split() for line in said.splitlines() if line.startswith("memory "))
+    assert row[-2:] == ["a\\x1b[31mb", "ab\\x07"]

@@ -1,0 +1,190 @@
+"""Every config group, option and field is documented in plain words."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from scalewise.commands.explain import example_value
+from scalewise.config import option_docs, paths, registry, schemas
+from scalewise.config.compose import compose
+from scalewise.config.option_docs import FieldDoc, OptionDoc
+from scalewise.run_config import RunConfig
+from scalewise.training.callbacks import callback_args
+from scalewise.typed_override import override
+
+registry.import_options()
+CLASSES = dict.fromkeys(
+    [
+        *(cls for options in registry.OPTIONS.values() for cls in options.values()),
+        *callback_args.OWN.values(),
+        RunConfig,
+    ]
+)
+OPTIONS = [
+    option for group in option_docs.GROUP_NAMES for option in option_docs.group_doc(group).options
+]
+
+PRIVATE_WORDS = re.compile(
+    r"\b(rows?|foreseen|told|ledger|pieces?|(?<!in )places?|anew|verdict|cure|foretells?|learnt"
+    r"|complaints?|specs?|of your own|the user's|the suite|pictures?|held(?!.out)|holds)\b",
+    re.IGNORECASE,
+)
+"""Words that stand for terms of PyTorch, Lightning and Hydra, which are to be used instead."""
+DIMENSIONLESS = {
+    *("alpha", "answers", "attention_share", "bandwidth_share", "beta", "beta1"),
+    *("beta2", "beta2_decay", "classes", "clip_norm", "decay", "depth", "devices_per_node"),
+    *("dropout", "epsilon", "factor", "final", "floor", "heads", "initial_std", "keep"),
+    *("kv_heads", "label_smoothing", "layers", "lr", "lr_factors", "masked", "max_bad_rows"),
+    *("max_restarts", "momentum", "nodes", "norm_epsilon", "patience", "pipeline_micro_batches"),
+    *("powersgd_rank", "product_share", "rank", "replicas", "rope_factor", "rope_high_frequency"),
+    *("rope_low_frequency", "rope_theta", "seed", "stage", "stages_per_rank", "step_longest"),
+    *("step_scale", "step_shortest", "threshold", "validation_fraction", "weight_decay"),
+}
+"""Numeric fields that are counts, factors or fractions."""
+SUFFIX_UNITS = {
+    "_gib": "GiB",
+    "_mib": "MiB",
+    "_us": "microseconds",
+    "_gb_per_s": "GB/s",
+    "_tflops": "TFLOP/s",
+    "_tokens_per_s": "tokens/s",
+    "_steps": "optimizer steps",
+}
+
+
+def fields_of_classes() -> Iterator[tuple[type, FieldDoc]]:
+    for cls in CLASSES:
+        for entry in option_docs.class_fields(cls, "", {}):
+            yield cls, entry
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_field_is_documented_in_plain_words(cls: type) -> None:
+    for entry in option_docs.class_fields(cls, "", {}):
+        name = f"{cls.__name__}.{entry.key}"
+        assert entry.text.endswith("."), f"{name} has no documentation below it: {entry.text!r}"
+        assert entry.text[0].isupper() or entry.text.startswith("``"), name
+        words = re.sub(r"``.*?``", "", entry.text)
+        assert not PRIVATE_WORDS.findall(words), f"{name}: {entry.text}"
+
+
+def test_every_size_and_time_names_its_unit() -> None:
+    for cls, entry in fields_of_classes():
+        if not re.search(r"\b(int|float)\b", entry.type):
+            assert not entry.unit, f"{cls.__name__}.{entry.key} is no number"
+        elif entry.key in DIMENSIONLESS:
+            assert not entry.unit, f"{cls.__name__}.{entry.key} is said to be dimensionless"
+        else:
+            assert entry.unit, f"{cls.__name__}.{entry.key}: {entry.text}"
+
+
+def test_a_unit_agrees_with_the_name_of_the_field() -> None:
+    for cls, entry in fields_of_classes():
+        for suffix in sorted(SUFFIX_UNITS, key=len, reverse=True):
+            if entry.key.endswith(suffix):
+                assert entry.unit == SUFFIX_UNITS[suffix], f"{cls.__name__}.{entry.key}"
+                break
+
+
+def test_no_name_is_listed_as_dimensionless_in_vain() -> None:
+    names = {entry.key for _, entry in fields_of_classes()}
+    assert set() == DIMENSIONLESS - names
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}-{option.name}")
+def test_every_option_has_a_head_comment_in_plain_words(option: OptionDoc) -> None:
+    assert option.summary.rstrip("`")[-1:] in (".", "?", *"0123456789") or "`" in option.summary
+    words = re.sub(r"`.*?`", "", f"{option.summary} {option.details.replace('``', '`')}")
+    assert not PRIVATE_WORDS.findall(words), option.summary
+
+
+def test_every_choice_says_what_it_does() -> None:
+    for cls, entry in fields_of_classes():
+        if entry.type == "choice":
+            assert all(entry.choices.values()), f"{cls.__name__}.{entry.key}: {entry.choices}"
+
+
+def test_every_group_has_a_summary_of_one_line() -> None:
+    summaries = option_docs.group_summaries()
+    assert tuple(summaries) == option_docs.GROUP_NAMES
+    for group, summary in summaries.items():
+        assert summary.endswith("."), group
+        assert len(summary) <= 64, group
+
+
+def test_a_field_that_takes_a_number_or_a_word_documents_the_word() -> None:
+    for cls, entry in fields_of_classes():
+        assert ("int or auto" in entry.type) <= ("auto: " in entry.text), (cls, entry.key)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}-{option.name}")
+def test_examples_are_overrides_that_the_schema_accepts(option: OptionDoc) -> None:
+    cls = registry.OPTIONS.get(option.group, {}).get(option.schema)
+    if cls is None:
+        return
+    config = OmegaConf.structured(schemas.schema_mirror(cls))
+    for entry in option.fields:
+        value = example_value(entry)
+        if value == "NUMBER":  # a placeholder: the reader knows the number
+            continue
+        parsed = OverridesParser.create().parse_override(override(entry.key, value))
+        OmegaConf.update(config, entry.key.partition(".")[2], parsed.value())
+
+
+def test_defaults_are_those_of_a_composed_run() -> None:
+    run = compose(["optimizer=muon", "parallelism=fsdp", "hardware=h100_8x4"], here=False)
+    for group, name in (("optimizer", "muon"), ("hardware", "h100_8x4"), ("trainer", "default")):
+        option = next(it for it in option_docs.group_doc(group).options if it.name == name)
+        composed = getattr(run, group)
+        assert len(option.fields) == len(dataclasses.fields(composed))
+        for entry in option.fields:
+            value = getattr(composed, entry.key.partition(".")[2])
+            assert value == entry.default, entry.key
+
+
+def test_an_option_based_on_another_has_its_values() -> None:
+    node = next(it for it in option_docs.group_doc("hardware").options if it.name == "h100_8x4")
+    assert node.schema == "device"
+    assert (node.sets["memory_gib"], node.sets["nodes"]) == (80, 4)
+
+
+def test_default_options_are_those_of_a_composed_run() -> None:
+    choices = compose([], here=False).choices
+    groups = {group: choices[group] for group in paths.CLOSED_GROUPS}
+    assert groups.items() <= dict(option_docs.default_options()).items()
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (int, "int"),
+        (int | None, "int or null"),
+        (int | str, "int or auto"),
+        (tuple[str, ...], "list of str"),
+    ],
+)
+def test_types_in_words(hint: type, text: str) -> None:
+    assert option_docs.type_text(hint) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("Memory of one device, in GiB.", "GiB"),
+        ("Length, in tokens; null: all.", "tokens"),
+        ("Throughput, in tokens/s; null: no limit.", "tokens/s"),
+        ("Number of blocks.", ""),
+        ("Stored in tokens or bytes.", ""),
+    ],
+)
+def test_the_unit_is_read_from_the_text(text: str, unit: str) -> None:
+    assert FieldDoc("key", "int", text, 1).unit == unit
+
+
+def test_head_comment_leaves_out_hydra_directives() -> None:
+    text = "# @package callbacks\n# One line.\n# Another.\n\n# No head.\nkey: 1\n"
+    assert option_docs.head_comment(text) == ["One line.", "Another."]
