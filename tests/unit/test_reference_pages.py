@@ -1,0 +1,111 @@
+"""The generated reference pages: every option and key is there, and no cell breaks a table."""
+
+import html
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import scalewise
+from scalewise.commands.usage import VERBS
+from scalewise.config import option_docs, paths
+
+HOOK = Path(__file__).parents[2] / "docs" / "hooks" / "reference.py"
+
+
+def load_hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference_hook", HOOK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference = load_hook()
+PAGES: dict[str, str] = reference.pages()
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Returns the tables of a page as rows of cells, split as Markdown splits them."""
+    found: list[list[list[str]]] = [[]]
+    for line in page.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+def test_there_is_a_page_per_group_and_for_run_cli_and_api() -> None:
+    names = [*option_docs.GROUP_NAMES, "cli", "api", "run"]
+    assert set(PAGES) == {f"reference/{name}.md" for name in names}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_cell_breaks_its_table(path: str) -> None:
+    found = tables(PAGES[path])
+    assert found
+    for table in found:
+        head, rule, *rows = table
+        assert set(rule) == {"---"}, head
+        assert rows, head
+        for row in rows:
+            assert len(row) == len(head), row
+            assert not re.search(r"[`*_\[\]<>]", re.sub(r"</?code>|<br>", "", "".join(row))), row
+
+
+@pytest.mark.parametrize("group", option_docs.GROUP_NAMES)
+def test_every_option_and_key_of_a_group_is_on_its_page(group: str) -> None:
+    page = html.unescape(PAGES[f"reference/{group}.md"])
+    options, *fields = tables(PAGES[f"reference/{group}.md"])
+    listed = [html.unescape(row[0]) for row in options[2:]]
+    assert listed == [f"<code>{name}</code>" for name in paths.option_names(group)]
+    shown = {html.unescape(row[0]) for table in fields for row in table[2:]}
+    for option in option_docs.group_doc(group).options:
+        assert {f"<code>{entry.key}</code>" for entry in option.fields} <= shown
+        for entry in option.fields:
+            assert entry.text.split("``")[0] in page, entry.key
+
+
+def test_keys_have_type_default_and_unit() -> None:
+    rows = [row for table in tables(PAGES["reference/trainer.md"])[1:] for row in table[2:]]
+    row = next(row for row in rows if "max&#95;steps" in row[0])
+    assert row[1:] == [
+        "int or null",
+        "<code>1000</code>",
+        "optimizer steps",
+        "Training length, in optimizer steps.",
+    ]
+
+
+def test_the_cli_page_has_every_command() -> None:
+    page = PAGES["reference/cli.md"]
+    assert all(f"## scalewise {verb}\n" in page for verb in VERBS)
+    assert page.count("```") == 2 * (1 + len(VERBS))
+
+
+def test_the_api_page_has_every_name() -> None:
+    page = PAGES["reference/api.md"]
+    assert all(f"## scalewise.{name}\n" in page for name in scalewise.__all__)
+    assert "compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("a | b\nc", "a &#124; b c"),
+        ("see ``a|b`` or `x_y`.", "see <code>a&#124;b</code> or <code>x&#95;y</code>."),
+        ("<bos> *all* [1]", "&#60;bos&#62; &#42;all&#42; &#91;1&#93;"),
+    ],
+)
+def test_prose_keeps_only_inline_code(text: str, made: str) -> None:
+    assert reference.prose(text) == made
+
+
+def test_the_navigation_has_every_page() -> None:
+    config = SimpleNamespace(nav=[{"Home": "index.md"}, {"Reference": ["reference/index.md"]}])
+    nav = reference.on_config(config).nav
+    assert set(re.findall(r"reference/\w+\.md", str(nav))) == {*PAGES, "reference/index.md"}
