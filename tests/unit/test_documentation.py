@@ -10,6 +10,7 @@ from fixtures.documentation import COMMAND, DOCUMENTS, FENCE, ROOT, Block, block
 
 from scalewise.bench import readme_figures
 from scalewise.bench.options import BenchOptions, split_options
+from scalewise.commands import explain
 from scalewise.commands.bench import BENCHMARKS, _as_overrides
 from scalewise.commands.usage import EXAMPLES, VERBS
 from scalewise.config import app, paths
@@ -94,6 +95,9 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if verb in ("evaluate", "export"):
         known = import_module(f"scalewise.commands.{verb}").DEFAULTS
         assert {word.partition("=")[0] for word in words if "=" in word} <= {*known}
+        return
+    if verb == "explain":
+        assert all(map(explain.explain_lines, words))
         return
     if verb not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
         assert verb in VERBS
