@@ -135,13 +135,13 @@ def _option_row(option: OptionDoc) -> list[str]:
 
 def _field_table(entries: Iterable[FieldDoc]) -> Iterator[str]:
     yield from table(
-        ("Key", "Type", "Default", "Unit", "Description"),
+        ("Key", "Default, type, unit", "Description"),
         (
             (
                 code(entry.key),
-                escape(entry.type),
-                code(entry.default_text),
-                entry.unit,
+                "<br>".join(
+                    filter(None, (code(entry.default_text), escape(entry.type), entry.unit))
+                ),
                 _description(entry),
             )
             for entry in entries

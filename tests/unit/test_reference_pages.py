@@ -74,9 +74,7 @@ def test_keys_have_type_default_and_unit() -> None:
     rows = [row for table in tables(PAGES["reference/trainer.md"])[1:] for row in table[2:]]
     row = next(row for row in rows if "max&#95;steps" in row[0])
     assert row[1:] == [
-        "int or null",
-        "<code>1000</code>",
-        "optimizer steps",
+        "<code>1000</code><br>int or null<br>optimizer steps",
         "Training length, in optimizer steps.",
     ]
 
