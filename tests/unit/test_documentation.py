@@ -16,6 +16,7 @@ from scalewise.commands.usage import EXAMPLES, VERBS
 from scalewise.config import app, paths
 from scalewise.config.compose import compose
 from scalewise.config.diagnostics import diagnose_overrides
+from scalewise.config.option_docs import group_summaries
 from scalewise.errors import ConfigError
 from scalewise.launch import sweep_resume
 from scalewise.planner.plan import plan_record
@@ -31,12 +32,15 @@ OTHER = {
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
 
-def table() -> dict[str, list[str]]:
-    """The README's table of config groups: group to options."""
+def table() -> dict[str, tuple[list[str], str]]:
+    """The README's table of config groups: group to options and description."""
     text = README.read_text(encoding="utf-8")
     rows = text.split("<!-- groups -->")[1].split("<!-- /groups -->")[0].strip().splitlines()
     cells = [row.strip("|").split("|") for row in rows]
-    return {cell[0].strip().strip("`"): re.findall(r"`(\w+)`", cell[1]) for cell in cells}
+    return {
+        group.strip().strip("`"): (re.findall(r"`(\w+)`", options), description.strip())
+        for group, options, description in cells
+    }
 
 
 def commands() -> list[str]:
@@ -73,8 +77,11 @@ def test_blocks_are_tested_or_say_why_not(block: Block) -> None:
     assert included or followed, "say why it is not tested"
 
 
-def test_every_group_and_option_is_in_the_table() -> None:
-    assert table() == {group: paths.option_names(group) for group in paths.GROUPS}
+def test_table_has_every_group_and_option() -> None:
+    described = group_summaries()
+    assert table() == {
+        group: (paths.option_names(group), described[group]) for group in paths.GROUPS
+    }
 
 
 @pytest.mark.parametrize("line", commands())
