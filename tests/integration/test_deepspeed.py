@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,9 @@ PLAIN = {
     "zero2": ("parallelism=deepspeed_zero2",),
     "zero3": ("parallelism=deepspeed_zero3", "parallelism.keep_whole_below=100"),
 }
+HIERARCHICAL = "parallelism.hierarchical=2"
+ZERO3_OF_FOUR = (*PLAIN["zero3"], "parallelism.replicas=4")
+EACH_CHECKPOINT = ("checkpoint.every=1", "checkpoint.keep=0")
 BF16 = {
     f"{stage}_{precision}": (*parts, f"precision={precision}")
     for stage, parts in PLAIN.items()
@@ -102,11 +106,33 @@ def test_a_resumed_run_ends_bit_by_bit_as_an_undisturbed_one(
         request.getfixturevalue("native_code")
     run = job.of(*ADAMW, *parts, "checkpoint.every=3", "checkpoint.keep=0")
     resumed = job.of(*ADAMW, *parts, resume=run.checkpoint(3))
-    for key in ("train/loss", "train/grad_norm", "val/loss"):
-        assert resumed.column(key) == run.column(key), key
-    for part in ("model", "optimizer"):
-        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (resumed, run)]
-        assert same_weights(*ends), part
+    assert_same_steps(resumed, run, kind)
+
+
+def test_hierarchical_partition_resumes_with_the_steps_of_plain_stage_3(job: Job) -> None:
+    """With a validation and a checkpoint after each step: both gather the same weights."""
+    parts = (*ADAMW, *ZERO3_OF_FOUR, "trainer.validate_every=1", *EACH_CHECKPOINT)
+    plain = job.of(*parts)
+    resumed = job.of(*parts, HIERARCHICAL, resume=plain.checkpoint(2))
+    assert_same_steps(resumed, plain, "resumed")
+
+
+@LONG
+def test_hierarchical_partition_takes_frozen_weights_from_a_checkpoint(job: Job) -> None:
+    """Frozen weights other than those drawn, as a user's module without a seed has them."""
+    parts = (*ADAMW, *ZERO3_OF_FOUR, "adapter=lora", *EACH_CHECKPOINT)
+    path = job.of(*parts).checkpoint(2)
+    rest = store.pack_state(store.load_state(path))
+    tensors = {part: store.full_tensors(path, part) for part in store.TENSORS}
+    trained = {key.partition("/")[2] for key in tensors["optimizer"]}
+    frozen = tensors["model"].keys() - trained
+    assert frozen
+    for name in frozen:
+        tensors["model"][name] *= 3
+    shutil.rmtree(path)
+    store.save_checkpoint(path, tensors, rest)
+    plain = job.of(*parts, resume=path)
+    assert_same_steps(job.of(*parts, HIERARCHICAL, resume=path), plain, "frozen weights")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +197,14 @@ def test_bf16_learns_as_fp32_does(kind: str, job: Job) -> None:
     exact = job.of(*ADAMW, *steps, "parallelism=single")
     run = job.of(*ADAMW, *steps, *BF16[kind])
     assert run.column("train/loss")[-1] == pytest.approx(exact.column("train/loss")[-1], rel=0.02)
+
+
+def assert_same_steps(run: Folder, wanted: Folder, case: str) -> None:
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert run.column(key) == wanted.column(key), (case, key)
+    for part in store.TENSORS:
+        ends = [store.full_tensors(one.checkpoint(STEPS), part) for one in (run, wanted)]
+        assert same_weights(*ends), (case, part)
 
 
 def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ and steps a piece, and keeps the state of that piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -75,6 +75,7 @@ def load_weights(zero: Any, names: Names, read: Read) -> None:
         zero.update_lp_params()
     else:
         _copy_masters_to_weights(zero)
+        _drop_secondary_partitions(names)
 
 
 def load_states(zero: Any, names: Names, known: Mapping[str, torch.Size], read: Read) -> None:
@@ -173,6 +174,16 @@ def _copy_masters_to_weights(zero: Any) -> None:
             zero._reassign_or_swap_out_partitioned_parameters(group)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def _drop_secondary_partitions(parameters: Iterable[Any]) -> None:
+    """Removes the secondary partitions of ZeRO++; the next forward pass makes new ones.
+
+    While a parameter has one, DeepSpeed gathers it in place of the weights just loaded. Its own
+    ``invalidate_secondary_tensor`` leaves those of frozen parameters.
+    """
+    for parameter in parameters:
+        parameter.ds_secondary_tensor = None
 
 
 class _swapped_in:  # noqa: N801 (a context manager, read as a verb)
