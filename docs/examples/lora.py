@@ -16,7 +16,7 @@ if __name__ == "__main__":
     overrides = ["experiment=smoke", "adapter=lora", "adapter.rank=8", "optimizer.lr=1e-2"]
     weights = [f"model.weights={exported}", f"data.tokenizer={exported}/tokenizer.json"]
     run = scalewise.compose([*overrides, *sys.argv[1:], *weights])
-    print(f"{run.trained:,} of {run.model.parameters:,} parameters are trained")
+    print(f"{run.trainable_parameters:,} of {run.model.num_parameters:,} parameters are trained")
     result = scalewise.train(run)
     print(result.status, result.summary["metrics"]["val/loss"], result.folder)
     sys.exit(result.exit_code)

@@ -15,5 +15,5 @@ if __name__ == "__main__":
     for name, strategy in STRATEGIES.items():
         overrides = [*COMMON, *strategy, "data=synthetic", "trainer.global_batch=64"]
         plan = build_plan(scalewise.compose(overrides, here=False))
-        step = f"{plan.step.seconds:.2f} s" if plan.step else "unknown"
-        print(f"{name}: {plan.fit.verdict}, peak {format_bytes(plan.fit.peak)}, step {step}")
+        step = f"{plan.step_time.seconds:.2f} s" if plan.step_time else "unknown"
+        print(f"{name}: {plan.fit.status}, peak {format_bytes(plan.fit.peak)}, step {step}")

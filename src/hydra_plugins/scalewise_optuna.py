@@ -50,23 +50,23 @@ class OptunaSweeper(Sweeper):
 
         lines = [f"{key}={value}" for key, value in self.params.items()]
         space, fixed = search_space.read_axes([*lines, *arguments], self.loader)
-        search = SearchConfig.of(self.options)
-        complaints = [*_of_package(), *search.complaints(space)]
-        complaints += self._of_validation(search, space)
+        search = SearchConfig.from_options(self.options)
+        complaints = [*_of_package(), *search.validate(space)]
+        complaints += self._validation_metric_issues(search, space)
         if complaints:
             raise ConfigError(complaints)
-        self._check(space, fixed)
+        self._check_values(space, fixed)
         app.note_varied([axis.key for axis in space])
         if app.has_measurements():
-            self._search(search, space, fixed, app.claimed_sweep_folder(self.asked))
+            self._run_search(search, space, fixed, app.claimed_sweep_folder(self.asked))
         else:
             from scalewise.hpo.optuna_study import sample_points
             from scalewise.hpo.space import point_overrides
 
             points = [[*fixed, *point_overrides(point)] for point in sample_points(search, space)]
-            self.batches.launch([p for p in points if not self._refused(p)], 0)
+            self.batches.launch([p for p in points if not self._rejection_reason(p)], 0)
 
-    def _of_validation(
+    def _validation_metric_issues(
         self, search: "SearchConfig", space: Sequence["Axis"]
     ) -> Iterator["ConfigIssue"]:
         """Yields the objective that no trial would measure."""
@@ -77,45 +77,49 @@ class OptunaSweeper(Sweeper):
         if "val/loss" in search.objectives and not validates:
             yield ConfigIssue(every, None, "no trial would measure val/loss", f"set {every}=100")
 
-    def _check(self, space: Sequence["Axis"], fixed: Sequence[str]) -> None:
+    def _check_values(self, space: Sequence["Axis"], fixed_overrides: Sequence[str]) -> None:
         """Refuses what no trial could run with, and values that no option or type knows."""
         from scalewise.hpo.space import ChoiceAxis, first_point, point_overrides
 
         for axis in space:
             for value in axis.values if isinstance(axis, ChoiceAxis) else ():
-                self.loader.load_sweep_config(self.asked, [*fixed, f"{axis.key}={value}"])
-        if (error := self._refused(fixed)) and self._refused(
-            [*fixed, *point_overrides(first_point(space))]
+                self.loader.load_sweep_config(self.asked, [*fixed_overrides, f"{axis.key}={value}"])
+        if (error := self._rejection_reason(fixed_overrides)) and self._rejection_reason(
+            [*fixed_overrides, *point_overrides(first_point(space))]
         ):
             raise error
 
-    def _search(
-        self, search: "SearchConfig", space: Sequence["Axis"], fixed: Sequence[str], folder: Path
+    def _run_search(
+        self,
+        search: "SearchConfig",
+        space: Sequence["Axis"],
+        fixed_overrides: Sequence[str],
+        folder: Path,
     ) -> None:
         from scalewise.commands import show_study
         from scalewise.hpo import optuna_study, outcome, record
 
         found = optuna_study.open_study(search, space, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        show_study.print_search_start(found, found.reclaim())
+        show_study.print_search_start(found, found.reclaim_trials())
         stopped = False
-        while not stopped and (trials := found.asked()):
+        while not stopped and (trials := found.ask_trials()):
             first = 1 + max((int(str(r["number"])) for r in outcome.sweep_jobs(folder)), default=-1)
-            started = self._launched(found, trials, fixed, folder, first)
+            started = self._launch_trials(found, trials, fixed_overrides, folder, first)
             for number, trial in enumerate(started, start=first):
                 ended = outcome.job_outcome(folder, number)
-                found.tell(trial, ended)
-                stopped = stopped or ended.lost
+                found.tell_outcome(trial, ended)
+                stopped = stopped or ended.is_lost
             record.write_record(found, folder)
         show_study.print_search_result(record.build_record(found, folder), folder)
 
-    def _launched(
+    def _launch_trials(
         self,
-        found: "OptunaSearch",
+        optuna_search: "OptunaSearch",
         trials: Sequence["Trial"],
-        fixed: Sequence[str],
+        fixed_overrides: Sequence[str],
         folder: Path,
-        first: int,
+        first_number: int,
     ) -> list["Trial"]:
         """Runs the trials that can run and returns them; the others are told as refused."""
         from scalewise.commands import show_study
@@ -126,22 +130,22 @@ class OptunaSweeper(Sweeper):
         lines: list[list[str]] = []
         started: list[Trial] = []
         for trial in trials:
-            line = [*fixed, *point_overrides(trial.params)]
-            if error := self._refused(line):
-                reason = "; ".join(str(complaint) for complaint in error.complaints)
-                found.tell(trial, TrialOutcome("refused", reason))
+            line = [*fixed_overrides, *point_overrides(trial.params)]
+            if error := self._rejection_reason(line):
+                reason = "; ".join(str(complaint) for complaint in error.issues)
+                optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
                 app.count_rejected(error)
                 show_study.print_rejected_trial(trial.number, trial.params, reason)
                 continue
-            number = first + len(started)
-            found.begin(trial, folder, number, folder / str(number))
+            number = first_number + len(started)
+            optuna_search.assign_job(trial, folder, number, folder / str(number))
             started.append(trial)
             lines.append(line)
         if lines:
-            self.batches.launch(lines, first)
+            self.batches.launch(lines, first_number)
         return started
 
-    def _refused(self, overrides: Sequence[str]) -> Any:
+    def _rejection_reason(self, overrides: Sequence[str]) -> Any:
         from scalewise.config import app
 
         return app.rejection_reason(self.loader, self.asked, overrides)

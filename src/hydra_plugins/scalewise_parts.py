@@ -38,11 +38,11 @@ class PartSource(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         key = (file, file.stat().st_mtime_ns, file.stat().st_size)
         if key not in _read:
-            _read[key] = self._laid(file) or super().load_config(config_path)
+            _read[key] = self._merge_with_schema(file) or super().load_config(config_path)
         found = _read[key]
         return ConfigResult(found.provider, found.path, deepcopy(found.config), dict(found.header))
 
-    def _laid(self, file: Path) -> ConfigResult | None:
+    def _merge_with_schema(self, file: Path) -> ConfigResult | None:
         """Returns a part over its schema; what is no part, or contradicts it, is left to Hydra."""
         try:
             text = file.read_text("utf-8")

@@ -41,10 +41,10 @@ class ScreenSweeper(Sweeper):
         complaints = [
             ConfigIssue(axis.key, "", "a screen varies its factors alone", cure) for axis in swept
         ]
-        complaints += screen.complaints([line.split("=", 1)[0] for line in fixed])
+        complaints += screen.validate([line.split("=", 1)[0] for line in fixed])
         if complaints:
             raise ConfigError(complaints)
-        self.batches.launch([[*fixed, *line] for line in screen.overrides()], 0)
+        self.batches.launch([[*fixed, *line] for line in screen.build_overrides()], 0)
 
 
 @dataclass

@@ -22,7 +22,7 @@ class ScalewiseSweeper(Sweeper):
     """
 
     def __init__(self, params: Mapping[str, object], zip: Mapping[str, object]) -> None:
-        self.params, self.paired = params, zip
+        self.params, self.zipped_params = params, zip
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -40,9 +40,9 @@ class ScalewiseSweeper(Sweeper):
         """Returns the result of every job. ``arguments`` replace an axis of the same key."""
         from scalewise.config import app, sweep_grid
 
-        filed = sweep_grid.sweep_overrides(self.params, self.paired)
+        filed = sweep_grid.sweep_overrides(self.params, self.zipped_params)
         app.remember_sweep_axes(filed)
-        batch: Any = sweep_grid.expand_jobs(filed, arguments, list(self.paired), self.loader)
+        batch: Any = sweep_grid.expand_jobs(filed, arguments, list(self.zipped_params), self.loader)
         assert self.launcher is not None
         return self.launcher.launch(batch, initial_job_idx=0)
 

@@ -40,41 +40,45 @@ class ActivationCheckpointing(ABC):
     offload: bool = False
 
     @abstractmethod
-    def of(self, layer: int) -> Recompute:
+    def recompute_for_layer(self, layer: int) -> Recompute:
         """Returns what backward computes a second time of a layer of the whole model."""
 
     @abstractmethod
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what cannot be."""
 
     @abstractmethod
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what does not go with the rest of a run."""
 
-    def of_model(self, layers: int) -> Counter[Recompute]:
+    def count_by_recompute(self, layers: int) -> Counter[Recompute]:
         """Returns the layers of a whole model by what backward computes a second time."""
-        return Counter(map(self.of, range(layers)))
+        return Counter(map(self.recompute_for_layer, range(layers)))
 
-    def described(self, layers: int) -> str:
+    def describe(self, layers: int) -> str:
         """Returns it in words: ``full``, ``8 full, 24 selective``, ``full, offloaded``."""
-        found = self.of_model(layers)
+        found = self.count_by_recompute(layers)
         told = ", ".join(f"{count} {recompute}" for recompute, count in found.items())
         if len(found) == 1:
             told = min(found).value
         return f"{told}, offloaded" if self.offload else told
 
-    def of_parts(self, parts: tuple[StageSlice, ...]) -> tuple[Recompute, ...]:
+    def recompute_per_layer(self, stage_slices: tuple[StageSlice, ...]) -> tuple[Recompute, ...]:
         """Returns the same of each layer of some parts, in order."""
-        return tuple(self.of(layer) for part in parts for layer in part.layers)
+        return tuple(
+            self.recompute_for_layer(layer) for part in stage_slices for layer in part.layers
+        )
 
-    def apply(self, module: ModelModule, part: StageSlice) -> None:
-        """Makes the blocks of ``part`` forget, in place; names and weights stay as they are."""
+    def apply(self, module: ModelModule, stage: StageSlice) -> None:
+        """Makes the blocks of ``stage`` forget, in place; names and weights stay as they are."""
         from scalewise.strategies.activation_checkpointing import checkpoint_block
         from scalewise.strategies.activation_offload import offload_block
 
-        for recompute, block in zip(self.of_parts((part,)), module.layers(), strict=True):
+        for recompute, block in zip(
+            self.recompute_per_layer((stage,)), module.layers(), strict=True
+        ):
             if recompute is not Recompute.nothing:
-                checkpoint_block(block, keep_products=recompute is Recompute.selective)
+                checkpoint_block(block, save_matmuls=recompute is Recompute.selective)
             if self.offload:
                 offload_block(block)
 
@@ -95,17 +99,17 @@ class FixedCheckpointing(ActivationCheckpointing):
     """Whether stored activations are moved to host memory until the backward pass; on the CPU, to
     disk."""
 
-    def of(self, layer: int) -> Recompute:
+    def recompute_for_layer(self, layer: int) -> Recompute:
         """Returns what backward computes a second time of a layer of the whole model."""
         return self.recompute if layer % self.every < 1 else self.otherwise
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a number of blocks that there cannot be."""
         if not self.every >= 1:
             reason = "is one block in so many; 1 means every block"
             yield ConfigIssue("memory.every", self.every, reason, "set memory.every=2")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields compiled blocks, which keep what is known to their compiler alone."""
         if self.offload and run.compile.scope is not CompileScope.none:
             reason = "does not reach into compiled blocks"
@@ -120,20 +124,20 @@ class AutoCheckpointing(ActivationCheckpointing):
     budget_gib: float | None = None
     """Memory that the fullest rank may allocate, in GiB; null: all memory of its device."""
 
-    def of(self, layer: int) -> Recompute:
+    def recompute_for_layer(self, layer: int) -> Recompute:
         """Returns that nothing is computed a second time: nothing is chosen yet."""
         return Recompute.nothing
 
-    def apply(self, module: ModelModule, part: StageSlice) -> None:
+    def apply(self, module: ModelModule, stage: StageSlice) -> None:
         """Raises ``RuntimeError``: what nobody has chosen would be left out in silence."""
         raise RuntimeError("memory=auto is chosen before a module is built (plan.budget.settled)")
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a budget that is none."""
         if self.budget_gib is not None and not self.budget_gib > 0:
             yield ConfigIssue("memory.budget_gib", self.budget_gib, "must be positive")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a search, which chooses by itself."""
         if run.plan.search is not PlanSearch.none:
             reason, cure = "is chosen by plan.search itself", "leave it out"

@@ -31,7 +31,9 @@ def train(run: Run, folder: Path | str | None = None) -> Result:
     if folder is None:
         folder = Path("runs") / run.name / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     command = command_line("train", run.overrides)
-    order = JobSpec(run, command, changed=tuple(changed_from_defaults(run)), sizing=sizing)
+    order = JobSpec(
+        run, command, changed=tuple(changed_from_defaults(run)), micro_batch_choice=sizing
+    )
     result = execute(order, Path(folder).absolute())
     if external_launcher.is_leader():
         with report_errors("no report"):

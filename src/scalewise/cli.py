@@ -81,18 +81,18 @@ def _print_unexpected(error: BaseException) -> int:
     return EXIT_CODES["out_of_memory" if isinstance(error, MemoryError) else "failed"]
 
 
-def _dispatch(given: list[str]) -> int:
+def _dispatch(arguments: list[str]) -> int:
     incomplete = external_launcher.adopt_slurm_step(os.environ)
-    if _is_completion_request(given):
-        return _complete(given)
-    verb = given[0] if given else ""
+    if _is_completion_request(arguments):
+        return _complete(arguments)
+    verb = arguments[0] if arguments else ""
     if verb in ("", "-h", "--help", "help"):
         print_lines(*usage.general_help())
         return 0
-    if "--help" in given or "-h" in given:
+    if "--help" in arguments or "-h" in arguments:
         print_lines(*(usage.command_help(verb) if verb in VERBS else usage.general_help()))
         return 0
-    if "--version" in given:
+    if "--version" in arguments:
         print_lines(f"scalewise {_version()}")
         return 0
     if verb not in VERBS:
@@ -112,7 +112,7 @@ def _dispatch(given: list[str]) -> int:
         finally:
             gc.freeze()
             gc.enable()
-    return int(sys.modules[name].main(given[1:]))
+    return int(sys.modules[name].main(arguments[1:]))
 
 
 def _version() -> str:
@@ -124,16 +124,16 @@ def _version() -> str:
         return "of a checkout that is not installed"
 
 
-def _is_completion_request(given: list[str]) -> bool:
-    return bool(given) and given[0] in ("-sc", "--shell-completion", "--shell_completion")
+def _is_completion_request(arguments: list[str]) -> bool:
+    return bool(arguments) and arguments[0] in ("-sc", "--shell-completion", "--shell_completion")
 
 
-def _complete(given: list[str]) -> int:
+def _complete(arguments: list[str]) -> int:
     """Answers the shell: verbs ourselves, overrides through Hydra with the verb taken out."""
     line = os.environ.get("COMP_LINE", "")
     program, _, rest = line.partition(" ")
     words = rest.split(" ")
-    if given[1:] and given[1].startswith("query") and len(words) == 1:
+    if arguments[1:] and arguments[1].startswith("query") and len(words) == 1:
         print_lines(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
         return 0
     if words[0] == "explain":
@@ -146,4 +146,4 @@ def _complete(given: list[str]) -> int:
         os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line, str(len(line))
     from scalewise.config.app import Command, run_command
 
-    return run_command(Command(), ["-sc", *given[1:]])
+    return run_command(Command(), ["-sc", *arguments[1:]])

@@ -136,7 +136,7 @@ class _ShieldedStream:
             encoding = self._stream.encoding
             self.write(text.encode(encoding, "replace").decode(encoding))
         except (OSError, ValueError):
-            self._let_go()
+            self._redirect_to_null()
         return len(text)
 
     def flush(self) -> None:
@@ -144,9 +144,9 @@ class _ShieldedStream:
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            self._let_go()
+            self._redirect_to_null()
 
-    def _let_go(self) -> None:
+    def _redirect_to_null(self) -> None:
         """Points the stream at nothing, so that what it still holds can be flushed at the exit."""
         with suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)

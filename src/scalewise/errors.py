@@ -27,18 +27,18 @@ class ConfigIssue:
     """One thing that is wrong with a configuration.
 
     ``key`` is the dotted override key, ``value`` what it holds, ``reason`` why that cannot be
-    run and ``cure`` an override, or a short sentence, that mends it.
+    run and ``fix`` an override, or a short sentence, that mends it.
     """
 
     key: str
     value: object
     reason: str
-    cure: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         name = format_value(self.key)
         line = f"{name}={format_value(self.value)}: {self.reason}" if name else self.reason
-        return printable(f"{line}; {self.cure}" if self.cure else line)
+        return printable(f"{line}; {self.fix}" if self.fix else line)
 
 
 def format_value(value: object) -> str:
@@ -66,16 +66,16 @@ class ConfigError(ScalewiseError):
 
     exit_code = EXIT_CODES["refused"]
 
-    def __init__(self, complaints: Iterable[ConfigIssue]) -> None:
-        self.complaints = tuple(complaints)
-        lines = [f"  - {complaint}" for complaint in self.complaints]
+    def __init__(self, issues: Iterable[ConfigIssue]) -> None:
+        self.issues = tuple(issues)
+        lines = [f"  - {complaint}" for complaint in self.issues]
         noun = "problem" if len(lines) == 1 else "problems"
         super().__init__("\n".join([f"refused, {len(lines)} {noun}:", *lines]))
 
     @classmethod
-    def one(cls, key: str, value: object, reason: str, cure: str = "") -> Self:
+    def for_key(cls, key: str, value: object, reason: str, fix: str = "") -> Self:
         """Returns the error of a single config issue."""
-        return cls([ConfigIssue(key, value, reason, cure)])
+        return cls([ConfigIssue(key, value, reason, fix)])
 
 
 class DataError(ConfigError):

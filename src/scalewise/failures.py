@@ -53,13 +53,14 @@ def _installed_folders() -> list[Path]:
 
 
 class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
-    """Prints an exception of the block as one line and goes on after it; ``what`` is missing.
+    """Prints an exception of the block as one line and goes on after it; ``consequence`` is
+    missing.
 
     A signal is passed on.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
 
     def __enter__(self) -> None:
         pass
@@ -73,5 +74,5 @@ class report_errors:  # noqa: N801 (a context manager, as contextlib.suppress)
         if not isinstance(error, Exception) or isinstance(error, Interrupted):
             return False
         reason = str(error) if isinstance(error, ScalewiseError) else describe_exception(error)
-        print_lines(f"{self._what}: {reason}", stderr=True)
+        print_lines(f"{self._consequence}: {reason}", stderr=True)
         return True

@@ -111,13 +111,13 @@ class Hardware:
     """Source of the figures that ``auto`` uses for a CUDA device; empty for every other profile."""
 
     @property
-    def devices(self) -> int | None:
+    def total_devices(self) -> int | None:
         """Returns the devices of all nodes; None: what the present machine has."""
         return None if self.devices_per_node is None else self.nodes * self.devices_per_node
 
-    def peak_flops(self, kind: str) -> float | None:
+    def peak_flops(self, precision: str) -> float | None:
         """Returns the peak rate, flop/s, of fp32, tf32, bf16, fp16 or fp8; None: unknown."""
-        tflops = getattr(self, f"{kind}_tflops")
+        tflops = getattr(self, f"{precision}_tflops")
         return tflops * TERA if tflops else None
 
     @property
@@ -126,14 +126,14 @@ class Hardware:
         bf16, fp32 = self.peak_flops("bf16"), self.peak_flops("fp32")
         return bf16 is not None and fp32 is not None and bf16 < fp32
 
-    def product_flops(self, kind: str) -> float | None:
+    def matmul_flops(self, precision: str) -> float | None:
         """Returns the rate that large products reach, flop/s; None: unknown."""
-        measured, peak = getattr(self, f"{kind}_reached_tflops"), self.peak_flops(kind)
+        measured, peak = getattr(self, f"{precision}_reached_tflops"), self.peak_flops(precision)
         if measured:
             return float(measured) * TERA
         return peak * self.product_share if peak else None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures that no device has."""
         for key in _POSITIVE:
             value = getattr(self, key)

@@ -65,12 +65,12 @@ def content_digests(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: digest for key, digest in found.items() if digest is not None}
 
 
-def _digest(key: str, part: Mapping[str, Any]) -> str | None:
+def _digest(key: str, group_values: Mapping[str, Any]) -> str | None:
     """Returns the digest of one input of a group; None where there are no such files."""
     reader = READERS[key]
-    if key == "data.paths" and "validation_paths" in part:
+    if key == "data.paths" and "validation_paths" in group_values:
         reader = _shard_files  # rows are in the order of the shards
-    parts = reader(part[key.partition(".")[2]])
+    parts = reader(group_values[key.partition(".")[2]])
     return content.combine_digests(parts) if parts else None
 
 
@@ -82,10 +82,10 @@ def _input_paths(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield key, part[name]
 
 
-def with_digests(values: Mapping[str, Any], found: Mapping[str, str]) -> dict[str, Any]:
+def with_digests(values: Mapping[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
     """Returns a resolved config with digests in place of the paths of its inputs."""
     replaced = dict(values)
-    for key, digest in found.items():
+    for key, digest in digests.items():
         group, _, name = key.partition(".")
         if isinstance(replaced.get(group), Mapping):
             replaced[group] = {**replaced[group], name: digest}
@@ -98,7 +98,7 @@ def write_inputs(values: Mapping[str, Any], folder: Path) -> None:
     write_json(folder / INPUTS_FILE, {**at, "digests": content_digests(values)})
 
 
-def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) -> None:
+def add_missing(values: dict[str, Any], current_values: Mapping[str, Any] | None = None) -> None:
     """Adds to the resolved config of an earlier version what it did without a key for.
 
     Documents had no special tokens, which only matters where a tokenizer is given.
@@ -110,7 +110,7 @@ def add_missing(values: dict[str, Any], now: Mapping[str, Any] | None = None) ->
     kind = registry.registered_targets().get(str(data.get("_target_")))
     if not hasattr(kind, "special_tokens"):
         return
-    given = (now or {}).get("data")
+    given = (current_values or {}).get("data")
     if data.get("tokenizer") is not None:
         values["data"] = {**data, "special_tokens": False}
     elif isinstance(given, Mapping) and "special_tokens" in given:
@@ -157,11 +157,11 @@ def check_data(data: object, folder: Path) -> None:
 
 
 def relocate_inputs(
-    values: Mapping[str, Any], folder: Path, given: Mapping[str, object]
+    values: Mapping[str, Any], folder: Path, new_paths: Mapping[str, object]
 ) -> dict[str, Any]:
     """Returns the resolved config of a run with the paths where its inputs lie now.
 
-    ``given`` holds paths that a user gives instead. Raises ``ConfigError`` for given files of
+    ``new_paths`` holds paths that a user gives instead. Raises ``ConfigError`` for given files of
     other content than the run has read.
     """
     known = recorded_digests(folder)
@@ -169,22 +169,22 @@ def relocate_inputs(
     wrong = []
     for key, _ in _input_paths(values):
         group, _, name = key.partition(".")
-        if key in given:
-            found[group][name] = given[key]
+        if key in new_paths:
+            found[group][name] = new_paths[key]
             here = _digest(key, found[group])
             if key in known and here != known[key]:
                 reason = (
                     "no such files" if here is None else "holds other content than the run read"
                 )
                 wrong.append(
-                    ConfigIssue(key, given[key], reason, f"give {key} with the same files")
+                    ConfigIssue(key, new_paths[key], reason, f"give {key} with the same files")
                 )
             continue
         found[group][name] = _find_moved(key, found[group], folder, known.get(key))
     known_keys = dict(_input_paths(values))
     wrong += [
         ConfigIssue(key, value, "is no path that the run has read", "leave it out")
-        for key, value in given.items()
+        for key, value in new_paths.items()
         if key not in known_keys
     ]
     if wrong:
@@ -192,17 +192,19 @@ def relocate_inputs(
     return found
 
 
-def _find_moved(key: str, part: Mapping[str, Any], folder: Path, known: str | None) -> object:
+def _find_moved(
+    key: str, group_values: Mapping[str, Any], folder: Path, expected_digest: str | None
+) -> object:
     """Returns the paths of an input where it lies now, with the known content if possible."""
     name = key.partition(".")[2]
     first = None
     for base in launch_folders(folder):
-        place = _join_launch_folder(base, part[name], folder)
-        digest = _digest(key, {**part, name: place})
-        if digest is not None and digest == (known or digest):
+        place = _join_launch_folder(base, group_values[name], folder)
+        digest = _digest(key, {**group_values, name: place})
+        if digest is not None and digest == (expected_digest or digest):
             return place
         first = first or (place if digest else None)
-    return first or part[name]
+    return first or group_values[name]
 
 
 def _join_launch_folder(base: Path, value: object, folder: Path) -> object:

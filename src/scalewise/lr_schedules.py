@@ -22,20 +22,22 @@ class ScheduleConfig(ABC):
     warmup_steps: int = 0
     """Length of the linear warm-up from 0 to the peak learning rate, in optimizer steps."""
 
-    falls = True
+    decays = True
     """Whether the rate is lower at the end than at its peak."""
 
     @abstractmethod
-    def after_warmup(self, progress: float) -> float:
+    def factor_after_warmup(self, progress: float) -> float:
         """Returns the factor of the peak at ``progress`` in [0, 1] of the steps after warm-up."""
 
-    def factor(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: int, steps: int) -> float:
         """Returns the factor of the peak rate for ``step`` (from 0) of ``steps``."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        return self.after_warmup(min(1.0, (step - self.warmup_steps) / self._rest(steps)))
+        return self.factor_after_warmup(
+            min(1.0, (step - self.warmup_steps) / self._steps_after_warmup(steps))
+        )
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields numbers out of range."""
         if self.warmup_steps < 0:
             yield ConfigIssue("schedule.warmup_steps", self.warmup_steps, "must be 0 or more")
@@ -48,9 +50,9 @@ class ScheduleConfig(ABC):
         """Returns the torch scheduler, to be stepped once per optimizer step."""
         from torch.optim.lr_scheduler import LambdaLR
 
-        return LambdaLR(optimizer, lambda step: self.factor(step, steps))
+        return LambdaLR(optimizer, lambda step: self.lr_factor(step, steps))
 
-    def _rest(self, steps: int) -> int:
+    def _steps_after_warmup(self, steps: int) -> int:
         return max(1, steps - 1 - self.warmup_steps)  # the last step is number steps - 1
 
 
@@ -59,9 +61,9 @@ class ScheduleConfig(ABC):
 class ConstantConfig(ScheduleConfig):
     """Constant learning rate after the warm-up."""
 
-    falls = False
+    decays = False
 
-    def after_warmup(self, progress: float) -> float:
+    def factor_after_warmup(self, progress: float) -> float:
         """Returns 1."""
         return 1.0
 
@@ -74,7 +76,7 @@ class CosineConfig(ScheduleConfig):
     final: float = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
 
-    def after_warmup(self, progress: float) -> float:
+    def factor_after_warmup(self, progress: float) -> float:
         """Returns the cosine's value."""
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * progress))
 
@@ -87,7 +89,7 @@ class LinearConfig(ScheduleConfig):
     final: float = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
 
-    def after_warmup(self, progress: float) -> float:
+    def factor_after_warmup(self, progress: float) -> float:
         """Returns the line's value."""
         return 1 - (1 - self.final) * progress
 
@@ -102,7 +104,7 @@ class WarmupStableDecayConfig(ScheduleConfig):
     final: float = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
 
-    def after_warmup(self, progress: float) -> float:
+    def factor_after_warmup(self, progress: float) -> float:
         """Returns 1 until the decay begins, then the line's value."""
         start = 1 - self.decay
         if progress <= start:

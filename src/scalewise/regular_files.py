@@ -65,4 +65,4 @@ def check_regular(path: Path) -> None:
 def _irregular_reason(path: Path, mode: int) -> IrregularFileError:
     kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
     reason = f"{path} is {kind}, not a regular file"
-    return IrregularFileError.one("", "", reason, "remove it, or put a copy of the file back")
+    return IrregularFileError.for_key("", "", reason, "remove it, or put a copy of the file back")

@@ -117,7 +117,7 @@ class RunConfig:
     @property
     def global_batch(self) -> int:
         """Global batch size: samples of one optimizer step over all ranks."""
-        return self.trainer.global_batch or self.rows_per_pass
+        return self.trainer.global_batch or self.samples_per_forward
 
     @property
     def micro_batch(self) -> int:
@@ -131,56 +131,56 @@ class RunConfig:
         return ceil((self.trainer.global_batch or 1) / self.parallelism.data_parallel_size)
 
     @property
-    def rows_per_pass(self) -> int:
+    def samples_per_forward(self) -> int:
         """Samples of one forward pass over all ranks."""
         return self.micro_batch * self.parallelism.data_parallel_size
 
     @property
     def accumulation(self) -> int:
         """Number of micro-batches that each rank accumulates in one optimizer step."""
-        return ceil(self.global_batch / self.rows_per_pass)
+        return ceil(self.global_batch / self.samples_per_forward)
 
     @property
-    def sequences_per_row(self) -> int:
+    def sequences_per_sample(self) -> int:
         """Sequences per sample: 2 for preference pairs, the sampled answers for GRPO, else 1."""
-        return 2 if self.objective.pairs else max(1, self.objective.answers_per_row)
+        return 2 if self.objective.pairs else max(1, self.objective.rollouts_per_sample)
 
     @property
-    def sequences_per_pass(self) -> int:
+    def sequences_per_forward(self) -> int:
         """Sequences of one forward pass on one rank."""
-        return self.micro_batch * self.sequences_per_row
+        return self.micro_batch * self.sequences_per_sample
 
     @property
-    def rows_text(self) -> str:
+    def batch_description(self) -> str:
         """Batch of one optimizer step, in words."""
-        answered = f"prompts answered {self.objective.answers_per_row} times in"
+        answered = f"prompts answered {self.objective.rollouts_per_sample} times in"
         what = "pairs of twice" if self.objective.pairs else "rows of"
-        what = answered if self.objective.answers_per_row else what
+        what = answered if self.objective.rollouts_per_sample else what
         return f"{self.global_batch} {what} {self.data.sequence} tokens"
 
     @property
-    def asks_each_pass(self) -> bool:
+    def runs_reference_forward(self) -> bool:
         """Whether each forward pass first evaluates the reference model, with the adapter off.
 
         If training started from another model, its log-probabilities are stored instead.
         """
         adapter = self.adapter
         began_off = adapter.turns_off and not (adapter.trained or adapter.resume)
-        return self.objective.reference is not None and began_off
+        return self.objective.reference_objective is not None and began_off
 
     @property
-    def passes_asked(self) -> int:
+    def extra_forward_passes(self) -> int:
         """Number of forward-only passes before each forward and backward pass.
 
         One per generated token, without a KV cache, and one of the reference model.
         """
-        written = self.data.answer if self.objective.answers_per_row else 0
-        return written + self.asks_each_pass
+        written = self.data.answer_length if self.objective.rollouts_per_sample else 0
+        return written + self.runs_reference_forward
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
-        return self.global_batch * self.sequences_per_row * self.data.sequence
+        return self.global_batch * self.sequences_per_sample * self.data.sequence
 
     @property
     def flops_per_token(self) -> float:
@@ -189,7 +189,7 @@ class RunConfig:
         A forward-only pass counts as a third of the model's FLOPs.
         """
         sequence = self.data.sequence
-        asked = self.model.flops(sequence) / 3 * self.passes_asked
+        asked = self.model.flops(sequence) / 3 * self.extra_forward_passes
         return self.adapter.flops(self.model, sequence, self.data.target_length) + asked
 
     @property
@@ -197,23 +197,23 @@ class RunConfig:
         """FLOPs of one optimizer step over all ranks, without recomputation."""
         return self.flops_per_token * self.tokens_per_step
 
-    def census(self) -> tuple[Weight, ...]:
+    def weight_census(self) -> tuple[Weight, ...]:
         """All parameter tensors of the model and its adapter."""
         return weight_census(self.quantization, self.adapter, self.model)
 
-    def census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    def weight_census_by_kind(self) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
         """Parameter tensors of one block, and those outside of blocks."""
         return weight_census_by_kind(self.quantization, self.adapter, self.model)
 
     @property
-    def trained(self) -> int:
+    def trainable_parameters(self) -> int:
         """Number of trained parameters, those of the adapter included."""
-        return sum(weight.count for weight in self.census() if weight.trainable)
+        return sum(weight.numel for weight in self.weight_census() if weight.trainable)
 
     @property
-    def is_frozen(self) -> bool:
+    def has_frozen_weights(self) -> bool:
         """Whether most parameters of the model are frozen and an adapter is trained instead."""
-        block, rest = self.census_by_kind()
+        block, rest = self.weight_census_by_kind()
         return not all(weight.trainable for weight in (*block, *rest))
 
     @property
@@ -226,39 +226,39 @@ class RunConfig:
             return ()
         return (*self.adapter.imports, *self.model.imports)
 
-    def steps(self, rows: int) -> int:
-        """Optimizer steps of this run over a training split of ``rows`` samples."""
-        return self.trainer.steps(self.tokens_per_step, self.global_batch, rows)
+    def num_steps(self, samples: int) -> int:
+        """Optimizer steps of this run over a training split of ``samples`` samples."""
+        return self.trainer.num_steps(self.tokens_per_step, self.global_batch, samples)
 
-    def settled(self) -> RunConfig:
+    def resolve(self) -> RunConfig:
         """Returns the run with hardware, mesh sizes and checkpoint resolved for this machine."""
         hardware = resolve_for_machine(self.hardware)
         on_cuda = hardware.device is DeviceKind.cuda
         present = max(1, len(this_machine().gpus)) if on_cuda else None
-        devices = launched_world_size() or hardware.devices or present
-        layout, adapter = self.parallelism.settle(devices), self.adapter.settled()
+        devices = launched_world_size() or hardware.total_devices or present
+        layout, adapter = self.parallelism.resolve(devices), self.adapter.resolve()
         return replace(self, hardware=hardware, parallelism=layout, adapter=adapter)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields every config issue: of each group by itself, then between groups."""
-        of_specs = list(self._of_specs())
+        of_specs = list(self._group_issues())
         yield from of_specs
         found = list(misplaced_issues(self))
         yield from found
-        if self.objective.of_user:
-            yield from self.objective.complaints_with(self)
+        if self.objective.is_user_defined:
+            yield from self.objective.validate_with(self)
         elif not (found or of_specs):
-            yield from self.model.complaints_with(self)
-            yield from self.adapter.complaints_with(self.model)
-            yield from self.adapter.complaints_of(self)
-            yield from self.quantization.complaints_with(self)
-            yield from self.precision.complaints_with(self)
-            yield from self.objective.complaints_with(self)
-            yield from self.optimizer.complaints_with(self)
-            yield from self.memory.complaints_with(self)
-            yield from self.parallelism.complaints_with(self)
-            yield from self.trainer.complaints_with(self)
-        if not (found or self.objective.of_user):
+            yield from self.model.validate_with(self)
+            yield from self.adapter.validate_with(self.model)
+            yield from self.adapter.validate_with_run(self)
+            yield from self.quantization.validate_with(self)
+            yield from self.precision.validate_with(self)
+            yield from self.objective.validate_with(self)
+            yield from self.optimizer.validate_with(self)
+            yield from self.memory.validate_with(self)
+            yield from self.parallelism.validate_with(self)
+            yield from self.trainer.validate_with(self)
+        if not (found or self.objective.is_user_defined):
             yield from compatibility.schedule_issues(self)
             if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
                 yield from compatibility.token_issues(self)
@@ -273,7 +273,7 @@ class RunConfig:
         if not 0 <= self.seed < 2**32:
             yield ConfigIssue("seed", self.seed, "must be in [0, 2**32)")
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields config issues of this machine; not for plans of another machine."""
         yield from compatibility.device_issues(self)
         yield from compatibility.fp16_issues(self)
@@ -283,13 +283,13 @@ class RunConfig:
         ):
             reason = "there is no such checkpoint folder"
             yield ConfigIssue("resume", self.resume, reason, "give a path, or resume=null")
-        if not any(self._of_specs()):
-            yield from self.adapter.machine_complaints(self)
-        yield from self.optimizer.machine_complaints()
-        yield from self.quantization.machine_complaints()
-        yield from self.precision.machine_complaints()
-        yield from self.tracking.machine_complaints()
-        yield from self.parallelism.machine_complaints(self)
+        if not any(self._group_issues()):
+            yield from self.adapter.validate_machine(self)
+        yield from self.optimizer.validate_machine()
+        yield from self.quantization.validate_machine()
+        yield from self.precision.validate_machine()
+        yield from self.tracking.validate_machine()
+        yield from self.parallelism.validate_machine(self)
 
     def as_dict(self) -> dict[str, object]:
         """Returns the run as nested dicts and lists, each config with its ``_target_``."""
@@ -297,31 +297,31 @@ class RunConfig:
         assert isinstance(plain, dict)
         return {key: value for key, value in plain.items() if key != "_target_"}
 
-    def _of_specs(self) -> Iterator[ConfigIssue]:
+    def _group_issues(self) -> Iterator[ConfigIssue]:
         for part in fields(self):
             yield from config_issues(part.name, getattr(self, part.name))
 
 
-def config_issues(group: str, spec: object) -> Iterator[ConfigIssue]:
+def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
     """Yields what is wrong with one spec by itself."""
-    if not hasattr(spec, "complaints"):
+    if not hasattr(config, "validate"):
         return
-    if absurd := list(_out_of_range_issues(group, spec)):
+    if absurd := list(_out_of_range_issues(group, config)):
         yield from absurd
         return
-    found = list(spec.complaints())
+    found = list(config.validate())
     yield from found
     known = {complaint.key for complaint in found}
-    for entry in fields(spec):  # type: ignore[arg-type]  # a spec is a dataclass
-        key, value = f"{group}.{entry.name}", getattr(spec, entry.name)
+    for entry in fields(config):  # type: ignore[arg-type]  # a spec is a dataclass
+        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
         if isinstance(value, float) and not isfinite(value) and key not in known:
             yield ConfigIssue(key, value, "must be a finite number")
 
 
-def _out_of_range_issues(group: str, spec: object) -> Iterator[ConfigIssue]:
+def _out_of_range_issues(group: str, config: object) -> Iterator[ConfigIssue]:
     """Yields the numbers of a spec that no machine counts in, or no clock waits for."""
-    for entry in fields(spec):  # type: ignore[arg-type]  # a spec is a dataclass
-        key, value = f"{group}.{entry.name}", getattr(spec, entry.name)
+    for entry in fields(config):  # type: ignore[arg-type]  # a spec is a dataclass
+        key, value = f"{group}.{entry.name}", getattr(config, entry.name)
         if not isinstance(value, int | float) or not isfinite(value):
             continue
         if abs(value) > MAX_NUMBER:

@@ -47,7 +47,7 @@ class Compile:
     dynamic: bool = False
     """Whether shapes may change without a recompilation."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields nothing: every pair can be had."""
         yield from ()
 

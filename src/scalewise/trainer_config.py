@@ -47,16 +47,16 @@ class TrainerConfig:
     log_every: int = 10
     """Interval between two status lines, in optimizer steps; metrics are recorded at every step."""
 
-    def steps(self, tokens_per_step: int, rows_per_step: int, rows: int) -> int:
-        """Returns the optimizer steps of the run over a training split of ``rows`` rows."""
+    def num_steps(self, tokens_per_step: int, samples_per_step: int, samples: int) -> int:
+        """Returns the optimizer steps of the run over a training split of ``samples`` rows."""
         if self.max_steps is not None:
             return self.max_steps
         if self.max_tokens is not None:
             return ceil(self.max_tokens / tokens_per_step)
         assert self.max_epochs is not None
-        return ceil(self.max_epochs * rows / rows_per_step)
+        return ceil(self.max_epochs * samples / samples_per_step)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields lengths and batches that are no training."""
         lengths = ("max_steps", "max_tokens", "max_epochs")
         given = [key for key in lengths if getattr(self, key) is not None]
@@ -80,7 +80,7 @@ class TrainerConfig:
             if not getattr(self, key) > 0:
                 yield ConfigIssue(f"trainer.{key}", getattr(self, key), "must be positive")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields steps that ``micro_batch=auto`` cannot share out, and who else would choose it."""
         if self.micro_batch != AUTO:
             return

@@ -43,9 +43,9 @@ def shell_word(text: object) -> str:
     return shlex.quote(word)
 
 
-def command_line(verb: str, arguments: Sequence[object]) -> str:
+def command_line(subcommand: str, arguments: Sequence[object]) -> str:
     """Returns a command of the suite as it is pasted into a POSIX shell."""
-    return " ".join(["scalewise", verb, *map(shell_word, arguments)])
+    return " ".join(["scalewise", subcommand, *map(shell_word, arguments)])
 
 
 def _for_printf(character: str) -> str:
@@ -76,5 +76,5 @@ def _quote_for_hydra(value: object) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", _escape, text) + "'"
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[1] * 2 + ("\\'" if found[2] else "")
+def _escape(match: re.Match[str]) -> str:
+    return match[1] * 2 + ("\\'" if match[2] else "")

@@ -69,7 +69,7 @@ def test_a_layout_of_one_rank_trains(layout: str, compiled: str, tmp_path: Path)
 def test_memory_of_state_is_what_the_census_says(tmp_path: Path) -> None:
     run = scalewise.compose(SMOKE)
     metrics = scalewise.train(run, tmp_path / "run").summary["metrics"]
-    weights = 4 * run.model.parameters
+    weights = 4 * run.model.num_parameters
     assert metrics["memory/gradients_bytes"] == pytest.approx(weights, rel=0.02)
     assert metrics["memory/optimizer_bytes"] == pytest.approx(2 * weights, rel=0.02)
 
@@ -107,7 +107,7 @@ def test_paged_moments_change_nothing_but_the_peak(tmp_path: Path) -> None:
         plain["memory/optimizer_bytes"], rel=0.1
     )
     parameter = torch.nn.Parameter(torch.ones(8, 8, device="cuda"))
-    adamw = run.optimizer.over([{"params": [parameter], "weight_decay": 0.0}])
+    adamw = run.optimizer.build_from_groups([{"params": [parameter], "weight_decay": 0.0}])
     parameter.grad = torch.ones_like(parameter)
     adamw.step()
     held = adamw.state[parameter]["exp_avg"]

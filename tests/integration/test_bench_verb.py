@@ -95,7 +95,7 @@ else:
 @needs_a_cable
 def test_a_cable_is_as_slow_as_asked() -> None:
     with throttled_link.ThrottledLink() as cable:
-        cable.shape(40)
+        cable.limit_rate(40)
         line = ["ip", "netns", "exec"]
         talk = [sys.executable, "-c", TALK]
         with subprocess.Popen(
@@ -103,10 +103,10 @@ def test_a_cable_is_as_slow_as_asked() -> None:
         ) as listener:
             assert listener.stdout is not None
             assert listener.stdout.readline() == "ready\n"
-            before, began = cable.sent(1), time.monotonic()
+            before, began = cable.read_sent_bytes(1), time.monotonic()
             subprocess.run([*line, cable.names[1], *talk, "1"], check=True)
             assert listener.wait(30) == 0
-        seconds, sent = time.monotonic() - began, cable.sent(1) - before
+        seconds, sent = time.monotonic() - began, cable.read_sent_bytes(1) - before
     assert 2_000_000 < sent < 2_400_000
     assert seconds > (2_000_000 - 300_000) / (40e6 / 8)  # a burst goes through at once
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)

@@ -27,7 +27,7 @@ def pictures(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer.json").write_bytes(splits.tokenizer.read_bytes())
     lines = []
     for row in range(24):
-        pixels_HWC = splits.train.pictures([row])[0].transpose(1, 2, 0)  # type: ignore[attr-defined]
+        pixels_HWC = splits.train.gather_pixels([row])[0].transpose(1, 2, 0)  # type: ignore[attr-defined]
         np.save(tmp_path / f"{row}.npy", pixels_HWC)
         ids = splits.train.gather([row])[0]
         words = " ".join(WORDS[token] for token in ids[ids > 0])

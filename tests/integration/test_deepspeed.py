@@ -179,9 +179,9 @@ def test_masters_start_with_the_weights_of_any_layout(stage: int, job: Job) -> N
 def test_what_zero_shares_out_is_counted_to_the_byte(stage: int, job: Job) -> None:
     run = job.of(*ADAMW, *PLAIN[f"zero{stage}"], "trainer.max_steps=3")
     metrics, model = run.summary["metrics"], compose(ADAMW).model
-    weights, share = 4 * model.parameters, 2 * model.parameters  # two ranks
+    weights, share = 4 * model.num_parameters, 2 * model.num_parameters  # two ranks
     buffers = sum(b.numel() * b.element_size() for b in model.build(seed=1).buffers())
-    norms = sum(4 * weight.count for weight in model.census() if weight.count < 100)
+    norms = sum(4 * weight.numel for weight in model.weight_census() if weight.numel < 100)
     held = weights if stage < 3 else share + norms  # stage 3 keeps whole what is small
     masters = share
     assert metrics["memory/parameters_bytes"] == held + masters + buffers

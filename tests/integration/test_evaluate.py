@@ -97,7 +97,7 @@ def test_transformers_foretells_and_writes_the_same(
     assert cli.main(["export", str(plain.path), f"to={tmp_path}/there"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
     told = load_trained(plain.path)
-    rows = told.splits().validation
+    rows = told.load_splits().validation
     assert rows is not None
     module = load_model.load_model(told, CPU)
     ours = validation_metrics.measure_loss(module, rows, 3, micro_batch=2)
@@ -134,10 +134,10 @@ class Fixed(ModelModule):
     def layers(self) -> list[torch.nn.Module]:
         raise NotImplementedError
 
-    def replace_mixes(self, make: object) -> None:
+    def replace_attention(self, make: object) -> None:
         raise NotImplementedError
 
-    def hold_places(self, places_T: torch.Tensor) -> None:
+    def set_position_ids(self, places_T: torch.Tensor) -> None:
         raise NotImplementedError
 
 

@@ -114,7 +114,7 @@ def test_an_adapter_is_exported_merged_and_alone(case: str, tmp_path: Path) -> N
     ours = SingleDevice(DeviceKind.cpu).build(run)
     with torch.no_grad():
         begun = ours(TOKENS_BT)
-        state = told.state()
+        state = told.read_state_dict()
         for name, parameter in ours.named_parameters():
             parameter.copy_(state[name.replace(".base_layer.", ".")])
         trained = ours(TOKENS_BT)

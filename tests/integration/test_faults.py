@@ -71,7 +71,7 @@ def test_no_process_is_left(sweep: tuple[Ended, Opened]) -> None:
 
 def test_a_failed_rank_keeps_its_last_lines(sweep: tuple[Ended, Opened]) -> None:
     ended, _ = sweep
-    assert any("inject.py" in line for line in ended.folder.jobs[1].status["log_tail"])
+    assert any("fault_injection.py" in line for line in ended.folder.jobs[1].status["log_tail"])
 
 
 ENDINGS = {

@@ -50,6 +50,6 @@ def test_no_verdict_is_wrong(line: tuple[str, ...], compose: Compose, scalewise:
         (1.01 * most, FitStatus.fits, 0),
     ):
         launch = f"launch.memory_limit_gib={limit / GIB:.4f}"
-        assert build_plan(compose(*WIDE, *line, launch)).fit.verdict is verdict
+        assert build_plan(compose(*WIDE, *line, launch)).fit.status is verdict
         ended = scalewise(*WIDE, *line, launch, env={"OMP_NUM_THREADS": "1"})
         assert ended.code == code, ended.said

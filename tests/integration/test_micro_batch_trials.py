@@ -36,7 +36,7 @@ def test_trials_step_down_where_the_ledger_was_not_told_of_a_limit(
     layout: str, compose: Compose
 ) -> None:
     run = compose(*LONG, f"parallelism={layout}")
-    assert {way.verdict for way in micro_batch_options(run)} == {FitStatus.fits}
+    assert {way.status for way in micro_batch_options(run)} == {FitStatus.fits}
 
     def limited(tried: RunConfig) -> str:
         return memory_probe_run.probe_status(

@@ -110,12 +110,12 @@ def test_auto_goes_on_from_what_there_is(
 @pytest.mark.parametrize(
     ("kind", "function"),
     [
-        pytest.param("single", "_write", marks=LONG),
+        pytest.param("single", "_write_tensors", marks=LONG),
         pytest.param("single", "_sync", marks=LONG),
         pytest.param("ddp", "_fingerprint", marks=LONG),
-        ("fsdp", "_complete"),
-        pytest.param("fsdp", "_begin", marks=LONG),
-        pytest.param("ddp", "_write", marks=LONG),
+        ("fsdp", "_complete_save"),
+        pytest.param("fsdp", "_begin_save", marks=LONG),
+        pytest.param("ddp", "_write_tensors", marks=LONG),
         pytest.param("ddp", "_sync", marks=LONG),
     ],
 )

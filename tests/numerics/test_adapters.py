@@ -77,9 +77,9 @@ def test_an_adapter_takes_the_steps_of_one_device(
 def test_what_is_frozen_stays_and_all_else_learns(adapter: str, alone: Reference) -> None:
     run = alone("accumulated", *(ADAPTERS | WHOLE)[adapter])
     spec = compose([*SHAPE, *LLAMA, *(ADAPTERS | WHOLE)[adapter]])
-    trained = {weight.name for weight in spec.census() if weight.trainable}
+    trained = {weight.name for weight in spec.weight_census() if weight.trainable}
     held = {name.removeprefix("model."): tensor for name, tensor in run.weights().items()}
-    assert held.keys() == {weight.name for weight in spec.census()}
+    assert held.keys() == {weight.name for weight in spec.weight_census()}
     assert {name.removeprefix("model.") for name in gradients(run, 2)} == trained
     first = {
         name.replace(".base_layer.", "."): tensor
@@ -143,13 +143,13 @@ def both(adapter: str, shape: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     config: PeftConfig
     if adapter == "ia3":
         rows = ["attention.output", "feedforward.down"]
-        config = IA3Config(target_modules=[*spec.adapter.scaled(spec.model)])
+        config = IA3Config(target_modules=[*spec.adapter.scaled_layers(spec.model)])
         config.feedforward_modules = set(rows)
     else:
         config = LoraConfig(
             r=4,
             lora_alpha=16,
-            target_modules=[*spec.adapter.adapted(spec.model)],
+            target_modules=[*spec.adapter.adapted_layers(spec.model)],
             init_lora_weights="pissa" if adapter == "pissa" else True,
             use_rslora=adapter == "rslora",
             use_dora=adapter == "dora",
@@ -171,7 +171,7 @@ def test_the_census_is_the_module(adapter: tuple[str, ...], shape: tuple[str, ..
         (name.replace(".base_layer.", "."), tuple(parameter.shape), parameter.requires_grad)
         for name, parameter in module.named_parameters()
     ]
-    assert found == [(w.name, w.shape, w.trainable) for w in spec.census()]
+    assert found == [(w.name, w.shape, w.trainable) for w in spec.weight_census()]
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "ia3", "whole", "head"])

@@ -78,7 +78,7 @@ def test_the_averages_of_an_optimizer_are_what_is_gone_on_from(
     free = ("optimizer=schedule_free", "schedule=constant", "trainer.max_steps=3")
     earlier = Job(tmp_path, shared_cache).of(*SHAPE, *LLAMA, *LORA, *free)
     module = built(compose([*SHAPE, *LLAMA, *LORA, f"adapter.resume={earlier.path}"]))
-    state = load_trained(earlier.path).state()
+    state = load_trained(earlier.path).read_state_dict()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, state[name.replace(".base_layer.", ".")]), name
 
@@ -88,12 +88,12 @@ def test_what_a_resumed_run_began_as_is_told_and_is_no_reference_with_its_adapte
 ) -> None:
     earlier = alone("accumulated", *LORA)
     line = (*LORA, f"adapter.resume={earlier.path}")
-    began = load_trained(alone("accumulated", *line).path, beginning=True).merged()
-    for name, tensor in load_trained(earlier.path).merged().items():
+    began = load_trained(alone("accumulated", *line).path, untrained=True).read_merged_state_dict()
+    for name, tensor in load_trained(earlier.path).read_merged_state_dict().items():
         assert torch.equal(began[name], tensor), name
     pairs = ["objective=dpo", "data.pairs=true"]
-    assert compose([*SHAPE, *LLAMA, *LORA, *pairs]).asks_each_pass
-    assert not compose([*SHAPE, *LLAMA, *line, *pairs]).asks_each_pass
+    assert compose([*SHAPE, *LLAMA, *LORA, *pairs]).runs_reference_forward
+    assert not compose([*SHAPE, *LLAMA, *line, *pairs]).runs_reference_forward
 
 
 def built(run: Run) -> nn.Module:
@@ -205,7 +205,7 @@ def test_what_peft_has_written_computes_what_it_does_there(case: str, written: W
 def said(line: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as refused:
         compose(line)
-    return [str(complaint) for complaint in refused.value.complaints]
+    return [str(complaint) for complaint in refused.value.issues]
 
 
 def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) -> None:

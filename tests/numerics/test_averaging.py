@@ -77,8 +77,8 @@ def test_one_device_averages_as_torch_does(plain: Folder, single: Folder) -> Non
 
 def test_the_average_is_given_away(single: Folder) -> None:
     told = load_trained(single.path)
-    assert told.averaged
-    given = {f"model.{name}": tensor for name, tensor in told.state().items()}
+    assert told.is_averaged
+    given = {f"model.{name}": tensor for name, tensor in told.read_state_dict().items()}
     held = average(single, STEPS)
     assert same_weights({name: given[name] for name in held}, held)
     assert not same_weights(given, single.weights())

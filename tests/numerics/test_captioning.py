@@ -33,12 +33,12 @@ def test_flops_are_those_that_torch_counts(stack: Stacked) -> None:
     pixels, labels = torch.zeros((1, 3, 32, 32), dtype=torch.uint8), torch.ones((1, sequence))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         module(pixels, labels.long()).sum().backward()
-    assert spec.facts.picture is not None
+    assert spec.info.vision is not None
     encoded = QUERIES + 1
     attended = encoded**2 + 2 * sequence * (sequence + encoded)  # one layer reads, two tell
     if not stack.encodes:
         attended = 2 * (sequence + QUERIES) ** 2
-    pairs = spec.facts.picture.pairs + attended * spec.query_width
+    pairs = spec.info.vision.attention_pairs + attended * spec.query_width
     told = spec.flops(sequence) * sequence
     assert counted.get_total_flops() == pytest.approx(told - 2 * pairs, rel=1e-9)
 
@@ -50,12 +50,12 @@ def test_gradients_that_stop_before_an_adapter_are_not_counted(stack: Stacked) -
     with FlopCounterMode(display=False) as counted:  # it counts no attention on the CPU
         module(pixels, labels.long()).sum().backward()
     assert isinstance(run.model, HuggingFaceConfig)
-    assert run.model.facts.picture is not None
+    assert run.model.info.vision is not None
     attended = (9 + QUERIES) ** 2
     if stack.encodes:
         attended = (QUERIES + 1) ** 2 + 9 * (9 + QUERIES + 1)
     written = 14.0 * 8 * attended * run.model.query_width
-    attention = 4.0 * run.model.facts.picture.pairs + written
+    attention = 4.0 * run.model.info.vision.attention_pairs + written
     # The first block's inputs are frozen: gradients end in its first adapted layers.
     found = counted.get_total_flops()
     assert 9 * run.flops_per_token - attention == pytest.approx(found, rel=0.02)

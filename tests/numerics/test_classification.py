@@ -79,7 +79,7 @@ def test_the_head_costs_what_torch_counts() -> None:
     counted = {}
     for spec in (LLAMA, replace(LLAMA, classes=3)):
         module, tokens_BT = spec.build(1), tokens(spec)
-        assert spec.parameters == sum(p.numel() for p in module.parameters())
+        assert spec.num_parameters == sum(p.numel() for p in module.parameters())
         with FlopCounterMode(display=False) as found:
             module(tokens_BT).sum().backward()
         counted[spec] = found.get_total_flops() / tokens_BT.numel()
@@ -92,6 +92,8 @@ def test_an_adapter_trains_the_head_too(alone: Reference) -> None:
     run = alone("accumulated", *CLASSES, *lora)
     trained = {name.removeprefix("model.") for name in gradients(run, 2)}
     assert "head.weight" in trained
-    assert trained == {w.name for w in compose([*SHAPE, *CLASSES, *lora]).census() if w.trainable}
+    assert trained == {
+        w.name for w in compose([*SHAPE, *CLASSES, *lora]).weight_census() if w.trainable
+    }
     with pytest.raises(ConfigError, match=r"as it was drawn; set 'adapter\.trained="):
         compose([*SHAPE, *CLASSES, "adapter=lora"])

@@ -41,7 +41,7 @@ def test_ranks_and_micro_steps_make_up_the_global_batch(cut, rows, seed):
         read = []
         for micro_step in range(step * (n := shares(*cut)[0].accumulation), (step + 1) * n):
             for share in shares(*cut):
-                tokens_BS = share.read(held.gather, order, micro_step)
+                tokens_BS = share.read_micro_batch(held.gather, order, micro_step)
                 assert tokens_BS.shape == (cut[1], SEQUENCE + 1)
                 filled_B = (tokens_BS < 0).any(1)
                 np.testing.assert_array_equal(filled_B, (tokens_BS < 0).all(1))
@@ -56,8 +56,10 @@ def test_a_share_has_no_more_micro_steps_than_it_needs(cut):
     needed = BatchShare(*cut[:2], 0, ranks).accumulation
     assert (needed - 1) * micro_batch * ranks < global_batch <= needed * micro_batch * ranks
     even = global_batch % (micro_batch * ranks) == 0
-    assert BatchShare(*cut[:2], 0, ranks).masks(numbered(3)) == (not even)
-    assert BatchShare(*cut[:2], 0, ranks).masks(RandomDataset(0, 9, 0, 9, SEQUENCE, 0.1))
+    assert BatchShare(*cut[:2], 0, ranks).has_masked_labels(numbered(3)) == (not even)
+    assert BatchShare(*cut[:2], 0, ranks).has_masked_labels(
+        RandomDataset(0, 9, 0, 9, SEQUENCE, 0.1)
+    )
 
 
 @settings(deadline=None, max_examples=60)

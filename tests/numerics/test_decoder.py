@@ -189,10 +189,10 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
     harm(folder)
     with pytest.raises(CheckpointError, match=reason) as refusal:
         load_state_dict(folder, LLAMA)
-    for complaint in refusal.value.complaints:
+    for complaint in refusal.value.issues:
         assert complaint.key == "model.weights"
         assert str(tmp_path) in str(complaint.value)
-        assert complaint.cure
+        assert complaint.fix
         assert "\n" not in str(complaint)
 
 
@@ -209,7 +209,7 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 @each_spec
 def test_census_is_the_module(spec: DecoderConfig) -> None:
     module = spec.build(0)
-    census = [(weight.name, weight.shape) for weight in spec.census()]
+    census = [(weight.name, weight.shape) for weight in spec.weight_census()]
     assert census == shapes(module)
     assert [name for name, _ in census] == list(module.state_dict())
     assert spec.buffer_bytes == sum(buffer.nbytes for buffer in module.buffers())
@@ -222,7 +222,7 @@ def test_census_of_every_file_is_the_module(name: str) -> None:
     spec = read(name)
     with torch.device("meta"):
         module = spec.build(0)
-    assert [(weight.name, weight.shape) for weight in spec.census()] == shapes(module)
+    assert [(weight.name, weight.shape) for weight in spec.weight_census()] == shapes(module)
 
 
 @each_spec
@@ -284,7 +284,7 @@ def test_positions_say_where_a_token_is(spec: DecoderConfig, relative: bool) -> 
     places = torch.arange(24)
 
     def at(places_T: Tensor) -> Tensor:
-        module.hold_places(places_T)
+        module.set_position_ids(places_T)
         return module(batch)
 
     with torch.no_grad():

@@ -40,9 +40,9 @@ def test_the_linear_layers_of_blocks_are_torchaos(shape: tuple[str, ...]) -> Non
     converted = {name for name, each in module.named_modules() if isinstance(each, Float8Linear)}
     linear = {name for name, each in module.named_modules() if isinstance(each, nn.Linear)}
     assert converted == {name for name in linear if name.startswith("blocks.")}
-    assert len(converted) == len(run.precision.in_fp8(run.model)) * run.model.layers
+    assert len(converted) == len(run.precision.fp8_layers(run.model)) * run.model.layers
     held = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    assert held == {weight.name: weight.shape for weight in run.census()}
+    assert held == {weight.name: weight.shape for weight in run.weight_census()}
 
 
 def test_a_layer_that_16_does_not_divide_stays() -> None:
@@ -86,7 +86,7 @@ def test_products_err_as_their_formats_do(recipe: ScalingRecipe) -> None:
     x, up = (torch.randn(64, n, generator=generator) for n in (96, 48))
     x.requires_grad_()
     spec = compose([*SHAPE, *LLAMA, "model.width=96", "model.feedforward=48"]).model
-    module = spec.shape(StageSlice(range(1))).to_empty(device="cpu")
+    module = spec.build_meta(StageSlice(range(1))).to_empty(device="cpu")
     Float8(recipe=recipe).apply(module, spec, DeviceKind.cpu)
     layer = module.get_submodule("blocks.0.feedforward.up")
     assert isinstance(layer, Float8Linear)

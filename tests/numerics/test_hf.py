@@ -38,8 +38,8 @@ def test_logits_are_those_of_transformers(
     module, wanted = spec.build(1), theirs(folder)
     torch.testing.assert_close(module(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
     held = {name: tuple(each.shape) for name, each in module.named_parameters()}
-    assert held == {weight.name: weight.shape for weight in spec.census()}
-    assert spec.parameters == wanted.num_parameters()
+    assert held == {weight.name: weight.shape for weight in spec.weight_census()}
+    assert spec.num_parameters == wanted.num_parameters()
 
 
 @pytest.mark.exhaustive
@@ -48,7 +48,7 @@ def test_logits_are_those_of_transformers(
 def test_further_architectures_give_their_logits_too(family: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(family)
     spec = HuggingFaceConfig(path=str(folder))
-    assert [*spec.complaints()] == []
+    assert [*spec.validate()] == []
     ours, wanted = spec.build(1).eval(), theirs(folder)
     torch.testing.assert_close(ours(tokens()), wanted(tokens()).logits, rtol=0, atol=0)
 
@@ -57,10 +57,10 @@ def test_further_architectures_give_their_logits_too(family: str, checkpoints: C
 def test_fresh_weights_are_drawn_for_any_part_alike(family: str, checkpoints: Checkpoints) -> None:
     spec = HuggingFaceConfig(path=str(checkpoints(family)), init=InitKind.random)
     whole = dict(spec.build(7).named_parameters())
-    for part in spec.stages(4, 32):
-        piece = spec.shape(part)
+    for part in spec.split_stages(4, 32):
+        piece = spec.build_meta(part)
         piece.to_empty(device="cpu")
-        spec.fill(piece, 7)
+        spec.init_weights(piece, 7)
         for name, parameter in piece.named_parameters():
             torch.testing.assert_close(parameter, whole.pop(name), rtol=0, atol=0)
     assert whole == {}
@@ -75,16 +75,16 @@ def eight_ranks() -> Iterator[DeviceMesh]:
 
 def test_no_rank_ever_holds_the_whole(eight_ranks: DeviceMesh, checkpoints: Checkpoints) -> None:
     spec = HuggingFaceConfig(path=str(checkpoints("llama")))
-    module = spec.shape(StageSlice(range(spec.layers)))
+    module = spec.build_meta(StageSlice(range(spec.layers)))
     for name, parameter in [*module.named_parameters()]:
         holder, _, key = name.rpartition(".")
         cut = distribute_tensor(parameter.detach(), eight_ranks, [Shard(0)])
         setattr(module.get_submodule(holder), key, torch.nn.Parameter(cut))
     module.to_empty(device="cpu")
     with LiveBytes() as live:
-        spec.fill(module, 1)
-    largest = max(weight.count for weight in spec.census()) * 4
-    assert live.take_peak() <= 2 * largest < spec.parameters * 4 / 2
+        spec.init_weights(module, 1)
+    largest = max(weight.numel for weight in spec.weight_census()) * 4
+    assert live.take_peak() <= 2 * largest < spec.num_parameters * 4 / 2
     head = module.get_parameter("head.lm_head.weight")
     assert isinstance(head, DTensor)
     wanted = theirs(checkpoints("llama")).lm_head.weight[: 256 // 8]
@@ -103,5 +103,5 @@ def test_an_export_is_loaded_by_transformers(
     assert found.config.num_hidden_layers == 3
     torch.testing.assert_close(found(tokens()).logits, module(tokens()), rtol=0, atol=0)
     again = HuggingFaceConfig(path=str(tmp_path / "export"))
-    assert [*again.complaints()] == []
+    assert [*again.validate()] == []
     torch.testing.assert_close(again.build(1)(tokens()), module(tokens()), rtol=0, atol=0)

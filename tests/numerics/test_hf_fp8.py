@@ -78,9 +78,9 @@ def test_gradients_are_those_of_torchaos_conversion(
         each.logsumexp(-1).sum().backward()
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, theirs.get_parameter(ours.theirs(name)).grad), name
+        assert torch.equal(parameter.grad, theirs.get_parameter(ours.hf_name(name)).grad), name
     converted = [each for each in ours.modules() if isinstance(each, Float8Linear)]
-    assert len(converted) == len(run.precision.in_fp8(run.model)) * run.model.layers
+    assert len(converted) == len(run.precision.fp8_layers(run.model)) * run.model.layers
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_the_clock_tells_products_in_8_bits_apart(
         for precision in ("precision=bf16_mixed", "precision=fp8")
     )
     was, now = (
-        model_op_graphs(run.model, run.parallelism.holds(run).shape).block.operators
+        model_op_graphs(run.model, run.parallelism.rank_memory(run).forward_spec).block.operators
         for run in (plain, fp8)
     )
-    products = [each for each in now if each.work is OpWork.product_fp8]
-    before = [each for each in was if each.work is OpWork.product]
-    assert not [each for each in now if each.work is OpWork.product]
+    products = [each for each in now if each.work is OpWork.matmul_fp8]
+    before = [each for each in was if each.work is OpWork.matmul]
+    assert not [each for each in now if each.work is OpWork.matmul]
     assert [each.flops for each in products] == [each.flops for each in before]
     assert [each.backward_flops for each in products] == [2 * each.flops for each in products]
-    assert all(min(each.casts) > 0 for each in products)
+    assert all(min(each.cast_bytes) > 0 for each in products)

@@ -67,7 +67,7 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints(family))
     prepared = QATConfig(of_torchao(run), step="prepare")
     linear = {
-        ours.theirs(f"{key}.weight").removesuffix(".weight")
+        ours.hf_name(f"{key}.weight").removesuffix(".weight")
         for key, each in ours.named_modules()
         if isinstance(each, FakeQuantizedLinear)
     }
@@ -79,7 +79,7 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(
         each.logsumexp(-1).sum().backward()
     for key, parameter in ours.named_parameters():
         assert parameter.grad is not None
-        assert torch.equal(parameter.grad, theirs.get_parameter(ours.theirs(key)).grad), key
+        assert torch.equal(parameter.grad, theirs.get_parameter(ours.hf_name(key)).grad), key
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_the_clock_tells_products_of_what_is_rounded_apart(
         [
             operator
             for operator in model_op_graphs(
-                run.model, run.parallelism.holds(run).shape
+                run.model, run.parallelism.rank_memory(run).forward_spec
             ).block.operators
-            if operator.work is OpWork.product
+            if operator.work is OpWork.matmul
         ]
         for run in (plain, rounded)
     )
     assert [each.flops for each in now] == [each.flops for each in was]
-    assert all(min(each.casts) > 0 for each in now)
+    assert all(min(each.cast_bytes) > 0 for each in now)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +173,6 @@ def test_transformers_multiplies_by_the_integers(
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
-    told.model.export(told.merged(), tmp_path)
+    told.model.export(told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)

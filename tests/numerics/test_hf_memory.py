@@ -161,9 +161,9 @@ def test_the_peak_is_the_one_foreseen(
 ) -> None:
     overrides = small(checkpoints(family), *line)
     foreseen = worst_rank.worst_rank_breakdown(compose(overrides))
-    found = job.of(*overrides).summary["metrics"]["worst_rank/peak_bytes"]
+    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
     error = foreseen.peak / found - 1
-    print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.fullest}")
+    print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.peak_phase}")
     assert abs(error) < 0.02
 
 
@@ -175,16 +175,16 @@ def test_as_much_is_handed_over_as_foreseen(
     """And brought back: traffic counts it twice."""
     run = compose(small(checkpoints(family), OFFLOAD, f"memory.recompute={recompute}"))
     gone: list[int] = []
-    put = OffloadedStorages._handed_over
+    put = OffloadedStorages._offload
 
     def counted(away: OffloadedStorages, storage: torch.UntypedStorage) -> Restore:
         gone.append(storage.nbytes())
         return put(away, storage)
 
-    monkeypatch.setattr(OffloadedStorages, "_handed_over", counted)
+    monkeypatch.setattr(OffloadedStorages, "_offload", counted)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
-    found, holds = sum(gone), run.parallelism.holds(run)
+    found, holds = sum(gone), run.parallelism.rank_memory(run)
     assert found == offloaded_bytes(run, holds) > 0
     assert host_transfer.rank_traffic(run, holds).activations == 2 * found
 
@@ -217,6 +217,6 @@ def test_the_peak_of_zero_is_near(
     further = (each for each in line if not each.startswith("model."))
     overrides = small(checkpoints("wide"), "trainer.micro_batch=1", *further)
     foreseen = worst_rank.worst_rank_breakdown(compose(overrides)).peak
-    found = job.of(*overrides).summary["metrics"]["worst_rank/peak_bytes"]
+    found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{' '.join(line)}: {foreseen / found - 1:+.2%}")
     assert abs(foreseen / found - 1) < 0.05

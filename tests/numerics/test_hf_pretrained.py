@@ -28,7 +28,7 @@ def tokens() -> Tensor:
 
 def assert_same_logits(folder: Path) -> None:
     spec = HuggingFaceConfig(path=str(folder))
-    assert [*spec.complaints()] == []
+    assert [*spec.validate()] == []
     ours, theirs = spec.build(1).eval(), AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=0, atol=0)
@@ -197,9 +197,9 @@ def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
     change: Change, reason: str, cure: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     spec = HuggingFaceConfig(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
-    (complaint,) = spec.complaints()
+    (complaint,) = spec.validate()
     assert reason in complaint.reason
-    assert cure in complaint.cure
+    assert cure in complaint.fix
     assert complaint.key == "model.path"
     with pytest.raises(CheckpointError):
         spec.build(1)

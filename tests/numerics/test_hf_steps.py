@@ -275,7 +275,7 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, checkpoints: C
         for name, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }
-    ours = [weight.name for weight in run.census() if weight.trainable]
+    ours = [weight.name for weight in run.weight_census() if weight.trainable]
     assert {".".join(name.split(".")[-6:]) for name in ours} == wanted
     assert len(ours) == len(wanted)
 

@@ -36,11 +36,11 @@ def test_meta_then_empty_then_init_is_a_fresh_build(spec: DecoderConfig) -> None
 def test_parts_have_the_weights_of_the_whole(spec: DecoderConfig, count: int) -> None:
     whole, batch = spec.build(5).eval(), tokens(spec)
     named, seen, x = dict(whole.named_parameters()), set(), batch
-    for part in spec.stages(count, batch.shape[1]):
-        module = spec.shape(part)
+    for part in spec.split_stages(count, batch.shape[1]):
+        module = spec.build_meta(part)
         assert {p.device.type for p in module.parameters()} == {"meta"}
         module.to_empty(device="cpu")
-        spec.fill(module.eval(), 5)
+        spec.init_weights(module.eval(), 5)
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter, named[name], rtol=0, atol=0)
             assert name not in seen or name in spec.tied_weights
@@ -58,9 +58,9 @@ def test_parts_of_given_weights_are_those_of_the_whole(spec: DecoderConfig, tmp_
     export_folder(spec.build(1).state_dict(), spec, tmp_path)
     given = replace(spec, weights=str(tmp_path))
     named = given.build(0).state_dict()
-    for part in given.stages(3, 16):
-        module = given.shape(part).to_empty(device="cpu")
-        given.fill(module, 0)
+    for part in given.split_stages(3, 16):
+        module = given.build_meta(part).to_empty(device="cpu")
+        given.init_weights(module, 0)
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(tensor, named[name], rtol=0, atol=0)
 
@@ -85,8 +85,8 @@ def test_building_leaves_the_global_generator_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_drawn_in_fp32_whatever_they_are_held_in(dtype: torch.dtype) -> None:
-    held = LLAMA.shape(StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
-    LLAMA.fill(held, 3)
+    held = LLAMA.build_meta(StageSlice(range(LLAMA.layers))).to(dtype).to_empty(device="cpu")
+    LLAMA.init_weights(held, 3)
     for name, parameter in LLAMA.build(3).named_parameters():
         assert torch.equal(held.get_parameter(name), parameter.to(dtype)), name
 

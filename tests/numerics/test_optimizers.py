@@ -44,7 +44,7 @@ def job(tmp_path: Path, shared_cache: Path) -> Job:
 def held_by(seed: int = 1) -> list[tuple[Weight, nn.Parameter]]:
     """Returns the weights of a small decoder, each with a gradient."""
     module = GPT2.build(seed)
-    known = {weight.name: weight for weight in GPT2.census()}
+    known = {weight.name: weight for weight in GPT2.weight_census()}
     held = [(known[name], parameter) for name, parameter in module.named_parameters()]
     torch.manual_seed(seed)
     for _, parameter in held:
@@ -251,7 +251,7 @@ def test_decoded_moments_get_the_same_codes_again(spec: OptimizerConfig, kind: t
     torch.manual_seed(0)
     chance = torch.Generator().manual_seed(1)
     weight, small = (nn.Parameter(torch.randn(n, 256).to(kind)) for n in (96, 3))
-    optimizer = spec.over([{"params": [weight, small], "weight_decay": 0.0}])
+    optimizer = spec.build_from_groups([{"params": [weight, small], "weight_decay": 0.0}])
     for _ in range(5):
         for parameter in (weight, small):
             sizes = 10.0 ** torch.randint(-12, 4, (len(parameter), 1), generator=chance)
@@ -261,7 +261,7 @@ def test_decoded_moments_get_the_same_codes_again(spec: OptimizerConfig, kind: t
     saved = state_tensors([optimizer], {weight: "w", small: "s"})
     for part in (slice(0, 96), slice(0, 48), slice(64, 96)):
         rows = nn.Parameter(weight.detach()[part].clone())
-        other = spec.over([{"params": [rows, small], "weight_decay": 0.0}])
+        other = spec.build_from_groups([{"params": [rows, small], "weight_decay": 0.0}])
         known = {key: value.shape for key, value in saved.items()}
         known |= {f"{slot}/w": rows.shape for slot in ("exp_avg", "exp_avg_sq")}
         room = allocate_state([other], {rows: "w", small: "s"}, known)
@@ -280,7 +280,7 @@ def test_moments_that_no_codes_stand_for_are_rounded_once() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256))
     numbers = torch.randn_like(weight)
-    held = AdamW8bitConfig().over([{"params": [weight], "weight_decay": 0.0}])
+    held = AdamW8bitConfig().build_from_groups([{"params": [weight], "weight_decay": 0.0}])
     put_state(
         [held], {weight: "w"}, {"exp_avg/w": numbers.clone(), "exp_avg_sq/w": numbers.square()}
     )

@@ -46,7 +46,7 @@ def packed(spec: DecoderConfig) -> Batch:
     """Returns all texts in as few rows as hold them."""
     ids_N = np.concatenate(texts(spec))
     rows = PackedTextDataset(
-        ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end=0
+        ids_N, np.cumsum([0, *LENGTHS]), np.arange(len(LENGTHS)), SEQUENCE, end_token=0
     )
     assert len(rows) < len(LENGTHS)
     return as_batch(rows.gather(range(len(rows))), False, masked=True, packing=True)
@@ -71,7 +71,7 @@ def where(batch: Batch, ids_S: NDArray[np.int32]) -> tuple[int, slice]:
 def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) -> None:
     module, batch = spec.build(3), packed(spec)
     logits_BTV = module(batch["inputs"], None, batch["places"])
-    ScaledLoss(CausalLM()).of(module, batch).backward()
+    ScaledLoss(CausalLM()).compute(module, batch).backward()
     found = _gradients(module)
     module.zero_grad()
     for ids_S in texts(spec):
@@ -79,7 +79,7 @@ def test_logits_and_gradients_are_those_of_each_text_alone(spec: DecoderConfig) 
         torch.testing.assert_close(
             logits_BTV[where(batch, ids_S)], module(one["inputs"])[0], **EXACT
         )
-        ScaledLoss(CausalLM()).of(module, one).backward()
+        ScaledLoss(CausalLM()).compute(module, one).backward()
     assert_close(found, _gradients(module), "gradients")
     labels = sum(int((ids_S[1:] >= 0).sum()) for ids_S in texts(spec))
     assert int((batch["labels"] != IGNORED).sum()) == labels

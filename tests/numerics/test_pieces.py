@@ -33,10 +33,10 @@ class Case:
         """Returns the loss, gone backward from."""
         objective = CausalLM(chunk, label_smoothing=smoothing)
         if chunk is None:
-            loss = objective.summed(self.head(self.x_BTW), self.labels_BT)
+            loss = objective.sum_over_tokens(self.head(self.x_BTW), self.labels_BT)
         else:
             weights = self.head.parameters if in_forward else None
-            loss = objective.in_pieces(self.head, self.x_BTW, self.labels_BT, weights)
+            loss = objective.chunked_loss(self.head, self.x_BTW, self.labels_BT, weights)
         (loss / 7).backward()
         return loss.detach()
 
@@ -98,7 +98,7 @@ def test_no_gradient_is_taken_where_none_is_asked(case: Callable[[int, int], Cas
     asked = case(50, 300)
     objective, weights = CausalLM(24), asked.head.parameters
     with torch.no_grad():
-        loss = objective.in_pieces(asked.head, asked.x_BTW, asked.labels_BT, weights)
+        loss = objective.chunked_loss(asked.head, asked.x_BTW, asked.labels_BT, weights)
     torch.testing.assert_close(loss, asked.take(chunk=None))
     assert not loss.requires_grad
 
@@ -107,7 +107,7 @@ def test_a_loss_goes_backward_once(case: Callable[[int, int], Case]) -> None:
     """Backward scales what forward kept in place; a second time would do so twice."""
     asked = case(50, 300)
     weights = asked.head.parameters
-    loss = CausalLM(24).in_pieces(asked.head, asked.x_BTW, asked.labels_BT, weights)
+    loss = CausalLM(24).chunked_loss(asked.head, asked.x_BTW, asked.labels_BT, weights)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -101,9 +101,9 @@ def test_loss_and_gradients_are_those_of_the_formula(
     gradients = _gradients(module)
     module.zero_grad()
     objective.apply(module, in_forward=False)
-    with torch.no_grad(), run.adapter.off(module):
-        given["reference"] = ScaledLoss(objective.reference).of(module, given)
-    found_3 = ScaledLoss(objective, 1 / 5).of(module, given)
+    with torch.no_grad(), run.adapter.disable(module):
+        given["reference"] = ScaledLoss(objective.reference_objective).compute(module, given)
+    found_3 = ScaledLoss(objective, 1 / 5).compute(module, given)
     found_3[0].backward()
     torch.testing.assert_close(found_3[0], wanted, rtol=1e-5, atol=0)
     assert_close(_gradients(module), gradients, "gradients")
@@ -119,8 +119,8 @@ def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule
     for filled in (0, 3):
         given = batch(run, 4, filled)
         said_B = -torch.arange(2.0 * (4 + filled))
-        loss_3 = ScaledLoss(objective).of(module, {**given, "reference": said_B})
-        assert int(objective.count(given["labels"])) == 4
+        loss_3 = ScaledLoss(objective).compute(module, {**given, "reference": said_B})
+        assert int(objective.count_targets(given["labels"])) == 4
         found.append(loss_3)
     torch.testing.assert_close(found[0], found[1])
 
@@ -128,15 +128,15 @@ def test_pairs_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule
 def test_a_model_is_its_own_reference_before_it_is_trained(run: RunConfig) -> None:
     objective, given = DPO(), batch(run, 4)
     model = run.model.build(1)
-    given["reference"] = ScaledLoss(objective.reference).of(model, given).detach()
-    loss, margin, right = ScaledLoss(objective, 1 / 4).of(model, given).tolist()
+    given["reference"] = ScaledLoss(objective.reference_objective).compute(model, given).detach()
+    loss, margin, right = ScaledLoss(objective, 1 / 4).compute(model, given).tolist()
     assert (loss, margin, right) == (pytest.approx(np.log(2)), 0.0, 0.5)
 
 
 def test_without_its_adapter_a_model_is_what_it_was(run: RunConfig, module: ModelModule) -> None:
     tokens_BT, trained = torch.arange(64).reshape(2, 32), _trained(module)
     learnt, plain = module(tokens_BT), run.model.build(run.seed)(tokens_BT)
-    with run.adapter.off(module):
+    with run.adapter.disable(module):
         torch.testing.assert_close(module(tokens_BT), plain, rtol=0, atol=0)
     torch.testing.assert_close(module(tokens_BT), learnt, rtol=0, atol=0)
     assert not torch.allclose(learnt, plain)
@@ -152,7 +152,7 @@ def test_flops_are_those_torch_counts() -> None:
     module: Any = SingleDevice(DeviceKind.cpu).build(run)
     tokens = torch.zeros(2, run.data.sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
-        with torch.no_grad(), run.adapter.off(module):
+        with torch.no_grad(), run.adapter.disable(module):
             module(tokens)
         module(tokens).float().logsumexp(-1).sum().backward()
     passes = 3.5 + 1  # forward and backward of attention, and the reference's forward
@@ -168,12 +168,12 @@ def test_each_pair_is_asked_about_once(ranks: int, micro_batch: int) -> None:
     loaders = [ValidationLoader(rows, share) for share in shares]
     said_N2 = np.zeros((11, 2), dtype=np.float32)
     for loader in loaders:
-        for index_B, given in loader.once(steps=1):
+        for index_B, given in loader.iter_indexed_batches(steps=1):
             firsts_B2 = given["inputs"][:, 0].view(-1, 2).numpy()
             said_N2[index_B[index_B >= 0]] += 1 + firsts_B2[index_B >= 0]
     assert (said_N2 == 1 + rows.gather(range(11))[:, :, 0]).all()
     for loader in loaders:
-        loader.reference = said_N2
+        loader.reference_logprobs = said_N2
         for given in loader:
             real = (given["labels"] != IGNORED).any(1)
             assert (given["reference"] == (1 + given["inputs"][:, 0]) * real).all()

@@ -176,7 +176,7 @@ def test_what_was_trained_goes_to_peft_and_back(
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
     other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], here=False)
-    (complaint,) = other.adapter.machine_complaints(other)
+    (complaint,) = other.adapter.validate_machine(other)
     assert complaint.key == "adapter.tokens"
 
 
@@ -232,4 +232,4 @@ def test_the_census_is_the_module(kind: str) -> None:
     run = compose([*SHAPE, *GPT2, *KINDS[kind]])
     module = SingleDevice(DeviceKind.cpu).build(run)
     found = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
-    assert found == [(w.name, w.shape, w.trainable) for w in run.census()]
+    assert found == [(w.name, w.shape, w.trainable) for w in run.weight_census()]

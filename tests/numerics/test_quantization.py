@@ -65,8 +65,8 @@ def test_what_is_packed_stays_and_the_adapter_learns(name: str, alone: Reference
     line = (*LORA, *QUANTIZATIONS[name])
     run, spec = alone("accumulated", *line), compose([*SHAPE, *LLAMA, *line])
     held = {key.removeprefix("model."): tensor for key, tensor in run.weights().items()}
-    assert held.keys() == {weight.name for weight in spec.census()}
-    trained = {weight.name for weight in spec.census() if weight.trainable}
+    assert held.keys() == {weight.name for weight in spec.weight_census()}
+    trained = {weight.name for weight in spec.weight_census() if weight.trainable}
     assert {key.removeprefix("model.") for key in gradients(run, 2)} == trained
     first = SingleDevice(DeviceKind.cpu).build(spec)
     for key, tensor in first.named_parameters():
@@ -82,7 +82,7 @@ def test_the_census_is_the_module(name: str, shape: tuple[str, ...]) -> None:
         key.replace(".base_layer.", "."): (tuple(held.shape), held.nbytes, held.requires_grad)
         for key, held in SingleDevice(DeviceKind.cpu).build(spec).named_parameters()
     }
-    assert found == {w.name: (w.shape, w.size(4), w.trainable) for w in spec.census()}
+    assert found == {w.name: (w.shape, w.shard_bytes(4), w.trainable) for w in spec.weight_census()}
 
 
 def theirs(
@@ -121,7 +121,7 @@ def packed(
     packing: FourBitConfig | Int8Config, whole: Tensor, bias: Tensor | None = None
 ) -> PackedLinear:
     out, into = whole.shape
-    layer = packing.layer(into, out, bias=bias is not None).to_empty(device="cpu")
+    layer = packing.build_layer(into, out, bias=bias is not None).to_empty(device="cpu")
     layer.pack(whole)
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -169,7 +169,7 @@ def test_bytes_are_those_of_bitsandbytes(
 def test_more_bits_err_less(whole: Tensor) -> None:
     """NF4 is made for normal numbers: a tenth of their deviation (QLoRA, section 3)."""
     errors = {
-        name: float((packed(packing, whole).unpacked(torch.float32) - whole).norm() / whole.norm())
+        name: float((packed(packing, whole).unpack(torch.float32) - whole).norm() / whole.norm())
         for name, packing in {"nf4": NF4Config(), "fp4": FP4Config(), "int8": Int8Config()}.items()
     }
     assert errors["int8"] < 0.01 < errors["nf4"] < 0.11 < errors["fp4"] < 0.16
@@ -184,7 +184,7 @@ def test_integers_multiply_as_bitsandbytes_has_it(threshold: float, whole: Tenso
     x = torch.randn(2, 8, 250, generator=torch.Generator().manual_seed(3))
     x[..., 11] *= 30  # a feature of outliers
     with torch.no_grad():
-        found = ours.in_integers(x)
+        found = ours.int8_matmul(x)
         torch.testing.assert_close(found, wanted(x), rtol=1e-5, atol=1e-5)
         error = float((found - x @ whole.T).norm() / (x @ whole.T).norm())
     assert (error < 0.02) == (threshold > 0)
@@ -199,7 +199,7 @@ def test_mixed_precision_multiplies_in_its_format(whole: Tensor) -> None:
     product.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    wanted = x @ layer.unpacked(torch.float32).T
+    wanted = x @ layer.unpack(torch.float32).T
     torch.testing.assert_close(product.float(), wanted, rtol=0.02, atol=0.1)
 
 
@@ -214,8 +214,10 @@ def test_an_evaluation_tells_what_packing_costs(
         found[step] = json.loads((run.path / "evaluation.json").read_text("utf-8"))[step]
     assert "packed matrices: " in capsys.readouterr().out
     assert found["3"]["loss"] == pytest.approx(float(run.metrics[-1]["val/loss"]), rel=1e-5)
-    held = compose([*SHAPE, *LLAMA, *LORA, *QUANTIZATIONS[name]]).census()
-    assert found["3"]["packed_bytes"] == sum(weight.size(4) for weight in held if weight.bytes)
+    held = compose([*SHAPE, *LLAMA, *LORA, *QUANTIZATIONS[name]]).weight_census()
+    assert found["3"]["packed_bytes"] == sum(
+        weight.shard_bytes(4) for weight in held if weight.element_bytes
+    )
     never_packed = alone("accumulated", *LORA, *TEXT)
     assert cli.main(["evaluate", str(never_packed.path), "step=0"]) == 0
     began = json.loads((never_packed.path / "evaluation.json").read_text("utf-8"))["0"]

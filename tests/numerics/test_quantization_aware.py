@@ -74,7 +74,9 @@ def test_the_linear_layers_of_blocks_round_and_are_held_whole(name: str) -> None
     assert {type(each) for each in linear(module).values()} == {FakeQuantizedLinear}
     assert len(linear(module)) == 7 * run.model.layers
     held = {key: (tuple(p.shape), p.dtype) for key, p in module.named_parameters()}
-    assert held == {weight.name: (weight.shape, torch.float32) for weight in run.model.census()}
+    assert held == {
+        weight.name: (weight.shape, torch.float32) for weight in run.model.weight_census()
+    }
     plain = compose([*SHAPE, *LLAMA])
     for key, tensor in SingleDevice(DeviceKind.cpu).build(plain).named_parameters():
         assert torch.equal(module.get_parameter(key), tensor), key
@@ -100,7 +102,7 @@ def test_logits_and_gradients_are_those_of_torchaos_preparation(name: str) -> No
 
 def test_what_is_cut_off_learns_nothing() -> None:
     """Of a group the largest number is one level above the highest where it is positive."""
-    layer = FakeQuantizedLinear(16, 1, 8, inputs=False).to_empty(device="cpu")
+    layer = FakeQuantizedLinear(16, 1, 8, rounds_inputs=False).to_empty(device="cpu")
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[7.5, *range(-3, 4), -7.5, *range(-3, 4)]]))
     layer(torch.eye(16)).sum().backward()
@@ -180,7 +182,7 @@ def test_an_export_holds_integers_that_say_what_training_said(
 ) -> None:
     run, to = trained[name], tmp_path / "export"
     told, held = exported(run, to)
-    nbytes, _ = told.bytes_of_integers
+    nbytes, _ = told.quantized_bytes
     matrices = [tensor for key, tensor in held.items() if key.endswith(("_packed", "_scale"))]
     assert sum(tensor.nbytes for tensor in matrices) == nbytes
 
@@ -205,7 +207,7 @@ def compose_of(run: Folder) -> RunConfig:
 
 
 def told_exact(run: Folder) -> ModelModule:
-    return load_model.load_model(load_trained(run.path), CPU, exact=True)
+    return load_model.load_model(load_trained(run.path), CPU, unquantized=True)
 
 
 def by_torchao(run: RunConfig, module: ModelModule) -> ModelModule:
@@ -224,7 +226,7 @@ def test_transformers_multiplies_by_the_integers(
 
 def test_a_file_without_integers_is_refused(trained: dict[str, Folder], tmp_path: Path) -> None:
     told = load_trained(trained["qat_8da4w"].path)
-    told.model.export(told.merged(), tmp_path)
+    told.model.export(told.read_merged_state_dict(), tmp_path)
     with pytest.raises(CheckpointError, match="holds no integers of blocks"):
         compressed_tensors.load_compressed(tmp_path, told, CPU)
 

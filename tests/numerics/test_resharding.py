@@ -137,14 +137,14 @@ def test_a_thread_costs_training_a_copy_and_no_more(tmp_path: Path) -> None:
     tensors, rest = {"model": model, "optimizer": slots}, store.pack_state({"global_step": 1})
     blocked: dict[bool, list[float]] = {False: [], True: []}
     writers = {
-        beside: BackgroundWriter(background=beside, device=torch.device("cpu"), shared=False)
+        beside: BackgroundWriter(background=beside, device=torch.device("cpu"), collective=False)
         for beside in blocked
     }
     for number in range(4):  # by turns, as the disk is others' too
         for beside, writer in writers.items():
             path = tmp_path / f"{beside}-{number}"
             began = time.perf_counter()
-            staged = writer.staged(tensors)
+            staged = writer.stage(tensors)
             writer.submit(partial(store.save_checkpoint, path, staged, rest))
             blocked[beside].append(time.perf_counter() - began)
             writer.finish()

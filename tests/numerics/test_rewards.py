@@ -70,8 +70,8 @@ def answering(run: RunConfig) -> Rollout:
 
 def explored(run: RunConfig, module: ModelModule, batch: Batch, step: int = 0) -> Batch:
     with torch.no_grad():
-        return answering(run).explored(
-            batch, lambda asked, given: ScaledLoss(asked).of(module, given), run.seed, step
+        return answering(run).sample(
+            batch, lambda asked, given: ScaledLoss(asked).compute(module, given), run.seed, step
         )
 
 
@@ -104,11 +104,11 @@ def test_gradients_are_those_of_the_formula(run: RunConfig, module: ModelModule)
     wanted.backward()
     gradients = _gradients(module)
     module.zero_grad()
-    question = run.objective.reference
+    question = run.objective.reference_objective
     assert question is not None
-    with torch.no_grad(), run.adapter.off(module):
-        given["reference"] = ScaledLoss(question).of(module, given)
-    loss, reward, kl = ScaledLoss(run.objective, 1 / 20).of(module, given)
+    with torch.no_grad(), run.adapter.disable(module):
+        given["reference"] = ScaledLoss(question).compute(module, given)
+    loss, reward, kl = ScaledLoss(run.objective, 1 / 20).compute(module, given)
     loss.backward()
     assert_close(_gradients(module), gradients, "gradients")
     assert kl > 0
@@ -124,8 +124,8 @@ def test_rows_that_fill_a_batch_up_are_none(run: RunConfig, module: ModelModule)
     found = []
     for filled in (0, 3):
         given = explored(run, module, prompts(run, filled))
-        assert int(objective.count(given["labels"])) == 20
-        found.append(ScaledLoss(objective).of(module, given))
+        assert int(objective.count_targets(given["labels"])) == 20
+        found.append(ScaledLoss(objective).compute(module, given))
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -136,7 +136,7 @@ def test_what_is_drawn_knows_no_answer_and_no_neighbours(
     wanted = explored(run, module, given)["labels"]
     blind = {key: tensor.clone() for key, tensor in given.items()}
     blind["labels"][blind["labels"] != IGNORED] = 0
-    blind["inputs"][:, 1 - run.data.answer :] = 0
+    blind["inputs"][:, 1 - run.data.answer_length :] = 0
     assert torch.equal(explored(run, module, blind)["labels"], wanted)
     apart = {key: given[key][2:3] for key in ("inputs", "labels")}
     assert torch.equal(explored(run, module, apart)["labels"], wanted[8:12])
@@ -147,10 +147,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(run: RunConfig) -> None:
     objective = GRPO(answers=20_000)
     shares_V = torch.tensor([0.5, 0.3, 0.15, 0.05])
     given = {key: tensor[:1] for key, tensor in prompts(run).items()}
-    found = Rollout(objective, run.data).explored(
+    found = Rollout(objective, run.data).sample(
         given, lambda asked, batch: shares_V.log().expand(20_000, 4), seed=3, step=7
     )
-    for place in range(32 - run.data.answer, 32):
+    for place in range(32 - run.data.answer_length, 32):
         drawn_V = torch.bincount(found["labels"][:, place], minlength=4) / 20_000
         torch.testing.assert_close(drawn_V, shares_V, rtol=0, atol=0.02)
 
@@ -161,8 +161,8 @@ def test_flops_are_those_torch_counts() -> None:
     batch = prompts(run)
     with FlopCounterMode(display=False) as counter:  # it counts no attention on the CPU
         given = explored(run, module, batch)
-        ScaledLoss(run.objective).of(module, given)[0].backward()
-    passes = 3.5 + run.data.answer
+        ScaledLoss(run.objective).compute(module, given)[0].backward()
+    passes = 3.5 + run.data.answer_length
     attention = passes * 4.0 * run.data.sequence * run.model.query_width * run.model.layers
     found = counter.get_total_flops() / given["inputs"].numel()
     assert run.flops_per_token - attention == pytest.approx(found, rel=0.05)

@@ -41,21 +41,21 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
 def test_loss_and_gradients_are_those_of_transformers(family: str, stacked: Stack) -> None:
     stack = stacked(family)
     spec, peer, run = HuggingFaceConfig(path=str(stack.folder)), stack.theirs(), stack.run()
-    assert [*spec.complaints()] == []
-    assert spec.parameters == peer.num_parameters()
+    assert [*spec.validate()] == []
+    assert spec.num_parameters == peer.num_parameters()
     ours, (batch,) = spec.build(1), [*stack.batches(1)]
     logits = ours(batch["inputs"], batch["labels"])
     compared = stack.logits(ours, batch)
     torch.testing.assert_close(compared, stack.their_logits(peer, batch), rtol=1e-5, atol=1e-5)
-    loss = run.objective.summed(logits, batch["labels"]) / (batch["labels"] != -100).sum()
+    loss = run.objective.sum_over_tokens(logits, batch["labels"]) / (batch["labels"] != -100).sum()
     wanted = peer(**stack.asked(batch)).loss
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     wanted.backward()
     own = dict(peer.named_parameters())
-    assert {ours.theirs(name) for name, _ in ours.named_parameters()} == {*own}
+    assert {ours.hf_name(name) for name, _ in ours.named_parameters()} == {*own}
     for name, parameter in ours.named_parameters():
-        want = own[ours.theirs(name)].grad
+        want = own[ours.hf_name(name)].grad
         atol = 1e-5 * max(float(want.abs().max()), stack.noise)
         torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=atol)
 
@@ -72,7 +72,7 @@ def test_fresh_weights_are_drawn_for_as_many_layers(
     family: str, layers: int, starts: tuple[int, ...], stacked: Stack
 ) -> None:
     spec = HuggingFaceConfig(path=str(stacked(family).folder), init=InitKind.random, depth=4)
-    assert (spec.layers, spec.facts.starts) == (layers, starts)
+    assert (spec.layers, spec.info.stack_starts) == (layers, starts)
     one, other = (dict(spec.build(7).named_parameters()) for _ in range(2))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -159,8 +159,8 @@ def test_lora_is_what_peft_makes_of_the_architecture(family: str, stacked: Stack
     wanted = {name for name, parameter in peer.named_parameters() if parameter.requires_grad}
     assert isinstance(run.model, HuggingFaceConfig)
     module = run.model.build(1)
-    ours = [weight.name for weight in run.census() if weight.trainable]
-    assert {f"base_model.model.{module.theirs(name)}" for name in ours} == wanted
+    ours = [weight.name for weight in run.weight_census() if weight.trainable]
+    assert {f"base_model.model.{module.hf_name(name)}" for name in ours} == wanted
     assert len(ours) == len(wanted) > 0
 
 
@@ -221,7 +221,7 @@ def test_the_peak_is_the_one_traced(
     overrides = (*stacked(family).measured, *further)
     run = compose(overrides)
     assert rejection_reason(run) is None
-    foreseen = trace_run(run, whole=True).peak
+    foreseen = trace_run(run, full_depth=True).peak
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
     print(f"{family} {' '.join(further)}: {foreseen / found - 1:+.2%}")
     assert abs(foreseen / found - 1) < 0.02

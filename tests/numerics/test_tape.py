@@ -65,25 +65,25 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
 ) -> None:
     spec, (stream, compute, held) = SPECS[family], FORMATS[precision]
     mixed = "bf16_mixed" in precision
-    in_fp8 = FP8.in_fp8(spec) if "fp8" in precision else ()
+    in_fp8 = FP8.fp8_layers(spec) if "fp8" in precision else ()
     rounding = QATS.get(precision.partition(",")[0], NoQuantizationConfig())
     shape = ForwardSpec(
         *(ROWS, TOKENS, stream, compute, held),
-        casts=mixed,
+        autocast=mixed,
         on_cpu=True,
-        table=held,
-        in_fp8=in_fp8,
-        fake_quantized=rounding.fake_quantized(spec),
-        group=rounding.group,
+        rope_element_bytes=held,
+        fp8_layers=in_fp8,
+        fake_quantized_layers=rounding.fake_quantized_layers(spec),
+        quantization_group=rounding.group,
         rounds_inputs=rounding.rounds_inputs,
     )
-    tape = spec.tapes(shape).block
-    foreseen = simulate_part(tape, recompute, fresh=fresh)
+    tape = spec.build_op_graphs(shape).block
+    foreseen = simulate_part(tape, recompute, fresh_gradients=fresh)
     found = _measured(spec, precision, recompute, fresh=fresh)
     # What the block reads stays for as long as the test has it.
     kept = recompute is not Recompute.nothing or any(0 in op.saved for op in tape.operators)
     given = 0 if kept else tape.sizes[0]
-    assert found["kept"] == pytest.approx(foreseen.kept + given, rel=1e-3)
+    assert found["kept"] == pytest.approx(foreseen.saved_bytes + given, rel=1e-3)
     assert found["forward"] == pytest.approx(foreseen.forward_peak, rel=1e-3)
     assert found["backward"] == pytest.approx(foreseen.backward_peak + given, rel=1e-3)
 
@@ -91,7 +91,7 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
 def _measured(
     spec: DecoderConfig, precision: str, recompute: Recompute, *, fresh: bool
 ) -> dict[str, int]:
-    module = spec.shape(PART)
+    module = spec.build_meta(PART)
     if "fp8" in precision:
         FP8.apply(module, spec, DeviceKind.cpu)
     QATS.get(precision.partition(",")[0], NoQuantizationConfig()).apply(module, spec)
@@ -115,7 +115,7 @@ def _measured(
         x = torch.randn(ROWS, TOKENS, spec.width, dtype=number).requires_grad_()
         with context:
             y = block(x, rope)
-        forward, kept = live.take_peak(), live.now - size
+        forward, kept = live.take_peak(), live.current_bytes - size
         y.backward(gradient)
         backward = live.take_peak()
     # The block's output lives on here, and the gradient was there before: they cancel out.

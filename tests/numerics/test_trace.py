@@ -37,7 +37,7 @@ def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
     assert rejection_reason(run) is None
     found, foreseen = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
     error = foreseen.peak / found.peak - 1
-    fullest = max(found.moments, key=lambda moment: found.moments[moment])
+    fullest = max(found.phase_peaks, key=lambda moment: found.phase_peaks[moment])
     print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {fullest}")
     assert abs(error) < 0.05
     assert not dist.is_initialized()
@@ -47,9 +47,9 @@ def test_trace_counts_the_moving_average_on_each_rank(run_of: Compose) -> None:
     line = (MIXED, *fsdp_overrides(8), FULL)
     plain, averaged = trace_run(run_of(*line)), trace_run(run_of(*line, "callbacks=[ema]"))
     run = run_of(*line, "callbacks=[ema]")
-    expected = run.parallelism.holds(run).average_bytes(run)
+    expected = run.parallelism.rank_memory(run).ema_bytes(run)
     assert averaged.peak - plain.peak == pytest.approx(expected, rel=0.001)
-    told = {line.what: line.most for line in averaged.ledger().lines}
+    told = {line.name: line.max_bytes for line in averaged.build_breakdown().entries}
     assert told["average"] == pytest.approx(expected, rel=0.001)
 
 
@@ -74,14 +74,14 @@ def test_shallow_copies_tell_of_the_whole(
     layers: int, line: tuple[str, ...], run_of: Compose
 ) -> None:
     run = run_of(*line, f"model.layers={layers}")
-    assert trace_run(run).peak == pytest.approx(trace_run(run, whole=True).peak, rel=0.02)
+    assert trace_run(run).peak == pytest.approx(trace_run(run, full_depth=True).peak, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (("parallelism=ddp", "parallelism.replicas=8"), "DDP works on real memory"),
-        (("parallelism=deepspeed_zero3",), "DeepSpeed works on real memory"),
+        (("parallelism=ddp", "parallelism.replicas=8"), "ddp works on real memory"),
+        (("parallelism=deepspeed_zero3",), "deepspeed works on real memory"),
         (("compile=block",), "what a compiler fuses"),
         (("precision=fp16_mixed",), "fp16 is not computed on the CPU"),
         ((*fsdp_overrides(8), "parallelism.cpu_offload=true"), "what is offloaded"),

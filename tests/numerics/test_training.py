@@ -71,8 +71,8 @@ def test_memory_is_counted_to_the_byte(layout: str, optimizer: str, slots: int, 
     model = compose(UNTRACKED).model
     module = model.build(1)
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
-    weights = model.parameters * FP32_BYTES
-    tensors = len(model.census())
+    weights = model.num_parameters * FP32_BYTES
+    tensors = len(model.weight_census())
     assert metrics["memory/parameters_bytes"] == weights + buffers
     assert metrics["memory/gradients_bytes"] == weights
     steps = tensors * FP32_BYTES if optimizer == "adamw" else 0  # AdamW counts per tensor

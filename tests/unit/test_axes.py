@@ -116,7 +116,7 @@ def test_a_sweep_is_refused_in_our_words_and_leaves_nothing(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         jobs(**sweeper)
-    (found,) = caught.value.complaints
+    (found,) = caught.value.issues
     assert complaint in str(found)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
@@ -148,10 +148,10 @@ def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
         key = key if "never ends" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
     with pytest.raises(ConfigError) as caught:
         preview_search(["-m", *line]) if command == "wandb" else run_command(Noted(), ["-m", *line])
-    found = {complaint.key: complaint for complaint in caught.value.complaints}
+    found = {complaint.key: complaint for complaint in caught.value.issues}
     complaint = found.get(key) or found[""]  # W&B has the grid by its size alone
     assert reason in complaint.reason
-    assert complaint.cure
+    assert complaint.fix
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> Non
     axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
     with pytest.raises(ConfigError, match="where a sweep has at most 10,000") as caught:
         run_command(Noted(), ["-m", axis, *line])
-    assert key in [complaint.key for complaint in caught.value.complaints]
+    assert key in [complaint.key for complaint in caught.value.issues]
 
 
 def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:

@@ -76,11 +76,11 @@ def test_a_roomy_device_recomputes_nothing(compose: Compose) -> None:
 
 
 def test_without_a_budget_it_is_the_device_that_must_do(compose: Compose) -> None:
-    assert build_plan(compose(*LINE, here=False)).fit.verdict is not FitStatus.fits
+    assert build_plan(compose(*LINE, here=False)).fit.status is not FitStatus.fits
     plan = build_plan(compose(*LINE, "memory=auto", here=False))
-    assert plan.fit.verdict is FitStatus.fits
-    assert plan.told[0].startswith("memory=checkpoint_")
-    assert compose(*LINE, *plan.told, here=False).memory == plan.run.memory
+    assert plan.fit.status is FitStatus.fits
+    assert plan.overrides[0].startswith("memory=checkpoint_")
+    assert compose(*LINE, *plan.overrides, here=False).memory == plan.run.memory
 
 
 def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
@@ -88,13 +88,13 @@ def test_a_budget_above_the_device_is_the_devices(compose: Compose) -> None:
         build_plan(compose(*LINE, "memory=auto", *budget, here=False))
         for budget in ((), ("memory.budget_gib=200",))
     )
-    assert roomy.fit.verdict is not FitStatus.out_of_memory
+    assert roomy.fit.status is not FitStatus.out_of_memory
     assert roomy.fit.peak >= plain.fit.peak
 
 
 def test_what_helps_nothing_is_told(compose: Compose) -> None:
     huge = (*LINE, "trainer.micro_batch=64", "memory=auto")
-    assert build_plan(compose(*huge, here=False)).fit.verdict is FitStatus.out_of_memory
+    assert build_plan(compose(*huge, here=False)).fit.status is FitStatus.out_of_memory
     with pytest.raises(ConfigError, match=r"budget_gib=1.0: is less than the .* left"):
         resolve_auto_checkpointing(compose(*LINE, "memory=auto", "memory.budget_gib=1", here=False))
 
@@ -105,5 +105,5 @@ def test_a_schedule_that_cannot_keep_products_is_spared_them(compose: Compose) -
     chosen, _ = resolve_auto_checkpointing(
         replace(run, memory=AutoCheckpointing((low + high) / 2 / GIB))
     )
-    assert Recompute.selective not in chosen.memory.of_model(run.model.layers)
+    assert Recompute.selective not in chosen.memory.count_by_recompute(run.model.layers)
     assert worst_rank.worst_rank_breakdown(chosen).peak <= (low + high) / 2

@@ -68,7 +68,7 @@ def test_what_cannot_be_made_is_refused(
     run = compose(trusted, *(f"++callbacks.{line}" for line in lines))
     with pytest.raises(ConfigError) as caught:
         instantiate_callbacks(run)
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key == f"callbacks.{key}"
     assert reason in complaint.reason
 
@@ -96,7 +96,7 @@ def test_all_refusals_come_at_once(compose: Callable[..., RunConfig]) -> None:
     run = compose(*lines)
     with pytest.raises(ConfigError) as caught:
         instantiate_callbacks(run)
-    assert len(caught.value.complaints) == 2
+    assert len(caught.value.issues) == 2
 
 
 def test_a_class_of_an_untrusted_package_is_refused_under_a_trusted_name(

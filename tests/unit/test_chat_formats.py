@@ -38,7 +38,7 @@ def read(record: dict[str, Any], *ignored: str) -> Conversation:
 
 
 def tables(record: dict[str, Any], *ignored: str) -> list[dict[str, Any]]:
-    return [message.as_table() for message in read(record, *ignored).messages]
+    return [message.to_dict() for message in read(record, *ignored).messages]
 
 
 def system(text: str) -> dict[str, str]:
@@ -640,7 +640,7 @@ def test_an_endless_template_is_named_with_its_record(
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
         chat.prepare(1000, 0)
-    (complaint,) = error.value.complaints
+    (complaint,) = error.value.issues
     assert complaint.key == "data.tokenizer"
     assert str(complaint.value).endswith("tokenizer_config.json")
     assert "takes " in complaint.reason

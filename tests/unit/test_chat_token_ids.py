@@ -161,8 +161,8 @@ def test_tokens_declared_beside_the_tokenizer_have_the_ids_of_transformers(
     assert ids_of(chat.prepare(len(theirs), 0), 0, len(expected))[0] == expected
     with pytest.raises(DataError, match="past the model's rows: <") as caught:
         chat.prepare(len(theirs) - 1, 0)
-    assert f"model.vocabulary={len(theirs)} " in caught.value.complaints[0].cure
-    assert "cp " in caught.value.complaints[0].cure
+    assert f"model.vocabulary={len(theirs)} " in caught.value.issues[0].fix
+    assert "cp " in caught.value.issues[0].fix
 
 
 END_MARKED = CHATML_MARKED.replace(
@@ -204,7 +204,7 @@ def test_answers_end_as_the_template_ends_them() -> None:
     }
     for name, template in TEMPLATES.items():
         renderer = TemplateRenderer(RenderSetup({"default": template}, SPECIAL_TOKENS, 10))
-        rendered = renderer.train(RenderRequest(TURNS, [True] * 4))
+        rendered = renderer.render_chat(RenderRequest(TURNS, [True] * 4))
         found = "".join(rendered.text[start:stop] for start, stop in rendered.spans)
         assert found == expected[name], name
 

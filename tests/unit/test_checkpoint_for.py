@@ -271,7 +271,7 @@ def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
     (complaint,) = resume_issues(compose("trainer.global_batch=7"), folder)
     assert (complaint.key, complaint.value) == ("trainer.global_batch", 7)
     assert f"trained with {wrote.global_batch}" in complaint.reason
-    assert f"trainer.global_batch={wrote.global_batch}" in complaint.cure
+    assert f"trainer.global_batch={wrote.global_batch}" in complaint.fix
 
 
 def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
@@ -365,6 +365,6 @@ def test_runs_of_earlier_versions_had_no_special_tokens(
     assert found == ["data.special_tokens"] * given
     if given:
         (complaint,) = resume_issues(run, tmp_path)
-        assert complaint.cure == "set data.special_tokens=false, or resume=null"
+        assert complaint.fix == "set data.special_tokens=false, or resume=null"
         line.append("data.special_tokens=false")
     assert not list(resume_issues(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))

@@ -107,7 +107,7 @@ def test_an_unknown_verb(verb: str, hint: str, capsys: pytest.CaptureFixture[str
         (4, 4, ""),
         (ScalewiseError("no luck"), 1, "scalewise: no luck\n"),
         (
-            ConfigError.one("a", 1, "wrong"),
+            ConfigError.for_key("a", 1, "wrong"),
             2,
             "scalewise: refused, 1 problem:\n  - a=1: wrong\n",
         ),

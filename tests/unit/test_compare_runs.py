@@ -49,7 +49,7 @@ def read(path: str) -> RunRecord:
 
 def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[str, str]) -> None:
     found = run_diff.setting_pairs(read(pair[0]), read(pair[1]))
-    assert [(it.what, it.one, it.other) for it in found] == [
+    assert [(it.name, it.first, it.second) for it in found] == [
         ("memory", "none", "checkpoint_full"),
         ("parallelism.shards", 2, 4),
     ]
@@ -58,9 +58,9 @@ def test_settings_of_one_are_set_against_the_defaults_of_the_other(pair: tuple[s
 
 def test_what_differs_most_comes_first(pair: tuple[str, str]) -> None:
     found = run_diff.predicted_pairs(read(pair[0]), read(pair[1]))
-    assert [it.what for it in found] == ["activations of blocks", "optimizer state"]
+    assert [it.name for it in found] == ["activations of blocks", "optimizer state"]
     assert found[0].ratio == pytest.approx(1 / 3)
-    assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].what == "recompute"
+    assert run_diff.step_time_pairs(read(pair[0]), read(pair[1]))[0].name == "recompute"
 
 
 def test_the_verb_says_what_came_and_what_was_foreseen(

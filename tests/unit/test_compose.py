@@ -107,7 +107,7 @@ def test_every_corner_of_a_search_composes(name: str) -> None:
     found = preview_search([f"sweep={name}"])
     jobs = [point_overrides(first_point(found.space))]
     if factors := found.sweeper.get("factors"):
-        jobs = ScreeningDesign(factors).overrides()
+        jobs = ScreeningDesign(factors).build_overrides()
     for job in jobs:
         assert compose([f"sweep={name}", *job], here=False).choices["sweep"] == name
 

@@ -266,15 +266,19 @@ SWEEPS = {
 class Hashed(Noted):
     """Does with each job what a sweep does before the first starts."""
 
-    def many(
-        self, jobs: Sequence[SweepJob], folder: Path, question: str, engine: Mapping[str, object]
+    def run_sweep(
+        self,
+        jobs: Sequence[SweepJob],
+        folder: Path,
+        question: str,
+        launcher_options: Mapping[str, object],
     ) -> list[JobEnd]:
         compose_module._compose_unresolved.cache_clear()
         compose_module._option_defaults.cache_clear()
         for job in jobs:
             changed_from_defaults(job.run)
             config_hash(job.run)
-        return super().many(jobs, folder, question, engine)
+        return super().run_sweep(jobs, folder, question, launcher_options)
 
 
 @pytest.mark.timed

@@ -69,7 +69,7 @@ def caption(splits: DataSplits, row: int) -> str:
 
 def seen(splits: DataSplits, *rows: int) -> NDArray[np.uint8]:
     assert isinstance(splits.train, CaptionedSequences)
-    return splits.train.pictures(rows)
+    return splits.train.gather_pixels(rows)
 
 
 def test_files_of_all_kinds_are_the_same_picture(pictures: Path) -> None:
@@ -216,7 +216,7 @@ def test_held_out_pictures_keep_their_captions(pictures: Path) -> None:
     records = [{"image": f"{n}.npy", "caption": str(n)} for n in range(8)]
     splits = told(pictures, *records, validation_fraction=0.25).prepare(300, 0)
     assert isinstance(splits.validation, CaptionedSequences)
-    assert splits.validation.pictures([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
+    assert splits.validation.gather_pixels([0, 1])[:, 0, 0, 0].tolist() == [3, 7]
     assert seen(splits, 3)[0, 0, 0, 0] == 4
     assert caption(splits, 3) == f"4{END}"
 
@@ -260,7 +260,7 @@ def test_the_shape_is_where_its_caption_says() -> None:
 
 def test_what_captions_cannot_be(pictures: Path) -> None:
     spec = told(pictures, image_size=0, packing=True)
-    first, second = map(str, spec.complaints())
+    first, second = map(str, spec.validate())
     assert first == "data.image_size=0: must be positive; give data.image_size=224"
     assert second.startswith("data.packing=true: is for texts alone, and each caption has its own")
 

@@ -93,12 +93,12 @@ def test_bad_records_are_named_and_may_be_left_out(
 @pytest.mark.parametrize("classes", [(), ("one",), ("no", "no")])
 def test_classes_are_two_or_more(classes: tuple[str, ...], tmp_path: Path) -> None:
     spec = replace(labelled(tmp_path / "a.jsonl"), classes=classes)
-    assert [found.key for found in spec.complaints()] == ["data.classes"]
+    assert [found.key for found in spec.validate()] == ["data.classes"]
 
 
 def test_a_row_is_one_text(tmp_path: Path) -> None:
     spec = replace(labelled(tmp_path / "a.jsonl"), packing=True)
-    assert [found.key for found in spec.complaints()] == ["data.packing"]
+    assert [found.key for found in spec.validate()] == ["data.packing"]
 
 
 def test_embedded_texts_are_of_either_class_as_often() -> None:

@@ -54,7 +54,9 @@ def stored(*texts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
-    rows = PackedTextDataset(*stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end=0)
+    rows = PackedTextDataset(
+        *stored([~1, 2, 3], [4, 5], [6, ~7, 8, 9, 10, 11]), sequence=5, end_token=0
+    )
     assert rows.gather([1]).tolist() == [[~(6 + FIRST), ~7, 8, 9, 10, 11]]
     assert rows.gather(np.array([0])).tolist() == [[~(1 + FIRST), 2, 3, ~(4 + FIRST), 5, ~0]]
     assert rows.gather([0, 1]).tolist() == [*rows.gather([0]).tolist(), *rows.gather([1]).tolist()]
@@ -62,15 +64,15 @@ def test_rows_hold_whole_texts_whose_first_tokens_are_no_labels() -> None:
 
 def test_a_text_that_fits_is_whole_and_a_longer_one_is_cut() -> None:
     texts = [list(range(1, length + 1)) for length in (9, 6, 5, 1)]
-    rows = PackedTextDataset(*stored(*texts), sequence=5, end=0)
-    assert (len(rows), rows.cut) == (3, 1)
+    rows = PackedTextDataset(*stored(*texts), sequence=5, end_token=0)
+    assert (len(rows), rows.truncated_texts) == (3, 1)
     batch = as_batch(rows.gather(range(3)), False, masked=True, packing=True)
     assert batch["inputs"].tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
     assert batch["labels"].tolist()[2] == [2, 3, 4, 5, IGNORED]
 
 
 def test_places_begin_anew_with_each_text() -> None:
-    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end=0)
+    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5], [6]), sequence=7, end_token=0)
     (batch,) = ValidationLoader(rows, BatchShare(1, 2))
     assert batch["inputs"].tolist()[0] == [1, 2, 3, 4, 5, 6, 0]
     assert batch["labels"].tolist()[0] == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED]
@@ -78,28 +80,28 @@ def test_places_begin_anew_with_each_text() -> None:
 
 
 def test_a_row_that_fills_a_batch_up_is_one_text() -> None:
-    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end=0)
+    rows = PackedTextDataset(*stored([1, 2, 3], [4, 5]), sequence=4, end_token=0)
     share = BatchShare(2, 2, ranks=2)
     batches = [next(iter(ValidationLoader(rows, BatchShare(1, 1, rank, 2)))) for rank in range(2)]
-    assert share.masks(rows)
+    assert share.has_masked_labels(rows)
     assert batches[1]["places"].tolist() == [[0, 1, 2, 3]]
     assert (batches[1]["labels"] == IGNORED).all()
 
 
 def test_rows_of_one_text_have_no_places() -> None:
-    rows = PaddedDataset(*stored([1, 2, 3]), sequence=4, end=0)
+    rows = PaddedDataset(*stored([1, 2, 3]), sequence=4, end_token=0)
     (batch,) = ValidationLoader(rows, BatchShare(1, 1))
     assert batch.keys() == {"inputs", "labels"}
 
 
 def test_rows_know_the_share_of_their_places_that_no_padding_takes() -> None:
     texts = stored([1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7])
-    assert PaddedDataset(*texts, sequence=4, end=0).filled == pytest.approx(10 / 15)
-    assert PackedTextDataset(*texts, sequence=4, end=0).filled == pytest.approx(10 / 10)
+    assert PaddedDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 15)
+    assert PackedTextDataset(*texts, sequence=4, end_token=0).fill_ratio == pytest.approx(10 / 10)
     ids_N = np.array([~1, ~2, 3, ~4, 5, 6, 7], np.int32)
     starts, rows = np.array([0, 3, 7]), np.array([0, 1])
-    answered = AnswerDataset(ids_N, starts, rows, sequence=4, end=0, target=2)
-    assert answered.filled == pytest.approx((2 + 1 + 1 + 2) / 8)
+    answered = AnswerDataset(ids_N, starts, rows, sequence=4, end_token=0, target_length=2)
+    assert answered.fill_ratio == pytest.approx((2 + 1 + 1 + 2) / 8)
 
 
 def test_random_rows_hold_several_texts() -> None:

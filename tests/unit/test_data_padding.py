@@ -79,7 +79,7 @@ def test_notes_have_the_numbers_that_loaders_read(
 ) -> None:
     run = of(ranks, micro_batch, global_batch, validation, epochs)
     splits = DataSplits(numbered(rows), numbered(held_out))
-    steps = run.steps(rows)
+    steps = run.num_steps(rows)
     shares = [BatchShare(global_batch, micro_batch, rank, ranks) for rank in range(ranks)]
     validated = [replace(share, global_batch=validation) for share in shares]
     step = [labelled(TrainLoader(splits.train, it, seed=1, steps=1)) for it in shares]

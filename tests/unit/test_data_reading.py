@@ -97,8 +97,8 @@ def test_undecodable_text_is_rejected_with_its_line(tmp_path, monkeypatch, conte
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(path)
-    assert caught.value.complaints[0].reason == reason
-    assert caught.value.complaints[0].value == path
+    assert caught.value.issues[0].reason == reason
+    assert caught.value.issues[0].value == path
 
 
 RUSSIAN = "Привет, мир. Как дела?\n" * 40
@@ -133,7 +133,7 @@ def test_conversion_of_an_encoding_works_as_printed(tmp_path, name):
     path.write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as caught:
         texts(path)
-    command = caught.value.complaints[0].cure.partition(" with: ")[2]
+    command = caught.value.issues[0].fix.partition(" with: ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert texts(tmp_path / "it's-utf8.txt") == [text]
 
@@ -154,7 +154,7 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
-    cure = caught.value.complaints[0].cure
+    cure = caught.value.issues[0].fix
     assert named in cure.partition("may be ")[2].partition(", and convert")[0].split(" or ")
     assert "iconv -f ENCODING -t UTF-8 " in cure
 
@@ -182,8 +182,8 @@ def test_files_that_are_no_text_are_named_with_a_fix(tmp_path, content, reason, 
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
-    assert caught.value.complaints[0].reason.startswith(reason)
-    assert cure in caught.value.complaints[0].cure
+    assert caught.value.issues[0].reason.startswith(reason)
+    assert cure in caught.value.issues[0].fix
 
 
 def test_control_characters_are_removed_as_printed(tmp_path):
@@ -191,7 +191,7 @@ def test_control_characters_are_removed_as_printed(tmp_path):
     path.write_bytes(bytes(range(128)))
     with pytest.raises(DataError) as caught:
         texts(path)
-    subprocess.run(["sh", "-c", caught.value.complaints[0].cure.partition(": ")[2]], check=True)
+    subprocess.run(["sh", "-c", caught.value.issues[0].fix.partition(": ")[2]], check=True)
     left = "\t\n\v\f\n\x1b" + "".join(map(chr, range(32, 128)))
     assert texts(tmp_path / "a b-utf8.txt") == [left]
 
@@ -204,7 +204,7 @@ def test_a_wrong_byte_order_mark_is_rejected(tmp_path, mark, actual, text):
     for read in (texts, lambda path: [*iter_json_lines(path)]):
         with pytest.raises(DataError, match="has the byte order mark of UTF-16") as caught:
             read(path)
-    command = caught.value.complaints[0].cure.partition(": ")[2]
+    command = caught.value.issues[0].fix.partition(": ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert texts(tmp_path / "it's-utf8.txt") == [text]
 
@@ -234,7 +234,7 @@ def test_compressed_files_are_unpacked_as_printed(tmp_path, pack, name, program,
     path.write_bytes(pack(b'{"x": "one"}\n'))
     with pytest.raises(DataError, match=f"is {name} data") as caught:
         texts(path, "x")
-    subprocess.run(["sh", "-c", caught.value.complaints[0].cure.partition(": ")[2]], check=True)
+    subprocess.run(["sh", "-c", caught.value.issues[0].fix.partition(": ")[2]], check=True)
     assert texts(tmp_path / f"it's-unpacked{suffix}", "x")
 
 
@@ -297,7 +297,7 @@ def test_bad_records_are_rejected_with_their_line(tmp_path, line, reason):
     path.write_bytes(b'{"x": "one"}\n\n' + line + b'\n{"x": "two"}\n')
     with pytest.raises(DataError) as caught:
         texts(path, "x")
-    assert caught.value.complaints[0].reason.startswith(f"line 3 {reason}")
+    assert caught.value.issues[0].reason.startswith(f"line 3 {reason}")
     others = [record for number, record in iter_json_lines(path) if number != 3]
     assert others == [{"x": "one"}, {"x": "two"}]
 
@@ -448,7 +448,7 @@ def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
     (complaint,) = complaints(tmp_path / folder)
     assert complaint.reason == "is a folder"
-    typed = complaint.cure.removeprefix("give ")
+    typed = complaint.fix.removeprefix("give ")
     ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
     pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
     found = match_paths([pattern.replace("\\'", "'")])

@@ -52,7 +52,7 @@ SPECS = {
 
 
 def said(data):
-    return [str(complaint) for complaint in data.complaints()]
+    return [str(complaint) for complaint in data.validate()]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -165,17 +165,17 @@ def test_sound_specs_have_no_complaint(tmp_path):
 
 
 def test_vocabulary_needed():
-    assert StdlibCorpus().vocabulary_needed == 4096
-    assert TextData(vocabulary=300).vocabulary_needed == 300
-    assert HFDatasetData(vocabulary=300).vocabulary_needed == 300
-    assert RandomTokens(vocabulary=7).vocabulary_needed == 7
+    assert StdlibCorpus().required_vocabulary == 4096
+    assert TextData(vocabulary=300).required_vocabulary == 300
+    assert HFDatasetData(vocabulary=300).required_vocabulary == 300
+    assert RandomTokens(vocabulary=7).required_vocabulary == 7
     for data in (
         TextData(tokenizer="a"),
         HFDatasetData(tokenizer="a"),
         PretokenizedData(),
         RandomTokens(),
     ):
-        assert data.vocabulary_needed is None
+        assert data.required_vocabulary is None
 
 
 def test_held_out_names_stay_when_others_come():

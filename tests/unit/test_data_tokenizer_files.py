@@ -44,7 +44,7 @@ def loaded(path):
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_a_folder_is_the_tokenizer_in_it(tmp_path, name):
     trained().save(str(tmp_path / "tokenizer.json"))
-    assert not [*TokenizerSource(0, str(tmp_path / name)).complaints()]
+    assert not [*TokenizerSource(0, str(tmp_path / name)).validate()]
     assert loaded(tmp_path / name).to_str() == trained().to_str()
     assert tokenizer_files.tokenizer_path(str(tmp_path / name)) == tmp_path / "tokenizer.json"
 
@@ -56,7 +56,7 @@ def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path, name):
     write_vocabulary(tmp_path / "bpe")
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}
     (tmp_path / "bpe" / "tokenizer_config.json").write_text(json.dumps(config))
-    assert not [*TokenizerSource(0, str(tmp_path / "bpe" / name)).complaints()]
+    assert not [*TokenizerSource(0, str(tmp_path / "bpe" / name)).validate()]
     expected = AutoTokenizer.from_pretrained(tmp_path / "bpe")(TEXT)["input_ids"]
     assert loaded(tmp_path / "bpe" / name).encode(TEXT).ids == expected
 
@@ -78,7 +78,7 @@ def test_a_class_that_is_not_named_can_be_named_as_printed(tmp_path):
     write_vocabulary(tmp_path / "it's")
     with pytest.raises(DataError, match=r"transformers makes no tokenizer\.json of") as caught:
         loaded(tmp_path / "it's")
-    command = caught.value.complaints[0].cure.removeprefix("name its class: ")
+    command = caught.value.issues[0].fix.removeprefix("name its class: ")
     subprocess.run(["sh", "-c", command], check=True)
     assert loaded(tmp_path / "it's").encode(TEXT).ids == trained().encode(TEXT).ids
 
@@ -164,12 +164,12 @@ def test_declared_tokens_are_those_that_the_file_lacks(tmp_path):
     assert tokenizer_files.declared_tokens(path) == {"<pad>"}
     size = tokenizer.get_vocab_size()
     assert loaded(tmp_path).encode("<pad>").ids == [0, size]
-    TokenizerSource(0, path, "</s>").check(size + 1)
+    TokenizerSource(0, path, "</s>").check_vocabulary(size + 1)
     with pytest.raises(DataError, match="past the model's rows: <pad>") as caught:
-        TokenizerSource(0, path, "</s>").check(size)
-    copied, _, override = caught.value.complaints[0].cure.rpartition("; ")[2].partition(", then ")
+        TokenizerSource(0, path, "</s>").check_vocabulary(size)
+    copied, _, override = caught.value.issues[0].fix.rpartition("; ")[2].partition(", then ")
     subprocess.run(["sh", "-c", copied.partition(": ")[2]], check=True)
-    TokenizerSource(0, shlex.split(override)[0].partition("=")[2], "</s>").check(size)
+    TokenizerSource(0, shlex.split(override)[0].partition("=")[2], "</s>").check_vocabulary(size)
 
 
 def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
@@ -189,7 +189,7 @@ def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
 )
 def test_paths_without_a_tokenizer_are_rejected(tmp_path, name, reason):
     (tmp_path / "empty").mkdir()
-    (complaint,) = TokenizerSource(0, str(tmp_path / name)).complaints()
+    (complaint,) = TokenizerSource(0, str(tmp_path / name)).validate()
     assert complaint.reason == reason
 
 
@@ -217,7 +217,7 @@ def test_a_class_that_transformers_cannot_load_is_rejected(tmp_path, config):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json") as caught:
         loaded(folder)
-    copied, _, override = caught.value.complaints[0].cure.partition(": ")[2].partition(", then ")
+    copied, _, override = caught.value.issues[0].fix.partition(": ")[2].partition(", then ")
     subprocess.run(["sh", "-c", copied], check=True)
     (plain,) = shlex.split(override)
     assert OverridesParser.create().parse_override(plain).value() == str(folder / "plain.json")

@@ -47,7 +47,7 @@ def test_ids_are_read_once(tmp_path, monkeypatch):
 def refused(path, match, **options):
     with pytest.raises(DataError, match=match) as caught:
         PretokenizedData(4, (str(path),), **options).prepare(64, 0)
-    assert len(caught.value.complaints) == 1
+    assert len(caught.value.issues) == 1
 
 
 def test_an_id_outside_the_vocabulary(tmp_path):

@@ -115,7 +115,7 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
     tmp_path: Path,
 ) -> None:
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
-    found = [complaint.cure for complaint in begun.complaints()]
+    found = [complaint.fix for complaint in begun.validate()]
     assert len(found) == len(cures)
     assert all(cure in said for cure, said in zip(cures, found, strict=True)), found
 
@@ -124,16 +124,16 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
 def test_the_suite_s_own_exports_are_begun_with(spec: DecoderConfig, tmp_path: Path) -> None:
     _, config = to_hf_state_dict(spec.build(seed=1).state_dict(), spec)
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
-    assert list(begun.complaints()) == []
+    assert list(begun.validate()) == []
 
 
 def test_a_file_has_the_configuration_of_its_folder_if_there_is_one(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     begun = dataclasses.replace(LLAMA, weights=str(file))
-    assert list(begun.complaints()) == []
+    assert list(begun.validate()) == []
     beside(tmp_path, LlamaConfig(**EIGHT))
-    assert "model.heads" in [complaint.key for complaint in begun.complaints()]
+    assert "model.heads" in [complaint.key for complaint in begun.validate()]
 
 
 CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
@@ -234,14 +234,14 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tied = bool(config.tie_word_embeddings)
     begun = dataclasses.replace(GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied)
-    while found := list(begun.complaints()):
-        assert all(complaint.cure for complaint in found)
+    while found := list(begun.validate()):
+        assert all(complaint.fix for complaint in found)
         if (kind, more) in OTHER:
             assert "model.weights" in [complaint.key for complaint in found]
             return
         values = {}
         for complaint in found:
-            key, _, value = complaint.cure.removeprefix("set model.").partition("=")
+            key, _, value = complaint.fix.removeprefix("set model.").partition("=")
             values[key] = json.loads(value)
         begun = dataclasses.replace(begun, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
@@ -253,7 +253,7 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
 def test_an_unknown_key_names_itself_and_a_way_out(tmp_path: Path) -> None:
     config = {**OLD, "residual_multiplier": 0.2, "note": None}
     begun = dataclasses.replace(LLAMA, weights=beside(tmp_path, config))
-    (complaint,) = begun.complaints()
+    (complaint,) = begun.validate()
     assert "residual_multiplier=0.2" in complaint.reason
-    assert "model=hf" in complaint.cure
-    assert "remove residual_multiplier" in complaint.cure
+    assert "model=hf" in complaint.fix
+    assert "remove residual_multiplier" in complaint.fix

@@ -43,8 +43,8 @@ def read(name: str) -> DecoderConfig:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_file_has_published_parameter_count(name: str) -> None:
     spec = read(name)
-    assert spec.parameters == PARAMETERS[name]
-    assert list(spec.complaints()) == []
+    assert spec.num_parameters == PARAMETERS[name]
+    assert list(spec.validate()) == []
 
 
 def test_every_decoder_file_is_counted() -> None:
@@ -62,9 +62,9 @@ def test_file_opens_with_what_it_is(name: str) -> None:
 
 
 def test_census_names_each_tensor_once() -> None:
-    names = [weight.name for weight in SMALL.census()]
+    names = [weight.name for weight in SMALL.weight_census()]
     assert len(set(names)) == len(names)
-    assert {weight.layer for weight in SMALL.census()} == {None, 0, 1}
+    assert {weight.layer for weight in SMALL.weight_census()} == {None, 0, 1}
 
 
 def test_fields_fit_a_structured_config() -> None:
@@ -97,20 +97,20 @@ def test_contradiction_names_key_value_and_cure(
     change: dict[str, object], key: str, cure: str
 ) -> None:
     spec = dataclasses.replace(SMALL, **change)
-    (complaint,) = spec.complaints()
+    (complaint,) = spec.validate()
     assert complaint.key == key
     assert complaint.value == getattr(spec, key.removeprefix("model."))
-    assert cure in complaint.cure
+    assert cure in complaint.fix
 
 
 def test_odd_heads_are_fine_without_rotation() -> None:
     spec = dataclasses.replace(SMALL, head_width=5, position=PositionKind.learned)
-    assert list(spec.complaints()) == []
+    assert list(spec.validate()) == []
 
 
 def test_all_contradictions_are_told_at_once() -> None:
     wrong = dataclasses.replace(SMALL, width=33, kv_heads=3, dropout=2.0)
-    assert [c.key for c in wrong.complaints()] == ["model.width", "model.kv_heads", "model.dropout"]
+    assert [c.key for c in wrong.validate()] == ["model.width", "model.kv_heads", "model.dropout"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,9 @@ def test_attention_widths(change: dict[str, int], query_width: int, kv_width: in
 
 
 def test_flops_are_six_per_weight_and_grow_with_the_row() -> None:
-    weights = sum(w.count for w in SMALL.census() if w.role in ("attention", "feedforward", "head"))
+    weights = sum(
+        w.numel for w in SMALL.weight_census() if w.role in ("attention", "feedforward", "head")
+    )
     assert SMALL.flops(0) == 6 * weights
     assert SMALL.flops(16) - SMALL.flops(0) == 14 * 2 * 16 * 32
 
@@ -144,7 +146,7 @@ def flops_of(spec: DecoderConfig, part: StageSlice, sequence: int) -> float:
     """Returns a part's flops from those of models of no layer, and of some."""
     head = 6.0 * spec.vocabulary * spec.width
     block = (spec.flops(sequence) - head) / spec.layers
-    return len(part.layers) * block + head * part.last
+    return len(part.layers) * block + head * part.is_last
 
 
 @given(specs, st.data(), st.sampled_from([1, 64]))
@@ -152,14 +154,14 @@ def test_stages_hold_every_layer_once_and_much_the_same_flops(
     spec: DecoderConfig, data: st.DataObject, sequence: int
 ) -> None:
     count = data.draw(st.integers(1, spec.layers))
-    parts = spec.stages(count, sequence)
+    parts = spec.split_stages(count, sequence)
     assert [layer for part in parts for layer in part.layers] == list(range(spec.layers))
     assert all(part.layers for part in parts)
-    assert [part.first for part in parts] == [True] + [False] * (count - 1)
-    assert [part.last for part in parts] == [False] * (count - 1) + [True]
+    assert [part.is_first for part in parts] == [True] + [False] * (count - 1)
+    assert [part.is_last for part in parts] == [False] * (count - 1) + [True]
     flops = [flops_of(spec, part, sequence) for part in parts]
     assert sum(flops) == pytest.approx(spec.flops(sequence))
-    block = flops_of(spec, StageSlice(range(1), last=False), sequence)
+    block = flops_of(spec, StageSlice(range(1), is_last=False), sequence)
     least = max(spec.flops(sequence) / count, flops_of(spec, StageSlice(range(1)), sequence))
     assert max(flops) <= least + block * (1 + 1e-9)
 
@@ -176,31 +178,33 @@ def test_stages_hold_every_layer_once_and_much_the_same_flops(
 )
 def test_the_head_counts_for_the_last_stage(name: str, count: int, layers: list[int]) -> None:
     spec = read(name)
-    assert [len(part.layers) for part in spec.stages(count, sequence=1)] == layers
+    assert [len(part.layers) for part in spec.split_stages(count, sequence=1)] == layers
 
 
 @pytest.mark.parametrize("change", [{}, {"position": PositionKind.learned}, {"tied": True}])
 def test_tensor_parallelism_cuts_every_module_evenly(change: dict[str, object]) -> None:
     spec = dataclasses.replace(SMALL, bias=True, norm=NormKind.layernorm, kv_heads=2, **change)
-    split = spec.tensor_split()
+    split = spec.tensor_parallel_styles()
     cut_along = {TPStyle.column: 0, TPStyle.row: 1, TPStyle.vocabulary: 0, TPStyle.head: 0}
     seen = set()
-    for weight in spec.census():
+    for weight in spec.weight_census():
         module = weight.name.rpartition(".")[0].replace(f"blocks.{weight.layer}.", "blocks.*.")
         seen.add(module)
         dim = cut_along.get(split[module])
         if dim is not None and dim < len(weight.shape):
             assert weight.shape[dim] % 2 == 0
-            assert any(weight.shape[dim] % size == 0 for size in spec.tensor_sizes().values())
+            assert any(
+                weight.shape[dim] % size == 0 for size in spec.tensor_parallel_sizes().values()
+            )
     lacking = {"position"} - seen | ({"head"} if spec.tied else set())
     assert set(split) - lacking == seen
-    assert spec.tensor_sizes() == {
+    assert spec.tensor_parallel_sizes() == {
         "heads": 4, "kv_heads": 2, "feedforward": 48, "vocabulary": 64,
     }  # fmt: skip
 
 
 def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
-    split = SMALL.tensor_split()
+    split = SMALL.tensor_parallel_styles()
     for half, row in (("attention", "output"), ("feedforward", "down")):
         inside = {
             k.rpartition(".")[2]: v for k, v in split.items() if k.startswith(f"blocks.*.{half}.")
@@ -212,7 +216,7 @@ def test_each_sublayer_is_one_pair_of_column_and_row() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_weight_is_in_the_census_once(tied: bool) -> None:
     spec = dataclasses.replace(SMALL, tied=tied)
-    names = [weight.name for weight in spec.census()]
+    names = [weight.name for weight in spec.weight_census()]
     assert spec.tied_weights == ({"embedding.weight"} if tied else set())
     assert all(names.count(name) == 1 for name in spec.tied_weights)
 

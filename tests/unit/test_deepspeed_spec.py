@@ -72,7 +72,7 @@ def test_the_extra_is_named_where_it_is_absent(
 ) -> None:
     run = compose(*ZERO_3, here=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    complaints = [str(complaint) for complaint in run.parallelism.machine_complaints(run)]
+    complaints = [str(complaint) for complaint in run.parallelism.validate_machine(run)]
     reason = "parallelism=deepspeed_zero3: deepspeed is not installed"
     assert complaints == [f"{reason}; pip install 'scalewise[deepspeed]'"]
 
@@ -91,8 +91,8 @@ def test_what_deepspeed_is_told(compose: Compose) -> None:
         "trainer.clip_norm=0.5",
         here=False,
     )
-    told = run.parallelism.config(
-        run, "/disk", run.model.parameters, run.trained
+    told = run.parallelism.build_config(
+        run, "/disk", run.model.num_parameters, run.trainable_parameters
     )  # it is DeepSpeed
     assert told["gradient_accumulation_steps"] == 3
     assert told["gradient_clipping"] == 0.5

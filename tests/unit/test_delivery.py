@@ -33,7 +33,7 @@ def folder_of(tmp_path: Path, steps: int, **status: Any) -> SyncedRun:
     (tmp_path / "status.json").write_text(json.dumps({"status": "ok", **status}))
     rows = [{"step": step, "train/loss": float(step)} for step in range(1, steps + 1)]
     MetricsFile(tmp_path / "metrics.csv").append(rows)
-    return SyncedRun.of(tmp_path)
+    return SyncedRun.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_validation_ends_a_window(tmp_path: Path) -> None:
 
 def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
     told = folder_of(tmp_path, 1, status="running", exit_code=None)
-    status, reason, code = told.ending
+    status, reason, code = told.outcome
     assert (status, code) == ("failed", 1)
     assert "gone" in reason
-    assert SyncedRun(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).ending == (
+    assert SyncedRun(tmp_path, {"status": "timeout", "reason": "r", "exit_code": 4}).outcome == (
         "timeout",
         "r",
         4,
@@ -217,10 +217,10 @@ def test_a_marker_of_a_run_that_is_no_more(tmp_path: Path) -> None:
     class Empty:
         url = "http://here"
 
-        def known(self, path: str) -> None:
+        def find_run(self, path: str) -> None:
             return None
 
-        def sync(self, *_: object) -> None:
+        def sync_log(self, *_: object) -> None:
             raise AssertionError("sent again")
 
     with pytest.raises(wandb_sync.ScalewiseError, match="deleted"):

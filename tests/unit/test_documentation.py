@@ -98,7 +98,9 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         benchmark = import_module(f"scalewise.bench.{name}")
         overrides = options_and_overrides(_as_overrides(words), benchmark.OPTIONS)
         runs = getattr(benchmark, "RUNS", {"": ()})
-        assert diagnose_overrides([*next(iter(runs.values())), *overrides], here=False) == []
+        assert (
+            diagnose_overrides([*next(iter(runs.values())), *overrides], check_machine=False) == []
+        )
         return
     if verb in ("evaluate", "export"):
         known = import_module(f"scalewise.commands.{verb}").DEFAULTS
@@ -115,7 +117,7 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if "-cd" in overrides:  # a folder of the user's
         return
     here = verb != "plan" and "hydra/launcher=slurm" not in words
-    assert diagnose_overrides(overrides, here=here) == []
+    assert diagnose_overrides(overrides, check_machine=here) == []
 
 
 def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list[str]:
@@ -123,7 +125,7 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
     try:
         return split_options(words, options)[1]
     except ConfigError as error:  # of files that are not there
-        if {complaint.key for complaint in error.complaints} <= {"data", "learn", "name"}:
+        if {complaint.key for complaint in error.issues} <= {"data", "learn", "name"}:
             return []
         raise
 
@@ -162,7 +164,7 @@ def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
     page = (ROOT / "docs" / "predict.md").read_text("utf-8")
     first = next(line for block in blocks(ROOT / "docs" / "predict.md") for line in block.lines)
     run = compose(shlex.split(first)[2:], here=False)
-    model, tokens = run.model, run.sequences_per_pass * run.data.sequence
+    model, tokens = run.model, run.sequences_per_forward * run.data.sequence
     w, k, h, f = model.width, model.kv_width, model.heads, model.feedforward
     each = 2 * (6 * w + 2 * k + 4 * f) + 4 * h + 8
     entries = plan_record(run)["ledger"]

@@ -27,7 +27,7 @@ def test_complaints_are_counted() -> None:
     one = ConfigIssue("a.b", None, "is wrong", "mend it")
     assert str(ConfigError([one])) == "refused, 1 problem:\n  - a.b=null: is wrong; mend it"
     assert str(ConfigError([one, ConfigIssue("", "", "odd")])).endswith("\n  - odd")
-    assert isinstance(DataError.one("k", 1, "r"), DataError)
+    assert isinstance(DataError.for_key("k", 1, "r"), DataError)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_every_key_is_explained_in_80_columns_with_a_valid_example() -> None:
 )
 def test_the_example_composes(key: str) -> None:
     example = words("\n".join(explain.explain_lines(key))).split("example scalewise train ")[1]
-    assert diagnose_overrides(shlex.split(example), here=False) == []
+    assert diagnose_overrides(shlex.split(example), check_machine=False) == []
 
 
 @pytest.mark.parametrize(

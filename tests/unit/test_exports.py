@@ -175,7 +175,7 @@ def test_an_export_has_the_ids_of_its_training(
     copy_file(model / "tokenizer.json", model / "plain.json")
     line = [part.replace("tokenizer.json", name) for part in of_chat(model)]
     told = trained(compose, tmp_path / "run", *hf(model), *line)
-    splits = told.splits()
+    splits = told.load_splits()
     save_tokenizer(splits, told.folder)
     hf_export.write_export(told, tmp_path / "out", AdapterExport.merged)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
@@ -369,6 +369,6 @@ def test_copies_into_a_run_folder_replace_links(tmp_path: Path) -> None:
 def test_averages_that_an_optimizer_holds_are_read_with_the_weights(
     compose: Compose, tmp_path: Path
 ) -> None:
-    assert trained(compose, tmp_path).reads == ("model", "average")
+    assert trained(compose, tmp_path).tensor_folders == ("model", "average")
     free = ("optimizer=schedule_free", "schedule=constant")
-    assert trained(compose, tmp_path, *free).reads == ("model", "average", "optimizer")
+    assert trained(compose, tmp_path, *free).tensor_folders == ("model", "average", "optimizer")

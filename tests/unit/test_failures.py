@@ -168,10 +168,10 @@ def test_a_job_that_cannot_begin_has_failed(
 class Breaking:
     """An engine that ends one job and then fails."""
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
-        began(tasks[0])
+        on_start(tasks[0])
         yield tasks[0], Result("ok", "", 0, tasks[0].folder, {})
         raise_too_many()
 
@@ -186,8 +186,8 @@ def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(
         Breaking(),
         command="",
         question="",
-        announce=lambda *_: None,
-        report=raise_too_many,  # costs what is told, and nothing else
+        on_start=lambda *_: None,
+        on_end=raise_too_many,  # costs what is told, and nothing else
     )
     assert [result.status for result in results] == ["ok", "failed", "failed"]
     record = read_json(tmp_path / "sweep.json")
@@ -202,22 +202,22 @@ def test_a_sweep_whose_engine_fails_has_a_record_of_every_job(
 class Crew:
     """Supervisors of which the first cannot be started."""
 
-    stopped = 0
+    stop_signal = 0
 
     def __init__(self) -> None:
-        self.under_way: list[SweepTask] = []
+        self.is_active: list[SweepTask] = []
 
     @property
-    def busy(self) -> bool:
-        return bool(self.under_way)
+    def is_busy(self) -> bool:
+        return bool(self.is_active)
 
     def start(self, task: SweepTask, seat: object) -> None:
         if task.number == 0:
             raise_too_many()
-        self.under_way.append(task)
+        self.is_active.append(task)
 
-    def ended(self) -> Iterator[tuple[SweepTask, Result]]:
-        task = self.under_way.pop()
+    def wait_for_results(self) -> Iterator[tuple[SweepTask, Result]]:
+        task = self.is_active.pop()
         yield task, Result("ok", "", 0, task.folder, {})
 
 
@@ -269,10 +269,10 @@ class TestRenderer:
     def test_has_no_answer_left_after_a_signal(
         self, own: renderer.ChartRenderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        process = own._started()
+        process = own._start_process()
         assert process.stdout is not None
         monkeypatch.setattr(process.stdout, "readline", Mock(side_effect=KeyboardInterrupt))
         with suppress(KeyboardInterrupt):
             own.svg({"mark": "point"}, "6.1")
         assert process.poll() is not None
-        assert own._started() is not process
+        assert own._start_process() is not process

@@ -103,8 +103,8 @@ def a_run_or_a_refusal(line: list[str]) -> None:
             plain = min(answered([])[1] for _ in range(3))
             assert min(answered(line)[1] for _ in range(3)) < TIMES * plain
     if isinstance(answer, ConfigError):
-        assert answer.complaints
-        for complaint in answer.complaints:
+        assert answer.issues
+        for complaint in answer.issues:
             assert complaint.reason.strip()
             assert str(complaint).isprintable()
             str(complaint).encode()
@@ -149,8 +149,8 @@ def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) 
         compose([line], here=False)
     except ConfigError as error:
         group = key.split(".")[0]
-        named = {complaint.key.split(".")[0] for complaint in error.complaints}
-        unreadable = any("override" in complaint.reason for complaint in error.complaints)
+        named = {complaint.key.split(".")[0] for complaint in error.issues}
+        unreadable = any("override" in complaint.reason for complaint in error.issues)
         across = {"data", "trainer", "schedule", "model", "name", "precision"}
         assert unreadable or named & {group, *across}
 

@@ -68,32 +68,36 @@ RUNS = (
 def numbers_of(overrides: str) -> dict[str, Any]:
     """Every number of a run's plan that its text is written from."""
     plan = build_plan(compose(overrides.split(), here=False))
-    run, fit, step = plan.run, plan.fit, plan.step
-    host = fit.host or node_memory(run)
+    run, fit, step = plan.run, plan.fit, plan.step_time
+    host = fit.host_breakdown or node_memory(run)
     sums = sum_plans([plan])
     return {
         "ranks": run.world_size,
         "tokens per step": run.tokens_per_step,
         "micro-batch": run.trainer.micro_batch,
-        "parameters": run.model.parameters,
-        "bytes at the peak": fit.ledger.peak,
+        "parameters": run.model.num_parameters,
+        "bytes at the peak": fit.breakdown.peak,
         "bytes of entries at the peak": sorted(
-            size for line in fit.ledger.lines if (size := line.bytes.get(fit.ledger.fullest, 0))
+            size
+            for line in fit.breakdown.entries
+            if (size := line.bytes.get(fit.breakdown.peak_phase, 0))
         ),
-        "bytes of entries at most": sorted(line.most for line in fit.ledger.lines if line.most),
-        "bytes of phases": sorted(size for size in fit.ledger.phases.values() if size),
+        "bytes of entries at most": sorted(
+            line.max_bytes for line in fit.breakdown.entries if line.max_bytes
+        ),
+        "bytes of phases": sorted(size for size in fit.breakdown.phases.values() if size),
         "bytes reserved": list(fit.reserved),
         "capacity": fit.capacity,
-        "fits": fit.verdict.good,
+        "fits": fit.status.is_acceptable,
         "bytes of a node": host.peak,
         "bytes of a checkpoint": checkpoint_bytes(run),
         "seconds of a step": None if step is None else step.seconds,
         "seconds of parts": sorted(step.parts().values()) if step else [],
-        "interval of seconds": plan.interval and list(plan.interval),
+        "interval of seconds": plan.step_seconds_range and list(plan.step_seconds_range),
         "tokens/s": plan.tokens_per_s,
         "MFU": plan.mfu,
-        "suggested fix": list(plan.cure.told) if plan.cure else None,
-        "chosen": list(plan.told),
+        "suggested fix": list(plan.suggested_fix.overrides) if plan.suggested_fix else None,
+        "chosen": list(plan.overrides),
         "sums": sorted(v for v in vars(sums).values() if isinstance(v, int | float)),
     }
 

@@ -57,11 +57,13 @@ def test_an_8b_is_planned_as_the_decoder_of_its_shape(
     path = described(tmp_path / "8b", **LLAMA_8B)
     line = ("model=hf", f"model.path={path}", "model.init=random", *rest)
     run, decoder = compose(*line, here=False), compose("model=llama3_8b", *rest, here=False)
-    held = sorted(weight.shape for weight in run.model.census())
-    assert held == sorted(weight.shape for weight in decoder.model.census())
+    held = sorted(weight.shape for weight in run.model.weight_census())
+    assert held == sorted(weight.shape for weight in decoder.model.weight_census())
     assert run.flops_per_token == decoder.flops_per_token
-    ours, theirs = (each.parallelism.holds(each, 0) for each in (run, decoder))
-    assert ours.weight_bytes(4, ours.parameters) == theirs.weight_bytes(4, theirs.parameters)
+    ours, theirs = (each.parallelism.rank_memory(each, 0) for each in (run, decoder))
+    assert ours.weight_bytes(4, ours.parameter_shards) == theirs.weight_bytes(
+        4, theirs.parameter_shards
+    )
     assert ours.state_bytes(run) == theirs.state_bytes(decoder)
 
 
@@ -208,17 +210,17 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     spec = HuggingFaceConfig(path="somebody/small")
-    assert [*spec.complaints()] == []
+    assert [*spec.validate()] == []
     assert spec.build(1).get_parameter("head.lm_head.weight").shape == (256, 32)
 
 
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
-    (complaint,) = HuggingFaceConfig(path=path).complaints()
+    (complaint,) = HuggingFaceConfig(path=path).validate()
     assert "has no weights as safetensors" in complaint.reason
-    assert "model.init=random" in complaint.cure
-    assert [*HuggingFaceConfig(path=path, init=InitKind.random).complaints()] == []
-    assert [each.key for each in HuggingFaceConfig(path=path, depth=9).complaints()] == [
+    assert "model.init=random" in complaint.fix
+    assert [*HuggingFaceConfig(path=path, init=InitKind.random).validate()] == []
+    assert [each.key for each in HuggingFaceConfig(path=path, depth=9).validate()] == [
         "model.depth",
         "model.path",
     ]

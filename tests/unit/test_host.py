@@ -26,7 +26,7 @@ OFFLOAD = "parallelism.cpu_offload=true"
 
 
 def lines(run: RunConfig) -> dict[str, int]:
-    return {line.what: line.most for line in node_memory(run).lines}
+    return {line.name: line.max_bytes for line in node_memory(run).entries}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def run_of(compose: Compose) -> Compose:
 
 def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
     plain, offloaded = lines(run_of()), lines(run_of(OFFLOAD))
-    weights = run_of().model.parameters * 4
+    weights = run_of().model.num_parameters * 4
     assert "offloaded optimizer state" not in plain
     assert offloaded["offloaded optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
     assert offloaded["offloaded gradients"] == pytest.approx(weights, rel=1e-3)
@@ -46,12 +46,12 @@ def test_what_is_offloaded_is_on_the_host(run_of: Compose) -> None:
 def test_an_optimizer_offloaded_by_itself_takes_weights_there_and_back(run_of: Compose) -> None:
     plain = replace(run_of(), parallelism=SingleConfig())
     run = replace(plain, optimizer=AdamWConfig(offload=True))
-    weights = run.model.parameters * 4
+    weights = run.model.num_parameters * 4
     there = lines(run)
     assert there["offloaded optimizer state"] == 2 * weights
     assert there["weights and gradients"] == 4 * 4 * run.model.vocabulary * run.model.width
     assert "offloaded gradients" not in there
-    assert rank_traffic(run, run.parallelism.holds(run)).link == 3 * weights
+    assert rank_traffic(run, run.parallelism.rank_memory(run)).link == 3 * weights
     saved = worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(run).peak
     assert saved == pytest.approx(2 * weights, rel=1e-3)
 
@@ -61,14 +61,18 @@ def test_paged_state_moves_only_where_there_is_no_room(run_of: Compose) -> None:
     plain = replace(run_of("hardware.memory_gib=200"), parallelism=SingleConfig())
     paged = replace(plain, optimizer=PagedAdamWConfig())
     small = replace(paged, hardware=replace(paged.hardware, memory_gib=80.0))
-    state = 2 * plain.model.parameters * 4
+    state = 2 * plain.model.num_parameters * 4
     assert worst_rank.worst_rank_breakdown(plain).peak - worst_rank.worst_rank_breakdown(
         paged
     ).peak == pytest.approx(state, rel=1e-3)
     assert lines(paged)["paged optimizer state"] == state
-    moved = [rank_traffic(run, run.parallelism.holds(run)).paged for run in (plain, paged, small)]
+    moved = [
+        rank_traffic(run, run.parallelism.rank_memory(run)).paged for run in (plain, paged, small)
+    ]
     assert moved == [0, 0, 2 * state]
-    quick, slow = (transfer_seconds(run, run.parallelism.holds(run)) for run in (paged, small))
+    quick, slow = (
+        transfer_seconds(run, run.parallelism.rank_memory(run)) for run in (paged, small)
+    )
     link = small.hardware.host_link_gb_per_s
     assert link is not None
     assert slow.stepping - quick.stepping == pytest.approx(2 * state / (link * 1e9))
@@ -103,9 +107,9 @@ def test_activations_wait_on_the_host(compose: Compose) -> None:
     )
     rest = [part for part in LINE[:-2] if not part.startswith("parallelism")]
     four = compose(*rest, *away, *piped, "trainer.micro_batch=4", here=False)
-    held = four.parallelism.holds(four, 0)
+    held = four.parallelism.rank_memory(four, 0)
     assert held.in_flight == 2  # of one row each, through the layers of a stage
-    of_stage = inputs * held.layers // run.model.layers
+    of_stage = inputs * held.num_layers // run.model.layers
     assert lines(four)["offloaded activations"] == 2 * 2 * of_stage
     on_disk = compose(*LINE[:-2], *away, "hardware=cpu", here=False)
     assert "offloaded activations" not in lines(on_disk)
@@ -119,24 +123,24 @@ def test_a_checkpoint_on_its_way_is_a_copy_of_the_state(run_of: Compose) -> None
 def test_a_node_may_be_too_small_where_the_devices_are_not(run_of: Compose) -> None:
     line = ("hardware.host_memory_gib=100", "checkpoint.background=true")
     plan = build_plan(run_of(*line))
-    assert plan.fit.host is not None
-    assert plan.fit.host.peak > 100 * GIB
-    assert plan.fit.verdict is FitStatus.host_out_of_memory
-    assert plan.cure is not None
-    assert plan.cure.told == ("checkpoint.background=false",)
+    assert plan.fit.host_breakdown is not None
+    assert plan.fit.host_breakdown.peak > 100 * GIB
+    assert plan.fit.status is FitStatus.host_out_of_memory
+    assert plan.suggested_fix is not None
+    assert plan.suggested_fix.overrides == ("checkpoint.background=false",)
     assert (
-        build_plan(run_of("hardware.host_memory_gib=200", *line[1:])).fit.verdict is FitStatus.fits
+        build_plan(run_of("hardware.host_memory_gib=200", *line[1:])).fit.status is FitStatus.fits
     )
 
 
 def test_a_profile_that_tells_of_no_node_judges_none(run_of: Compose) -> None:
     fit = build_plan(run_of(OFFLOAD)).fit
-    assert fit.host is None
-    assert fit.verdict is FitStatus.fits
+    assert fit.host_breakdown is None
+    assert fit.status is FitStatus.fits
 
 
 def test_what_is_offloaded_for_nothing_need_not_be(run_of: Compose) -> None:
     plan = build_plan(run_of(OFFLOAD, "hardware.host_memory_gib=64"))
-    assert plan.fit.verdict is FitStatus.host_out_of_memory
-    assert plan.cure is not None
-    assert plan.cure.told == ("parallelism.cpu_offload=false",)
+    assert plan.fit.status is FitStatus.host_out_of_memory
+    assert plan.suggested_fix is not None
+    assert plan.suggested_fix.overrides == ("parallelism.cpu_offload=false",)

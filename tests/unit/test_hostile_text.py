@@ -99,7 +99,7 @@ def test_scripts_and_emoji_stay_as_they_are() -> None:
 def test_an_error_of_several_issues_has_a_line_for_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    error = ConfigError.one(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    error = ConfigError.for_key(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     assert len(str(error).splitlines()) == 2
     console.print_lines(*str(error).split("\n"))
     assert_shown(capsys.readouterr().out)

@@ -29,11 +29,11 @@ TARGETS = ("torch.hub.load", "shutil.copyfile", "sqlite3.connect", "os.makedirs"
 class Quiet(Command):
     """Does nothing with a run."""
 
-    def one(self, run: RunConfig, folder: Path) -> int:
+    def run_single(self, run: RunConfig, folder: Path) -> int:
         """Returns success."""
         return 0
 
-    def many(self, jobs: list[SweepJob], *_: object) -> list[object]:  # type: ignore[override]
+    def run_sweep(self, jobs: list[SweepJob], *_: object) -> list[object]:  # type: ignore[override]
         """Runs nothing."""
         raise AssertionError(jobs)
 
@@ -99,7 +99,7 @@ def test_an_experiment_file_cannot_run_code_by_hydra(
     before = list(logging.getLogger().handlers)
     with pytest.raises(ConfigError) as caught:
         run_command(Quiet(), [*flags, "-cd", "own", "experiment=x"])
-    assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
+    assert any(complaint.key.startswith("hydra") for complaint in caught.value.issues)
     assert logging.getLogger().handlers == before
     assert os.listdir() == ["own"]
 
@@ -120,7 +120,7 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
     added = "+" if group == "callbacks" else ""
     with pytest.raises(ConfigError) as caught:
         run_command(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
-    assert any(complaint.key.startswith("hydra") for complaint in caught.value.complaints)
+    assert any(complaint.key.startswith("hydra") for complaint in caught.value.issues)
     assert os.listdir() == ["own"]
 
 
@@ -141,7 +141,7 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
 def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([line])
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key.startswith("hydra")
     assert_fixes_work([line], complaint, compose)
     with pytest.raises(ConfigError, match=complaint.key.replace(".", r"\.")):

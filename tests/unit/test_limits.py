@@ -32,5 +32,5 @@ def test_a_device_gives_no_more_than_its_limit(
         hardware=replace(run.hardware, device=DeviceKind.cuda),
         launch=Launch(memory_limit_gib=limit),
     )
-    set_device(run, RankInfo(rank=0, local_rank=0, local_ranks=1))
+    set_device(run, RankInfo(rank=0, local_rank=0, local_world_size=1))
     assert told == shares

@@ -46,12 +46,12 @@ def test_a_lock_excludes_other_processes_until_they_die(
         locks.acquire_lock(tmp_path)
     owner = locks.lock_owner(tmp_path)
     assert owner is not None
-    assert owner.cure == f"kill {holder.pid}"
+    assert owner.kill_command == f"kill {holder.pid}"
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert locks.lock_owner(tmp_path) is None
     with locks.acquire_lock(tmp_path) as lock:
-        assert lock.held
+        assert lock.is_held
         assert json.loads((tmp_path / locks.FILE).read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +77,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             os._exit(0)
     assert locks.lock_owner(tmp_path) is None
     with locks.acquire_lock(tmp_path) as lock:
-        assert lock.held
+        assert lock.is_held
     os.write(writer, b"x")
     assert os.waitpid(child, 0)[1] == 0
     os.close(reader)
@@ -89,7 +89,7 @@ def test_a_process_of_another_host_is_ended_there(tmp_path: Path) -> None:
         (tmp_path / locks.FILE).write_text('{"pid": 12, "host": "node7"}')
         owner = locks.lock_owner(tmp_path)
     assert owner is not None
-    assert (str(owner), owner.cure) == ("process 12 on node7", "ssh node7 kill 12")
+    assert (str(owner), owner.kill_command) == ("process 12 on node7", "ssh node7 kill 12")
 
 
 @pytest.mark.parametrize("code", sorted(locks.UNSUPPORTED))
@@ -101,7 +101,7 @@ def test_a_file_system_without_locks_is_no_obstacle(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     lock = locks.acquire_lock(tmp_path)
-    assert not lock.held
+    assert not lock.is_held
     lock.release()
     assert locks.lock_owner(tmp_path) is None
 
@@ -111,4 +111,4 @@ def test_a_read_only_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "open", read_only)
-    assert not locks.acquire_lock(tmp_path).held
+    assert not locks.acquire_lock(tmp_path).is_held

@@ -117,22 +117,22 @@ def test_live_bytes_follow_allocation_and_release(counter: type) -> None:
     live = counter()
     with live:
         a = torch.zeros(256)
-        assert live.now == 1024
+        assert live.current_bytes == 1024
         b = a + 1
-        assert live.now == 2048
+        assert live.current_bytes == 2048
         view = b.view(16, 16).t()
         a += 1
-        assert live.now == 2048
+        assert live.current_bytes == 2048
         del b
-        assert live.now == 2048
+        assert live.current_bytes == 2048
         del view
         gc.collect()
-        assert live.now == 1024
+        assert live.current_bytes == 1024
         assert live.take_peak() == pytest.approx(2048, abs=64)  # and a number on its way
         assert live.take_peak() == 1024
-        assert live.bytes_among([a, a[:3]]) == 1024
+        assert live.tracked_bytes([a, a[:3]]) == 1024
     torch.zeros(999)
-    assert live.now == 1024
+    assert live.current_bytes == 1024
 
 
 @COUNTERS
@@ -141,7 +141,7 @@ def test_what_was_there_before_is_not_counted(counter: type) -> None:
     with counter() as live:
         old.view(10, 100).t()
         old.add_(1)
-        assert live.now == 0
+        assert live.current_bytes == 0
 
 
 def test_bytes_of_counts_a_storage_once() -> None:
@@ -156,9 +156,9 @@ def test_an_abandoned_probe_stops_counting() -> None:
     probe = MemoryProbe(network, optimizer, torch.device("cpu"))
     probe.start()
     probe.abandon()
-    before = probe._live.now
+    before = probe._live.current_bytes
     kept = torch.zeros(1000)
-    assert probe._live.now == before
+    assert probe._live.current_bytes == before
     assert kept.numel() == 1000
 
 
@@ -170,13 +170,13 @@ def test_the_host_s_peak_holds_this_process() -> None:
 def test_what_was_there_before_is_followed_as_long_as_it_lives(counter: type) -> None:
     old, resized = torch.zeros(1000), torch.zeros(500)
     live = counter([resized])
-    live.follow([old])
+    live.track([old])
     with live:
-        assert (live.now, live.watched) == (6000, 2000)
-        assert live.bytes_among([old]) == 4000
+        assert (live.current_bytes, live.resizable_bytes) == (6000, 2000)
+        assert live.tracked_bytes([old]) == 4000
         resized.untyped_storage().resize_(0)
         del old
-        assert (live.now, live.watched) == (0, 0)
+        assert (live.current_bytes, live.resizable_bytes) == (0, 0)
         assert live.take_peak() == 6000
 
 

@@ -62,7 +62,7 @@ def test_groups_are_made_by_names() -> None:
     )
     frozen = Parameter(requires_grad=False)
     held = {weight: Parameter() for weight in (MATRIX, TABLE, NORM)}
-    groups = optimizer.groups(cast(Any, [*held.items(), (MATRIX, frozen)]))
+    groups = optimizer.build_parameter_groups(cast(Any, [*held.items(), (MATRIX, frozen)]))
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.0), (0.5, 0.1)]
     assert groups[0]["params"] == [held[MATRIX], held[NORM]]
     assert groups[1]["params"] == [held[TABLE]]
@@ -70,8 +70,8 @@ def test_groups_are_made_by_names() -> None:
 
 def test_factors_multiply() -> None:
     optimizer = AdamWConfig(lr=1.0, lr_factors={"embed": 0.5, "weight$": 0.1})
-    assert optimizer.settings(TABLE)["lr"] == pytest.approx(0.05)
-    assert optimizer.settings(MATRIX)["lr"] == pytest.approx(0.1)
+    assert optimizer.group_settings(TABLE)["lr"] == pytest.approx(0.05)
+    assert optimizer.group_settings(MATRIX)["lr"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_patterns_come_from_the_command_line() -> None:
     run = compose([*UNTRACKED, "+optimizer.lr_factors.embedding=0.1", "optimizer.no_decay=[norm]"])
     assert run.optimizer.lr_factors == {"embedding": 0.1}
     assert run.optimizer.no_decay == ("norm",)
-    assert run.optimizer.settings(TABLE)["lr"] == pytest.approx(run.optimizer.lr * 0.1)
+    assert run.optimizer.group_settings(TABLE)["lr"] == pytest.approx(run.optimizer.lr * 0.1)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_layout_that_cannot_give_what_it_needs_is_refused(
     parts = LAYOUTS.get(layout, (f"parallelism={layout}",))
     with pytest.raises(ConfigError) as refused:
         compose([*SHAPE, *parts, f"optimizer={optimizer}", "schedule=constant"])
-    assert [c.key for c in refused.value.complaints] == ["optimizer"]
+    assert [c.key for c in refused.value.issues] == ["optimizer"]
     assert reason in str(refused.value)
 
 

@@ -75,7 +75,7 @@ def test_a_package_of_its_own(folder: str) -> None:
 def test_a_refusal_knows_it(lines: list[str], complaint: str, folder: str) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(folder, *lines)
-    (found,) = caught.value.complaints
+    (found,) = caught.value.issues
     assert complaint in str(found)
 
 
@@ -125,7 +125,7 @@ def trusting(folder: str) -> str:
 def test_no_file_trusts_a_package(lines: list[str], trusting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(trusting, *lines)
-    said = [str(it) for it in caught.value.complaints if it.key == "trusted_packages"]
+    said = [str(it) for it in caught.value.issues if it.key == "trusted_packages"]
     assert len(said) == 1, caught.value
     assert "trusted_packages=[foreign]: is set by a file" in said[0]
     assert "type 'trusted_packages=[foreign]'" in said[0]

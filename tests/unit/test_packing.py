@@ -139,7 +139,7 @@ def test_a_job_that_never_fits_is_refused_and_nothing_starts(
 ) -> None:
     monkeypatch.setattr(packed_executor, "this_machine", lambda: Machine((), "", 2, GIB))
     task = SweepTask(3, JobSpec(compose("hardware=cpu")), tmp_path / "3")
-    ((told, result),) = executors.build_executor({"engine": "packed"}).results(
+    ((told, result),) = executors.build_executor({"engine": "packed"}).iter_results(
         [task], lambda _: None
     )
     assert told == task

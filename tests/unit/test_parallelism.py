@@ -46,18 +46,18 @@ LAID_OUT: list[tuple[MeshConfig, list[int], int]] = [
 def test_auto_is_what_the_devices_leave(
     spec: MeshConfig, devices: int | None, sizes: dict[str, int]
 ) -> None:
-    settled = spec.settle(devices)
+    settled = spec.resolve(devices)
     assert settled.sizes == dict.fromkeys(AXES, 1) | sizes
     assert settled.world_size == math.prod(sizes.values())
-    assert settled.settle(devices) == settled
-    assert list(settled.complaints()) == []
+    assert settled.resolve(devices) == settled
+    assert list(settled.validate()) == []
 
 
 @pytest.mark.parametrize(("spec", "shares", "averaged"), LAID_OUT, ids=repr)
 def test_who_reads_which_rows(spec: MeshConfig, shares: list[int], averaged: int) -> None:
-    assert [spec.data_rank(rank) for rank in range(spec.world_size)] == shares
+    assert [spec.data_parallel_rank(rank) for rank in range(spec.world_size)] == shares
     assert set(shares) == set(range(spec.data_parallel_size))
-    assert spec.averaged_over == averaged
+    assert spec.gradient_averaging_size == averaged
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,17 @@ def test_who_reads_which_rows(spec: MeshConfig, shares: list[int], averaged: int
     ids=repr,
 )
 def test_who_draws_alike(spec: ParallelismConfig, drawn: list[int]) -> None:
-    assert [spec.drawing_rank(rank) for rank in range(spec.world_size)] == drawn
+    assert [spec.dropout_rank(rank) for rank in range(spec.world_size)] == drawn
 
 
 def test_every_replica_reads_rows_of_its_own() -> None:
-    assert [DDPConfig(replicas=3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
-    assert DDPConfig(replicas=3).averaged_over == DDPConfig(replicas=3).data_parallel_size == 3
-    assert (SingleConfig().data_rank(0), SingleConfig().averaged_over) == (0, 1)
+    assert [DDPConfig(replicas=3).data_parallel_rank(rank) for rank in range(3)] == [0, 1, 2]
+    assert (
+        DDPConfig(replicas=3).gradient_averaging_size
+        == DDPConfig(replicas=3).data_parallel_size
+        == 3
+    )
+    assert (SingleConfig().data_parallel_rank(0), SingleConfig().gradient_averaging_size) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,9 @@ def test_stages_and_pieces(schedule: str, each: int | None, stages: int) -> None
     spec = MeshConfig(
         pipeline=3, pipeline_schedule=PipelineSchedule(schedule), stages_per_rank=each
     )
-    assert (spec.stages, spec.pieces) == (stages, stages)
-    assert replace(spec, pipeline_micro_batches=12).pieces == 12
-    assert list(spec.complaints()) == []
+    assert (spec.num_stages, spec.num_pipeline_micro_batches) == (stages, stages)
+    assert replace(spec, pipeline_micro_batches=12).num_pipeline_micro_batches == 12
+    assert list(spec.validate()) == []
 
 
 def test_torch_knows_every_schedule() -> None:
@@ -126,7 +130,7 @@ def test_torch_knows_every_schedule() -> None:
     ids=repr,
 )  # fmt: skip
 def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
-    complaints = list(spec.complaints())
+    complaints = list(spec.validate())
     assert [complaint.key for complaint in complaints] == [f"parallelism.{key}" for key in keys]
     assert all(complaint.reason for complaint in complaints)
 
@@ -138,14 +142,14 @@ def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
     ids=repr,
 )  # fmt: skip
 def test_edges_that_are_allowed(spec: ParallelismConfig) -> None:
-    assert list(spec.complaints()) == []
+    assert list(spec.validate()) == []
 
 
 def test_sizes_left_open_are_settled() -> None:
-    assert DDPConfig().settle(4).world_size == 4
-    assert DDPConfig(replicas=3).settle(4).world_size == 3
+    assert DDPConfig().resolve(4).world_size == 4
+    assert DDPConfig(replicas=3).resolve(4).world_size == 3
     assert DDPConfig().world_size == 2
-    assert SingleConfig().settle(8).world_size == SingleConfig().data_parallel_size == 1
+    assert SingleConfig().resolve(8).world_size == SingleConfig().data_parallel_size == 1
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,6 @@ def test_sizes_left_open_are_settled() -> None:
      (MeshConfig(shards=2), "ModelParallelStrategy")],
 )  # fmt: skip
 def test_each_is_a_strategy_of_lightning_s(spec: ParallelismConfig, theirs: str) -> None:
-    strategy = spec.strategy(DeviceKind.cpu)
+    strategy = spec.build_strategy(DeviceKind.cpu)
     assert isinstance(strategy, ParallelStrategy)
     assert isinstance(strategy, getattr(strategies, theirs))

@@ -47,11 +47,11 @@ def test_a_reference_costs_a_pass_forward(compose: Compose) -> None:
     lines["asked"] = (*pairs, "adapter=lora")
     runs = {name: compose(*LLAMA, *line, here=False) for name, line in lines.items()}
     steps = {name: found for name, run in runs.items() if (found := predict_step_time(run))}
-    assert steps["kept"].products == pytest.approx(2 * steps["text"].products, rel=0.01)
-    assert steps["asked"].products == pytest.approx(2 * steps["frozen"].products, rel=0.01)
-    assert [name for name, step in steps.items() if step.reference] == ["asked"]
-    arithmetic = steps["kept"].products + steps["kept"].attention + steps["kept"].pointwise
-    assert arithmetic / 4 < steps["asked"].reference < arithmetic / 2.5
+    assert steps["kept"].matmul == pytest.approx(2 * steps["text"].matmul, rel=0.01)
+    assert steps["asked"].matmul == pytest.approx(2 * steps["frozen"].matmul, rel=0.01)
+    assert [name for name, step in steps.items() if step.forward_only] == ["asked"]
+    arithmetic = steps["kept"].matmul + steps["kept"].attention + steps["kept"].pointwise
+    assert arithmetic / 4 < steps["asked"].forward_only < arithmetic / 2.5
     assert runs["kept"].flops_per_step == 2 * runs["text"].flops_per_step
     third = runs["text"].flops_per_token / 3
     assert runs["asked"].flops_per_token == runs["frozen"].flops_per_token + third
@@ -69,17 +69,20 @@ def ledger(gib: float) -> MemoryBreakdown:
 def test_a_verdict_leaves_room_for_what_an_allocator_reserves(
     gib: float, verdict: FitStatus
 ) -> None:
-    fit = FitReport(ledger(gib), capacity=80 * GIB, context=GIB, on_cpu=False)
-    assert fit.verdict is verdict
+    fit = FitReport(ledger(gib), capacity=80 * GIB, context_bytes=GIB, on_cpu=False)
+    assert fit.status is verdict
     least, usual, most = fit.reserved
     assert least == int(gib * GIB) + GIB < usual < most
     assert fit.margin == 80 * GIB - usual
 
 
 def test_the_processor_reserves_what_it_allocates() -> None:
-    fit = FitReport(ledger(79.5), capacity=80 * GIB, context=0, on_cpu=True)
-    assert fit.verdict is FitStatus.fits
-    assert FitReport(ledger(1), capacity=None, context=0, on_cpu=True).verdict is FitStatus.unknown
+    fit = FitReport(ledger(79.5), capacity=80 * GIB, context_bytes=0, on_cpu=True)
+    assert fit.status is FitStatus.fits
+    assert (
+        FitReport(ledger(1), capacity=None, context_bytes=0, on_cpu=True).status
+        is FitStatus.unknown
+    )
 
 
 def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
@@ -87,7 +90,7 @@ def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
         MemoryEntry("activations", {StepPhase.loss: 6, StepPhase.backward_last: 4}, "", ""),
         MemoryEntry("gradients", {StepPhase.backward_last: 3, StepPhase.optimizer: 5}, "", ""),
     )
-    assert (MemoryBreakdown(lines).peak, MemoryBreakdown(lines).fullest) == (
+    assert (MemoryBreakdown(lines).peak, MemoryBreakdown(lines).peak_phase) == (
         7,
         StepPhase.backward_last,
     )
@@ -96,13 +99,13 @@ def test_a_peak_is_of_one_phase_and_no_sum_of_all() -> None:
 @pytest.mark.parametrize("name", paths.option_names("experiment"))
 def test_every_experiment_has_a_plan(name: str, compose: Compose) -> None:
     run = compose(f"experiment={name}", here=False)
-    if run.objective.by_trace:
+    if run.objective.trace_only:
         assert run.plan.method is MemoryMethod.trace
         return
     plan = build_plan(run)
-    assert plan.fit.verdict is FitStatus.fits
-    assert plan.fit.ledger.peak > plan.run.model.parameters * 4
-    assert all(line.reason for line in plan.fit.ledger.lines)
+    assert plan.fit.status is FitStatus.fits
+    assert plan.fit.breakdown.peak > plan.run.model.num_parameters * 4
+    assert all(line.reason for line in plan.fit.breakdown.entries)
 
 
 @pytest.mark.parametrize(
@@ -124,26 +127,26 @@ def test_a_cure_is_a_line_under_which_the_run_fits(
     relaid = any(part.startswith("parallelism=") for part in line)
     whole = [*(part for part in LLAMA if not (relaid and "shards=" in part)), *line]
     plan = plan_of(*whole)
-    assert plan.fit.verdict is FitStatus.out_of_memory
-    assert plan.cure is not None
-    typed = compose(*replace_overrides(whole, plan.cure.told), here=False)
+    assert plan.fit.status is FitStatus.out_of_memory
+    assert plan.suggested_fix is not None
+    typed = compose(*replace_overrides(whole, plan.suggested_fix.overrides), here=False)
     again = check_fit(typed)
-    assert again.verdict is FitStatus.fits
-    assert again.ledger.peak == plan.cure.fit.ledger.peak
+    assert again.status is FitStatus.fits
+    assert again.breakdown.peak == plan.suggested_fix.fit.breakdown.peak
     assert typed.global_batch == plan.run.global_batch
 
 
 def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
     plan = plan_of(*LLAMA, "memory=checkpoint_full")
-    assert plan.fit.verdict is FitStatus.fits
-    assert plan.cure is None
+    assert plan.fit.status is FitStatus.fits
+    assert plan.suggested_fix is None
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", here=False)
-    tapes = run.model.tapes(forward_spec(run, rows=2, tokens=256))
-    parts = [*[tapes.block] * run.model.layers, tapes.last]
+    tapes = run.model.build_op_graphs(forward_spec(run, sequences=2, tokens_per_sequence=256))
+    parts = [*[tapes.block] * run.model.layers, tapes.head]
     made = {
         work: sum(
             operator.flops + operator.backward_flops
@@ -154,7 +157,7 @@ def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Comp
         for work in OpWork
     }
     # A causal kernel skips half of what the model's own count has.
-    counted = made[OpWork.product] + 2 * made[OpWork.attention]
+    counted = made[OpWork.matmul] + 2 * made[OpWork.attention]
     assert counted == pytest.approx(run.model.flops(256) * 2 * 256)
 
 
@@ -166,11 +169,11 @@ def test_time_follows_from_the_rates(compose: Compose) -> None:
     )
     assert slow is not None
     assert fast is not None
-    assert slow.products == pytest.approx(2 * fast.products, rel=0.05)
+    assert slow.matmul == pytest.approx(2 * fast.matmul, rel=0.05)
     assert fast.seconds == pytest.approx(sum(fast.parts().values()))
     tokens = run.tokens_per_step / run.world_size
-    least = 6 * run.model.parameters * tokens / (989.5e12 * 0.8)
-    assert fast.products == pytest.approx(least, rel=0.1)  # the embedding is no product
+    least = 6 * run.model.num_parameters * tokens / (989.5e12 * 0.8)
+    assert fast.matmul == pytest.approx(least, rel=0.1)  # the embedding is no product
 
 
 def test_recomputation_costs_another_forward(compose: Compose) -> None:
@@ -181,7 +184,7 @@ def test_recomputation_costs_another_forward(compose: Compose) -> None:
     assert kept is not None
     assert again is not None
     assert kept.recompute == 0
-    forward = (kept.products + kept.attention + kept.pointwise) / 3
+    forward = (kept.matmul + kept.attention + kept.pointwise) / 3
     assert again.recompute == pytest.approx(forward, rel=0.2)
 
 
@@ -200,7 +203,9 @@ def test_a_pipeline_waits_for_its_first_and_last_piece(compose: Compose) -> None
         for pieces in (4, 32)
     }
     bubbles = {
-        pieces: step.bubble / (step.seconds - step.bubble) for pieces, step in steps.items() if step
+        pieces: step.pipeline_bubble / (step.seconds - step.pipeline_bubble)
+        for pieces, step in steps.items()
+        if step
     }
     assert bubbles[4] == pytest.approx(3 / 4, rel=0.1)  # (stages - 1) / pieces
     assert bubbles[32] == pytest.approx(3 / 32, rel=0.1)
@@ -216,7 +221,7 @@ def test_messages_between_nodes_take_the_slower_link(compose: Compose) -> None:
     )
     assert within is not None
     assert across is not None
-    assert across.messages["tensor"] > 4 * within.messages["tensor"]
+    assert across.exposed_communication["tensor"] > 4 * within.exposed_communication["tensor"]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_messages_are_named_by_the_axes_that_are_cut(
     )
     step = predict_step_time(compose(*line, *(f"parallelism.{size}" for size in sizes), here=False))
     assert step is not None
-    assert set(step.messages) - {"the whole mesh"} == axes
+    assert set(step.exposed_communication) - {"the whole mesh"} == axes
 
 
 @pytest.mark.timed
@@ -284,7 +289,7 @@ CPU = (
 
 
 def step(plan_of: Compose, *line: str) -> StepTime:
-    found = plan_of(*CPU, *line).step
+    found = plan_of(*CPU, *line).step_time
     assert isinstance(found, StepTime)
     return found
 
@@ -292,15 +297,17 @@ def step(plan_of: Compose, *line: str) -> StepTime:
 def test_a_measured_rate_goes_before_a_share_of_the_peak(plan_of: Compose) -> None:
     plain = step(plan_of, "hardware.product_share=0.5")
     reached = step(plan_of, "hardware.fp32_reached_tflops=0.05")
-    assert reached.products == pytest.approx(plain.products)
-    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").products > 5 * reached.products
+    assert reached.matmul == pytest.approx(plain.matmul)
+    assert step(plan_of, "hardware.fp32_reached_tflops=0.005").matmul > 5 * reached.matmul
 
 
 def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
     run = plan_of(*CPU).run
-    operators = len(run.model.tapes(forward_spec(run, 4, 128)).block.operators) * run.model.layers
+    operators = (
+        len(run.model.build_op_graphs(forward_spec(run, 4, 128)).block.operators) * run.model.layers
+    )
     found = step(plan_of, "hardware.launch_us=100000")
-    busy = found.products + found.attention + found.pointwise
+    busy = found.matmul + found.attention + found.pointwise
     assert busy >= operators * run.accumulation * 0.1
     assert found.pointwise > 100 * step(plan_of).pointwise
 
@@ -308,14 +315,14 @@ def test_no_operator_takes_less_than_its_launch(plan_of: Compose) -> None:
 def test_ranks_share_a_processor(plan_of: Compose) -> None:
     two = step(plan_of, "parallelism=ddp", "parallelism.replicas=2")
     one = step(plan_of)
-    assert two.products == pytest.approx(one.products)
+    assert two.matmul == pytest.approx(one.matmul)
     assert two.pointwise == pytest.approx(one.pointwise)
 
 
 def test_rows_are_gathered_at_the_rate_of_the_loader(plan_of: Compose) -> None:
-    assert step(plan_of).rows == 0
+    assert step(plan_of).data_loading == 0
     tokens = plan_of(*CPU).run.tokens_per_step
-    assert step(plan_of, "hardware.loader_tokens_per_s=1000").rows == tokens / 1000
+    assert step(plan_of, "hardware.loader_tokens_per_s=1000").data_loading == tokens / 1000
 
 
 def test_a_limit_makes_a_smaller_card_of_a_larger(plan_of: Compose) -> None:
@@ -328,11 +335,11 @@ def test_a_limit_makes_a_smaller_card_of_a_larger(plan_of: Compose) -> None:
 def test_what_the_ledger_leaves_out_is_no_reason_to_be_sure(plan_of: Compose) -> None:
     line = (*LLAMA, "parallelism=pipeline", "parallelism.pipeline=2", "trainer.micro_batch=4")
     fit = plan_of(*line, "parallelism.pipeline_schedule=zbv_zero_bubble").fit
-    assert "gradients of weights come later" in fit.uncounted
+    assert "gradients of weights come later" in fit.unmodeled_memory
     room = replace(fit, capacity=int(1.5 * fit.reserved[1]))
-    assert room.verdict is FitStatus.borderline
-    assert replace(room, traced=fit.peak).verdict is FitStatus.fits
-    assert plan_of(*line).fit.uncounted == ""
+    assert room.status is FitStatus.borderline
+    assert replace(room, traced_peak=fit.peak).status is FitStatus.fits
+    assert plan_of(*line).fit.unmodeled_memory == ""
 
 
 def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
@@ -341,12 +348,12 @@ def test_zero_sends_gradients_and_weights(plan_of: Compose) -> None:
     for stage, reduced, gathers in ((1, 1, 1), (2, 4, 1), (3, 4, 8)):
         run = plan_of(*rest, f"parallelism=deepspeed_zero{stage}", *four).run
         gradients, weights = run.parallelism.collectives(run)
-        count = run.model.parameters
+        count = run.model.num_parameters
         assert (gradients.bytes, gradients.count) == (4 * count, reduced)
         assert (weights.bytes, weights.count) == (2 * count, gathers)
         step = predict_step_time(run)
         assert step is not None
-        assert step.hidden + sum(step.messages.values()) > 0
+        assert step.overlapped_communication + sum(step.exposed_communication.values()) > 0
 
 
 def test_a_device_without_bf16_says_so(compose: Compose) -> None:
@@ -357,7 +364,7 @@ def test_a_device_without_bf16_says_so(compose: Compose) -> None:
 def test_a_cure_keeps_the_devices(plan_of: Compose) -> None:
     rest = [part for part in LLAMA if not part.startswith("parallelism")]
     eight = ("parallelism=ddp", "parallelism.replicas=8", "hardware.devices_per_node=8")
-    found = plan_of(*rest, *eight).cure
+    found = plan_of(*rest, *eight).suggested_fix
     assert found is not None
     assert found.run.world_size == 8
 
@@ -370,9 +377,11 @@ def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) 
         (("parallelism=fsdp", "parallelism.shards=8", "parallelism.cpu_offload=true"), 8),
     ):
         plain, plan = plan_of(*rest, *layout), plan_of(*rest, *layout, "callbacks=[guard,ema]")
-        share = 4 * plan.run.model.parameters / ranks
-        on_device = {line.what: line.most for line in plan.fit.ledger.lines}.get("average", 0)
-        node = {line.what: line.most for line in host_memory.node_memory(plan.run).lines}
+        share = 4 * plan.run.model.num_parameters / ranks
+        on_device = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}.get(
+            "average", 0
+        )
+        node = {line.name: line.max_bytes for line in host_memory.node_memory(plan.run).entries}
         on_host = node.get("offloaded average", 0)
         if len(layout) == 3:
             assert on_device == 0, layout
@@ -380,7 +389,7 @@ def test_breakdown_names_the_moving_average_where_weights_are(plan_of: Compose) 
         else:
             assert on_host == 0, layout
             assert on_device == pytest.approx(share, rel=1e-3), layout
-        assert plan.fit.ledger.peak - plain.fit.ledger.peak == on_device
+        assert plan.fit.breakdown.peak - plain.fit.breakdown.peak == on_device
 
 
 def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
@@ -389,8 +398,8 @@ def test_zero_shares_masters_out_and_works_in_bf16(plan_of: Compose) -> None:
     for stage in (1, 2, 3):
         zero = (f"parallelism=deepspeed_zero{stage}", f"parallelism.replicas={ranks}")
         plan = plan_of(*rest, *zero)
-        sizes = {line.what: line.most for line in plan.fit.ledger.lines}
-        count = plan.run.model.parameters
+        sizes = {line.name: line.max_bytes for line in plan.fit.breakdown.entries}
+        count = plan.run.model.num_parameters
         whole = 1 if stage < 3 else ranks
         assert sizes["parameters"] == pytest.approx(2 * count / whole, rel=1e-3)
         assert sizes["masters"] == pytest.approx(4 * count / ranks, rel=1e-3)

@@ -144,7 +144,7 @@ def test_the_embedded_text_is_read_by_a_tokenizer_that_is_given(
 ) -> None:
     path = files / "weights" / "tokenizer.json"
     spec = kind(megabytes=0.3, sequence=512, tokenizer=str(path), end_of_text=END)
-    assert spec.vocabulary_needed is None
+    assert spec.required_vocabulary is None
     splits = spec.prepare(300, 0)
     assert splits.tokenizer is not None
     kept = Tokenizer.from_file(str(splits.tokenizer))

@@ -48,7 +48,7 @@ def test_a_profile_is_known_by_the_device_s_name(
 ) -> None:
     found = here(device, device)
     assert (found.device, found.memory_gib, found.host_memory_gib) == ("cuda", memory, 512)
-    assert (found.devices, found.nodes) == (None, 1)
+    assert (found.total_devices, found.nodes) == (None, 1)
     assert found.read_off.startswith(f"hardware={profile} for" if profile else "no profile for")
     if profile:
         named = compose([f"hardware={profile}"], here=False).hardware
@@ -84,8 +84,8 @@ def test_a_plan_of_auto_has_a_verdict_and_says_why(
     here("NVIDIA H100 80GB HBM3")
     run = compose(["hardware=auto", "tracking=none"])
     plan = build_plan(run)
-    assert plan.fit.verdict is FitStatus.fits
-    assert plan.step is not None
+    assert plan.fit.status is FitStatus.fits
+    assert plan.step_time is not None
     show_plan.print_plan(plan)
     begin_job(JobSpec(run), tmp_path, None)
     told = "hardware=h100 for NVIDIA H100 80GB HBM3; host_memory_gib of this machine"

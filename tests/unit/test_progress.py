@@ -63,7 +63,7 @@ def test_one_that_has_been_silent(tmp_path: Path) -> None:
 def test_one_that_has_ended(tmp_path: Path) -> None:
     a_job(tmp_path / "run", "failed", rows=5, reason="it broke")
     (job,) = job_progress.read_progress(tmp_path / "run")
-    assert (job.seconds_left, job.seconds_silent, job.under_way) == (None, None, False)
+    assert (job.seconds_left, job.seconds_silent, job.is_active) == (None, None, False)
     assert verb.job_remark(job) == "it broke"
 
 

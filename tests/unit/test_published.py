@@ -50,17 +50,17 @@ ROW = {
 
 def test_a_row_is_a_run_of_ours() -> None:
     run = published_runs.build_run(ROW)
-    assert run.model.parameters == 8_030_261_248
+    assert run.model.num_parameters == 8_030_261_248
     assert (run.world_size, run.global_batch, run.accumulation) == (8, 16, 1)
     assert run.memory.recompute is Recompute.full
     assert (run.precision.parameters, run.precision.compute) == (FloatFormat.fp32, FloatFormat.bf16)
-    assert list(run.complaints()) == []
+    assert list(run.validate()) == []
 
 
 def test_a_framework_is_known_by_its_source() -> None:
     kempner = published_runs.build_run(ROW | {"source": "KempnerInstitute/KempnerForge", "tp": "2"})
     assert kempner.precision.parameters is FloatFormat.bf16  # whatever its rows call it
-    assert kempner.parallelism.holds(kempner).shape.loss == 2
+    assert kempner.parallelism.rank_memory(kempner).forward_spec.loss_element_bytes == 2
     mpt = published_runs.build_run(
         ROW | {"source": "mosaicml/llm-foundry", "precision": "amp_bf16"}
     )
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_table_is_refused(content: bytes, reason: str, tmp_pat
 def test_a_device_that_ran_out_of_memory_has_no_peak(tmp_path: Path) -> None:
     oom = compare_published.predict_row(ROW | {"peak_mem_GiB": "OOM", "tokens_per_s_per_gpu": ""})
     assert oom.memory is None
-    assert not oom.fitted
+    assert not oom.fit_in_memory
 
 
 def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
@@ -165,14 +165,16 @@ def test_quantized_weights_and_loading_are_added_to_a_step() -> None:
 
 def predictions(ratios: list[float], stack: str) -> list[RowPrediction]:
     return [
-        RowPrediction("lab/tool", stack, (10 * r, 10), (100 * r, 100), FitStatus.fits, fitted=True)
+        RowPrediction(
+            "lab/tool", stack, (10 * r, 10), (100 * r, 100), FitStatus.fits, fit_in_memory=True
+        )
         for r in ratios
     ]
 
 
 def test_one_scale_a_stack_takes_out_what_all_its_rows_share() -> None:
     rows = [*predictions([2.0, 2.0, 2.2], "a"), *predictions([0.5, 0.5], "b")]
-    rates = compare_published._group_ratios(rows, lambda p: p.stack, lambda p: p.rate)
+    rates = compare_published._group_ratios(rows, lambda p: p.stack, lambda p: p.throughput)
     plain, scaled = (
         compare_published._group_errors(rates),
         compare_published._group_errors(rates, compare_published._scale_by_group(rates)),

@@ -79,7 +79,7 @@ def test_jobs_of_a_sweep_that_is_gone_do_not_run(tmp_path: Path) -> None:
     job(tmp_path / "0", status="running", started="yesterday")
     found = job_progress.read_progress(tmp_path)
     assert [job.state for job in found] == ["lost", "not_run"]
-    assert not any(job.under_way for job in found)
+    assert not any(job.is_active for job in found)
     assert "resume_sweep" in found[1].reason
 
 

@@ -92,14 +92,16 @@ def test_a_line_shows_the_phases_that_there_are(
 
 def test_a_line_shows_tokens_with_and_without_padding(compose: Composed) -> None:
     run = compose()
-    rates = MetricsRecorder(run, 0, [], filled=0.25)._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    rates = MetricsRecorder(run, 0, [], unpadded_fraction=0.25)._throughput_metrics(
+        1, dict.fromkeys(PIPELINE, 0.1)
+    )
     every, real = (
         rates[f"throughput/{name}"] for name in ("tokens_per_s", "unpadded_tokens_per_s")
     )
     assert real == pytest.approx(every / 4)
     shown = format_window([row(1, PIPELINE) | rates], run, 2)
     assert f"{every:,.0f} tok/s ({real:,.0f} without padding)" in shown
-    full = MetricsRecorder(run, 0, [])._rates_of(1, dict.fromkeys(PIPELINE, 0.1))
+    full = MetricsRecorder(run, 0, [])._throughput_metrics(1, dict.fromkeys(PIPELINE, 0.1))
     assert "padding" not in format_window([row(1, PIPELINE) | full], run, 2)
 
 

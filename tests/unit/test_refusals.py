@@ -207,7 +207,7 @@ def test_a_package_that_the_user_trusts() -> None:
     line = "+callbacks.own._target_=mine.callbacks.Own"
     run = compose([line, "trusted_packages=[mine]"])
     assert run.callbacks["own"] == {"_target_": "mine.callbacks.Own"}
-    assert re.search(r"set 'trusted_packages=\[mine\]'", refused([line])[0].cure)
+    assert re.search(r"set 'trusted_packages=\[mine\]'", refused([line])[0].fix)
 
 
 def test_overrides_are_a_list_of_texts() -> None:

@@ -246,7 +246,7 @@ def test_no_step_is_taken_on_scaled_gradients() -> None:
     line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose([*line, "precision=fp16_mixed"], here=False)
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key == "optimizer.in_backward"
     assert "known to be finite" in complaint.reason
 
@@ -255,10 +255,10 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose(line, here=False)
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert (complaint.key, complaint.value) == ("precision", "fp16_mixed")
     assert "scales no fp16 gradients" in complaint.reason
-    assert "parallelism=ddp" in complaint.cure
+    assert "parallelism=ddp" in complaint.fix
     compose(["parallelism=ddp", *line[1:]], here=False)
 
 
@@ -272,7 +272,7 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
 def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["precision=fp8", *line], here=False)
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key == key
     assert reason in complaint.reason
 

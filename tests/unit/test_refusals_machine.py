@@ -48,7 +48,7 @@ def test_variables_on_which_the_tracker_would_stumble(
     (complaint,) = refused(lines)
     assert complaint.key == variable
     assert reason in complaint.reason
-    assert "unset it" in complaint.cure
+    assert "unset it" in complaint.fix
 
 
 def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:

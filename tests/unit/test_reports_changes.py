@@ -30,7 +30,7 @@ UNIT = number_format.memory_unit([GIB])
 def run(number: int, varied: dict[str, Any], **metrics: float) -> RunRecord:
     known = {"step": STEP, "peak": PEAK, "loss": LOSS}
     summary = RunSummary(metrics={known[key]: value for key, value in metrics.items()})
-    return RunRecord(str(number), number, "ok", varied=varied, summary=summary)
+    return RunRecord(str(number), number, "ok", varied_settings=varied, summary=summary)
 
 
 def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportComparison:
@@ -42,8 +42,8 @@ def sweep(varying: dict[str, tuple[Any, ...]], jobs: list[RunRecord]) -> ReportC
 def rungs(*settings: dict[str, Any]) -> ReportComparison:
     jobs = [
         RunRecord(
-            str(n), n, "ok", varied={"experiment": f"e{n}"},
-            changed=tuple(SettingChange(key, None, value) for key, value in found.items()),
+            str(n), n, "ok", varied_settings={"experiment": f"e{n}"},
+            changed_settings=tuple(SettingChange(key, None, value) for key, value in found.items()),
             summary=RunSummary(metrics={STEP: 1.0 + n}),
         )
         for n, found in enumerate(settings)
@@ -91,17 +91,17 @@ class TestLadder:
         found = ablation_effects.as_ablation(
             rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
         )
-        assert [rung.added for rung in found] == [(), ("a=2",), ("b=3",)]
+        assert [rung.added_overrides for rung in found] == [(), ("a=2",), ("b=3",)]
 
     def test_fields_of_a_new_option_go_without_saying(self) -> None:
         new = {"memory": "x", "memory.every": 2}
         found = ablation_effects.as_ablation(rungs({}, new, new | {"b": 3}))
-        assert found[1].added == ("memory=x",)
+        assert found[1].added_overrides == ("memory=x",)
 
     def test_a_compiler_may_go_with_what_it_does_not_reach(self) -> None:
         compiled = {"a": 1, "compile": "block"}
         found = ablation_effects.as_ablation(rungs({}, {"a": 1}, compiled, {"a": 1, "b": 2}))
-        assert found[-1].added == ("b=2", "without compile=block")
+        assert found[-1].added_overrides == ("b=2", "without compile=block")
 
     @pytest.mark.parametrize(
         "settings",
@@ -158,10 +158,10 @@ class TestSwaps:
             )
         }
         assert found["precision", "bf16_mixed"].pairs == 8
-        assert found["precision", "bf16_mixed"].time == pytest.approx(0.7)
-        assert found["precision", "bf16_mixed"].memory == pytest.approx(0.75)
+        assert found["precision", "bf16_mixed"].time_ratio == pytest.approx(0.7)
+        assert found["precision", "bf16_mixed"].memory_ratio == pytest.approx(0.75)
         assert found["parallelism", "ddp"].pairs == 5
-        assert found["parallelism", "ddp"].time == pytest.approx(0.6)
+        assert found["parallelism", "ddp"].time_ratio == pytest.approx(0.6)
         assert ("parallelism", "single") not in found
 
     def test_are_told_the_largest_first_and_the_idle_together(self, tmp_path: Path) -> None:
@@ -204,11 +204,11 @@ class TestSwaps:
             sweep({"parallelism": ("single", "ddp"), "seed": (1, 2)}, jobs)
         )
         assert (only.value, only.pairs) == ("ddp", 2)
-        assert only.time == pytest.approx(0.5)
+        assert only.time_ratio == pytest.approx(0.5)
         assert ablation_effects.changes_section(sweep({"seed": (1, 2)}, jobs[:2]), UNIT) is None
 
     def test_nothing_without_a_measured_pair(self) -> None:
-        jobs = [RunRecord(str(n), n, "failed", varied={"seed": n}) for n in range(3)]
+        jobs = [RunRecord(str(n), n, "failed", varied_settings={"seed": n}) for n in range(3)]
         assert ablation_effects.changes_section(sweep({"seed": (0, 1, 2)}, jobs), UNIT) is None
 
 
@@ -290,14 +290,14 @@ class TestCoordinates:
     def test_has_an_axis_for_each_setting_and_result(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
         (drawn,) = section.live
-        assert [label for _, label in drawn.what.axes] == [
+        assert [label for _, label in drawn.panel.axes] == [
             "parallelism", "precision", "optimizer.lr", "step, ms", "peak, GiB", "train loss",
         ]  # fmt: skip
         assert section.finding == "The four fastest jobs share precision=bf16_mixed"
 
     def test_settings_are_where_runs_log_them(self, tmp_path: Path) -> None:
         section = part(make_sweep(tmp_path / "s", GRID, grid_job), "coordinates")
-        names = [axis.name for axis, _ in section.live[0].what.axes]
+        names = [axis.name for axis, _ in section.live[0].panel.axes]
         assert names[:3] == ["choices.parallelism", "choices.precision", "optimizer.lr"]
         assert names[3:] == [f"final/{key}" for key in (STEP, PEAK, LOSS)]
 
@@ -309,8 +309,8 @@ class TestCoordinates:
 def test_a_job_that_never_began_did_not_run() -> None:
     begun = datetime(2026, 3, 14, tzinfo=UTC)
     jobs = [
-        RunRecord("0", 0, "ok", varied={"seed": 1}, started=begun),
-        RunRecord("1", 1, "interrupted", varied={"seed": 2}),
+        RunRecord("0", 0, "ok", varied_settings={"seed": 1}, started=begun),
+        RunRecord("1", 1, "interrupted", varied_settings={"seed": 2}),
     ]
     told = section_titles.matrix_heading(sweep({"seed": (1, 2)}, jobs))
     assert told.endswith("one of two jobs ran")

@@ -25,7 +25,7 @@ def run(
     summary = RunSummary(steps=3, metrics={known.get(key, key): v for key, v in metrics.items()})
     curve = MetricSeries((1, 2, 3), tuple(losses)) if losses else MetricSeries()
     return RunRecord(
-        folder=str(number), number=number, status="ok", varied=varied, summary=summary,
+        folder=str(number), number=number, status="ok", varied_settings=varied, summary=summary,
         series={LOSS: curve},
     )  # fmt: skip
 
@@ -115,11 +115,11 @@ class TestBest:
         assert compare.best_index([], True, number_format.format_whole) is None
 
     def test_front_is_what_no_other_job_beats(self) -> None:
-        assert [job.name for job in four().front] == ["ddp · bf16", "single · bf16"]
+        assert [job.name for job in four().pareto_front] == ["ddp · bf16", "single · bf16"]
 
     def test_not_finite_is_never_best(self) -> None:
         jobs = [run(0, {"seed": 0}, tokens=math.nan), run(1, {"seed": 1}, tokens=3.0)]
-        assert [j.run.number for j in sweep({"seed": (0, 1)}, jobs).ranked(SPEED, True)] == [1]
+        assert [j.run.number for j in sweep({"seed": (0, 1)}, jobs).rank_jobs(SPEED, True)] == [1]
 
 
 class TestDistance:
@@ -183,9 +183,9 @@ class TestShown:
             run(n, {"seed": n}, tokens=1000.0 - n, step=1 + n, peak=200.0 - n) for n in range(80)
         ]
         found = sweep({"seed": tuple(range(80))}, jobs, 70)
-        assert len(found.shown) == compare.SHOWN
-        assert found.reference in found.shown
-        assert found.front[0] in found.shown
+        assert len(found.charted_jobs) == compare.SHOWN
+        assert found.reference in found.charted_jobs
+        assert found.pareto_front[0] in found.charted_jobs
 
 
 class TestNumbers:
@@ -240,8 +240,8 @@ class TestSentences:
 
     def test_verdict_claims_nothing_without_numbers(self) -> None:
         jobs = [
-            RunRecord("0", 0, "failed", varied={"seed": 0}),
-            RunRecord("1", 1, "timeout", varied={"seed": 1}),
+            RunRecord("0", 0, "failed", varied_settings={"seed": 0}),
+            RunRecord("1", 1, "timeout", varied_settings={"seed": 1}),
         ]
         found = sweep({"seed": (0, 1)}, jobs)
         assert (
@@ -273,7 +273,7 @@ class TestSentences:
         "status", ["failed", "out_of_memory", "timeout", "interrupted", "refused"]
     )
     def test_failures_are_counted(self, status: str) -> None:
-        found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied={"seed": 0})])
+        found = sweep({"seed": (0,)}, [RunRecord("0", 0, status, varied_settings={"seed": 0})])
         assert section_titles.failed_heading(found).startswith("One job ")
 
 

@@ -268,7 +268,7 @@ def test_attempts_are_the_newest_first(tmp_path: Path) -> None:
 def test_the_record_of_what_is_no_longer_wanted_becomes_true(sweep: Path) -> None:
     leave(sweep / "4-2", "ok")
     said: list[object] = []
-    none: dict[str, Any] = {"announce": said.append, "report": said.append}
+    none: dict[str, Any] = {"on_start": said.append, "on_end": said.append}
     assert execute_all([], sweep, SequentialExecutor(), command="", question="", **none) == []
     rows = sweep_resume.read_json(sweep / "sweep.json")["jobs"]
     statuses = ["ok", "failed", "timeout", "interrupted", "ok", "interrupted", "refused"]

@@ -53,8 +53,8 @@ def test_the_arithmetic_of_a_step(
     assert run.world_size == world
     assert run.accumulation == accumulation
     assert run.global_batch == global_batch
-    rows_left = run.accumulation * run.rows_per_pass - global_batch
-    assert 0 <= rows_left < run.rows_per_pass
+    rows_left = run.accumulation * run.samples_per_forward - global_batch
+    assert 0 <= rows_left < run.samples_per_forward
     assert run.tokens_per_step == tokens
     assert run.flops_per_step == run.model.flops(run.data.sequence) * tokens
 
@@ -73,7 +73,7 @@ def test_the_arithmetic_of_a_step(
 )
 def test_the_length_of_a_run(compose: Compose, length: str, steps: int) -> None:
     run = compose("trainer.max_steps=null", f"trainer.{length}")
-    assert run.steps(100) == steps
+    assert run.num_steps(100) == steps
 
 
 def test_its_plain_form_survives_yaml(compose: Compose) -> None:
@@ -106,7 +106,7 @@ def test_it_is_picklable_and_immutable(compose: Compose) -> None:
 def test_settling_twice_changes_nothing(compose: Compose) -> None:
     run = compose("parallelism=ddp", here=False)
     assert run.parallelism.world_size >= 1
-    assert run.settled() == run
+    assert run.resolve() == run
 
 
 def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
@@ -116,7 +116,7 @@ def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
     for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
         spec: Any = getattr(run, group)
         changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
-        assert f"{group}.{key}" in [complaint.key for complaint in changed.complaints()]
+        assert f"{group}.{key}" in [complaint.key for complaint in changed.validate()]
 
 
 @pytest.mark.parametrize(

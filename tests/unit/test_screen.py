@@ -53,18 +53,18 @@ class TestDesigns:
         assert set(rows[0]) == {-1}
 
     def test_the_first_job_has_all_at_rest_and_each_repeat_a_seed(self) -> None:
-        jobs = ScreeningDesign(FACTORS, repeats=3).overrides()
+        jobs = ScreeningDesign(FACTORS, repeats=3).build_overrides()
         assert len(jobs) == 24
         assert jobs[0] == [
             "precision=fp32", "memory=none", "compile=none", "objective.loss_chunk=null", "seed=1",
         ]  # fmt: skip
         assert len({tuple(job) for job in jobs}) == 24
         assert [job[-1] for job in jobs].count("seed=3") == 8
-        assert jobs == ScreeningDesign(FACTORS, repeats=3).overrides()
-        assert jobs != ScreeningDesign(FACTORS, repeats=3, seed=2).overrides()
+        assert jobs == ScreeningDesign(FACTORS, repeats=3).build_overrides()
+        assert jobs != ScreeningDesign(FACTORS, repeats=3, seed=2).build_overrides()
 
     def test_one_repeat_names_no_seed(self) -> None:
-        jobs = ScreeningDesign(FACTORS, interactions=True, repeats=1).overrides()
+        jobs = ScreeningDesign(FACTORS, interactions=True, repeats=1).build_overrides()
         assert len(jobs) == 16
         assert not any(line.startswith("seed") for job in jobs for line in job)
 
@@ -86,15 +86,15 @@ class TestDesigns:
     def test_what_is_no_screen_is_refused(
         self, screen: ScreeningDesign, fixed: list[str], words: list[str]
     ) -> None:
-        said = "\n".join(str(complaint) for complaint in screen.complaints(fixed))
+        said = "\n".join(str(complaint) for complaint in screen.validate(fixed))
         assert all(word in said for word in words), said
 
     def test_what_is_one_is_not(self) -> None:
-        assert list(ScreeningDesign(FACTORS).complaints(["model"])) == []
+        assert list(ScreeningDesign(FACTORS).validate(["model"])) == []
 
 
 def named(found: FactorEffects) -> dict[str, float]:
-    return {" x ".join(effect.name): effect.change for effect in found.found}
+    return {" x ".join(effect.name): effect.change for effect in found.effects}
 
 
 class TestEffects:
@@ -136,14 +136,14 @@ class TestEffects:
             "T x K": pytest.approx(10),
             "C x K": pytest.approx(0, abs=1e-9),
         }
-        assert found.freedom == 9
+        assert found.degrees_of_freedom == 9
         squares = 8 * 8 + 16 * 0.25**2  # of the repeats, and of the effect left out
         reach = 2.262 * 2 * math.sqrt(squares / 9 / 16)
-        for effect in found.found:
+        for effect in found.effects:
             assert effect.low is not None
             low, change = scale * math.log1p(effect.low), scale * math.log1p(effect.change)
             assert change - low == pytest.approx(reach, rel=1e-3)
-        assert {effect.name for effect in found.found if effect.clear} == {
+        assert {effect.name for effect in found.effects if effect.is_significant} == {
             ("T",), ("C",), ("T", "K"),
         }  # fmt: skip
 
@@ -153,7 +153,7 @@ class TestEffects:
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
         for _ in range(400):
             times = [math.exp(0.1 * row[0] + draw.gauss(0, 0.05)) for row in rows]
-            (effect,) = [e for e in factor_effects(levels, times).found if e.name == ("a",)]
+            (effect,) = [e for e in factor_effects(levels, times).effects if e.name == ("a",)]
             assert effect.low is not None
             assert effect.high is not None
             hits += effect.low <= math.expm1(0.2) <= effect.high
@@ -163,22 +163,22 @@ class TestEffects:
         rows = fractional_design(4, 4)
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abcd")}
         found = factor_effects(levels, [1.0 + 0.1 * (row[0] > 0) for row in rows])
-        aliases = {effect.name: effect.aliases for effect in found.found if effect.aliases}
+        aliases = {effect.name: effect.aliases for effect in found.effects if effect.aliases}
         assert aliases == {
             ("a", "b"): (("c", "d"),),
             ("a", "c"): (("b", "d"),),
             ("a", "d"): (("b", "c"),),
         }
-        assert found.freedom == 0
-        assert all(effect.low is None and not effect.clear for effect in found.found)
+        assert found.degrees_of_freedom == 0
+        assert all(effect.low is None and not effect.is_significant for effect in found.effects)
 
     def test_jobs_that_failed_cost_what_they_told(self) -> None:
         rows = fractional_design(3, 4)[:-2]
         levels = {name: [row[place] for row in rows] for place, name in enumerate("abc")}
         times = [math.exp(0.2 * row[0] - 0.1 * row[1]) for row in rows]
         found = factor_effects(levels, times)
-        assert len(found.found) + len(found.untold) == 6
-        assert found.untold
+        assert len(found.effects) + len(found.inestimable) == 6
+        assert found.inestimable
         assert named(found)["a"] == pytest.approx(math.expm1(0.4))
         assert named(found)["b"] == pytest.approx(math.expm1(-0.2))
 

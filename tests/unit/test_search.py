@@ -57,14 +57,14 @@ def test_a_line_gives_the_run_that_was_judged(
     kinds = {}
     for candidate in found(search, *NODE).candidates:
         run = candidate.run
-        axes = tuple(line.split("=")[0] for line in candidate.told)
-        kinds[type(run.parallelism), axes, candidate.training] = candidate
+        axes = tuple(line.split("=")[0] for line in candidate.overrides)
+        kinds[type(run.parallelism), axes, candidate.training_overrides] = candidate
     assert len(kinds) > 4
     for candidate in list(kinds.values())[:: max(1, len(kinds) // 12)]:
-        typed = plan_of(*replace_overrides((f"plan.search={search}", *NODE), candidate.told))
-        assert typed.fit.ledger.peak == candidate.fit.ledger.peak, candidate.told
-        if candidate.step is not None:
-            assert typed.step == candidate.step, candidate.told
+        typed = plan_of(*replace_overrides((f"plan.search={search}", *NODE), candidate.overrides))
+        assert typed.fit.breakdown.peak == candidate.fit.breakdown.peak, candidate.overrides
+        if candidate.step_time is not None:
+            assert typed.step_time == candidate.step_time, candidate.overrides
 
 
 def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[..., Plan]) -> None:
@@ -81,9 +81,9 @@ def test_no_layout_that_is_named_beats_the_best(found: Find, plan_of: Callable[.
     memories = ("none", "checkpoint_selective", "checkpoint_full")
     for layout, memory, rows in product(layouts, memories, (1, 2)):
         plan = plan_of(*NODE, *layout, f"memory={memory}", f"trainer.micro_batch={rows}")
-        if plan.fit.verdict is FitStatus.fits:
-            assert plan.step is not None
-            assert plan.step.seconds >= best.seconds * 0.999, (layout, memory, rows)
+        if plan.fit.status is FitStatus.fits:
+            assert plan.step_time is not None
+            assert plan.step_time.seconds >= best.step_seconds * 0.999, (layout, memory, rows)
 
 
 @pytest.mark.parametrize("rank", ["time", "memory"])
@@ -100,8 +100,8 @@ def test_what_is_pruned_could_not_have_won(
     ):
         ways = (f"memory={memory}", f"objective.loss_chunk={chunk}", f"trainer.micro_batch={rows}")
         plan = plan_of(*line, *ways)
-        if plan.fit.verdict is FitStatus.fits and plan.step is not None:
-            figures = {"time": plan.step.seconds, "memory": plan.fit.ledger.peak}
+        if plan.fit.status is FitStatus.fits and plan.step_time is not None:
+            figures = {"time": plan.step_time.seconds, "memory": plan.fit.breakdown.peak}
             fitting.append(figures[rank])
     assert best.cost(best.run.plan.rank_by)[0] == pytest.approx(min(fitting))
 
@@ -110,11 +110,11 @@ def test_the_front_is_what_nothing_beats(found: Find) -> None:
     all_of = found("layout", *BIG)
 
     def figures(candidate: SearchCandidate) -> tuple[float, float, float]:
-        seconds, peak = candidate.seconds, candidate.fit.ledger.peak
+        seconds, peak = candidate.step_seconds, candidate.fit.breakdown.peak
         return seconds, peak, seconds * candidate.run.world_size
 
-    good = [figures(candidate) for candidate in all_of.candidates if candidate.good]
-    front = {figures(candidate) for candidate in all_of.front}
+    good = [figures(candidate) for candidate in all_of.candidates if candidate.is_acceptable]
+    front = {figures(candidate) for candidate in all_of.pareto_front}
     for mine in good:
         beaten = [
             other
@@ -128,7 +128,7 @@ def test_every_candidate_takes_the_same_batch(found: Find) -> None:
     for candidate in found("layout", *BIG).candidates:
         run = candidate.run
         assert run.global_batch == 64
-        assert run.rows_per_pass * run.accumulation == 64
+        assert run.samples_per_forward * run.accumulation == 64
         assert 32 % run.world_size == 0
 
 
@@ -139,7 +139,7 @@ def test_what_is_typed_is_held(found: Find) -> None:
         assert run.parallelism.sizes["tensor"] == 8
         assert run.memory.recompute == "full"
         assert run.precision.compute == "bf16"
-        assert candidate.training == ()
+        assert candidate.training_overrides == ()
 
 
 def test_sizes_that_no_layout_of_the_devices_has_are_refused(compose: Compose) -> None:
@@ -158,7 +158,7 @@ def test_a_search_tells_how_far_it_is(compose: Compose) -> None:
 
 def test_losers_are_told_why(found: Find) -> None:
     flat = ("parallelism=mesh", "parallelism.pipeline=1")
-    lost = {it.what: it.why for it in neighbor_alternatives(found("layout", *BIG, *flat))}
+    lost = {it.value: it.reason for it in neighbor_alternatives(found("layout", *BIG, *flat))}
     assert "time: messages along" in lost["shards 32"]
     assert "GiB of 80.00 GiB" in lost["replicate 2 x shards 16"]
     assert "activations of blocks" in lost["nothing"]
@@ -167,7 +167,7 @@ def test_losers_are_told_why(found: Find) -> None:
 def test_a_layout_that_cannot_be_is_told_with_its_reason(found: Find) -> None:
     line = ("parallelism=mesh", "parallelism.tensor=8", "parallelism.shards=4")
     lost = neighbor_alternatives(found("layout", *BIG, *line))
-    assert any("does not divide model.kv_heads" in it.why for it in lost)
+    assert any("does not divide model.kv_heads" in it.reason for it in lost)
 
 
 def test_a_slow_link_between_nodes_is_crossed_by_the_pipeline(found: Find) -> None:
@@ -189,25 +189,29 @@ def test_price_is_least_on_few_devices(found: Find) -> None:
 def test_a_training_that_is_asked_for_is_not_given_up_where_it_fits(found: Find) -> None:
     best = found("memory", *SMALL).best
     assert best is not None
-    assert best.training == ()
+    assert best.training_overrides == ()
 
 
 def test_an_adapter_is_proposed_where_nothing_else_fits(found: Find) -> None:
     line = ("model=llama3_8b", "hardware=rtx4090", "data=synthetic", "data.sequence=2048")
     all_of = found("memory", *line)
     assert all_of.best is not None
-    assert "adapter=lora" in all_of.best.told
-    assert all(candidate.training for candidate in all_of.candidates if candidate.good)
+    assert "adapter=lora" in all_of.best.overrides
+    assert all(
+        candidate.training_overrides for candidate in all_of.candidates if candidate.is_acceptable
+    )
 
 
 def test_what_is_trained_otherwise_stands_apart(
     found: Find, capsys: pytest.CaptureFixture[str]
 ) -> None:
     all_of = found("memory", *SMALL)
-    assert all_of.best in all_of.front
-    assert not any(candidate.training for candidate in all_of.front)
-    assert all(candidate.training for candidate in all_of.otherwise)
-    gained = {it.what: it.why for it in neighbor_alternatives(all_of) if it.choice == "training"}
+    assert all_of.best in all_of.pareto_front
+    assert not any(candidate.training_overrides for candidate in all_of.pareto_front)
+    assert all(candidate.training_overrides for candidate in all_of.changed_training_front)
+    gained = {
+        it.value: it.reason for it in neighbor_alternatives(all_of) if it.choice == "training"
+    }
     assert gained["adapter=lora"].endswith("% less time, but trained otherwise")
     assert not any("-" in why for why in gained.values())
     show_search.print_search(all_of)
@@ -227,27 +231,27 @@ def test_the_best_is_judged_by_its_trace(
     tmp_path: Path,
 ) -> None:
     def of_trace(best: Plan) -> Plan:
-        return replace(best, fit=replace(best.fit, traced=traced))
+        return replace(best, fit=replace(best.fit, traced_peak=traced))
 
     monkeypatch.setattr(plan_verb, "_with_trace", of_trace)
     run = compose("plan.search=memory", "plan.method=trace", *SMALL, here=False)
-    assert plan_verb.PlanCommand().one(run, tmp_path) == code
+    assert plan_verb.PlanCommand().run_single(run, tmp_path) == code
     assert f"\n{'out_of_memory' if code else 'fits'}, " in capsys.readouterr().out
 
 
 def test_nothing_may_fit(found: Find) -> None:
     all_of = found("memory", "model=llama3_70b", "hardware=rtx4090", "data=synthetic")
     assert all_of.best is None
-    assert all_of.front == ()
+    assert all_of.pareto_front == ()
     assert neighbor_alternatives(all_of) == ()
 
 
 def test_without_rates_memory_is_what_counts(found: Find) -> None:
     all_of = found("memory", "experiment=smoke", "hardware=cpu", "trainer.global_batch=4")
     assert all_of.best is not None
-    assert all_of.best.step is None
-    assert all_of.rank is RankBy.memory
-    assert not any("time" in it.why for it in neighbor_alternatives(all_of))
+    assert all_of.best.step_time is None
+    assert all_of.rank_by is RankBy.memory
+    assert not any("time" in it.reason for it in neighbor_alternatives(all_of))
 
 
 def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
@@ -260,5 +264,5 @@ def test_devices_that_are_no_power_of_two_may_be_left_idle(found: Find) -> None:
 
 def test_each_neighbour_is_told_once(found: Find) -> None:
     line = (*NODE, "parallelism=mesh", "parallelism.pipeline=2", "trainer.micro_batch=2")
-    told = [(it.choice, it.what) for it in neighbor_alternatives(found("layout", *line))]
+    told = [(it.choice, it.value) for it in neighbor_alternatives(found("layout", *line))]
     assert len(told) == len(set(told))

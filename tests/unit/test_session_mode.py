@@ -133,8 +133,8 @@ def test_a_key_in_netrc(
 
 def test_a_server_that_is_not_there(server: str) -> None:
     assert is_answering(server)
-    assert not is_answering(DEAD, wait=0.2)
-    assert not is_answering("https://", wait=0.2)
+    assert not is_answering(DEAD, timeout=0.2)
+    assert not is_answering("https://", timeout=0.2)
 
 
 def _hang(taken: socket.socket) -> None:
@@ -196,8 +196,8 @@ def test_a_slow_request_goes_on_while_the_server_answers(server: str) -> None:
 def test_no_tracker_takes_everything() -> None:
     nothing = NullSession()
     nothing.log([{"step": 1}])
-    nothing.summarize({})
-    nothing.foresee({})
+    nothing.log_summary({})
+    nothing.log_plan({})
     nothing.finish("ok", "", 0)
     assert nothing.facts["mode"] == "disabled"
 

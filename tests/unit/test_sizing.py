@@ -56,39 +56,40 @@ def test_the_ledger_takes_the_largest_that_fits(layout: str, compose: Compose) -
     run = limited(compose, *line)
     found, told = auto_micro_batch.resolve_auto_micro_batch(run)
     assert told == ("trainer.micro_batch=8",)
-    assert check_fit(found).verdict is FitStatus.fits
+    assert check_fit(found).status is FitStatus.fits
     assert found.global_batch == 64
     readers = found.parallelism.data_parallel_size
     assert found.micro_batch * readers * found.accumulation == 64
     twice = replace(found, trainer=replace(found.trainer, micro_batch=16))
-    assert check_fit(twice).verdict is not FitStatus.fits
+    assert check_fit(twice).status is not FitStatus.fits
     assert compose(*run.overrides, *told, here=False).trainer == found.trainer
 
 
 def test_only_what_shares_a_step_out_is_looked_at(compose: Compose) -> None:
     piped = (*LAYOUTS["pipeline_one_f_one_b"], "trainer.global_batch=12")
     rows = [
-        way.rows for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, here=False))
+        way.micro_batch
+        for way in auto_micro_batch.micro_batch_options(compose(*LINE, *piped, here=False))
     ]
     assert rows == [2, 4, 6, 12]
     stepped = ("optimizer.in_backward=true", "trainer.clip_norm=null", "trainer.global_batch=12")
     (way,) = auto_micro_batch.micro_batch_options(compose(*LINE, *stepped, here=False))
-    assert way.rows == 12
+    assert way.micro_batch == 12
 
 
 def test_larger_micro_batches_take_more_memory(compose: Compose) -> None:
     ways = auto_micro_batch.micro_batch_options(limited(compose))
     for small, large in pairwise(ways):
-        assert check_fit(small.run).ledger.peak < check_fit(large.run).ledger.peak
+        assert check_fit(small.run).breakdown.peak < check_fit(large.run).breakdown.peak
 
 
 def test_a_plan_goes_by_the_ledger(compose: Compose) -> None:
     plan = build_plan(limited(compose))
-    assert plan.told == ("trainer.micro_batch=8",)
+    assert plan.overrides == ("trainer.micro_batch=8",)
     assert plan.run.micro_batch == 8
     tight = compose(*LINE, "trainer.global_batch=64", "hardware.memory_gib=0.0001", here=False)
     assert build_plan(tight).run.micro_batch == 1
-    assert build_plan(tight).fit.verdict is FitStatus.out_of_memory
+    assert build_plan(tight).fit.status is FitStatus.out_of_memory
 
 
 def tried(run: RunConfig, ends: dict[int, str]) -> auto_micro_batch.MicroBatchChoice:
@@ -109,22 +110,22 @@ def test_trials_go_down_where_there_is_no_memory(
     ends: dict[int, str], rows: int, order: list[int], compose: Compose
 ) -> None:
     run = limited(compose, *LARGE)
-    assert [way.verdict for way in auto_micro_batch.micro_batch_options(run)][3:5] == [
+    assert [way.status for way in auto_micro_batch.micro_batch_options(run)][3:5] == [
         FitStatus.fits,
         FitStatus.borderline,
     ]
     found = tried(run, ends)
     assert found.rows == rows
     assert [trial.rows for trial in found.trials] == order
-    assert f"{order[-1]} {ends[order[-1]]}" in found.how
+    assert f"{order[-1]} {ends[order[-1]]}" in found.description
 
 
 def test_trials_go_up_as_far_as_the_ledger_doubts(compose: Compose) -> None:
     run = limited(compose, *LARGE)
     doubted = [
-        way.rows
+        way.micro_batch
         for way in auto_micro_batch.micro_batch_options(run)
-        if way.verdict is FitStatus.borderline
+        if way.status is FitStatus.borderline
     ]
     found = tried(run, dict.fromkeys((8, *doubted), "ok"))
     assert found.rows == max(doubted)
@@ -136,7 +137,7 @@ def test_what_cannot_be_tried_says_so(compose: Compose) -> None:
         limited(compose), None, "not tried, as it is far away"
     )
     assert (found.rows, found.trials) == (8, ())
-    assert found.how == "ledger: fits; not tried, as it is far away"
+    assert found.description == "ledger: fits; not tried, as it is far away"
 
 
 def test_ranks_of_others_go_by_the_ledger(
@@ -149,7 +150,7 @@ def test_ranks_of_others_go_by_the_ledger(
     run, found = fit.resolve_auto(compose(*line))
     assert run.trainer.micro_batch == run.global_batch == 8
     assert found is not None
-    assert "torchrun" in found.how
+    assert "torchrun" in found.description
 
 
 def test_a_run_that_nothing_makes_fit_is_refused_with_its_cure(compose: Compose) -> None:
@@ -170,5 +171,5 @@ def test_a_trial_is_the_run_but_short(compose: Compose) -> None:
     on_gpu = replace(run, hardware=replace(run.hardware, device=DeviceKind.cuda))
     assert shorten_run(on_gpu).accumulation == 2
     assert short.checkpoint == CheckpointConfig(best=False, at_end=True)
-    assert check_fit(short).ledger.peak == check_fit(run).ledger.peak
+    assert check_fit(short).breakdown.peak == check_fit(run).breakdown.peak
     assert shorten_run(replace(run, trainer=replace(run.trainer, micro_batch=64))).accumulation == 1

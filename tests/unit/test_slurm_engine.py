@@ -81,7 +81,7 @@ def test_ranks_are_laid_over_nodes(
         "additional_parameters": {"mail-type": "BEGIN"},
         "array_parallelism": 3,
     }
-    ended = list(engine(options | asked).results(tasks, lambda task: None))
+    ended = list(engine(options | asked).iter_results(tasks, lambda task: None))
     assert [result.status for _, result in ended] == ["failed", "failed"]
     assert "not known to Slurm any more" in ended[0][1].reason
     small, large = flags(tmp_path)
@@ -101,7 +101,11 @@ def test_devices_are_asked_for_where_nobody_said_how_many(
     options: dict[str, Any], sbatch: Path, compose: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = compose(*f"{H100}16 hardware.devices_per_node=4".split(), here=False)
-    list(engine(options).results([SweepTask(0, JobSpec(run), tmp_path / "0")], lambda task: None))
+    list(
+        engine(options).iter_results(
+            [SweepTask(0, JobSpec(run), tmp_path / "0")], lambda task: None
+        )
+    )
     (only,) = flags(tmp_path)
     assert (only["nodes"], only["ntasks-per-node"], only["gpus-per-node"]) == ("4", "4", "4")
 
@@ -126,7 +130,7 @@ def test_refusals(
 ) -> None:
     task = SweepTask(0, JobSpec(compose(*line.split(), here=False)), tmp_path / "0")
     with pytest.raises(ConfigError, match=re.escape(words)):
-        next(engine(options | changed).results([task], lambda task: None))
+        next(engine(options | changed).iter_results([task], lambda task: None))
     assert not (tmp_path / "slurm").exists()
 
 
@@ -144,7 +148,7 @@ def test_cancelled_while_it_waited(
     (tmp_path / "0").mkdir()
     write_json(tmp_path / "0" / "status.json", {"status": "ok", "reason": "", "exit_code": 0})
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
-    ((_, result),) = engine(options).results([task], lambda task: None)
+    ((_, result),) = engine(options).iter_results([task], lambda task: None)
     assert (result.status, result.exit_code) == ("interrupted", 143)
     assert "CANCELLED" in result.reason
     assert result.folder == tmp_path / "0-2"
@@ -159,7 +163,7 @@ def test_a_machine_without_slurm(
     monkeypatch.setenv("PATH", str(tmp_path))
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     with pytest.raises(ConfigError, match="there is no sbatch here"):
-        next(engine(options).results([task], lambda task: None))
+        next(engine(options).iter_results([task], lambda task: None))
 
 
 def test_a_machine_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +184,7 @@ def test_a_controller_that_is_silent_for_good(
     monkeypatch.setattr(slurm, "SILENCE_S", 0.5)
     task = SweepTask(0, JobSpec(compose()), tmp_path / "0")
     with pytest.raises(ScalewiseError, match=r"has not answered .* its jobs may go on"):
-        list(engine(options).results([task], lambda task: None))
+        list(engine(options).iter_results([task], lambda task: None))
 
 
 class TestBuried:
@@ -265,5 +269,5 @@ def test_what_is_wrong_with_a_line_is_not_this_machine(
         run_command(
             TrainCommand(()), ["-m", "hydra/launcher=slurm", "hardware=h100", "optimizer.lrr=1,2"]
         )
-    (only,) = refused.value.complaints
+    (only,) = refused.value.issues
     assert only.key == "optimizer.lrr"

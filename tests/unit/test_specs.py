@@ -139,8 +139,8 @@ class TestPrecision:
     )
     def test_pairs_that_run(self, held: str, used: str, plugin: str, peak: str) -> None:
         spec = Precision(FloatFormat(held), FloatFormat(used))
-        assert list(spec.complaints()) == []
-        assert spec.plugin() == plugin
+        assert list(spec.validate()) == []
+        assert spec.lightning_precision() == plugin
         assert spec.peak_kind == peak
 
     def test_pairs_that_do_not(self) -> None:
@@ -148,7 +148,7 @@ class TestPrecision:
             (held, used)
             for held in FloatFormat
             for used in FloatFormat
-            if list(Precision(held, used).complaints())
+            if list(Precision(held, used).validate())
         ]
         assert len(refused) == len(FloatFormat) ** 2 - 4
 
@@ -164,9 +164,9 @@ class TestPrecision:
     def test_matmul_is_set(self) -> None:
         before = torch.get_float32_matmul_precision()
         try:
-            Precision(tf32=True).set_matmul()
+            Precision(tf32=True).set_matmul_precision()
             assert torch.get_float32_matmul_precision() == "high"
-            Precision().set_matmul()
+            Precision().set_matmul_precision()
             assert torch.get_float32_matmul_precision() == "highest"
         finally:
             torch.set_float32_matmul_precision(before)
@@ -195,7 +195,7 @@ class TestOptimizers:
         for parameter in layer.parameters():
             state = optimizer.state[parameter].values()
             alike = [t for t in state if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
-            assert len(alike) == spec.slots
+            assert len(alike) == spec.state_slots
 
     @pytest.mark.parametrize(
         "spec", [AdamWConfig(weight_decay=0.3), SGDConfig(weight_decay=0.3)], ids=repr
@@ -233,7 +233,7 @@ SCHEDULES: list[ScheduleConfig] = [
 
 
 def rates(spec: ScheduleConfig, steps: int) -> list[float]:
-    return [spec.factor(step, steps) for step in range(steps)]
+    return [spec.lr_factor(step, steps) for step in range(steps)]
 
 
 class TestSchedules:
@@ -244,7 +244,7 @@ class TestSchedules:
         assert found[7] == max(found) == 1.0
         assert all(a >= b for a, b in itertools.pairwise(found[7:]))
         assert found[-1] == pytest.approx(getattr(spec, "final", 1.0))
-        assert spec.factor(1000, 48) == found[-1]
+        assert spec.lr_factor(1000, 48) == found[-1]
 
     def test_wsd_is_flat_until_it_decays(self) -> None:
         found = rates(WarmupStableDecayConfig(warmup_steps=0, decay=0.25, final=0.0), 41)
@@ -280,12 +280,14 @@ class TestSchedules:
         return [*found, optimizer.param_groups[0]["lr"]]
 
     def test_a_warm_up_as_long_as_the_run(self) -> None:
-        assert CosineConfig(warmup_steps=5).factor(5, 5) == 1.0
+        assert CosineConfig(warmup_steps=5).lr_factor(5, 5) == 1.0
 
 
 class TestCausalLM:
     def test_the_loss_of_even_odds_is_the_log_of_the_vocabulary_for_each_label(self) -> None:
-        loss = CausalLM().summed(torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long))
+        loss = CausalLM().sum_over_tokens(
+            torch.zeros(2, 3, 11), torch.zeros(2, 3, dtype=torch.long)
+        )
         assert loss.item() == pytest.approx(6 * math.log(11))
 
     def test_the_loss_of_a_batch_is_the_sum_over_its_pieces(self) -> None:
@@ -293,12 +295,12 @@ class TestCausalLM:
         labels = torch.arange(24).reshape(4, 6) % 5
         labels[1, 2:] = IGNORED
         smooth = CausalLM(label_smoothing=0.1)
-        rows = sum(smooth.summed(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
-        torch.testing.assert_close(rows, smooth.summed(logits, labels))
+        rows = sum(smooth.sum_over_tokens(logits[i : i + 1], labels[i : i + 1]) for i in range(4))
+        torch.testing.assert_close(rows, smooth.sum_over_tokens(logits, labels))
 
     def test_a_batch_without_a_label_adds_nothing(self) -> None:
         logits = torch.randn(1, 3, 5).requires_grad_()
-        loss = CausalLM(label_smoothing=0.1).summed(logits, torch.full((1, 3), IGNORED))
+        loss = CausalLM(label_smoothing=0.1).sum_over_tokens(logits, torch.full((1, 3), IGNORED))
         loss.backward()
         assert loss.item() == 0
         assert logits.grad is not None
@@ -307,17 +309,20 @@ class TestCausalLM:
     def test_ignored_labels_take_no_part(self) -> None:
         logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
         labels = torch.tensor([[1, IGNORED, 2, IGNORED]])
-        expected = CausalLM().summed(logits[:, ::2], labels[:, ::2])
-        torch.testing.assert_close(CausalLM().summed(logits, labels), expected)
+        expected = CausalLM().sum_over_tokens(logits[:, ::2], labels[:, ::2])
+        torch.testing.assert_close(CausalLM().sum_over_tokens(logits, labels), expected)
 
     def test_half_precision_logits_are_summed_in_fp32(self) -> None:
         logits = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
-        assert CausalLM().summed(logits, torch.zeros(1, 2, dtype=torch.long)).dtype is torch.float32
+        assert (
+            CausalLM().sum_over_tokens(logits, torch.zeros(1, 2, dtype=torch.long)).dtype
+            is torch.float32
+        )
 
     def test_smoothing_reaches_torch(self) -> None:
         logits = torch.tensor([[[2.0, 0.0, 0.0]]])
         labels = torch.zeros(1, 1, dtype=torch.long)
-        smooth = CausalLM(label_smoothing=0.3).summed(logits, labels)
+        smooth = CausalLM(label_smoothing=0.3).sum_over_tokens(logits, labels)
         log = torch.log_softmax(logits[0, 0], 0)
         expected = -(0.7 * log[0] + 0.3 * log.mean())
         torch.testing.assert_close(smooth, expected)

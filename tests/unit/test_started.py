@@ -64,7 +64,7 @@ def test_a_task_of_a_job_is_a_rank_even_alone() -> None:
         "SLURM_LOCALID": "0",
     }
     environment = alone | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "1"}
-    adopt_slurm_step(environment, least=1)
+    adopt_slurm_step(environment, min_tasks=1)
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert environment["MASTER_ADDR"] == "127.0.0.1"  # whatever the one node is called
 
@@ -114,7 +114,7 @@ def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
     environment = {key: value for key, value in TORCHRUN.items() if key != absent}
     error = adopt_slurm_step(environment)
     assert error is not None
-    (complaint,) = error.complaints
+    (complaint,) = error.issues
     assert f"{absent} is not set" in complaint.reason
     assert not set(environment) & set(RANK_VARIABLES), "no other command takes it for a rank"
 

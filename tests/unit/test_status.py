@@ -102,7 +102,7 @@ def test_cures_are_overrides_that_compose(
     compose: Callable[..., RunConfig], ending: Outcome, overrides: list[str], expected: list[str]
 ) -> None:
     run = compose(*overrides, here=False)
-    found = suggested_overrides(ending, run, resumable=True)
+    found = suggested_overrides(ending, run, has_checkpoint=True)
     assert [cure["override"] for cure in found] == expected
     assert all(cure["why"].endswith(".") for cure in found)
     for cure in found:
@@ -116,7 +116,7 @@ def test_only_what_left_a_checkpoint_can_be_resumed(
     if saved:
         (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     ending = Outcome("interrupted", signal_number=15)
-    found = a_status().ended_as(ending, compose(), 1, tmp_path).cures
+    found = a_status().with_outcome(ending, compose(), 1, tmp_path).cures
     assert [cure["override"] for cure in found] == ["resume=last"] * saved
 
 
@@ -124,7 +124,7 @@ def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) 
     (tmp_path / "wandb").mkdir()
     write_json(tmp_path / FACTS, {"mode": "offline", "id": "x"})
     ending = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
-    a_status().ended_as(ending, compose(), 2, tmp_path).write(tmp_path)
+    a_status().with_outcome(ending, compose(), 2, tmp_path).write(tmp_path)
     found = read_json(tmp_path / "status.json")
     expected = {
         "status": "out_of_memory",
@@ -194,7 +194,7 @@ def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
     tmp_path: Path,
 ) -> None:
     def fit(*_: object) -> None:
-        rank_worker.STOP._note(number, None)
+        rank_worker.STOP._handle_signal(number, None)
         raise RuntimeError("C++ compile error")
 
     monkeypatch.setattr(rank_worker, "fit_run", fit)

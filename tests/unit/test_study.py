@@ -73,7 +73,7 @@ class TestAxes:
     def test_whole_intervals_stay_whole(self) -> None:
         (axis,), _ = axes("a=int(interval(1,8))")
         assert isinstance(axis, IntervalAxis)
-        assert axis.whole
+        assert axis.is_integer
 
     def test_a_grid_is_every_combination(self) -> None:
         points = grid_points([IntervalAxis("a", 0.0, 0.5, step=0.25), PRECISION])
@@ -118,13 +118,13 @@ class TestRefused:
     def test_says_what_and_how_to_mend_it(
         self, options: dict[str, Any], space: tuple[Axis, ...], words: tuple[str, ...]
     ) -> None:
-        said = "\n".join(str(complaint) for complaint in SearchConfig(**options).complaints(space))
+        said = "\n".join(str(complaint) for complaint in SearchConfig(**options).validate(space))
         assert all(word in said for word in words), said
 
     def test_what_is_sound_is_not(self) -> None:
         several = {"val/loss": "minimize", "throughput/tokens_per_s": "maximize"}
         bounds = {"memory/peak_bytes": 2e9}
-        assert list(SearchConfig(objectives=several, constraints=bounds).complaints(SPACE)) == []
+        assert list(SearchConfig(objectives=several, constraints=bounds).validate(SPACE)) == []
 
 
 def ended(loss: float | None = None, status: str = "ok", **metrics: float) -> TrialOutcome:
@@ -138,25 +138,25 @@ class TestStudy:
     def test_as_many_trials_as_are_wanted(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=5, jobs=2), SPACE, tmp_path)
         batches = []
-        while trials := found.asked():
+        while trials := found.ask_trials():
             batches.append(len(trials))
             for trial in trials:
-                found.tell(trial, ended(trial.params["optimizer.lr"]))
+                found.tell_outcome(trial, ended(trial.params["optimizer.lr"]))
         assert batches == [2, 2, 1]
         (best,) = record.pareto_trials(found)
-        assert best.value == min(t.params["optimizer.lr"] for t in found.optuna.trials)
+        assert best.value == min(t.params["optimizer.lr"] for t in found.study.trials)
 
     def test_failures_are_told_as_failures(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
-        one, two, three, four = found.asked()
-        found.tell(one, ended(1.0))
-        found.tell(two, ended(status="out_of_memory"))
-        found.tell(three, ended(status="refused"))
-        found.tell(four, ended(**{"train/loss": 0.5}))
-        assert found.asked() == []
-        states = [trial.state for trial in found.optuna.trials]
+        one, two, three, four = found.ask_trials()
+        found.tell_outcome(one, ended(1.0))
+        found.tell_outcome(two, ended(status="out_of_memory"))
+        found.tell_outcome(three, ended(status="refused"))
+        found.tell_outcome(four, ended(**{"train/loss": 0.5}))
+        assert found.ask_trials() == []
+        states = [trial.state for trial in found.study.trials]
         assert states == [TrialState.COMPLETE, *[TrialState.FAIL] * 3]
-        assert all(trial.values is None for trial in found.optuna.trials[1:])
+        assert all(trial.values is None for trial in found.study.trials[1:])
         told = record.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
         assert [trial["status"] for trial in told] == [
@@ -166,12 +166,12 @@ class TestStudy:
 
     def test_what_was_lost_runs_again(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        (trial,) = found.asked()
-        found.tell(trial, ended(status="interrupted"))
-        (again,) = found.asked()
+        (trial,) = found.ask_trials()
+        found.tell_outcome(trial, ended(status="interrupted"))
+        (again,) = found.ask_trials()
         assert again.params == trial.params
-        found.tell(again, ended(1.0))
-        assert found.asked() == []
+        found.tell_outcome(again, ended(1.0))
+        assert found.ask_trials() == []
 
     @pytest.mark.parametrize("file", ["search.journal", "search.db"])
     def test_the_same_storage_goes_on(self, tmp_path: Path, file: str) -> None:
@@ -179,10 +179,10 @@ class TestStudy:
         points = []
         for _ in range(2):
             found = optuna_study.open_study(search, SPACE, tmp_path / "smoke" / "today")
-            for trial in [*found.asked(), *found.asked()]:
+            for trial in [*found.ask_trials(), *found.ask_trials()]:
                 points.append(trial.params["optimizer.lr"])
-                found.tell(trial, ended(1.0))
-        assert optuna_study.open_study(search, SPACE, tmp_path).asked() == []
+                found.tell_outcome(trial, ended(1.0))
+        assert optuna_study.open_study(search, SPACE, tmp_path).ask_trials() == []
         assert len(set(points)) == 4  # and not the same draws twice
 
     def test_a_study_of_something_else_is_refused(self, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ class TestStudy:
         wider = IntervalAxis("optimizer.lr", 1e-6, 1.0, log=True)
         assert optuna_study.open_study(
             SearchConfig(storage=file), (wider, PRECISION), tmp_path
-        ).asked()
+        ).ask_trials()
 
     def test_a_grid_is_walked_once(self, tmp_path: Path) -> None:
         space = [ChoiceAxis("a", ("1", "2")), IntervalAxis("b", 1, 3, step=1)]
@@ -211,20 +211,20 @@ class TestStudy:
             found = optuna_study.open_study(
                 search, space, tmp_path
             )  # as after a kill between batches
-            trials = found.asked()
+            trials = found.ask_trials()
             if not trials:
                 break
             for trial in trials:
                 points.append(point_overrides(trial.params))
-                found.tell(trial, ended(1.0))
+                found.tell_outcome(trial, ended(1.0))
         assert sorted(points) == sorted(point_overrides(point) for point in grid_points(space))
 
     def test_a_bound_outweighs_an_objective(self, tmp_path: Path) -> None:
         search = SearchConfig(trials=2, jobs=2, constraints={"memory/peak_bytes": 100.0})
         found = optuna_study.open_study(search, SPACE, tmp_path)
-        small, large = found.asked()
-        found.tell(small, ended(2.0, **{"memory/peak_bytes": 90.0}))
-        found.tell(large, ended(1.0, **{"memory/peak_bytes": 110.0}))
+        small, large = found.ask_trials()
+        found.tell_outcome(small, ended(2.0, **{"memory/peak_bytes": 90.0}))
+        found.tell_outcome(large, ended(1.0, **{"memory/peak_bytes": 110.0}))
         assert [trial.number for trial in record.pareto_trials(found)] == [small.number]
         told = record.build_record(found, tmp_path)["trials"]
         assert isinstance(told, list)
@@ -236,11 +236,11 @@ class TestStudy:
         for bounds in ({}, {"memory/peak_bytes": 50.0}):
             search = SearchConfig(trials=30, constraints=bounds, study=str(len(bounds)))
             found = optuna_study.open_study(search, [IntervalAxis("a", 0.0, 1.0)], tmp_path)
-            while trials := found.asked():
+            while trials := found.ask_trials():
                 for trial in trials:
                     a = float(trial.params["a"])
-                    found.tell(trial, ended(1 - a, **{"memory/peak_bytes": 100 * a}))
-            late = [trial.params["a"] for trial in found.optuna.trials[15:]]
+                    found.tell_outcome(trial, ended(1 - a, **{"memory/peak_bytes": 100 * a}))
+            late = [trial.params["a"] for trial in found.study.trials[15:]]
             within[len(bounds)] = sum(point <= 0.5 for point in late) / len(late)
             (best,) = record.pareto_trials(found)
             assert best.params["a"] <= (0.5 if bounds else 1.0)
@@ -251,23 +251,25 @@ class TestStudy:
         found = optuna_study.open_study(
             SearchConfig(trials=3, jobs=3, objectives=several), SPACE, tmp_path
         )
-        for trial, loss, speed in zip(found.asked(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True):
-            found.tell(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
+        for trial, loss, speed in zip(
+            found.ask_trials(), (1.0, 2.0, 3.0), (10, 30, 20), strict=True
+        ):
+            found.tell_outcome(trial, ended(loss, **{"throughput/tokens_per_s": speed}))
         assert [trial.number for trial in record.pareto_trials(found)] == [0, 1]
 
     def test_what_decided_is_told(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=30, sampler="random"), SPACE, tmp_path)
-        while trials := found.asked():
+        while trials := found.ask_trials():
             for trial in trials:
-                found.tell(trial, ended(float(trial.params["optimizer.lr"])))
+                found.tell_outcome(trial, ended(float(trial.params["optimizer.lr"])))
         shares = record.axis_importance(found)["val/loss"]
         assert shares["optimizer.lr"] > 0.9
         assert sum(shares.values()) == pytest.approx(1)
 
     def test_all_alike_decides_nothing(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=5, jobs=5), SPACE, tmp_path)
-        for trial in found.asked():
-            found.tell(trial, ended(1.0))
+        for trial in found.ask_trials():
+            found.tell_outcome(trial, ended(1.0))
         json.dumps(record.build_record(found, tmp_path))
 
 
@@ -294,31 +296,31 @@ class TestAfterAKill:
             yield optuna_study.open_study(SearchConfig(trials=4, jobs=4), SPACE, tmp_path)
 
     def test_no_finished_trial_is_lost(self, died: OptunaSearch, tmp_path: Path) -> None:
-        for number, trial in enumerate(died.asked()):
-            died.begin(trial, tmp_path, number, tmp_path / str(number))
+        for number, trial in enumerate(died.ask_trials()):
+            died.assign_job(trial, tmp_path, number, tmp_path / str(number))
         job(tmp_path, 0, "ok", "ok", **{"val/loss": 1.0})
         job(tmp_path, 1, "running", "ok", **{"val/loss": 2.0})  # killed before it was listed
         job(tmp_path, 2, "running", "running")
         again = optuna_study.open_study(SearchConfig(trials=4), SPACE, tmp_path)
-        assert len(again.reclaim()) == 4
-        assert [trial.value for trial in again.optuna.trials[:4]] == [1.0, 2.0, None, None]
-        lost = [trial.params for trial in died.optuna.trials[2:4]]
-        assert [trial.params for trial in (*again.asked(), *again.asked())] == lost
-        assert again.asked() == []
+        assert len(again.reclaim_trials()) == 4
+        assert [trial.value for trial in again.study.trials[:4]] == [1.0, 2.0, None, None]
+        lost = [trial.params for trial in died.study.trials[2:4]]
+        assert [trial.params for trial in (*again.ask_trials(), *again.ask_trials())] == lost
+        assert again.ask_trials() == []
 
     def test_a_sweep_that_lives_keeps_its_trials(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        (trial,) = found.asked()
-        found.begin(trial, tmp_path, 0, tmp_path / "0")
+        (trial,) = found.ask_trials()
+        found.assign_job(trial, tmp_path, 0, tmp_path / "0")
         other = optuna_study.open_study(SearchConfig(trials=1), SPACE, tmp_path)
-        assert other.reclaim() == []
-        assert other.asked() == []
+        assert other.reclaim_trials() == []
+        assert other.ask_trials() == []
 
 
 class TestPruning:
     def linked(self, found: OptunaSearch, folder: Path) -> TrialLink:
-        (trial,) = found.asked()
-        found.begin(trial, folder, trial.number, folder / str(trial.number))
+        (trial,) = found.ask_trials()
+        found.assign_job(trial, folder, trial.number, folder / str(trial.number))
         link = read_trial_link(folder / str(trial.number))
         assert link is not None
         return link
@@ -328,36 +330,36 @@ class TestPruning:
         search = SearchConfig(pruner="asha", storage=str(tmp_path / file))
         found = optuna_study.open_study(search, SPACE, tmp_path)
         good = PruningMonitor(self.linked(found, tmp_path))
-        assert [good.prunes([(step, 1.0 / step)]) for step in (100, 200, 300)] == [False] * 3
+        assert [good.should_prune([(step, 1.0 / step)]) for step in (100, 200, 300)] == [False] * 3
         bad = PruningMonitor(self.linked(found, tmp_path))
-        assert bad.prunes([(100, 5.0)])
-        assert found.optuna.trials[1].intermediate_values == {100: 5.0}
+        assert bad.should_prune([(100, 5.0)])
+        assert found.study.trials[1].intermediate_values == {100: 5.0}
 
     def test_the_median_ends_the_worse_half(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(pruner="median"), SPACE, tmp_path)
         for loss in range(5):
             judge = PruningMonitor(self.linked(found, tmp_path))
-            assert not judge.prunes([(10, float(loss))])
-            trial = optuna.trial.Trial(found.optuna, found.optuna.trials[-1]._trial_id)
-            found.tell(trial, ended(float(loss)))
-        assert PruningMonitor(self.linked(found, tmp_path)).prunes([(10, 99.0)])
-        assert not PruningMonitor(self.linked(found, tmp_path)).prunes([(10, -1.0)])
+            assert not judge.should_prune([(10, float(loss))])
+            trial = optuna.trial.Trial(found.study, found.study.trials[-1]._trial_id)
+            found.tell_outcome(trial, ended(float(loss)))
+        assert PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, 99.0)])
+        assert not PruningMonitor(self.linked(found, tmp_path)).should_prune([(10, -1.0)])
 
     def test_a_study_out_of_reach_ends_nothing(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         link = TrialLink(str(tmp_path / "none.journal"), "no such study", 0, "asha", "val/loss")
-        assert not PruningMonitor(link).prunes([(1, 1.0)])
+        assert not PruningMonitor(link).should_prune([(1, 1.0)])
         assert "the study cannot be asked" in capsys.readouterr().out
 
     def test_a_pruned_trial_is_told_as_pruned(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(trials=1, pruner="asha"), SPACE, tmp_path)
-        (trial,) = found.asked()
+        (trial,) = found.ask_trials()
         trial.report(3.0, 10)
-        found.tell(trial, ended(3.0, status="pruned"))
-        assert found.optuna.trials[0].state is TrialState.PRUNED
+        found.tell_outcome(trial, ended(3.0, status="pruned"))
+        assert found.study.trials[0].state is TrialState.PRUNED
         assert record.pareto_trials(found) == []
-        assert found.asked() == []
+        assert found.ask_trials() == []
 
     def test_an_ending_that_is_no_failure(self) -> None:
         ending = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
@@ -365,6 +367,6 @@ class TestPruning:
 
     def test_no_pruner_no_link(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)
-        (trial,) = found.asked()
-        found.begin(trial, tmp_path, 0, tmp_path / "0")
+        (trial,) = found.ask_trials()
+        found.assign_job(trial, tmp_path, 0, tmp_path / "0")
         assert read_trial_link(tmp_path / "0") is None

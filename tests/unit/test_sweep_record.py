@@ -17,7 +17,7 @@ from scalewise.launch.sweep_runner import execute_all
 from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json, write_json
 
-QUIET: dict[str, Any] = {"announce": lambda *_: None, "report": lambda *_: None}
+QUIET: dict[str, Any] = {"on_start": lambda *_: None, "on_end": lambda *_: None}
 
 
 class Ends:
@@ -26,8 +26,8 @@ class Ends:
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
         self._end()
         raise AssertionError("it goes on")
@@ -35,7 +35,7 @@ class Ends:
 
 
 def refuse() -> None:
-    raise ConfigError.one("hydra/launcher", "slurm", "no such partition")
+    raise ConfigError.for_key("hydra/launcher", "slurm", "no such partition")
 
 
 def interrupt() -> None:

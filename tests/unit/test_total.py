@@ -23,7 +23,7 @@ def test_sums_are_of_the_jobs_that_may_fit(compose: Compose) -> None:
     plans = [build_plan(compose(*H100, *line, here=False)) for line in lines]
     found = sum_plans(plans)
     assert (found.jobs, found.unfit, found.untimed) == (3, 1, 0)
-    step = plans[0].step
+    step = plans[0].step_time
     assert step is not None
     assert found.seconds == pytest.approx(2 * 1000 * step.seconds)
     price = plans[0].run.hardware.dollars_per_hour
@@ -55,7 +55,7 @@ def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
     reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
     with pytest.raises(ConfigError) as caught:
         reject_unfit(compose("model=llama3_70b", *H100, here=False))
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key == "launch.refuse_unfit"
     assert complaint.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
     fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")

@@ -34,7 +34,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     """Returns the runs that were traced; a row of a pass takes 0.3 GiB, and 0.1 GiB last."""
     runs: Traced = []
 
-    def answer(run: RunConfig, *, whole: bool) -> StepTrace:
+    def answer(run: RunConfig, *, full_depth: bool) -> StepTrace:
         runs.append(run)
         return held(int(0.1 * GIB), int(0.3 * GIB) * run.micro_batch)
 
@@ -43,13 +43,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
 
 
 def test_the_phases_of_a_trace_are_its_moments() -> None:
-    ledger = held(100, 50).ledger()
+    ledger = held(100, 50).build_breakdown()
     assert {phase: size for phase, size in ledger.phases.items() if size} == {
         StepPhase.forward: 150,
         StepPhase.backward_loss: 150,
         StepPhase.optimizer: 109,
     }
-    at_step = {line.what: line.bytes.get(StepPhase.optimizer, 0) for line in ledger.lines}
+    at_step = {line.name: line.bytes.get(StepPhase.optimizer, 0) for line in ledger.entries}
     assert at_step["parameters"] == 100
     assert at_step["gradients"] == 7
     assert at_step["what else is alive"] == 2
@@ -63,7 +63,7 @@ def test_every_moment_of_a_step_has_a_phase() -> None:
 def test_the_cheapest_change_that_fits(compose: Callable[..., RunConfig], traced: Traced) -> None:
     found = suggest_fix(compose(*LINE), TraceFitCheck())
     assert found is not None
-    assert found.line.startswith("trainer.micro_batch=2")
+    assert found.override_text.startswith("trainer.micro_batch=2")
     assert [run.micro_batch for run in traced] == [4, 2]
 
 
@@ -71,10 +71,10 @@ def test_what_lasts_too_long_is_traced_once(
     compose: Callable[..., RunConfig], traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, judge = compose(*LINE), TraceFitCheck()
-    monkeypatch.setattr(fake_tensor_trace, "trace_run", lambda run, whole: held(2 * GIB, 0))
+    monkeypatch.setattr(fake_tensor_trace, "trace_run", lambda run, full_depth: held(2 * GIB, 0))
     fit = judge(run)
     assert fit is not None
-    assert fit.verdict is FitStatus.out_of_memory
+    assert fit.status is FitStatus.out_of_memory
     assert judge(replace(run, trainer=replace(run.trainer, micro_batch=1))) is None
 
 

@@ -20,7 +20,7 @@ RATES = ("hardware.host_link_gb_per_s=50", "hardware.host_memory_gb_per_s=200")
 
 
 def moved(run: RunConfig) -> HostTraffic:
-    return host_transfer.rank_traffic(run, run.parallelism.holds(run))
+    return host_transfer.rank_traffic(run, run.parallelism.rank_memory(run))
 
 
 def step(run: RunConfig) -> StepTime:
@@ -50,12 +50,12 @@ def deepspeed(compose: Compose) -> Compose:
 
 def test_nothing_moves_where_nothing_is_offloaded(run_of: Compose) -> None:
     assert moved(run_of()) == HostTraffic()
-    assert step(run_of()).copies == 0
+    assert step(run_of()).host_copies == 0
 
 
 def test_weights_come_twice_and_gradients_go_once(run_of: Compose) -> None:
     run = run_of(OFFLOAD)
-    shard = run.model.parameters * 4 / 8
+    shard = run.model.num_parameters * 4 / 8
     found = moved(run)
     assert found.link == pytest.approx(3 * shard, rel=1e-3)
     assert found.host == pytest.approx((2 + 2 * 2 + 1) * shard, rel=1e-3)
@@ -66,7 +66,7 @@ def test_weights_come_twice_and_gradients_go_once(run_of: Compose) -> None:
 
 def test_each_micro_batch_moves_them_again(run_of: Compose) -> None:
     four = ("trainer.global_batch=32", OFFLOAD)
-    shard = run_of().model.parameters * 4 / 8
+    shard = run_of().model.num_parameters * 4 / 8
     each = "parallelism.reduce_each_micro_batch"
     late, early = (moved(run_of(*four, f"{each}={value}")) for value in ("false", "true"))
     assert late.link == pytest.approx((4 * 2 + 1) * shard, rel=1e-3)
@@ -75,7 +75,7 @@ def test_each_micro_batch_moves_them_again(run_of: Compose) -> None:
 
 def test_deepspeed_moves_what_it_offloads(deepspeed: Compose) -> None:
     state = deepspeed("deepspeed_zero2", "parallelism.offload_optimizer=cpu")
-    shard = state.model.parameters * 4 / 8
+    shard = state.model.num_parameters * 4 / 8
     in_bf16 = shard / 2  # what is at work; masters and state are stepped in fp32
     assert moved(state).link == pytest.approx(2 * in_bf16, rel=1e-3)
     assert moved(deepspeed("deepspeed_zero3_offload")).link == pytest.approx(3 * in_bf16, rel=1e-3)
@@ -87,7 +87,7 @@ def test_activations_go_there_and_back(run_of: Compose) -> None:
     run = run_of("memory=offload_activations", "precision=bf16_true", *RATES)
     inputs = run.model.layers * run.tokens_per_step // 8 * run.model.width * 2
     assert moved(run).activations == 2 * inputs
-    assert step(run).copies == pytest.approx(2 * inputs / (50 * GIGA))
+    assert step(run).host_copies == pytest.approx(2 * inputs / (50 * GIGA))
     unsaid = run_of("memory=offload_activations", "hardware.host_link_gb_per_s=null")
     assert host_transfer.missing_rates(unsaid) == ("host_link_gb_per_s",)
     on_disk = run_of("memory=offload_activations", "hardware=cpu")
@@ -99,12 +99,12 @@ def test_the_time_is_bytes_over_the_rates(run_of: Compose) -> None:
     plain = run_of("hardware.devices_per_node=4", "hardware.nodes=2")
     found, here = moved(run), step(run)
     assert here.optimizer == pytest.approx(4 * found.host / (200 * GIGA * 0.85))
-    hidden = 0.8 * (here.products + here.attention + here.pointwise + here.recompute)
-    spare = hidden - here.hidden
-    assert here.copies == pytest.approx(max(0.0, found.link / (50 * GIGA) - spare))
+    hidden = 0.8 * (here.matmul + here.attention + here.pointwise + here.recompute)
+    spare = hidden - here.overlapped_communication
+    assert here.host_copies == pytest.approx(max(0.0, found.link / (50 * GIGA) - spare))
     slow = step(run_of(OFFLOAD, "hardware.host_link_gb_per_s=1", *RATES[1:]))
-    assert slow.copies > 10 * step(plain).seconds
-    assert slow.parts()["copies off the device and back"] == slow.copies
+    assert slow.host_copies > 10 * step(plain).seconds
+    assert slow.parts()["copies off the device and back"] == slow.host_copies
 
 
 def test_a_rate_that_is_missing_is_told(run_of: Compose, deepspeed: Compose) -> None:
@@ -123,5 +123,5 @@ def test_on_the_cpu_the_device_is_the_host(compose: Compose) -> None:
     run = compose("parallelism=deepspeed_zero2", "parallelism.offload_optimizer=cpu", here=False)
     assert host_transfer.missing_rates(run) == ()
     assert host_transfer.transfer_seconds(
-        run, run.parallelism.holds(run)
+        run, run.parallelism.rank_memory(run)
     ) == host_transfer.HostTransferTime(0.0, 0.0, 0.0)

@@ -142,7 +142,7 @@ def test_what_cannot_be_made_is_refused(
     run = compose(*kept, *lines, "trusted_packages=[fixtures,nowhere_at_all]")
     with pytest.raises(ConfigError) as caught:
         build_user_module(run)
-    (complaint,) = caught.value.complaints
+    (complaint,) = caught.value.issues
     assert complaint.key == key
     assert reason in complaint.reason
 

@@ -105,21 +105,21 @@ class TestALine:
     def test_is_taken_apart(self) -> None:
         found = preview_search(["-m", "sweep=precision_by_layout", "experiment=smoke", "seed=1,2"])
         assert [axis.key for axis in found.space] == ["precision", "parallelism", "seed"]
-        assert found.fixed == ["experiment=smoke"]
+        assert found.fixed_overrides == ["experiment=smoke"]
         assert found.name == "smoke-precision_by_layout"
-        assert wandb_sweeps.sweeper_search(found.sweeper, found.option) == SearchConfig(
+        assert wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name) == SearchConfig(
             sampler="grid"
         )
 
     def test_the_command_line_wins_over_the_sweep(self) -> None:
         found = preview_search(["sweep=precision_by_layout", "precision=fp32"])
         assert [axis.key for axis in found.space] == ["parallelism"]
-        assert found.fixed == ["precision=fp32"]
+        assert found.fixed_overrides == ["precision=fp32"]
 
     def test_options_of_hydra_are_no_overrides_of_a_job(self) -> None:
         found = preview_search(["sweep=search_learning_rate", "hydra.sweeper.trials=3"])
-        assert found.fixed == []
-        assert wandb_sweeps.sweeper_search(found.sweeper, found.option) == SearchConfig(
+        assert found.fixed_overrides == []
+        assert wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name) == SearchConfig(
             trials=3, pruner="asha"
         )
 
@@ -133,7 +133,7 @@ class TestALine:
     def test_of_another_way_is_refused_by_the_sweeper_s_name(self, line: str, words: str) -> None:
         found = preview_search(["optimizer.lr=1e-3,1e-2", line])
         with pytest.raises(ConfigError, match=words):
-            wandb_sweeps.sweeper_search(found.sweeper, found.option)
+            wandb_sweeps.sweeper_search(found.sweeper, found.sweeper_name)
 
     def test_an_own_folder_goes_along(self, tmp_path: Path) -> None:
         (tmp_path / "sweeps").mkdir()
@@ -141,7 +141,7 @@ class TestALine:
         (tmp_path / "sweeps" / "mine.yaml").write_text(text, "utf-8")
         found = preview_search(["-cd", str(tmp_path), "sweep=mine"])
         assert found.space == [ChoiceAxis("seed", ("1", "2"))]
-        assert found.fixed == ["-cd", str(tmp_path)]
+        assert found.fixed_overrides == ["-cd", str(tmp_path)]
 
     def test_what_cannot_run_is_refused_as_by_train(self) -> None:
         with pytest.raises(ConfigError, match="did you mean"):

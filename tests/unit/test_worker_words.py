@@ -19,7 +19,7 @@ from scalewise.launch.status import Outcome
         (KeyError(), "failed", "KeyError: KeyError", 0),
         (SystemExit(3), "failed", "SystemExit: 3", 0),
         (ScalewiseError("the loss\nis nan"), "failed", "the loss is nan", 0),
-        (ConfigError.one("a.b", 1, "wrong"), "refused", "a.b=1: wrong", 0),
+        (ConfigError.for_key("a.b", 1, "wrong"), "refused", "a.b=1: wrong", 0),
         (Interrupted(15, "SIGTERM after step 3"), "interrupted", "SIGTERM after step 3", 15),
         (KeyboardInterrupt(), "interrupted", "SIGINT before the first step", 2),
         (MemoryError(), "out_of_memory", "MemoryError", 0),
@@ -149,11 +149,15 @@ def test_a_word_that_cannot_be_written_stops_nothing(
     ("endings", "reason", "rank"),
     [
         (
-            [Outcome("failed", "lost", 0, bereft=True), Outcome("failed", "it broke", 1)],
+            [Outcome("failed", "lost", 0, peer_failure=True), Outcome("failed", "it broke", 1)],
             "it broke",
             1,
         ),
-        ([Outcome("failed", "lost", 0, bereft=True)], "rank 1 was killed: it left no word", 1),
+        (
+            [Outcome("failed", "lost", 0, peer_failure=True)],
+            "rank 1 was killed: it left no word",
+            1,
+        ),
         ([], "ranks 0, 1 were killed: they left no word", None),
     ],
 )
@@ -172,5 +176,7 @@ def test_why_a_rank_was_lost(
 def test_ranks_that_only_lost_each_other(tmp_path: Path) -> None:
     exit_reports.prepare_reports(tmp_path)
     for rank in (0, 1):
-        exit_reports.write_report(tmp_path, rank, Outcome("failed", "lost", rank, bereft=True))
+        exit_reports.write_report(
+            tmp_path, rank, Outcome("failed", "lost", rank, peer_failure=True)
+        )
     assert exit_reports.lost_rank_reason(tmp_path, 2) is None

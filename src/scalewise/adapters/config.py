@@ -35,7 +35,7 @@ class AdapterConfig(ABC):
     ahead: int = 0
     before: int = 0
     dropout: float = 0.0
-    reads_matrices = False
+    reads_base_weights = False
     """Whether it is made of the model's own matrices, which then have to be whole."""
     magnitudes: bool = False
     """Whether the rows of adapted matrices have magnitudes of their own."""
@@ -47,7 +47,7 @@ class AdapterConfig(ABC):
     imports: tuple[str, ...] = ()
     """Modules that its ranks import and that take long: a fork server may have them already."""
 
-    def settled(self) -> Self:
+    def resolve(self) -> Self:
         """Returns it with ``resume`` as a whole path; of a run's folder, the newest checkpoint."""
         if self.resume is None:
             return self
@@ -64,41 +64,44 @@ class AdapterConfig(ABC):
         return tuple(self._weights(model))
 
     def _weights(self, model: ModelConfig) -> Iterator[Weight]:
-        changed, whole = {*self.adapted(model), *self.scaled(model)}, self.whole(model)
-        table = model.tensor_split()
+        changed, whole = (
+            {*self.adapted_layers(model), *self.scaled_layers(model)},
+            self.fully_trained_modules(model),
+        )
+        table = model.tensor_parallel_styles()
         added: tuple[Weight, ...] = ()
-        for weight in model.census():
+        for weight in model.weight_census():
             layer = target_modules.layer_name(weight)
             if weight.name.endswith(".weight"):  # a bias comes before what is added
                 yield from added
                 added = ()
             yield replace(weight, trainable=target_modules.module_name(weight.name) in whole)
             if layer in changed:
-                added = self.added(weight, table[f"blocks.*.{layer}"])
+                added = self.added_weights(weight, table[f"blocks.*.{layer}"])
         yield from added
 
-    def adapted(self, model: ModelConfig) -> tuple[str, ...]:
+    def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the layers that get matrices of ``rank`` beside them, by name within a block."""
         return ()
 
-    def scaled(self, model: ModelConfig) -> tuple[str, ...]:
+    def scaled_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the layers whose outputs or inputs are scaled, by name within a block."""
         return ()
 
-    def whole(self, model: ModelConfig) -> tuple[str, ...]:
+    def fully_trained_modules(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the modules of the model that are trained themselves, by name as others are."""
         return target_modules.match_modules(self.trained, model)
 
-    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
         """Returns what is added to a layer, of which ``weight`` is the matrix.
 
-        ``how``: which side of it tensor parallelism cuts.
+        ``tp_style``: which side of it tensor parallelism cuts.
         """
         return ()
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns how tensor parallelism cuts each module with weights, added ones as well."""
-        return model.tensor_split()
+        return model.tensor_parallel_styles()
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token, as ``Model.flops``.
@@ -112,36 +115,36 @@ class AdapterConfig(ABC):
             looked_up = weight.layer is None or weight.role in ("scale", "position")
             if looked_up or len(weight.shape) < 2:
                 continue
-            count = weight.count * model.share(weight.name, sequence, target)
+            count = weight.numel * model.token_fraction(weight.name, sequence, target)
             if target_modules.is_adapter_weight(weight.name):
                 added += count
             elif not weight.trainable:
                 frozen += count
         if not {"head", *map(target_modules.module_name, model.tied_weights)} & {
-            *self.whole(model)
+            *self.fully_trained_modules(model)
         }:
-            head = model.outputs * model.width  # tied or not
-            frozen += head * model.share("head", sequence, target)
-        spared = 2.0 * frozen + model.unreached(trained, sequence)
+            head = model.output_size * model.width  # tied or not
+            frozen += head * model.token_fraction("head", sequence, target)
+        spared = 2.0 * frozen + model.skipped_backward_flops(trained, sequence)
         return model.flops(sequence, target) - spared + 6.0 * added
 
-    def merged(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         """Returns whole weights of the model alone that compute what these do, adapter and all."""
         return dict(state)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         yield from ()
 
-    def complaints_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
         """Yields what ``model`` does not have."""
         yield from ()
 
-    def complaints_of(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what it does not go with in the other parts of ``run``."""
         yield from ()
 
-    def machine_complaints(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields why a run of sound specs cannot begin with the adapter at ``resume``."""
         if self.resume is not None:
             from scalewise.adapters import resume
@@ -152,17 +155,17 @@ class AdapterConfig(ABC):
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Freezes and adds weights, in place, in a model or a part of it on the meta device."""
 
-    def off(self, module: ModelModule) -> AbstractContextManager[None]:
+    def disable(self, module: ModelModule) -> AbstractContextManager[None]:
         """Returns the context in which a module computes as if there were no adapter."""
         raise NotImplementedError
 
     @abstractmethod
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Gives the added weights of a materialized module, sharded or not, their first values."""
 
-    def start(self, module: ModelModule, model: ModelConfig, seed: int) -> None:
+    def init_or_load_weights(self, module: ModelModule, model: ModelConfig, seed: int) -> None:
         """Gives what is trained of such a module the values that training begins with."""
-        self.fill(module, seed)
+        self.init_weights(module, seed)
         if self.resume is not None:
             from scalewise.adapters import resume
 
@@ -192,7 +195,7 @@ class NoAdapterConfig(AdapterConfig):
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
         """Returns the model's own."""
-        return model.census()
+        return model.weight_census()
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
         """Returns the model's."""
@@ -201,5 +204,5 @@ class NoAdapterConfig(AdapterConfig):
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Changes nothing."""
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Has nothing to fill."""

@@ -39,46 +39,46 @@ class IA3AdapterConfig(AdapterConfig):
 
     imports = ("peft",)
 
-    def scaled(self, model: ModelConfig) -> tuple[str, ...]:
+    def scaled_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers whose whole name a target describes."""
-        return target_modules.match_targets(self.targets, model, model.scaled_targets)
+        return target_modules.match_targets(self.targets, model, model.ia3_targets)
 
-    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
         """Returns the vector of a layer, of which ``weight`` is the matrix."""
         name, (out, into) = f"{weight.name.removesuffix('.weight')}.ia3_l.default", weight.shape
-        shape = (1, into) if how is TPStyle.row else (out, 1)
+        shape = (1, into) if tp_style is TPStyle.row else (out, 1)
         return (replace(weight, name=name, shape=shape, role="scale"),)
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns the model's table, and each vector cut with its layer."""
-        table = model.tensor_split()
-        cut = {f"blocks.*.{name}": table[f"blocks.*.{name}"] for name in self.scaled(model)}
+        table = model.tensor_parallel_styles()
+        cut = {f"blocks.*.{name}": table[f"blocks.*.{name}"] for name in self.scaled_layers(model)}
         return table | {f"{name}.ia3_l": how for name, how in cut.items()}
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields targets that are no patterns."""
         yield from target_modules.target_issues(self.targets, self.trained)
 
-    def complaints_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
         """Yields targets that describe no linear layer of the model's blocks."""
-        given = (self.targets, self.trained, self.scaled(model))
+        given = (self.targets, self.trained, self.scaled_layers(model))
         yield from target_modules.unmatched_target_issues(*given, model)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
         from scalewise.adapters.ia3_modules import inject_ia3
 
-        table = model.tensor_split()
-        inject_ia3(module, {name: table[f"blocks.*.{name}"] for name in self.scaled(model)})
-        target_modules.unfreeze_modules(module, self.whole(model))
+        table = model.tensor_parallel_styles()
+        inject_ia3(module, {name: table[f"blocks.*.{name}"] for name in self.scaled_layers(model)})
+        target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Makes every scale one."""
         from scalewise.adapters.ia3_modules import init_scales
 
         init_scales(module)
 
-    def merged(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         """Returns the model's own weights, multiplied by their scales."""
         from scalewise.adapters.ia3_modules import merge_ia3
 

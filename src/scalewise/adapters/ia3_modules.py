@@ -54,7 +54,7 @@ def merge_ia3(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tens
 
     It is computed in fp32 and rounded once, to the weight's format.
     """
-    whole = {weight.name: state[weight.name] for weight in model.census()}
+    whole = {weight.name: state[weight.name] for weight in model.weight_census()}
     for name, held in whole.items():
         scales = state.get(f"{name.rpartition('.')[0]}.ia3_l.{DEFAULT}")
         if scales is None:

@@ -51,11 +51,11 @@ class LoRAAdapterConfig(AdapterConfig):
         """Returns what the product of B and A is multiplied by."""
         return self.alpha / (sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def adapted(self, model: ModelConfig) -> tuple[str, ...]:
+    def adapted_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers whose whole name a target describes."""
-        return target_modules.match_targets(self.targets, model, model.adapter_targets)
+        return target_modules.match_targets(self.targets, model, model.lora_targets)
 
-    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
         """Returns the A and B of a layer, of which ``weight`` is the matrix."""
         module, (out, into) = weight.name.removesuffix(".weight"), weight.shape
         return tuple(
@@ -63,18 +63,18 @@ class LoRAAdapterConfig(AdapterConfig):
             for part, shape in (("A", (self.rank, into)), ("B", (out, self.rank)))
         )
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns the model's table, and A and B cut on the side on which their layer is."""
-        table = model.tensor_split()
+        table = model.tensor_parallel_styles()
         added = {}
         for name, how in table.items():
-            if name.removeprefix("blocks.*.") in self.adapted(model):
+            if name.removeprefix("blocks.*.") in self.adapted_layers(model):
                 cut = how is TPStyle.column
-                added[f"{name}.lora_A.default"] = TPStyle.whole if cut else TPStyle.row
+                added[f"{name}.lora_A.default"] = TPStyle.replicated if cut else TPStyle.row
                 added[f"{name}.lora_B.default"] = TPStyle.column if cut else TPStyle.tokens
         return table | added
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.rank < 1:
             yield ConfigIssue("adapter.rank", self.rank, "must be 1 or more", "set adapter.rank=8")
@@ -86,31 +86,31 @@ class LoRAAdapterConfig(AdapterConfig):
             yield ConfigIssue("adapter.dropout", self.dropout, "is not in [0, 1)")
         yield from target_modules.target_issues(self.targets, self.trained)
 
-    def complaints_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, model: ModelConfig) -> Iterator[ConfigIssue]:
         """Yields targets that describe no linear layer of the model's blocks."""
-        given = (self.targets, self.trained, self.adapted(model))
+        given = (self.targets, self.trained, self.adapted_layers(model))
         yield from target_modules.unmatched_target_issues(*given, model)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Puts PEFT's layers in the place of the targets, and freezes everything else."""
         from scalewise.adapters.lora_modules import inject_lora
 
-        inject_lora(module, self.adapted(model), self)
-        target_modules.unfreeze_modules(module, self.whole(model))
+        inject_lora(module, self.adapted_layers(model), self)
+        target_modules.unfreeze_modules(module, self.fully_trained_modules(model))
 
-    def off(self, module: ModelModule) -> AbstractContextManager[None]:
+    def disable(self, module: ModelModule) -> AbstractContextManager[None]:
         """Returns the context in which the products are left out."""
         from scalewise.adapters.lora_modules import without_lora
 
         return without_lora(module)
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Draws A as PEFT does, each from ``seed`` and its name; B is zero."""
         from scalewise.adapters.lora_modules import init_lora
 
         init_lora(module, seed)
 
-    def merged(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def merge_weights(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
         """Returns the model's own weights with each product of B and A added to its matrix."""
         from scalewise.adapters.lora_modules import merge_lora
 
@@ -133,24 +133,24 @@ class PiSSAAdapterConfig(LoRAAdapterConfig):
     The remainder of W is frozen, so that the model's initial outputs are unchanged.
     """
 
-    reads_matrices = True
+    reads_base_weights = True
     turns_off = False
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Moves the principal part of each adapted matrix into A and B."""
         from scalewise.adapters.lora_modules import init_pissa
 
         init_pissa(module)
 
-    def beside(
-        self, state: Mapping[str, Tensor], begun: Mapping[str, Tensor]
+    def to_lora(
+        self, state: Mapping[str, Tensor], base_state: Mapping[str, Tensor]
     ) -> tuple[LoRAAdapterConfig, dict[str, Tensor]]:
-        """Returns it as LoRA of twice the rank beside the model's own weights, ``begun``."""
+        """Returns it as LoRA of twice the rank beside the model's own weights, ``base_state``."""
         from scalewise.adapters.lora_modules import pissa_as_lora
 
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
         twice = kept | {"rank": 2 * self.rank, "alpha": 2 * self.alpha}
-        return LoRAAdapterConfig(**twice), pissa_as_lora(state, begun, self)
+        return LoRAAdapterConfig(**twice), pissa_as_lora(state, base_state, self)
 
 
 @register_option("adapter", "dora")
@@ -164,18 +164,18 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
     """
 
     magnitudes = True
-    reads_matrices = True
+    reads_base_weights = True
 
-    def added(self, weight: Weight, how: TPStyle) -> tuple[Weight, ...]:
+    def added_weights(self, weight: Weight, tp_style: TPStyle) -> tuple[Weight, ...]:
         """Returns the A and B of a layer, and its magnitudes."""
         name = f"{weight.name.removesuffix('.weight')}.lora_magnitude_vector.default.weight"
         magnitudes = replace(weight, name=name, shape=weight.shape[:1], role="scale")
-        return (*super().added(weight, how), magnitudes)
+        return (*super().added_weights(weight, tp_style), magnitudes)
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns the table of LoRA, and magnitudes cut or whole as their layer's outputs are."""
-        table = super().tensor_split(model)
-        for name in self.adapted(model):
+        table = super().tensor_parallel_styles(model)
+        for name in self.adapted_layers(model):
             cut = table[f"blocks.*.{name}"] is TPStyle.column
             how = TPStyle.column if cut else TPStyle.tokens
             table[f"blocks.*.{name}.lora_magnitude_vector.default"] = how
@@ -188,9 +188,9 @@ class DoRAAdapterConfig(LoRAAdapterConfig):
         super().apply(module, model)
         patch_dora_layers(module)
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Draws A, and makes each magnitude the norm of its row of W; B is zero."""
         from scalewise.adapters.dora_modules import init_magnitudes
 
-        super().fill(module, seed)
+        super().init_weights(module, seed)
         init_magnitudes(module)

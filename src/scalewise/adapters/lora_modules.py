@@ -23,16 +23,16 @@ DEFAULT = "default"
 """PEFT's name of an adapter that was given none."""
 
 
-def inject_lora(module: ModelModule, names: Sequence[str], spec: LoRAAdapterConfig) -> None:
+def inject_lora(module: ModelModule, names: Sequence[str], adapter: LoRAAdapterConfig) -> None:
     """Puts PEFT's layers in the place of the targets; all else is frozen from here on."""
     config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=cast(int, spec.alpha),  # any number will do
-        use_rslora=spec.rank_stabilized,
-        lora_dropout=spec.dropout,
+        r=adapter.rank,
+        lora_alpha=cast(int, adapter.alpha),  # any number will do
+        use_rslora=adapter.rank_stabilized,
+        lora_dropout=adapter.dropout,
         target_modules=full_names(module, names),
         init_lora_weights=False,
-        use_dora=spec.magnitudes,
+        use_dora=adapter.magnitudes,
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, module)
@@ -87,25 +87,25 @@ def init_pissa(module: ModelModule) -> None:
         init.copy_into(base, whole - scale * up @ down)
 
 
-def _principal_factors(whole: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+def _principal_factors(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
     """Returns A and B whose product, times ``scale``, is nearest to a matrix."""
-    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
     roots = (values[:rank] / scale).sqrt()
     return roots[:, None] * right[:rank], left[:, :rank] * roots
 
 
 def pissa_as_lora(
-    state: Mapping[str, Tensor], begun: Mapping[str, Tensor], spec: LoRAAdapterConfig
+    state: Mapping[str, Tensor], base_state: Mapping[str, Tensor], adapter: LoRAAdapterConfig
 ) -> dict[str, Tensor]:
     """Returns what ``move_principal`` has taken out of matrices as products beside whole ones.
 
-    ``begun``: the model's own weights. To each A and B comes what takes out again what these began
-    with: rows and columns of twice the rank, of the same scale.
+    ``base_state``: the model's own weights. To each A and B comes what takes out again what these
+    began with: rows and columns of twice the rank, of the same scale.
     """
     found = dict(state)
-    for name in (name for name in begun if adapter_weight_name(name, "A") in state):
-        whole, rest = begun[name], state[name]
-        down, up = _principal_factors(whole.float() - rest.float(), spec.rank, spec.scale)
+    for name in (name for name in base_state if adapter_weight_name(name, "A") in state):
+        whole, rest = base_state[name], state[name]
+        down, up = _principal_factors(whole.float() - rest.float(), adapter.rank, adapter.scale)
         for part, held, dim in (("A", down, 0), ("B", -up, 1)):
             kept = state[adapter_weight_name(name, part)]
             found[adapter_weight_name(name, part)] = torch.cat([kept, held.to(kept.dtype)], dim)
@@ -119,20 +119,20 @@ def adapter_weight_name(name: str, part: str) -> str:
 
 
 def merge_lora(
-    state: Mapping[str, Tensor], spec: LoRAAdapterConfig, model: ModelConfig
+    state: Mapping[str, Tensor], adapter: LoRAAdapterConfig, model: ModelConfig
 ) -> dict[str, Tensor]:
     """Returns the model's own weights with each product of B and A added to its matrix.
 
     Rows that have magnitudes are made as long. It is computed in fp32 and rounded once, to the
     matrix's format.
     """
-    whole = {weight.name: state[weight.name] for weight in model.census()}
+    whole = {weight.name: state[weight.name] for weight in model.weight_census()}
     for name, held in whole.items():
         if adapter_weight_name(name, "A") not in state:
             continue
         down, up = (state[adapter_weight_name(name, part)].float() for part in "AB")
-        sum_OI = held.float() + spec.scale * up @ down
-        if spec.magnitudes:
+        sum_OI = held.float() + adapter.scale * up @ down
+        if adapter.magnitudes:
             module = name.removesuffix(".weight")
             magnitudes_O = state[f"{module}.lora_magnitude_vector.{DEFAULT}.weight"].float()
             sum_OI *= (magnitudes_O / torch.linalg.vector_norm(sum_OI, dim=1))[:, None]

@@ -19,32 +19,34 @@ from scalewise.models.hf.config import HuggingFaceConfig
 
 def export_hf_adapter(
     state: Mapping[str, Tensor],
-    spec: AdapterConfig,
+    adapter: AdapterConfig,
     model: HuggingFaceConfig,
     folder: Path,
-    base: str,
+    base_model_path: str,
 ) -> None:
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-    ``state`` holds whole tensors; ``base`` is where the model lies that the adapter belongs to.
-    Raises ``ConfigError`` for modules that are trained whole.
+    ``state`` holds whole tensors; ``base_model_path`` is where the model lies that the adapter
+    belongs to. Raises ``ConfigError`` for modules that are trained whole.
     """
-    if spec.trained:
+    if adapter.trained:
         reason = "are kept beside an adapter of the suite's own decoder alone"
-        raise ConfigError.one("adapter.trained", list(spec.trained), reason, "set adapter=merged")
-    module = model.shape(StageSlice(range(model.layers)))
+        raise ConfigError.for_key(
+            "adapter.trained", list(adapter.trained), reason, "set adapter=merged"
+        )
+    module = model.build_meta(StageSlice(range(model.layers)))
     added = {
-        module.theirs(name): each
+        module.hf_name(name): each
         for name, each in state.items()
         if target_modules.is_adapter_weight(name)
     }
     adapted = {name.split(".lora_")[0].split(".ia3_l")[0] for name in added}
-    transposed = bool(module.transposed)
+    transposed = bool(module.transposed_weights)
     config: PeftConfig
-    if isinstance(spec, LoRAAdapterConfig):
-        config = peft_export.lora_peft_config(spec, adapted, fan_in_fan_out=transposed)
+    if isinstance(adapter, LoRAAdapterConfig):
+        config = peft_export.lora_peft_config(adapter, adapted, fan_in_fan_out=transposed)
     else:
-        assert isinstance(spec, IA3AdapterConfig)
+        assert isinstance(adapter, IA3AdapterConfig)
         inputs = [name for name, each in added.items() if len(each) == 1]
         config = IA3Config(
             target_modules=sorted(adapted),
@@ -52,9 +54,11 @@ def export_hf_adapter(
             fan_in_fan_out=transposed,
         )
     tensors = {f"{peft_export.STEM}{_peft_name(name)}": each for name, each in added.items()}
-    task = "SEQ_2_SEQ_LM" if model.encodes else "CAUSAL_LM"
+    task = "SEQ_2_SEQ_LM" if model.is_encoder_decoder else "CAUSAL_LM"
     # PEFT has no task of pictures.
-    peft_export.save_adapter(config, tensors, folder, base, None if model.image_size else task)
+    peft_export.save_adapter(
+        config, tensors, folder, base_model_path, None if model.image_size else task
+    )
 
 
 def _peft_name(name: str) -> str:

@@ -37,19 +37,19 @@ class VirtualTokenAdapterConfig(AdapterConfig):
 
     merges = False
 
-    def frozen(self, model: ModelConfig) -> int:
+    def count_block_parameters(self, model: ModelConfig) -> int:
         """Returns the numbers of the matrices of all blocks."""
-        matrices = (w for w in model.census() if w.layer is not None and len(w.shape) > 1)
-        return sum(weight.count for weight in matrices)
+        matrices = (w for w in model.weight_census() if w.layer is not None and len(w.shape) > 1)
+        return sum(weight.numel for weight in matrices)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.tokens < 1:
             yield ConfigIssue(
                 "adapter.tokens", self.tokens, "must be 1 or more", "set adapter.tokens=16"
             )
 
-    def complaints_of(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields rows that leave no room, and what asks the model without what stands before."""
         places, most = run.data.sequence + self.tokens, run.model.context
         if run.data.sequence <= most < places:
@@ -59,13 +59,13 @@ class VirtualTokenAdapterConfig(AdapterConfig):
                 room = min(self.tokens, most) // 2
                 cure = f"set adapter.tokens={room} data.sequence={min(places, most) - room}"
             yield ConfigIssue("adapter.tokens", self.tokens, reason, cure)
-        if run.objective.pairs or run.objective.reference is not None:
+        if run.objective.pairs or run.objective.reference_objective is not None:
             chosen = run.choices.get("adapter", type(self).__name__)
             objective = run.choices.get("objective", "")
             reason = f"cannot be turned off, as objective={objective} asks the model without it"
             yield ConfigIssue("adapter", chosen, reason, "set adapter=lora")
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Draws what is learnt."""
         from scalewise.models import init
 
@@ -86,25 +86,25 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
         """Returns the model's own, frozen, and the vectors after them."""
-        own = (replace(weight, trainable=False) for weight in model.census())
+        own = (replace(weight, trainable=False) for weight in model.weight_census())
         return (*own, Weight(NAME, (self.tokens, model.width), "embedding"))
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns the model's table, and the vectors whole."""
-        return model.tensor_split() | {"prompt": TPStyle.ahead}
+        return model.tensor_parallel_styles() | {"prompt": TPStyle.prompt}
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.
 
         Blocks compute the vectors too; the head, whose weight is frozen, the tokens alone.
         """
-        places, head = sequence + self.tokens, model.outputs * model.width
-        blocks = model.flops(places) - 6.0 * head - 2.0 * self.frozen(model)
+        places, head = sequence + self.tokens, model.output_size * model.width
+        blocks = model.flops(places) - 6.0 * head - 2.0 * self.count_block_parameters(model)
         return blocks * places / sequence + 4.0 * head
 
-    def complaints_of(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with_run(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what vectors cannot stand in or be left out of."""
-        yield from super().complaints_of(run)
+        yield from super().validate_with_run(run)
         if run.data.packing:
             reason = "stands before a row, and data.packing=true lays several texts into one"
             chosen = run.choices.get("adapter", "prompt")
@@ -113,7 +113,7 @@ class PromptAdapterConfig(VirtualTokenAdapterConfig):
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Freezes the model, and puts the vectors before what its first block reads."""
         module.requires_grad_(False)
-        module.put_ahead(self.tokens)
+        module.add_prompt_tokens(self.tokens)
 
 
 @register_option("adapter", "prefix")
@@ -131,20 +131,20 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
 
     def weights(self, model: ModelConfig) -> tuple[Weight, ...]:
         """Returns the model's own, frozen, and within each block what its attention learns."""
-        return tuple(self._of_blocks(model))
+        return tuple(self._block_weights(model))
 
-    def _of_blocks(self, model: ModelConfig) -> Iterator[Weight]:
+    def _block_weights(self, model: ModelConfig) -> Iterator[Weight]:
         shape, within = (self.tokens, model.kv_width), "attention.output"
-        own = (replace(weight, trainable=False) for weight in model.census())
+        own = (replace(weight, trainable=False) for weight in model.weight_census())
         for (layer, last), weights in groupby(own, lambda w: (w.layer, within in w.name)):
             yield from weights
             if last:
                 for name in PREFIX:
                     yield Weight(f"blocks.{layer}.{name}.weight", shape, "embedding", layer)
 
-    def tensor_split(self, model: ModelConfig) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self, model: ModelConfig) -> dict[str, TPStyle]:
         """Returns the model's table, and keys and values cut by heads, as those of rows are."""
-        return model.tensor_split() | {f"blocks.*.{name}": TPStyle.row for name in PREFIX}
+        return model.tensor_parallel_styles() | {f"blocks.*.{name}": TPStyle.row for name in PREFIX}
 
     def flops(self, model: ModelConfig, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of the text.
@@ -152,12 +152,12 @@ class PrefixAdapterConfig(VirtualTokenAdapterConfig):
         Attention reads the learnt keys as well. All matrices are frozen, the head's too; gradients
         end before what the first layer makes queries, keys and values by.
         """
-        head = model.outputs * model.width
+        head = model.output_size * model.width
         first = model.width * (model.query_width + 2 * model.kv_width)
-        spared = self.frozen(model) + head + first
+        spared = self.count_block_parameters(model) + head + first
         return model.flops(sequence + self.tokens) - 2.0 * spared
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Freezes the model, and puts keys and values before those of each layer."""
         module.requires_grad_(False)
-        module.put_before(self.tokens)
+        module.add_prefix_kv(self.tokens)

@@ -30,29 +30,35 @@ KEY = "adapter.resume"
 NONE = f"or {KEY}=null"
 
 
-def resume_issues(now: AdapterConfig, run: RunConfig) -> Iterator[ConfigIssue]:
+def resume_issues(current_adapter: AdapterConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields all that keeps a run from beginning with the adapter at ``now.resume``."""
-    path = Path(str(now.resume))
+    path = Path(str(current_adapter.resume))
     if not path.exists():
-        yield ConfigIssue(KEY, now.resume, "there is no such folder", f"give a path, {NONE}")
+        yield ConfigIssue(
+            KEY, current_adapter.resume, "there is no such folder", f"give a path, {NONE}"
+        )
         return
     try:
         if not (path / peft_import.CONFIG).is_file():
             store.verify_checkpoint(path)
             yield from _base_model_issues(run, path, _resolved_config(path))
             yield from _difference_issues(
-                now, _adapter_of_run(path), run.model, run.choices.get("adapter")
+                current_adapter, _adapter_of_run(path), run.model, run.choices.get("adapter")
             )
         elif not isinstance(run.model, DecoderConfig):
             reason = "is a folder of PEFT's, which goes into the suite's own decoder alone"
-            yield ConfigIssue(KEY, now.resume, reason, f"give the folder of a run, {NONE}")
+            yield ConfigIssue(
+                KEY, current_adapter.resume, reason, f"give the folder of a run, {NONE}"
+            )
         else:
-            then = peft_import.infer_config(path, run.model, now)
-            wrong = list(_difference_issues(now, then, run.model, run.choices.get("adapter")))
-            yield from wrong or peft_import.shape_issues(path, now, run.model)
+            then = peft_import.infer_config(path, run.model, current_adapter)
+            wrong = list(
+                _difference_issues(current_adapter, then, run.model, run.choices.get("adapter"))
+            )
+            yield from wrong or peft_import.shape_issues(path, current_adapter, run.model)
     except ConfigError as error:
-        for found in error.complaints:
-            yield ConfigIssue(KEY, now.resume, found.reason, found.cure)
+        for found in error.issues:
+            yield ConfigIssue(KEY, current_adapter.resume, found.reason, found.fix)
 
 
 @torch.no_grad()
@@ -77,17 +83,17 @@ def load_tensors(path: Path, names: Iterable[str], model: ModelConfig) -> dict[s
     kept = [f"model.{name}" for name in names]
     optimizer = _parse_config(_resolved_config(path)["optimizer"])
     held = store.released_weights(path, kept)
-    if optimizer.averages:
-        held = optimizer.averaged(held, store.full_tensors(path, "optimizer"))
+    if optimizer.averages_weights:
+        held = optimizer.average_weights(held, store.full_tensors(path, "optimizer"))
     return {name.removeprefix("model."): tensor for name, tensor in held.items()}
 
 
 def _resolved_config(checkpoint: Path) -> Mapping[str, Any]:
     values = load_yaml(checkpoint.parents[1] / "resolved.yaml")
     if not values:
-        raise ConfigError.one(KEY, checkpoint, "is of a run without a resolved.yaml")
+        raise ConfigError.for_key(KEY, checkpoint, "is of a run without a resolved.yaml")
     if not {"model", "adapter", "optimizer"} <= values.keys():
-        raise ConfigError.one(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")
+        raise ConfigError.for_key(KEY, checkpoint, "is of a run whose resolved.yaml is damaged")
     return rename_targets(values, RENAMED_TARGETS)
 
 
@@ -96,7 +102,9 @@ def _adapter_of_run(checkpoint: Path) -> AdapterConfig:
     found: AdapterConfig = _parse_config(_resolved_config(checkpoint)["adapter"])
     if isinstance(found, NoAdapterConfig):
         reason = "is of a run that trained no adapter"
-        raise ConfigError.one(KEY, checkpoint, reason, f"set model.weights to an export, {NONE}")
+        raise ConfigError.for_key(
+            KEY, checkpoint, reason, f"set model.weights to an export, {NONE}"
+        )
     return found
 
 
@@ -105,45 +113,69 @@ def _parse_config(values: Mapping[str, Any]) -> Any:
     registry.import_options()
     kind = registry.registered_targets().get(str(values.get("_target_")))
     if kind is None:
-        raise ConfigError.one(KEY, values.get("_target_"), "is of a spec that is not known here")
+        raise ConfigError.for_key(
+            KEY, values.get("_target_"), "is of a spec that is not known here"
+        )
     known = {entry.name for entry in fields(kind)} & values.keys()
     given = {name: values[name] for name in known}
     return kind(**{key: tuple(it) if isinstance(it, list) else it for key, it in given.items()})
 
 
 def _base_model_issues(
-    run: RunConfig, checkpoint: Path, then: Mapping[str, Any]
+    run: RunConfig, checkpoint: Path, recorded_config: Mapping[str, Any]
 ) -> Iterator[ConfigIssue]:
     """Yields how the frozen weights were others, but for formats."""
     now = run.as_dict()
-    for key, before in then["model"].items():
+    for key, before in recorded_config["model"].items():
         after = now["model"].get(key)  # type: ignore[attr-defined]  # plain containers
         if key == "weights" and before is not None and after is not None:
             before, after = (str(Path(path).expanduser().absolute()) for path in (before, after))
         if before != after and key != "dropout":
             yield _field_issue(f"model.{key}", after, before, checkpoint)
-    if then["model"].get("weights") is None and then.get("seed") != run.seed:
-        yield _field_issue("seed", run.seed, then.get("seed"), checkpoint)
+    if recorded_config["model"].get("weights") is None and recorded_config.get("seed") != run.seed:
+        yield _field_issue("seed", run.seed, recorded_config.get("seed"), checkpoint)
 
 
 def _difference_issues(
-    now: AdapterConfig, then: AdapterConfig, model: ModelConfig, chosen: str | None
+    current_adapter: AdapterConfig,
+    recorded_adapter: AdapterConfig,
+    model: ModelConfig,
+    option: str | None,
 ) -> Iterator[ConfigIssue]:
     """Yields what the two train differently, with the overrides that mend it."""
     names = {kind: name for name, kind in registry.OPTIONS["adapter"].items()}
-    if type(now) is not type(then):
-        yield _field_issue("adapter", chosen, names[type(then)], now.resume)
+    if type(current_adapter) is not type(recorded_adapter):
+        yield _field_issue("adapter", option, names[type(recorded_adapter)], current_adapter.resume)
     for key in ("rank", "alpha", "tokens"):
-        before, after = (vars(spec).get(key) for spec in (then, now))
+        before, after = (vars(spec).get(key) for spec in (recorded_adapter, current_adapter))
         if None not in (before, after) and before != after:
-            yield _field_issue(f"adapter.{key}", after, before, now.resume)
-    layers = [{*spec.adapted(model), *spec.scaled(model)} for spec in (now, then)]
-    if layers[0] != layers[1] and now.targets != then.targets:
-        yield _field_issue("adapter.targets", now.targets, then.targets, now.resume)
-    if now.whole(model) != then.whole(model):
-        yield _field_issue("adapter.trained", now.trained, then.trained, now.resume)
+            yield _field_issue(f"adapter.{key}", after, before, current_adapter.resume)
+    layers = [
+        {*spec.adapted_layers(model), *spec.scaled_layers(model)}
+        for spec in (current_adapter, recorded_adapter)
+    ]
+    if layers[0] != layers[1] and current_adapter.targets != recorded_adapter.targets:
+        yield _field_issue(
+            "adapter.targets",
+            current_adapter.targets,
+            recorded_adapter.targets,
+            current_adapter.resume,
+        )
+    if current_adapter.fully_trained_modules(model) != recorded_adapter.fully_trained_modules(
+        model
+    ):
+        yield _field_issue(
+            "adapter.trained",
+            current_adapter.trained,
+            recorded_adapter.trained,
+            current_adapter.resume,
+        )
 
 
-def _field_issue(key: str, now: object, then: object, where: object) -> ConfigIssue:
-    reason = f"the adapter at {where} was trained with {format_value(then)}"
-    return ConfigIssue(key, now, reason, f"set {format_override(key, then)}, {NONE}")
+def _field_issue(
+    key: str, current_value: object, recorded_value: object, source: object
+) -> ConfigIssue:
+    reason = f"the adapter at {source} was trained with {format_value(recorded_value)}"
+    return ConfigIssue(
+        key, current_value, reason, f"set {format_override(key, recorded_value)}, {NONE}"
+    )

@@ -26,20 +26,20 @@ def linear_layers(model: ModelConfig) -> tuple[str, ...]:
     """Returns the linear layers of a block, by name within it."""
     return tuple(
         name.removeprefix("blocks.*.")
-        for name, how in model.tensor_split().items()
+        for name, how in model.tensor_parallel_styles().items()
         if name.startswith("blocks.*.") and how in (TPStyle.column, TPStyle.row)
     )
 
 
 @lru_cache(maxsize=64)
 def match_targets(
-    targets: tuple[str, ...], model: ModelConfig, usual: tuple[str, ...] = ()
+    targets: tuple[str, ...], model: ModelConfig, default_targets: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Returns the linear layers that targets describe, ``usual`` ones by ``auto``.
+    """Returns the linear layers that targets describe, ``default_targets`` ones by ``auto``.
 
     A search asks a thousand times.
     """
-    named = set(usual) if AUTO in targets else set()
+    named = set(default_targets) if AUTO in targets else set()
     patterns = [re.compile(target) for target in targets if target != AUTO]
     return tuple(
         name
@@ -61,7 +61,7 @@ def module_name(name: str) -> str:
 @lru_cache(maxsize=64)
 def match_modules(patterns: tuple[str, ...], model: ModelConfig) -> tuple[str, ...]:
     """Returns the modules with weights, of blocks and outside, whose whole name is described."""
-    known = dict.fromkeys(module_name(weight.name) for weight in model.census())
+    known = dict.fromkeys(module_name(weight.name) for weight in model.weight_census())
     compiled = [re.compile(pattern) for pattern in patterns]
     return tuple(name for name in known if any(each.fullmatch(name) for each in compiled))
 
@@ -91,11 +91,14 @@ def target_issues(targets: tuple[str, ...], trained: tuple[str, ...]) -> Iterato
 
 
 def unmatched_target_issues(
-    targets: tuple[str, ...], trained: tuple[str, ...], changed: tuple[str, ...], model: ModelConfig
+    targets: tuple[str, ...],
+    trained: tuple[str, ...],
+    adapted_layers: tuple[str, ...],
+    model: ModelConfig,
 ) -> Iterator[ConfigIssue]:
     """Yields targets that describe no linear layer of the model's blocks.
 
-    And what is to be trained whole but is not there, or is ``changed`` by the adapter.
+    And what is to be trained whole but is not there, or is ``adapted_layers`` by the adapter.
     """
     for target in targets:
         if target != AUTO and not match_targets((target,), model):
@@ -108,6 +111,6 @@ def unmatched_target_issues(
             yield ConfigIssue(
                 TRAINED, pattern, reason, did_you_mean(pattern, match_modules((".*",), model))
             )
-        elif both := [name for name in found if name in changed]:
+        elif both := [name for name in found if name in adapted_layers]:
             reason = f"describes {both[0]}, which {KEY} describes as well"
             yield ConfigIssue(TRAINED, pattern, reason, "leave it out of one of them")

@@ -39,7 +39,7 @@ class BaselineLoop:
             for block in model.layers():
                 fully_shard(block, mesh=mesh)
             self._model = fully_shard(model, mesh=mesh)
-        known = {weight.name: weight for weight in run.census()}
+        known = {weight.name: weight for weight in run.weight_census()}
         named = self._model.named_parameters()
         held = [(known[name.removeprefix("module.")], parameter) for name, parameter in named]
         self._optimizer = run.optimizer.build(held)
@@ -50,7 +50,7 @@ class BaselineLoop:
         """Trains one step and returns its loss on this rank."""
         batch = {name: x_BT.to(self._device) for name, x_BT in next(self._batches).items()}
         logits_BTV = self._model(batch["inputs"])
-        loss = self._run.objective.summed(logits_BTV, batch["labels"]) / self._labels
+        loss = self._run.objective.sum_over_tokens(logits_BTV, batch["labels"]) / self._labels
         loss.backward()
         limit = self._run.trainer.clip_norm
         if limit is not None:

@@ -45,9 +45,9 @@ class CalibrateOptions(options.BenchOptions):
     learn: str | None = None
     """A folder of runs that used the profile: nothing is measured but by them."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields names of no file, and of a profile that was not measured."""
-        yield from super().complaints()
+        yield from super().validate()
         if self.seconds > LONGEST:
             reason = f"each of some {len(KINDS) * 8} figures would take so long"
             yield ConfigIssue("seconds", self.seconds, reason, f"set seconds={LONGEST:g} or less")
@@ -74,7 +74,7 @@ def calibrate(run: RunConfig, options: CalibrateOptions) -> Path:
         FOLDER.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = f"{FOLDER} cannot be written: {error.strerror}"
-        raise ConfigError.one("", "", reason, "calibrate in another folder") from error
+        raise ConfigError.for_key("", "", reason, "calibrate in another folder") from error
     try:
         return _calibrate(run, options)
     finally:  # of folders that were made for nothing

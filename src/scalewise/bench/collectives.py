@@ -49,9 +49,9 @@ class CollectivesOptions(options.BenchOptions):
     seconds: float = 0.3
     """Time for each size of each collective, s."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields too few sizes."""
-        yield from super().complaints()
+        yield from super().validate()
         if 0 < self.largest_kib < 16:
             reason = "leaves too few sizes to tell latency from bandwidth"
             yield ConfigIssue("largest_kib", self.largest_kib, reason, "set largest_kib=16")
@@ -204,11 +204,11 @@ def _collective_call(
     return operations[kind], own * world * 4
 
 
-def _collective_by_name(name: str, before: str) -> Callable[..., object]:
+def _collective_by_name(name: str, legacy_name: str) -> Callable[..., object]:
     """Returns a collective by its name since torch 2.13, or the one before."""
     import torch.distributed as dist
 
-    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, before)
+    found: Callable[..., object] = getattr(dist, name, None) or getattr(dist, legacy_name)
     return found
 
 

@@ -42,7 +42,7 @@ class PlannerOptions(BaseOptions):
     data: str = ""
     """A CSV file of measured rows."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a file that is not there."""
         if not Path(self.data).is_file():
             yield ConfigIssue("data", self.data, "there is no such file", "give data=ROWS.csv")
@@ -60,10 +60,10 @@ class RowPrediction:
     """Source, device and format: what one scale of time is learnt for."""
     memory: tuple[float, float] | None
     """Predicted and measured, GiB."""
-    rate: tuple[float, float] | None
+    throughput: tuple[float, float] | None
     """Predicted and measured, tokens/s of a device."""
-    verdict: FitStatus
-    fitted: bool
+    fit_status: FitStatus
+    fit_in_memory: bool
 
 
 def measure(
@@ -75,10 +75,10 @@ def measure(
         print_lines(f"{len(left)} rows left out:")
         print_lines(*(f"  {line}" for line in left))
     if not predictions:
-        raise ConfigError.one("data", options.data, "holds no rows that can be predicted")
+        raise ConfigError.for_key("data", options.data, "holds no rows that can be predicted")
     memory = _group_ratios(predictions, lambda p: p.stack, lambda p: p.memory)
-    rates = _group_ratios(predictions, lambda p: p.stack, lambda p: p.rate)
-    by_source = _group_ratios(predictions, lambda p: p.source, lambda p: p.rate)
+    rates = _group_ratios(predictions, lambda p: p.stack, lambda p: p.throughput)
+    by_source = _group_ratios(predictions, lambda p: p.source, lambda p: p.throughput)
     tables = {
         "memory": _group_errors(_group_ratios(predictions, lambda p: p.source, lambda p: p.memory)),
         "memory_scaled": _group_errors(memory, _scale_by_group(memory)),
@@ -103,7 +103,7 @@ def _predict_rows(path: Path) -> tuple[list[RowPrediction], list[str]]:
         try:
             found.append(predict_row(row))
         except ConfigError as error:
-            what = "; ".join(str(complaint) for complaint in error.complaints)
+            what = "; ".join(str(complaint) for complaint in error.issues)
             left.append(f"{row['source']} {row['model']}: {what}")
     return found, left
 
@@ -114,12 +114,12 @@ def predict_row(row: Row) -> RowPrediction:
     Raises ``ConfigError`` for a model that cannot be, or a device that is not known.
     """
     run, facts = published_runs.build_run(row), published_runs.framework_of(row)
-    if wrong := [*run.model.complaints()]:
+    if wrong := [*run.model.validate()]:
         raise ConfigError(wrong)
     fit = check_fit(run)
     source = row["source"].split()[0]
-    bytes_there = published_runs.measured_peak(row, run, fit.ledger.peak)
-    gib = bytes_there * (RESERVED[1] if facts.reserved else 1.0) / GIB
+    bytes_there = published_runs.measured_peak(row, run, fit.breakdown.peak)
+    gib = bytes_there * (RESERVED[1] if facts.reports_reserved else 1.0) / GIB
     step = predict_step_time(run)
     rate = run.tokens_per_step / step.seconds / run.world_size if step else 0.0
     measured, ran = row["peak_mem_GiB"], row["tokens_per_s_per_gpu"]
@@ -129,18 +129,18 @@ def predict_row(row: Row) -> RowPrediction:
         " ".join(part for part in (source, row["gpu"], row["precision"], row["quant"]) if part),
         (gib, float(measured)) if measured and ran_through else None,
         (rate, float(ran)) if ran and rate else None,
-        replace(fit, traced=bytes_there).verdict,
-        fitted=bool(ran or (measured and ran_through)),
+        replace(fit, traced_peak=bytes_there).status,
+        fit_in_memory=bool(ran or (measured and ran_through)),
     )
 
 
-def _group_ratios(predictions: Sequence[RowPrediction], of: Any, value: Any) -> Ratios:
+def _group_ratios(predictions: Sequence[RowPrediction], group_key: Any, value_pair: Any) -> Ratios:
     """Returns predicted over measured values by group."""
     groups: dict[str, list[float]] = {}
     for prediction in predictions:
-        pair = value(prediction)
+        pair = value_pair(prediction)
         if pair is not None:
-            groups.setdefault(of(prediction), []).append(pair[0] / pair[1])
+            groups.setdefault(group_key(prediction), []).append(pair[0] / pair[1])
     return groups
 
 
@@ -175,12 +175,12 @@ def _group_errors(groups: Ratios, scales: Mapping[str, float] | None = None) -> 
     return found
 
 
-def _step_scale(rates: Ratios) -> dict[str, float]:
+def _step_scale(throughput_ratios: Ratios) -> dict[str, float]:
     """Returns what measured steps take of predicted ones: the median, and around it p10 to p90.
 
     ``conf/hardware`` gives them to devices of which there are no runs of our own.
     """
-    scales = sorted(ratio for ratios in rates.values() for ratio in ratios)
+    scales = sorted(ratio for ratios in throughput_ratios.values() for ratio in ratios)
     if len(scales) < 2:
         return {}
     middle, tenths = median(scales), quantiles(scales, n=10)
@@ -200,7 +200,9 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
 
 def _count_fit_status(predictions: Sequence[RowPrediction]) -> dict[str, dict[str, int]]:
     """Returns how many rows got which verdict, of those that ran and those that could not."""
-    said = {name: [p.verdict for p in predictions if p.fitted == ran] for name, ran in _ENDS}
+    said = {
+        name: [p.fit_status for p in predictions if p.fit_in_memory == ran] for name, ran in _ENDS
+    }
     return {
         name: {verdict.value: verdicts.count(verdict) for verdict in SAID}
         for name, verdicts in said.items()
@@ -218,9 +220,9 @@ def _print_table(title: str, rows: Table) -> None:
     console.get_console().print(table)
 
 
-def _print_results(verdicts: Any) -> list[str]:
+def _print_results(fit_counts: Any) -> list[str]:
     lines = []
     for name, _ in _ENDS:
-        told = ", ".join(f"{count} called {verdict}" for verdict, count in verdicts[name].items())
+        told = ", ".join(f"{count} called {verdict}" for verdict, count in fit_counts[name].items())
         lines.append(f"rows that {name.replace('_', ' ')}: {told}")
     return lines

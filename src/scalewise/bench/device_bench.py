@@ -103,7 +103,9 @@ def _dtype(kind: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
 
 
-def _repeat_times(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+def _repeat_times(
+    operation: Callable[[], object], device: torch.device, seconds: float
+) -> list[float]:
     """Returns the seconds of each repeat, as many as fit into ``seconds``."""
     import torch
 
@@ -111,7 +113,7 @@ def _repeat_times(work: Callable[[], object], device: torch.device, seconds: flo
     ends = float("inf")
     for number in range(-2, 10_000):
         before = time.perf_counter()
-        work()
+        operation()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         now = time.perf_counter()
@@ -124,8 +126,8 @@ def _repeat_times(work: Callable[[], object], device: torch.device, seconds: flo
     return spent
 
 
-def _rate(spent: list[float], work: float) -> MeasuredFigure:
-    return summarize([work / taken for taken in spent])
+def _rate(times: list[float], amount: float) -> MeasuredFigure:
+    return summarize([amount / taken for taken in times])
 
 
 def summarize(values: list[float]) -> MeasuredFigure:

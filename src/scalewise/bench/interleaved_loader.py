@@ -31,16 +31,16 @@ class InterleavedLoader:
         self._cpu: Times = {"hand": [], "twin": [], "suite": []}
 
     @cached_property
-    def hand(self) -> BaselineLoop:
+    def baseline(self) -> BaselineLoop:
         """Returns the loop that the suite is compared with."""
-        return self._loop()
+        return self._build_baseline()
 
     @cached_property
-    def twin(self) -> BaselineLoop:
+    def second_baseline(self) -> BaselineLoop:
         """Returns a second such loop: compared with the first, it shows what is noise."""
-        return self._loop()
+        return self._build_baseline()
 
-    def _loop(self) -> BaselineLoop:
+    def _build_baseline(self) -> BaselineLoop:
         return BaselineLoop(self._run, self._steps, iter(self._loader()), self._device)
 
     def __len__(self) -> int:
@@ -49,16 +49,16 @@ class InterleavedLoader:
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self._loader())
         while True:
-            self._time("hand", self.hand.step)
-            self._time("twin", self.twin.step)
-            began = self._now()
+            self._time_step("hand", self.baseline.step)
+            self._time_step("twin", self.second_baseline.step)
+            began = self._read_clocks()
             batch = next(batches, None)  # part of the suite's step, as it is of the others'
             if batch is None:
                 return
             yield batch
-            self._note("suite", began)
+            self._record_time("suite", began)
 
-    def times(self, skipped: int) -> tuple[Times, Times]:
+    def gather_times(self, warmup_steps: int) -> tuple[Times, Times]:
         """Returns wall seconds of the slowest rank and processor seconds of all ranks, by loop.
 
         The first steps are left out; the hand-written loop has one more than the others.
@@ -67,26 +67,26 @@ class InterleavedLoader:
         for times, over in ((self._wall, dist.ReduceOp.MAX), (self._cpu, dist.ReduceOp.SUM)):
             counted = {}
             for name, seconds in times.items():
-                count = len(self._wall["suite"]) - skipped + (name == "hand")
-                told = torch.tensor(seconds[skipped:][:count], dtype=torch.float64)
+                count = len(self._wall["suite"]) - warmup_steps + (name == "hand")
+                told = torch.tensor(seconds[warmup_steps:][:count], dtype=torch.float64)
                 told = told.to(self._device)
                 dist.all_reduce(told, over)
                 counted[name] = told.tolist()
             found.append(counted)
         return found[0], found[1]
 
-    def _time(self, name: str, step: Callable[[], object]) -> None:
-        began = self._now()
+    def _time_step(self, name: str, step: Callable[[], object]) -> None:
+        began = self._read_clocks()
         step()
-        self._note(name, began)
+        self._record_time(name, began)
 
-    def _now(self) -> tuple[float, float]:
+    def _read_clocks(self) -> tuple[float, float]:
         """Returns the clocks at a moment that all ranks share."""
         dist.barrier()
         return time.perf_counter(), time.process_time()
 
-    def _note(self, name: str, began: tuple[float, float]) -> None:
+    def _record_time(self, name: str, start: tuple[float, float]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        self._wall[name].append(time.perf_counter() - began[0])
-        self._cpu[name].append(time.process_time() - began[1])
+        self._wall[name].append(time.perf_counter() - start[0])
+        self._cpu[name].append(time.process_time() - start[1])

@@ -20,8 +20,10 @@ from scalewise.run_config import RunConfig
 from scalewise.units import format_bytes
 
 
-def _run_name(name: str, base: lines.Line, further: Iterable[lines.Line]) -> dict[str, lines.Line]:
-    return {" ".join((name, *line)): (*base, *line) for line in further}
+def _run_name(
+    name: str, base_overrides: lines.Line, variants: Iterable[lines.Line]
+) -> dict[str, lines.Line]:
+    return {" ".join((name, *line)): (*base_overrides, *line) for line in variants}
 
 
 _TRAINED = _run_name("small", lines.SMALL, (*lines.TRAINED, *lines.TRAINED_SELDOM))
@@ -77,7 +79,7 @@ def _train_and_measure(runs: Mapping[str, RunConfig], folder: Path) -> Iterator[
     for name, run in runs.items():
         foreseen = worst_rank.worst_rank_breakdown(run)
         yield MemoryAccuracyRow(
-            name, foreseen.peak, _measured_peak(name, run, folder), foreseen.fullest
+            name, foreseen.peak, _measured_peak(name, run, folder), foreseen.peak_phase
         )
 
 
@@ -97,7 +99,7 @@ def _trace(runs: Mapping[str, RunConfig]) -> Iterator[MemoryAccuracyRow]:
 
     for name, run in runs.items():
         foreseen = worst_rank.worst_rank_breakdown(with_cpu_operators(run))
-        yield MemoryAccuracyRow(name, foreseen.peak, trace_run(run).peak, foreseen.fullest)
+        yield MemoryAccuracyRow(name, foreseen.peak, trace_run(run).peak, foreseen.peak_phase)
 
 
 def _print_rows(title: str, rows: Iterator[MemoryAccuracyRow]) -> dict[str, object]:

@@ -37,9 +37,9 @@ def mesh_overrides(**sizes: int) -> Line:
     return ("parallelism=mesh", *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
 
 
-def fsdp_overrides(shards: int, *further: str) -> Line:
+def fsdp_overrides(shards: int, *options: str) -> Line:
     """Returns fully sharded data parallelism of so many shards."""
-    return ("parallelism=fsdp", f"parallelism.shards={shards}", *further)
+    return ("parallelism=fsdp", f"parallelism.shards={shards}", *options)
 
 
 def _pipeline_overrides(schedule: str) -> Line:

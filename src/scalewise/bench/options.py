@@ -24,7 +24,7 @@ class BenchOptions:
     record: bool = False
     """Whether the result is written into ``experiments/records`` as well."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what cannot be measured: every number must be positive."""
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
@@ -49,17 +49,19 @@ class Benchmark(Protocol):
         """Measures into ``folder``, prints what it finds and returns it."""
 
 
-def split_options(words: Sequence[str], kind: type[BenchOptions]) -> tuple[BenchOptions, list[str]]:
+def split_options(
+    arguments: Sequence[str], options_type: type[BenchOptions]
+) -> tuple[BenchOptions, list[str]]:
     """Returns the options among the words, and the other words: the overrides of a run.
 
     Raises ``ConfigError`` with every complaint about an option.
     """
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(options_type)
     types = {key: (typing.get_args(hint) or (hint,))[0] for key, hint in hints.items()}
     values: dict[str, Any] = {}
     rest: list[str] = []
     wrong: list[ConfigIssue] = []
-    for word in words:
+    for word in arguments:
         key, _, text = word.partition("=")
         if key not in types:
             close = difflib.get_close_matches(key, types, n=1, cutoff=0.7)
@@ -71,7 +73,7 @@ def split_options(words: Sequence[str], kind: type[BenchOptions]) -> tuple[Bench
             values[key] = _BOOLEANS[text] if types[key] is bool else types[key](text)
         except (KeyError, ValueError):
             wrong.append(ConfigIssue(key, text, f"is not {_WANTED[types[key]]}"))
-    options = kind(**values)
-    if wrong := [*wrong, *options.complaints()]:
+    options = options_type(**values)
+    if wrong := [*wrong, *options.validate()]:
         raise ConfigError(wrong)
     return options, rest

@@ -22,23 +22,26 @@ class PairedRatio:
     pairs: int
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> PairedRatio:
-    """Returns how ``ours`` compares with ``theirs``, taken in turns: theirs first and last.
+def paired_ratio(times: Sequence[float], baseline_times: Sequence[float]) -> PairedRatio:
+    """Returns how ``times`` compares with ``baseline_times``, taken in turns: theirs first and
+    last.
 
     Each of ours is divided by the mean of its two neighbours, so that a machine that slows down
     slows both. The interval is that of order statistics: it assumes no distribution.
     """
-    each = sorted(one / mean for one, mean in zip(ours, _median_interval(theirs), strict=True))
+    each = sorted(
+        one / mean for one, mean in zip(times, _median_interval(baseline_times), strict=True)
+    )
     count = len(each)
     reach = SPREAD * sqrt(count) / 2
     low, high = int(count / 2 - reach), int(count / 2 + reach)
     return PairedRatio(median(each), each[max(low, 0)], each[min(high, count - 1)], count)
 
 
-def neighbor_excess(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Returns by how much each of ``ours`` is more than the mean of its two neighbours."""
-    return [one - mean for one, mean in zip(ours, _median_interval(theirs), strict=True)]
+def neighbor_excess(times: Sequence[float], baseline_times: Sequence[float]) -> list[float]:
+    """Returns by how much each of ``times`` is more than the mean of its two neighbours."""
+    return [one - mean for one, mean in zip(times, _median_interval(baseline_times), strict=True)]
 
 
-def _median_interval(theirs: Sequence[float]) -> list[float]:
-    return [(before + after) / 2 for before, after in pairwise(theirs)]
+def _median_interval(baseline_times: Sequence[float]) -> list[float]:
+    return [(before + after) / 2 for before, after in pairwise(baseline_times)]

@@ -83,7 +83,7 @@ def measure(
     first = next(iter(runs.values()))
     return {
         "bounds": {"ratio": BOUND, "launch_s": LAUNCH_BOUND},
-        "model": {"parameters": first.model.parameters, "option": first.choices["model"]},
+        "model": {"parameters": first.model.num_parameters, "option": first.choices["model"]},
         "rows_a_rank": first.micro_batch,
         "sequence": first.data.sequence,
         "ranks": first.world_size,
@@ -123,8 +123,8 @@ def _compare_layout(times: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ratio_text(found: Mapping[str, float]) -> str:
-    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+def _ratio_text(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 def _launch_seconds(count: int, folder: Path) -> float:
@@ -164,7 +164,7 @@ def _measure_rank(run: RunConfig, folder: Path) -> None:
     device = torch.device("cuda", local) if on_cuda else torch.device("cpu")
     dist.init_process_group("nccl" if on_cuda else "gloo")
     splits = run.data.prepare(run.model.vocabulary, run.seed)
-    steps = run.steps(len(splits.train))
+    steps = run.num_steps(len(splits.train))
     share = BatchShare(run.global_batch, run.micro_batch, rank, run.world_size)
 
     def loader() -> TrainLoader:
@@ -178,8 +178,8 @@ def _measure_rank(run: RunConfig, folder: Path) -> None:
     turns = InterleavedLoader(run, steps, loader, device)
     with silence_lightning():
         build_trainer(run, folder, place, steps, recorder).fit(module, turns)
-    wall, cpu = turns.times(WARM_UP)
-    losses = {"suite": module.last_loss.item(), "hand": turns.hand.loss.item()}
+    wall, cpu = turns.gather_times(WARM_UP)
+    losses = {"suite": module.last_loss.item(), "hand": turns.baseline.loss.item()}
     if rank == 0:
         (folder / ".metrics.csv").unlink()
         write_json(folder / _TIMES, {"wall": wall, "cpu": cpu, "loss": losses})

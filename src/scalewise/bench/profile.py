@@ -53,21 +53,22 @@ def measured_figures(file: Path) -> dict[str, object]:
     return {key: value for key, value in held.items() if key not in ("defaults", *LEARNT)}
 
 
-def add_figures(file: Path, values: Mapping[str, float], how: str) -> None:
-    """Puts figures that were learnt, and the comment ``how``, in a profile that was measured."""
+def add_figures(file: Path, values: Mapping[str, float], comment: str) -> None:
+    """Puts figures that were learnt, and the comment ``comment``, in a profile that was
+    measured."""
     head, _, _ = file.read_text("utf-8").partition(DEFAULTS)
     lines = [line for line in head.splitlines() if not line.startswith(LEARNT_MARK)]
     known = measured_figures(file) | {key: float(f"{value:.4g}") for key, value in values.items()}
-    text = "".join(f"{line}\n" for line in (*lines, f"# {how}")) + DEFAULTS
+    text = "".join(f"{line}\n" for line in (*lines, f"# {comment}")) + DEFAULTS
     write_text(file, text + yaml.safe_dump(known, sort_keys=False))
 
 
 def write_profile(
-    hardware: Hardware, figures: Mapping[str, float], how: Sequence[str], file: Path
+    hardware: Hardware, figures: Mapping[str, float], comments: Sequence[str], file: Path
 ) -> Path:
     """Writes the known figures of ``hardware`` and, in their place, those measured.
 
-    ``how``: lines of a comment; the first begins with the verb that measured.
+    ``comments``: lines of a comment; the first begins with the verb that measured.
     """
     held = {entry.name: getattr(hardware, entry.name) for entry in fields(hardware)}
     known = {
@@ -76,7 +77,7 @@ def write_profile(
         if value not in (None, "") and key not in (*LEARNT, "read_off")
     }
     known |= {key: float(f"{value:.4g}") for key, value in figures.items()}
-    first, *rest = how
+    first, *rest = comments
     head = "".join((f"{MARK}{first}\n", *(f"# {line}\n" for line in rest), DEFAULTS))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, head + yaml.safe_dump(known, sort_keys=False))

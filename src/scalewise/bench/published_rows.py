@@ -44,25 +44,25 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
             if lacking := [key for key in NEEDED if key not in (table.fieldnames or ())]:
                 reason = f"has no column {' and none '.join(lacking)}"
                 cure = "the first line of a CSV file names its columns, with commas between them"
-                raise ConfigError.one("data", path, reason, cure)
+                raise ConfigError.for_key("data", path, reason, cure)
             for cells in table:
                 row = {str(key): str(text or "").strip() for key, text in cells.items() if key}
                 if not any(row.values()):
                     continue
                 row = dict.fromkeys((*COUNTS, *MEASURED, *WORDS), "") | row
-                problems = list(_row_problems(row, ragged=None in cells))
+                problems = list(_row_problems(row, has_extra_cells=None in cells))
                 if problems:
                     left.append(f"line {table.line_num}: {'; '.join(problems)}")
                 else:
                     kept.append(row)
     except (UnicodeDecodeError, csv.Error) as error:
         reason = f"is no text in UTF-8: {error}"
-        raise ConfigError.one("data", path, reason, "save it as CSV in UTF-8") from error
+        raise ConfigError.for_key("data", path, reason, "save it as CSV in UTF-8") from error
     return kept, left
 
 
-def _row_problems(row: Row, *, ragged: bool) -> Iterator[str]:
-    if ragged:
+def _row_problems(row: Row, *, has_extra_cells: bool) -> Iterator[str]:
+    if has_extra_cells:
         yield "more cells than columns"
     for key in (*NEEDED, *SHAPE):
         if not row[key]:

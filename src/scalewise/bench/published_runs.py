@@ -73,26 +73,29 @@ those of ``conf/hardware``."""
 class FrameworkFacts:
     """How a framework holds and computes what its rows name.
 
-    ``precision``: of a row. ``reserved``: whether it reports what the allocator reserves.
-    ``source``: where this was read. ``keeps_whole_gradients``: whether gradients stay whole while
-    micro batches are summed. ``reduced``: bytes of a gradient in its reduction. ``cuts_tokens``:
-    whether tensor ranks share tokens and logits out as well. ``loss``: bytes of a number in the
-    loss. ``every_second``: whether selective recomputation keeps every second product alone.
-    ``loads_whole``: whether every rank makes the whole model before it is sharded. ``llama``:
-    whether blocks are Llama's; else GPT's.
+    ``precision``: of a row. ``reports_reserved``: whether it reports what the allocator reserves.
+    ``source``: where this was read. ``keeps_unsharded_gradients``: whether gradients stay whole
+    while micro batches are summed. ``gradient_reduce_bytes``: bytes of a gradient in its reduction.
+    ``shards_sequence``:
+    whether tensor ranks share tokens and logits out as well. ``loss_bytes``: bytes of a number in
+    the
+    loss. ``recomputes_every_second``: whether selective recomputation keeps every second product
+    alone.
+    ``loads_full_model``: whether every rank makes the whole model before it is sharded.
+    ``is_llama``: whether blocks are Llama's; else GPT's.
     """
 
     precision: Callable[[Row], Precision]
-    reserved: bool
+    reports_reserved: bool
     source: str
-    keeps_whole_gradients: bool = False
-    reduced: int | None = None
-    cuts_tokens: bool = True
-    loss: int = 4
-    every_second: bool = False
-    loads_whole: bool = False
+    keeps_unsharded_gradients: bool = False
+    gradient_reduce_bytes: int | None = None
+    shards_sequence: bool = True
+    loss_bytes: int = 4
+    recomputes_every_second: bool = False
+    loads_full_model: bool = False
     devices_per_node: int = 8
-    llama: bool = True
+    is_llama: bool = True
 
 
 def _stated_formats(row: Row) -> Precision:
@@ -111,32 +114,32 @@ FRAMEWORKS = {
         _stated_formats,
         True,
         "train.py logs max_reserved; FSDP2 with fp32 masters; selective-op: every second matmul",
-        every_second=True,
+        recomputes_every_second=True,
     ),
     "KempnerForge": FrameworkFacts(
         lambda row: BF16,
         False,
         "parallel.py: model.to(bf16) whatever the name, gradients unsharded while accumulating; "
         "loss.py: cross-entropy of bf16 logits",
-        keeps_whole_gradients=True,
-        loss=2,
-        reduced=4,
-        cuts_tokens=False,
+        keeps_unsharded_gradients=True,
+        loss_bytes=2,
+        gradient_reduce_bytes=4,
+        shards_sequence=False,
         devices_per_node=4,
     ),
     "litgpt": FrameworkFacts(
         _stated_formats,
         False,
         "resource-tables.md: torch.cuda.max_memory_allocated; FSDP1 over a module that is loaded",
-        loads_whole=True,
+        loads_full_model=True,
     ),
     "llm-foundry": FrameworkFacts(
         lambda row: MIXED if row["precision"].startswith("amp") else BF16,
         True,
         "benchmarking/README.md: MosaicML DEFAULT and PURE are FSDP1's; GPT-shaped models; "
         "hf_causal_lm and mpt: loss_fn=fused_crossentropy, gradients in the place of the logits",
-        loss=0,
-        llama=False,
+        loss_bytes=0,
+        is_llama=False,
     ),
 }
 """By what a row's source contains. Another source is taken at its columns' word."""
@@ -160,25 +163,25 @@ QUANTIZED = {
 """Bytes of a weight: four bits, a scale for 64 of them, and of those in turn (Dettmers, 2023)."""
 
 
-def measured_peak(row: Row, run: RunConfig, foreseen: int) -> int:
+def measured_peak(row: Row, run: RunConfig, predicted: int) -> int:
     """Returns the bytes that a row should have measured, of those that the ledger foresees.
 
-    Beside the step there is the loading: every rank of a framework that ``loads_whole`` holds the
-    model and its own shard of it. Quantized weights are those of the blocks' linear layers.
+    Beside the step there is the loading: every rank of a framework that ``loads_full_model`` holds
+    the model and its own shard of it. Quantized weights are those of the blocks' linear layers.
     """
     each = run.precision.parameters.bytes
     shards = run.parallelism.world_size
     if each_quantized := QUANTIZED.get(row["quant"]):
         linear = sum(
-            w.count for w in run.model.census() if w.layer is not None and len(w.shape) > 1
+            w.numel for w in run.model.weight_census() if w.layer is not None and len(w.shape) > 1
         )
-        foreseen -= int(linear * (each - each_quantized)) // shards
+        predicted -= int(linear * (each - each_quantized)) // shards
         if run.memory == FixedCheckpointing():
-            foreseen += _quantized_input_bytes(run)
-    if framework_of(row).loads_whole and shards > 1:
-        whole = run.model.parameters * each
-        foreseen = max(foreseen, whole + whole // shards)
-    return foreseen
+            predicted += _quantized_input_bytes(run)
+    if framework_of(row).loads_full_model and shards > 1:
+        whole = run.model.num_parameters * each
+        predicted = max(predicted, whole + whole // shards)
+    return predicted
 
 
 def _quantized_input_bytes(run: RunConfig) -> int:
@@ -230,7 +233,7 @@ def device_profile(name: str, devices_per_node: int) -> Hardware:
     """
     known = _find_device(name)
     if known is None:
-        raise ConfigError.one(
+        raise ConfigError.for_key(
             "gpu", name, "is no device known here", f"one of {', '.join(DEVICES)}"
         )
     return Hardware(
@@ -265,7 +268,7 @@ def _find_device(name: str) -> PublishedDevice | None:
 
 
 def _model_overrides(row: Row, facts: FrameworkFacts) -> DecoderConfig:
-    llama = facts.llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
+    llama = facts.is_llama and not row["model"].lower().startswith(("phi", "stablelm", "falcon"))
     shape = DecoderConfig(
         vocabulary=_parse_int(row, "vocab", 32000),
         context=_parse_int(row, "seq", 2048),
@@ -281,9 +284,9 @@ def _model_overrides(row: Row, facts: FrameworkFacts) -> DecoderConfig:
         shape,
         norm=NormKind.layernorm,
         activation=ActivationKind.gelu,
-        position=PositionKind.rope if facts.llama else PositionKind.learned,
-        bias=facts.llama,
-        tied=not facts.llama,
+        position=PositionKind.rope if facts.is_llama else PositionKind.learned,
+        bias=facts.is_llama,
+        tied=not facts.is_llama,
     )
 
 
@@ -295,14 +298,18 @@ class ForeignMesh(MeshConfig):
     loss: int = 4
     every_second: bool = False
 
-    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
+    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns what a mesh of ours holds, in those formats."""
-        held = super().holds(run, rank)
-        shape = replace(held.shape, loss=self.loss, every_second=self.every_second)
-        held = replace(held, shape=shape)
-        if self.reduced is None or held.gathering is None:
+        held = super().rank_memory(run, rank)
+        shape = replace(
+            held.forward_spec,
+            loss_element_bytes=self.loss,
+            saves_alternate_matmuls=self.every_second,
+        )
+        held = replace(held, forward_spec=shape)
+        if self.reduced is None or held.fsdp is None:
             return held
-        return replace(held, gathering=replace(held.gathering, reduced=self.reduced))
+        return replace(held, fsdp=replace(held.fsdp, reduced_element_bytes=self.reduced))
 
 
 def _parallelism_overrides(row: Row, facts: FrameworkFacts, accumulation: int) -> MeshConfig:
@@ -313,13 +320,13 @@ def _parallelism_overrides(row: Row, facts: FrameworkFacts, accumulation: int) -
         shards=_parse_int(row, "fsdp", 1),
         context=_parse_int(row, "cp", 1),
         tensor=_parse_int(row, "tp", 1),
-        reduced=facts.reduced,
-        loss=facts.loss,
-        every_second=facts.every_second,
-        sequence_parallel=facts.cuts_tokens,
-        loss_parallel=facts.cuts_tokens,
+        reduced=facts.gradient_reduce_bytes,
+        loss=facts.loss_bytes,
+        every_second=facts.recomputes_every_second,
+        sequence_parallel=facts.shards_sequence,
+        loss_parallel=facts.shards_sequence,
         reshard_after_forward=row["zero_stage"] != "2" and pipeline == 1,
-        reduce_each_micro_batch=not (facts.keeps_whole_gradients and accumulation > 1),
+        reduce_each_micro_batch=not (facts.keeps_unsharded_gradients and accumulation > 1),
     )
 
 

@@ -51,16 +51,19 @@ def _serve_task(task: Callable[[], None], folder: Path) -> None:
     rank_entrypoint.end_rank(ending)
 
 
-def check_ranks(ranks: int, key: str, gpus: int | None, most: int) -> None:
+def check_ranks(ranks: int, key: str, num_gpus: int | None, max_cpu_ranks: int) -> None:
     """Refuses a number of ranks that measures nothing here.
 
-    ``gpus`` is the number of CUDA devices, None for the CPU, which carries ``most`` ranks.
+    ``num_gpus`` is the number of CUDA devices, None for the CPU, which carries ``max_cpu_ranks``
+    ranks.
     """
-    if gpus is not None and max(ranks, 2) > gpus:
+    if num_gpus is not None and max(ranks, 2) > num_gpus:
         cure = "set hardware=cpu, or run it where there are more"
-        reason = f"needs {max(ranks, 2)} CUDA devices, this machine has {gpus}"
-        raise ConfigError.one(key, ranks, reason, cure)
+        reason = f"needs {max(ranks, 2)} CUDA devices, this machine has {num_gpus}"
+        raise ConfigError.for_key(key, ranks, reason, cure)
     if ranks < 2:
-        raise ConfigError.one(key, ranks, "there is nobody to send to", f"set {key}=2")
-    if gpus is None and ranks > most:
-        raise ConfigError.one(key, ranks, f"this machine carries at most {most} CPU ranks")
+        raise ConfigError.for_key(key, ranks, "there is nobody to send to", f"set {key}=2")
+    if num_gpus is None and ranks > max_cpu_ranks:
+        raise ConfigError.for_key(
+            key, ranks, f"this machine carries at most {max_cpu_ranks} CPU ranks"
+        )

@@ -31,7 +31,7 @@ def record_path(name: str, hardware: Hardware) -> Path:
     """Returns where the checkout keeps the record of a benchmark; refuses elsewhere."""
     if not RECORDS.is_dir():
         reason = f"there is no {RECORDS} here"
-        raise ConfigError.one("record", True, reason, "run it in a checkout of scalewise")
+        raise ConfigError.for_key("record", True, reason, "run it in a checkout of scalewise")
     device = hardware.match or str(machine_facts()["device"])
     kind = "cpu" if hardware.device is DeviceKind.cpu else device
     return RECORDS / re.sub(r"[^a-z0-9]+", "_", kind.lower()) / f"{name}.json"

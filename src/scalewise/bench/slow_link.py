@@ -57,10 +57,10 @@ def measure(
     reduce-scatter sends as much as an all-reduce, so that fsdp sends more than it declares.
     """
     if reason := throttled_link.missing_requirement():
-        raise ConfigError.one("", "", f"skipped: {reason}")
+        raise ConfigError.for_key("", "", f"skipped: {reason}")
     for run in runs.values():
         if run.world_size != 2:
-            raise ConfigError.one("parallelism", run.world_size, "a cable has two ends")
+            raise ConfigError.for_key("parallelism", run.world_size, "a cable has two ends")
     print_lines(f"{'':<10}{'open':>10}{f'{options.mbit:g} Mbit/s':>14}{'predicted':>12}"
           f"{'sent a step':>14}{'declared':>12}")  # fmt: skip
     found: dict[str, dict[str, object]] = {}
@@ -101,8 +101,8 @@ def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[
     """
     with ThrottledLink() as cable:
         if mbit is not None:
-            cable.shape(mbit)
-        before = cable.sent(1)
+            cable.limit_rate(mbit)
+        before = cable.read_sent_bytes(1)
         log = folder.with_suffix(".log")
         with log.open("w", encoding="utf-8") as file:
             ranks = [_start_rank(run, folder, cable, number, file) for number in (0, 1)]
@@ -112,7 +112,7 @@ def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[
                 for rank in ranks:
                     rank.kill()
                     rank.wait()
-        sent = cable.sent(1) - before
+        sent = cable.read_sent_bytes(1) - before
     summary: Any = read_json(folder / "summary.json")
     if any(codes) or not summary:
         tail = "\n".join(log.read_text("utf-8").splitlines()[-12:])
@@ -121,10 +121,10 @@ def _train_over_link(run: RunConfig, folder: Path, mbit: float | None) -> tuple[
 
 
 def _start_rank(
-    run: RunConfig, folder: Path, cable: ThrottledLink, rank: int, log: Any
+    run: RunConfig, folder: Path, link: ThrottledLink, rank: int, log: Any
 ) -> subprocess.Popen[str]:
     """Returns ``scalewise train`` at one end of the cable, as torchrun would have started it."""
-    name = cable.names[rank]
+    name = link.names[rank]
     surroundings = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",

@@ -56,7 +56,7 @@ def learn_step_scale(folder: Path, file: Path) -> StepScale:
         )
         cure = "scalewise train -cd " + shell_word(file.parents[1])
         cure += f" {format_override('hardware', file.stem)} ..."
-        raise ConfigError.one("", "", reason, cure)
+        raise ConfigError.for_key("", "", reason, cure)
     deciles = quantiles(found, n=10, method="inclusive")
     middle = median(found)
     scale = StepScale(middle, deciles[0] / middle, deciles[-1] / middle, len(found))

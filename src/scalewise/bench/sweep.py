@@ -70,7 +70,7 @@ def measure(
     run = runs["job"]
     if run.world_size > 1:
         chosen = run.choices.get("parallelism")
-        raise ConfigError.one("parallelism", chosen, "a job of one process is compared")
+        raise ConfigError.for_key("parallelism", chosen, "a job of one process is compared")
     began = time.perf_counter()
     processes.start_forkserver(run.imports)
     processes.await_forkserver()
@@ -90,7 +90,7 @@ def measure(
     )
     return {
         "bounds": {"ratio": BOUND},
-        "model": {"parameters": run.model.parameters, "option": run.choices["model"]},
+        "model": {"parameters": run.model.num_parameters, "option": run.choices["model"]},
         "steps": run.trainer.max_steps,
         "fresh_s": {"median": median(_run_jobs(fresh)), "all": [asdict(one) for one in fresh]},
         "warm_s": {"median": median(_run_jobs(warm)), "all": [asdict(one) for one in warm]},
@@ -126,10 +126,10 @@ def _fresh_overhead(run: RunConfig, folder: Path) -> JobOverhead:
     return _overhead_since(folder, began)
 
 
-def _overhead_since(folder: Path, began: float) -> JobOverhead:
-    """Returns what was taken until now, since ``began``, beyond the steps of the run."""
+def _overhead_since(folder: Path, start: float) -> JobOverhead:
+    """Returns what was taken until now, since ``start``, beyond the steps of the run."""
     now = time.time()
     with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
         steps = sum(float(row["time/step_s"]) for row in csv.DictReader(file))
     ended = datetime.fromisoformat(str(read_json(folder / "status.json")["ended"])).timestamp()
-    return JobOverhead(ended - began - steps, now - began - steps)
+    return JobOverhead(ended - start - steps, now - start - steps)

@@ -58,14 +58,14 @@ class ThrottledLink:
     ) -> None:
         self._remove()
 
-    def shape(self, mbit: float) -> None:
+    def limit_rate(self, mbit: float) -> None:
         """Slows the cable down to ``mbit`` Mbit/s, each direction by itself."""
         rate = f"{mbit}mbit"
         for name in self.names:
             shaper = ("tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
             _run_command("tc", "-n", name, "qdisc", "replace", "dev", name, "root", *shaper)
 
-    def sent(self, end: int) -> int:
+    def read_sent_bytes(self, end: int) -> int:
         """Returns the bytes that one end has put on the cable so far, headers included."""
         name = self.names[end]
         (told,) = json.loads(
@@ -79,10 +79,10 @@ class ThrottledLink:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)  # noqa: S603, S607 (our own words, the ip on the PATH)
 
 
-def _run_command(*words: str) -> str:
+def _run_command(*command: str) -> str:
     """Returns what a command printed; refuses with its reason where it may not."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603 (a list of our own words)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (a list of our own words)
     if done.returncode:
-        reason = f"{' '.join(words[:4])} failed: {' '.join(done.stderr.split())}"
-        raise ConfigError.one("", "", f"skipped: {reason}")
+        reason = f"{' '.join(command[:4])} failed: {' '.join(done.stderr.split())}"
+        raise ConfigError.for_key("", "", f"skipped: {reason}")
     return done.stdout

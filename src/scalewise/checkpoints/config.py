@@ -28,7 +28,7 @@ class CheckpointConfig:
     """Whether a thread writes while training continues; takes one more copy of the state in
     memory."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields numbers out of range."""
         if self.every is not None and self.every < 1:
             yield ConfigIssue("checkpoint.every", self.every, "must be 1 or more, or null")

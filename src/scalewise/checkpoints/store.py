@@ -65,14 +65,16 @@ class PackedState:
     content: bytes
 
 
-def pack_state(rest: Mapping[str, Any]) -> PackedState:
+def pack_state(training_state: Mapping[str, Any]) -> PackedState:
     """Returns plain data and tensors as they are now, whatever becomes of them later."""
     stream = io.BytesIO()
-    torch.save(dict(rest), stream)
-    return PackedState(int(rest["global_step"]), stream.getvalue())
+    torch.save(dict(training_state), stream)
+    return PackedState(int(training_state["global_step"]), stream.getvalue())
 
 
-def save_checkpoint(path: Path, tensors: Tensors, rest: PackedState, group: Group = None) -> None:
+def save_checkpoint(
+    path: Path, tensors: Tensors, training_state: PackedState, group: Group = None
+) -> None:
     """Writes a checkpoint folder at ``path``, replacing an older one.
 
     ``tensors`` are those of ``model`` and ``optimizer`` that this rank holds, by name. With a
@@ -83,18 +85,18 @@ def save_checkpoint(path: Path, tensors: Tensors, rest: PackedState, group: Grou
     leads = group is None or dist.get_rank(group) == 0
     try:
         with atomic.name_file_in_errors(path):
-            _leader_first(group, lambda: _begin_save(partial, rest, tensors), leads)
+            _leader_first(group, lambda: _begin_save(partial, training_state, tensors), leads)
             for part, held in tensors.items():
                 writer = HuggingFaceStorageWriter(str(partial / part), save_distributed=True)
                 _write_tensors(_contiguous_copies(held), writer, group)
-            _leader_first(group, lambda: _complete_save(partial, path, rest.step), leads)
+            _leader_first(group, lambda: _complete_save(partial, path, training_state.step), leads)
     except BaseException:
         if leads:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _begin_save(partial: Path, rest: PackedState, parts: Iterable[str]) -> None:
+def _begin_save(partial: Path, training_state: PackedState, parts: Iterable[str]) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     for leftover in partial.parent.glob(".partial-*"):
         if leftover.is_symlink():
@@ -103,7 +105,7 @@ def _begin_save(partial: Path, rest: PackedState, parts: Iterable[str]) -> None:
     partial.mkdir()  # not one that is there
     for part in parts:
         (partial / part).mkdir()
-    (partial / TRAINING).write_bytes(rest.content)
+    (partial / TRAINING).write_bytes(training_state.content)
 
 
 def _complete_save(partial: Path, path: Path, step: int) -> None:
@@ -118,11 +120,11 @@ def _complete_save(partial: Path, path: Path, step: int) -> None:
     _sync(path.parent)
 
 
-def _contiguous_copies(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _contiguous_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors without gaps or shared memory, which the format refuses: as copies."""
     seen: set[int] = set()
     apart = {}
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         address = tensor.to_local().data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
         tied = tensor.numel() > 0 and address in seen
         seen.add(address)
@@ -130,11 +132,11 @@ def _contiguous_copies(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _write_tensors(held: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
+def _write_tensors(tensors: dict[str, Any], writer: HuggingFaceStorageWriter, group: Group) -> None:
     try:
         with _local_planner():
             state_dict_saver.save(
-                held, storage_writer=writer, process_group=group, no_dist=group is None
+                tensors, storage_writer=writer, process_group=group, no_dist=group is None
             )
     except CheckpointException as failure:
         rank, (cause, _) = min(failure.failures.items())
@@ -143,7 +145,7 @@ def _write_tensors(held: dict[str, Any], writer: HuggingFaceStorageWriter, group
         said = f"rank {rank} could not save: {cause}"
         if type(cause).__name__ == "PanicException":  # safetensors found no memory for a file
             raise MemoryError(said) from None
-        raise CheckpointError.one("checkpoint", rank, said) from cause
+        raise CheckpointError.for_key("checkpoint", rank, said) from cause
 
 
 @contextmanager
@@ -154,19 +156,19 @@ def _local_planner() -> Iterator[None]:
         yield
 
 
-def _leader_first(group: Group, work: Callable[[], None], leads: bool) -> None:
+def _leader_first(group: Group, action: Callable[[], None], is_leader: bool) -> None:
     """Lets the leading rank work while the others wait; where it fails, all do."""
     failure: Exception | None = None
-    if leads:
+    if is_leader:
         try:
-            work()
+            action()
         except Exception as error:  # raised below, once every rank knows
             failure = error
     if group is not None:
         told = [str(failure) if failure else None]
         dist.broadcast_object_list(told, group_src=0, group=group)
-        if told[0] and not leads:
-            failure = CheckpointError.one("checkpoint", told[0], "rank 0 could not save")
+        if told[0] and not is_leader:
+            failure = CheckpointError.for_key("checkpoint", told[0], "rank 0 could not save")
     if failure is not None:
         raise failure
 
@@ -183,15 +185,15 @@ def load_state(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # torch raises many kinds for a file of another program
         reason = f"cannot be read: {TRAINING} is damaged or holds objects, which are not loaded"
-        raise CheckpointError.one("resume", path, reason, EARLIER) from error
+        raise CheckpointError.for_key("resume", path, reason, EARLIER) from error
     if not isinstance(state, dict):
-        raise CheckpointError.one("resume", path, f"{TRAINING} is of another program", EARLIER)
+        raise CheckpointError.for_key("resume", path, f"{TRAINING} is of another program", EARLIER)
     return state
 
 
 def _read_error(path: Path, name: str, error: object) -> CheckpointError:
     reason = f"{name} cannot be read: {' '.join(str(error).split())[:200]}"
-    return CheckpointError.one("resume", path, reason, EARLIER)
+    return CheckpointError.for_key("resume", path, reason, EARLIER)
 
 
 def tensor_shapes(path: Path, part: str) -> dict[str, torch.Size]:
@@ -207,20 +209,20 @@ def _read_metadata(path: Path, part: str) -> dict[str, TensorStorageMetadata]:
     return {name: held for name, held in known.items() if isinstance(held, TensorStorageMetadata)}
 
 
-def read_into(path: Path, part: str, into: Mapping[str, Tensor]) -> None:
+def read_into(path: Path, part: str, destination: Mapping[str, Tensor]) -> None:
     """Fills tensors, or a layout's shards of them, from ``model`` or ``optimizer``, by name."""
     known = tensor_shapes(path, part)
-    if missing := sorted(into.keys() - known.keys()):
+    if missing := sorted(destination.keys() - known.keys()):
         reason = f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
-    for name, tensor in into.items():
+        raise CheckpointError.for_key("resume", path, reason, "set the model that wrote it")
+    for name, tensor in destination.items():
         if known[name] != tensor.shape:
             reason = f"{name} is {tuple(known[name])}, the model has {tuple(tensor.shape)}"
-            raise CheckpointError.one("resume", path, reason, "set the model that wrote it")
+            raise CheckpointError.for_key("resume", path, reason, "set the model that wrote it")
     try:
         reader = HuggingFaceStorageReader(str(path / part))
         with _local_planner():
-            state_dict_loader.load({**into}, storage_reader=reader, no_dist=True)
+            state_dict_loader.load({**destination}, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, OSError) as error:
         raise _read_error(path, part, error) from error
 
@@ -261,7 +263,7 @@ def released_weights(path: Path, names: Iterable[str] | None = None) -> dict[str
 def verify_checkpoint(path: Path) -> int:
     """Returns the step of a whole checkpoint; raises ``CheckpointError`` with what is wrong."""
     for name, reason in damaged_files(path):
-        raise CheckpointError.one("resume", path, f"is damaged ({name}: {reason})", EARLIER)
+        raise CheckpointError.for_key("resume", path, f"is damaged ({name}: {reason})", EARLIER)
     return step_of(path)
 
 
@@ -289,19 +291,19 @@ def damaged_files(path: Path) -> Iterator[tuple[str, str]]:
 def _manifest(path: Path) -> tuple[int, dict[str, Any]]:
     """Returns the step of a checkpoint, and size and checksum of its files by name."""
     if not path.is_dir():
-        raise CheckpointError.one("resume", path, "there is no such checkpoint folder")
+        raise CheckpointError.for_key("resume", path, "there is no such checkpoint folder")
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError.one(
+        raise CheckpointError.for_key(
             "resume", path, f"is no scalewise checkpoint (no {MANIFEST} of its format)", EARLIER
         )
     if manifest.get("version") != VERSION:
-        raise CheckpointError.one(
+        raise CheckpointError.for_key(
             "resume", path, f"has format version {manifest.get('version')}, not {VERSION}"
         )
     files, step = manifest.get("files"), manifest.get("step")
     if step is None or files is None or TRAINING not in files:
-        raise CheckpointError.one("resume", path, f"its {MANIFEST} is damaged", EARLIER)
+        raise CheckpointError.for_key("resume", path, f"its {MANIFEST} is damaged", EARLIER)
     return step, files
 
 

@@ -68,65 +68,67 @@ class TrainedRun:
         return store.step_of(self.checkpoint) if self.checkpoint else 0
 
     @property
-    def averaged(self) -> bool:
+    def is_averaged(self) -> bool:
         """Returns whether the weights to give away are a moving average of those trained."""
         return self.checkpoint is not None and store.has_tensors(self.checkpoint, store.AVERAGE)
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def tensor_folders(self) -> tuple[str, ...]:
         """Returns the folders of a checkpoint that hold the weights to give away."""
         weights = ("model", store.AVERAGE)
-        return (*weights, "optimizer") if self.optimizer.averages else weights
+        return (*weights, "optimizer") if self.optimizer.averages_weights else weights
 
-    def splits(self) -> DataSplits:
+    def load_splits(self) -> DataSplits:
         """Returns the rows that the run read; raises ``DataError`` where they are others."""
         found = self.data.prepare(self.model.vocabulary, self.seed)
         run_tokenizer.check_tokenizer(found, self.folder)
         inputs.check_data(self.data, self.folder)
         return found
 
-    def tokenizer(self) -> Path | None:
+    def find_tokenizer(self) -> Path | None:
         """Returns the tokenizer.json that reads the run's ids; None where they were never text."""
         own = self.folder / run_tokenizer.NAME
         if not own.is_file():
-            return self.splits().tokenizer
+            return self.load_splits().tokenizer
         run_tokenizer.load_tokenizer(own)
         return own
 
-    def state(self, *, exact: bool = False) -> dict[str, Tensor]:
+    def read_state_dict(self, *, unquantized: bool = False) -> dict[str, Tensor]:
         """Returns the weights to give away, whole and unpacked, by the model's own names.
 
-        ``exact``: with the matrices that were packed as they had been before.
+        ``unquantized``: with the matrices that were packed as they had been before.
         """
         if self.checkpoint is None:
-            began = self._begun()
-            return began if exact else self.quantization.rounded(began, self.model)
+            began = self._initial_state_dict()
+            return began if unquantized else self.quantization.round_state_dict(began, self.model)
         held = store.released_weights(self.checkpoint)
         with checkpoint_errors(self.checkpoint):
-            if self.optimizer.averages:
-                held = self.optimizer.averaged(
+            if self.optimizer.averages_weights:
+                held = self.optimizer.average_weights(
                     held, store.full_tensors(self.checkpoint, "optimizer")
                 )
             state = {name.removeprefix(PREFIX): tensor for name, tensor in held.items()}
-            state = self.quantization.unpacked(state, self.model)
-        if exact and self.packed:
+            state = self.quantization.unpack_state_dict(state, self.model)
+        if unquantized and self.packed_weights:
             began = self.model.build(self.seed).state_dict()
-            state |= {weight.name: began[weight.name] for weight in self.packed}
+            state |= {weight.name: began[weight.name] for weight in self.packed_weights}
         return state
 
-    def merged(self, *, exact: bool = False) -> dict[str, Tensor]:
+    def read_merged_state_dict(self, *, unquantized: bool = False) -> dict[str, Tensor]:
         """Returns the same with what an adapter has learnt added to the model's own."""
         if self.checkpoint is None and self.adapter.resume is None:
-            return self.state(exact=exact)
+            return self.read_state_dict(unquantized=unquantized)
         with checkpoint_errors(self.checkpoint):
-            merged = self.adapter.merged(self.state(exact=exact), self.model)
+            merged = self.adapter.merge_weights(
+                self.read_state_dict(unquantized=unquantized), self.model
+            )
         if self.adapter.merges:
-            self._check(merged)
+            self._check_shapes(merged)
         return merged
 
-    def _check(self, state: Mapping[str, Tensor]) -> None:
+    def _check_shapes(self, state: Mapping[str, Tensor]) -> None:
         """Raises ``CheckpointError`` for weights that are missing or of another shape."""
-        whole = self.model.shape(StageSlice(range(self.model.layers))).state_dict()
+        whole = self.model.build_meta(StageSlice(range(self.model.layers))).state_dict()
         for name, weight in whole.items():
             if name not in state:
                 raise _other_model_error(self.checkpoint, f"lacks {name}")
@@ -134,37 +136,41 @@ class TrainedRun:
                 sizes = f"{tuple(state[name].shape)}, the model has {tuple(weight.shape)}"
                 raise _other_model_error(self.checkpoint, f"holds {name} of shape {sizes}")
 
-    def _begun(self) -> dict[str, Tensor]:
+    def _initial_state_dict(self) -> dict[str, Tensor]:
         """Returns the weights that training began with; of an adapter, those it began with."""
         if self.adapter.resume is None and self.adapter.merges:
             return dict(self.model.build(self.seed).state_dict())
-        module = self.model.shape(StageSlice(range(self.model.layers)))
+        module = self.model.build_meta(StageSlice(range(self.model.layers)))
         self.adapter.apply(module, self.model)
         module.to_empty(device=torch.get_default_device())
-        self.model.fill(module, self.seed)
-        self.adapter.start(module, self.model, self.seed)
+        self.model.init_weights(module, self.seed)
+        self.adapter.init_or_load_weights(module, self.model, self.seed)
         held = module.state_dict().items()
         return {name.replace(".base_layer.", "."): tensor for name, tensor in held}
 
     @property
-    def packed(self) -> list[Weight]:
+    def packed_weights(self) -> list[Weight]:
         """Returns the matrices that were packed."""
-        census, packs = self.model.census(), self.quantization.is_packed
+        census, packs = self.model.weight_census(), self.quantization.is_packed
         return [weight for weight in census if packs(weight, self.model)]
 
     @property
-    def bytes_of_integers(self) -> tuple[int, int]:
+    def quantized_bytes(self) -> tuple[int, int]:
         """Returns the bytes of these as integers with their scales, and as they are held."""
         held = self.precision.parameters.bytes
-        parts = [part for weight in self.fake_quantized for part in self.quantization.parts(weight)]
-        return sum(part.size(held) for part in parts), sum(
-            weight.size(held) for weight in self.fake_quantized
+        parts = [
+            part
+            for weight in self.fake_quantized_weights
+            for part in self.quantization.packed_parts(weight)
+        ]
+        return sum(part.shard_bytes(held) for part in parts), sum(
+            weight.shard_bytes(held) for weight in self.fake_quantized_weights
         )
 
     @property
-    def fake_quantized(self) -> list[Weight]:
+    def fake_quantized_weights(self) -> list[Weight]:
         """Returns the matrices that were rounded for each product."""
-        census, rounds = self.model.census(), self.quantization.is_fake_quantized
+        census, rounds = self.model.weight_census(), self.quantization.is_fake_quantized
         return [weight for weight in census if rounds(weight, self.model)]
 
 
@@ -184,7 +190,7 @@ def checkpoint_errors(checkpoint: Path | None) -> Iterator[None]:
 def _other_model_error(checkpoint: Path | None, reason: str) -> CheckpointError:
     cure = "choose another step, or put a copy of the run's resolved.yaml back"
     text = f"{checkpoint} does not fit the model of its run: {reason}"
-    return CheckpointError.one("", "", text, cure)
+    return CheckpointError.for_key("", "", text, cure)
 
 
 def read_resolved(folder: Path) -> Mapping[str, Any]:
@@ -192,14 +198,14 @@ def read_resolved(folder: Path) -> Mapping[str, Any]:
     file = folder / "resolved.yaml"
     if not file.exists():
         reason = f"{folder} is no folder of a run: it has no resolved.yaml"
-        raise ConfigError.one("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
+        raise ConfigError.for_key("", "", reason, "give the folder of a run: runs/NAME/TIMESTAMP")
     # Quantization was no group at first.
     values: dict[str, Any] = {
         "quantization": UNPACKED,
         **rename_targets(load_yaml(file), RENAMED_TARGETS),
     }
     if missing := [key for key in (*SPECS, "seed") if key not in values]:
-        raise RecordError.of(file, f"is damaged: it has no {missing[0]}")
+        raise RecordError.for_file(file, f"is damaged: it has no {missing[0]}")
     inputs.add_missing(values)
     return values
 
@@ -233,10 +239,10 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
         cure = "train anew, or copy one from a backup"
         if len(known) > len(damages):
             cure = "choose another step, or copy this one from a backup"
-        raise CheckpointError.one("step", step, reason + ", ".join(damages), cure)
+        raise CheckpointError.for_key("step", step, reason + ", ".join(damages), cure)
     names = [*map(str, known), "last", *(["best"] if best else [])]
     cure = f"choose one of step={', '.join(names)}" if known else "give the folder of another run"
-    raise ConfigError.one("step", step, f"{folder} has no such checkpoint", cure)
+    raise ConfigError.for_key("step", step, f"{folder} has no such checkpoint", cure)
 
 
 def _damage(path: Path, parts: Collection[str]) -> str:
@@ -244,7 +250,7 @@ def _damage(path: Path, parts: Collection[str]) -> str:
     try:
         damaged = {name: f"is damaged ({name}: {why})" for name, why in store.damaged_files(path)}
     except CheckpointError as error:
-        return error.complaints[0].reason
+        return error.issues[0].reason
     needed = [text for name, text in damaged.items() if name.partition("/")[0] in parts]
     if needed:
         return needed[0]

@@ -21,18 +21,18 @@ class BackgroundWriter:
     a time; what went wrong with it is raised by the next ``submit`` or ``finish``.
     """
 
-    def __init__(self, *, background: bool, device: torch.device, shared: bool) -> None:
-        """``shared``: all ranks save together, over a group of their own."""
+    def __init__(self, *, background: bool, device: torch.device, collective: bool) -> None:
+        """``collective``: all ranks save together, over a group of their own."""
         self._thread = ThreadPoolExecutor(1, "checkpoints") if background else None
-        self._under_way: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
         cuda = device.type == "cuda"
         options = StagingOptions(cuda, False, False, cuda)
         self._stager = DefaultStager(options) if background else None
-        self.group = dist.group.WORLD if shared else None
-        if shared and (background or cuda):  # no order is kept between threads of one group
+        self.group = dist.group.WORLD if collective else None
+        if collective and (background or cuda):  # no order is kept between threads of one group
             self.group = dist.new_group(backend="gloo")
 
-    def staged(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Tensors:
+    def stage(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Tensors:
         """Returns the tensors, copied if training goes on while they are written."""
         plain = {part: dict(held) for part, held in tensors.items()}
         if self._stager is None:
@@ -40,15 +40,15 @@ class BackgroundWriter:
         self.finish()
         return cast(Tensors, self._stager.stage(cast(dict[str, Any], plain)))
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Does ``work``, or leaves it to the thread."""
+    def submit(self, action: Callable[[], None]) -> None:
+        """Does ``action``, or leaves it to the thread."""
         if self._thread is None:
-            work()
+            action()
         else:
-            self._under_way.append(self._thread.submit(work))
+            self._pending.append(self._thread.submit(action))
 
     def finish(self) -> None:
         """Waits for what is under way; raises what it raised."""
-        under_way, self._under_way = self._under_way, []
+        under_way, self._pending = self._pending, []
         for future in under_way:
             future.result()

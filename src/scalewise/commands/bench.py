@@ -35,10 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     name, *words = arguments or [""]
     if name not in BENCHMARKS:
         cure = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
-        raise ConfigError.one("", "", f"no benchmark {name!r}" if name else "no benchmark", cure)
+        raise ConfigError.for_key(
+            "", "", f"no benchmark {name!r}" if name else "no benchmark", cure
+        )
     words = _as_overrides(words)
     if flags := [word for word in words if word.startswith("-")]:
-        raise ConfigError.one("", "", f"bench takes overrides, not {flags[0]}")
+        raise ConfigError.for_key("", "", f"bench takes overrides, not {flags[0]}")
     with signals.raise_on_signals("while measuring"):
         benchmark = cast(Benchmark, import_module(f"scalewise.bench.{BENCHMARKS[name]}"))
         options, overrides = split_options(words, benchmark.OPTIONS)
@@ -66,10 +68,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _as_overrides(words: Sequence[str]) -> list[str]:
+def _as_overrides(arguments: Sequence[str]) -> list[str]:
     """Returns ``--data FILE``, as many type it, as ``data=FILE``."""
     joined: list[str] = []
-    for word in words:
+    for word in arguments:
         if joined and joined[-1] == "--data":
             joined[-1] = f"data={word}"
         else:

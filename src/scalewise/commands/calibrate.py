@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     ``learn=FOLDER`` adds to a profile what the runs of a folder tell of it.
     """
     if flags := [word for word in arguments if word.startswith("-")]:
-        raise ConfigError.one("", "", f"calibrate takes overrides, not {flags[0]}")
+        raise ConfigError.for_key("", "", f"calibrate takes overrides, not {flags[0]}")
     with signals.raise_on_signals("while measuring"):
         given, overrides = split_options(arguments, calibrate.CalibrateOptions)
         options = cast(calibrate.CalibrateOptions, given)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _learn_step_scale(folder: str, file: Path, overrides: Sequence[str]) -> None:
     if overrides:
-        raise ConfigError.one("", "", f"learn={folder} composes no run: {overrides[0]} is idle")
+        raise ConfigError.for_key("", "", f"learn={folder} composes no run: {overrides[0]} is idle")
     scale = step_scale.learn_step_scale(Path(folder), file)
     print_lines(
         f"steps take {scale.median:.3g} times what the profile foresees "

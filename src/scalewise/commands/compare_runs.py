@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the difference of two runs' folders; exit code 0."""
     if len(arguments) != 2:
         cure = "scalewise plan explain runs/NAME/TIME runs/NAME/TIME"
-        raise ConfigError.one("", "", f"two runs are compared, not {len(arguments)}", cure)
+        raise ConfigError.for_key("", "", f"two runs are compared, not {len(arguments)}", cure)
     one, other = _read_runs(arguments)
     console = get_console()
     for run in (one, other):
@@ -60,9 +60,10 @@ def _read_runs(arguments: Sequence[str]) -> list[RunRecord]:
 
 def _notable_pairs(pairs: Sequence[ValuePair]) -> list[ValuePair]:
     """Returns the pairs that differ by enough to be seen."""
-    apart = [abs(_format_number(pair.other) - _format_number(pair.one)) for pair in pairs]
+    apart = [abs(_format_number(pair.second) - _format_number(pair.first)) for pair in pairs]
     most = max(
-        (max(_format_number(pair.one), _format_number(pair.other)) for pair in pairs), default=0.0
+        (max(_format_number(pair.first), _format_number(pair.second)) for pair in pairs),
+        default=0.0,
     )
     return [pair for pair, size in zip(pairs, apart, strict=True) if size > SMALL_SHARE * most]
 
@@ -79,9 +80,9 @@ def _pairs_table(title: str, pairs: Iterable[ValuePair], one: RunRecord, other: 
     for pair in pairs:
         ratio = "" if title == "set" or pair.ratio is None else f"{pair.ratio - 1:+.0%}"
         shown.add_row(
-            pair.what,
-            _value_text(title, pair.what, pair.one),
-            _value_text(title, pair.what, pair.other),
+            pair.name,
+            _value_text(title, pair.name, pair.first),
+            _value_text(title, pair.name, pair.second),
             ratio,
         )
     return shown

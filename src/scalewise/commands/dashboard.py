@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     """Makes or updates the dashboard and prints its address; exit code 0."""
     name, *overrides = arguments or [""]
     if not name.strip() or "=" in name or name.startswith("-"):
-        raise ConfigError.one("", "", f"no name of a dashboard: {name!r}", LINE)
+        raise ConfigError.for_key("", "", f"no name of a dashboard: {name!r}", LINE)
     tracking = compose(overrides, here=False).tracking
     from scalewise.reports import workspace
 

@@ -34,7 +34,7 @@ Line = tuple[str, str, str]
 def main(arguments: Sequence[str]) -> int:
     """Prints what there is and what it means; exit code 0."""
     if arguments:
-        raise ConfigError.one("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
+        raise ConfigError.for_key("", "", f"doctor takes no arguments, not {' '.join(arguments)}")
     found = list(finding_lines(this_machine()))
     widths = [max(len(line[place]) for line in found) for place in (0, 1)]
     for what, state, meaning in found:
@@ -87,7 +87,7 @@ def _tracking_lines() -> Iterator[Line]:
     from scalewise.tracking.connection import base_url, has_key
     from scalewise.tracking.wandb_session import choose_mode
 
-    if wrong := [str(complaint) for complaint in WandbConfig().machine_complaints()]:
+    if wrong := [str(complaint) for complaint in WandbConfig().validate_machine()]:
         yield "W&B", "cannot run", "; ".join(wrong)
         return
     server = base_url()

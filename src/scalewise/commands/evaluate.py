@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     wrong = list(_option_issues({**DEFAULTS, **trained.parse_options(arguments)}))
     folder, options = trained.read_arguments("evaluate", arguments, DEFAULTS, wrong)
     told = trained.load_trained(
-        folder, options["step"], options, beginning=options["step"] == "0", reads_data=True
+        folder, options["step"], options, untrained=options["step"] == "0", needs_data=True
     )
 
     import torch
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     from scalewise.evaluation.validation_metrics import ValidationMetrics
     from scalewise.models.base_module import ModelModule
 
-    device, splits = torch.device(this_machine().device.value), told.splits()
+    device, splits = torch.device(this_machine().device.value), told.load_splits()
 
     def measure(module: ModelModule) -> Found:
         with console.get_console().status("evaluating") as status:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         found = measure(module)
         labels = f"{found.labels:,} labels of " if isinstance(found, ValidationMetrics) else ""
         what = "pairs" if told.data.pairs else "rows"
-        averaged = ", averaged weights" * told.averaged
+        averaged = ", averaged weights" * told.is_averaged
         counts = f"{labels}{found.rows} held-out {what}"
         print_lines(f"step {told.step} of {folder}{averaged}: {counts}")
         print_lines(*str(found).split("\n"))
@@ -87,36 +87,38 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_captions(found: CaptionMetrics, splits: DataSplits) -> None:
+def _print_captions(metrics: CaptionMetrics, splits: DataSplits) -> None:
     """Prints some captions as they were to be, and as they are written."""
     from scalewise.evaluation.evaluate_run import run_tokenizer
 
     tokenizer = run_tokenizer(splits)
-    for right, wrote in found.told:
+    for right, wrote in metrics.told:
         print_lines(f"  {tokenizer.decode(right)!r} is written {tokenizer.decode(wrote)!r}")
 
 
-def _option_issues(given: dict[str, str]) -> Iterator[ConfigIssue]:
+def _option_issues(options: dict[str, str]) -> Iterator[ConfigIssue]:
     for key, others in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
-        number = given[key].isdecimal() and len(given[key]) < LONGEST and int(given[key]) > 0
-        if given[key] not in others and not number:
+        number = options[key].isdecimal() and len(options[key]) < LONGEST and int(options[key]) > 0
+        if options[key] not in others and not number:
             cure = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
-            yield ConfigIssue(key, given[key], "is no number of 1 or more", cure)
+            yield ConfigIssue(key, options[key], "is no number of 1 or more", cure)
     try:
-        temperature = float(given["temperature"])
+        temperature = float(options["temperature"])
     except ValueError:
         temperature = -1.0
     if not (isfinite(temperature) and temperature >= 0):
         cure = "set temperature=0 for the likeliest token"
-        yield ConfigIssue("temperature", given["temperature"], "is no number of 0 or more", cure)
+        yield ConfigIssue("temperature", options["temperature"], "is no number of 0 or more", cure)
 
 
-def _write_evaluation(path: Path, step: int, found: Found, costs: Mapping[str, float]) -> None:
+def _write_evaluation(
+    path: Path, step: int, metrics: Found, quantization_costs: Mapping[str, float]
+) -> None:
     from scalewise.evaluation.validation_metrics import ClassificationMetrics, ValidationMetrics
     from scalewise.tracking.run_files import read_json, write_json
 
     more = {}
-    if isinstance(found, ValidationMetrics) and not isinstance(found, ClassificationMetrics):
-        more = {"perplexity": found.perplexity}
-    record = {str(step): {**asdict(found), **more, **costs}}
+    if isinstance(metrics, ValidationMetrics) and not isinstance(metrics, ClassificationMetrics):
+        more = {"perplexity": metrics.perplexity}
+    record = {str(step): {**asdict(metrics), **more, **quantization_costs}}
     write_json(path, read_json(path) | record)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     if not arguments:
         fix = "scalewise explain optimizer.lr, scalewise explain optimizer=muon"
-        raise ConfigError.one("", "", "no key to explain", fix)
+        raise ConfigError.for_key("", "", "no key to explain", fix)
     if issues := [issue for argument in arguments for issue in _argument_issues(argument)]:
         raise ConfigError(issues)
     for number, argument in enumerate(arguments):

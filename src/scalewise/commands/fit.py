@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from scalewise.planner.auto_micro_batch import MicroBatchChoice
 
 
-def resolve_auto(run: RunConfig, *, untried: str = "") -> tuple[RunConfig, MicroBatchChoice | None]:
+def resolve_auto(
+    run: RunConfig, *, no_probe_reason: str = ""
+) -> tuple[RunConfig, MicroBatchChoice | None]:
     """Returns the run that starts in place of ``run``, and how its micro batch was found.
 
-    ``untried``: why no run can be tried here. Raises ``ConfigError`` where that does not fit and
-    nothing helps.
+    ``no_probe_reason``: why no run can be tried here. Raises ``ConfigError`` where that does not
+    fit and nothing helps.
     """
     if run.plan.fit is not UnfitPolicy.none:
         run = _with_overrides(run, _fit_overrides(_on_available_devices(run)))
@@ -35,43 +37,43 @@ def resolve_auto(run: RunConfig, *, untried: str = "") -> tuple[RunConfig, Micro
         run = _with_overrides(run, resolve_auto_checkpointing(run)[1])
     if run.trainer.micro_batch != AUTO:
         return run, None
-    found = _resolve_micro_batch(run, untried)
-    return _with_overrides(run, found.told), found
+    found = _resolve_micro_batch(run, no_probe_reason)
+    return _with_overrides(run, found.overrides), found
 
 
-def _resolve_micro_batch(run: RunConfig, untried: str) -> MicroBatchChoice:
+def _resolve_micro_batch(run: RunConfig, no_probe_reason: str) -> MicroBatchChoice:
     from scalewise.launch import memory_probe_run
     from scalewise.planner.auto_micro_batch import choose_by_probes
 
     if external_launcher.is_external_rank():
-        untried = "not tried, as these ranks were started by torchrun or srun"
+        no_probe_reason = "not tried, as these ranks were started by torchrun or srun"
 
     def ends(tried: RunConfig) -> str:
         print_lines(f"{SIZE}={AUTO}: trying {tried.micro_batch} ...")
         return memory_probe_run.probe_status(tried)
 
-    return choose_by_probes(run, None if untried else ends, untried)
+    return choose_by_probes(run, None if no_probe_reason else ends, no_probe_reason)
 
 
-def _with_overrides(run: RunConfig, told: Sequence[str]) -> RunConfig:
+def _with_overrides(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     from scalewise.planner.override_edit import replace_overrides
 
-    return compose(replace_overrides(run.overrides, told)) if told else run
+    return compose(replace_overrides(run.overrides, overrides)) if overrides else run
 
 
 def resolve_auto_all(
-    runs: Sequence[RunConfig], *, untried: str = ""
+    runs: Sequence[RunConfig], *, no_probe_reason: str = ""
 ) -> list[tuple[RunConfig, MicroBatchChoice | None]]:
     """Returns what ``fitted`` does of each of ``runs``; raises with every complaint."""
     fit: list[tuple[RunConfig, MicroBatchChoice | None]] = []
     complaints: list[ConfigIssue] = []
     for number, run in enumerate(runs):
         try:
-            fit.append(resolve_auto(run, untried=untried))
+            fit.append(resolve_auto(run, no_probe_reason=no_probe_reason))
         except ConfigError as error:
             complaints += [
                 replace(complaint, reason=f"job {number}: {complaint.reason}")
-                for complaint in error.complaints
+                for complaint in error.issues
             ]
     if complaints:
         raise ConfigError(complaints)
@@ -86,24 +88,24 @@ def _fit_overrides(run: RunConfig) -> tuple[str, ...]:
     plan = build_plan(run)
     if run.plan.search is not PlanSearch.none:
         found = search_runs(run)
-        if plan.fit.verdict.good and found.rank is not run.plan.rank_by:
+        if plan.fit.status.is_acceptable and found.rank_by is not run.plan.rank_by:
             return ()  # it fits, and nothing is known that would be better
         if (best := found.best) is not None:
-            return best.told
-    elif plan.fit.verdict.good:
+            return best.overrides
+    elif plan.fit.status.is_acceptable:
         return ()
-    elif plan.cure is not None:
-        return plan.cure.told
+    elif plan.suggested_fix is not None:
+        return plan.suggested_fix.overrides
     needed, there = format_bytes(plan.fit.reserved[1]), format_bytes(plan.fit.capacity or 0)
     reason = f"needs {needed} of {there}, and no change that was tried makes it fit"
     cure = "see `scalewise plan` with the same line, or set plan.fit=none"
-    raise ConfigError.one("plan.fit", run.plan.fit.value, reason, cure)
+    raise ConfigError.for_key("plan.fit", run.plan.fit.value, reason, cure)
 
 
 def _on_available_devices(run: RunConfig) -> RunConfig:
     """Returns the run with as many devices as may be used: those of the profile, or those here."""
     hardware = run.hardware
-    if hardware.devices is not None:
+    if hardware.total_devices is not None:
         return run
     here = len(this_machine().gpus) if hardware.device is DeviceKind.cuda else 1
     return replace(run, hardware=replace(hardware, devices_per_node=max(run.world_size, here)))

@@ -30,15 +30,15 @@ from scalewise.run_config import RunConfig
 class PlanCommand(Command):
     """Prints a run's plan, or one table for the grid of a sweep."""
 
-    here = False
+    checks_machine = False
 
-    def __init__(self, resumption: ResumeRequest | None = None) -> None:
-        self._resumption = resumption
+    def __init__(self, resume_request: ResumeRequest | None = None) -> None:
+        self._resume_request = resume_request
 
-    def one(self, run: RunConfig, folder: Path) -> int:
+    def run_single(self, run: RunConfig, folder: Path) -> int:
         """Prints the ledger, the verdict and its cure, and the time; or what a search found."""
-        if self._resumption is not None:
-            self._resumption.refuse_run()
+        if self._resume_request is not None:
+            self._resume_request.reject_single_run()
         if run.plan.search is not PlanSearch.none:
             with console.get_console().status("searching") as status:
                 found = search_runs(run, lambda count: status.update(f"{count:,} runs tried"))
@@ -49,52 +49,56 @@ class PlanCommand(Command):
                 return 0
             plan = _with_trace(found.best)
             show_plan.print_fit(plan)
-            return 3 if plan.fit.verdict.bad else 0
-        if run.objective.by_trace and run.plan.method is MemoryMethod.trace:
+            return 3 if plan.fit.status.is_out_of_memory else 0
+        if run.objective.trace_only and run.plan.method is MemoryMethod.trace:
             plan = _plan_by_trace(run)
             show_plan.print_fit(plan)
-            if not run.objective.of_user:  # whose loaders a plan does not ask
+            if not run.objective.is_user_defined:  # whose loaders a plan does not ask
                 _padding(run)
-            return 3 if plan.fit.verdict.bad else 0
+            return 3 if plan.fit.status.is_out_of_memory else 0
         plan = build_plan(run)
         if run.plan.method is MemoryMethod.trace:
             plan = _with_trace(plan)
         show_plan.print_plan(plan)
         _padding(plan.run)
-        return 3 if plan.fit.verdict.bad else 0
+        return 3 if plan.fit.status.is_out_of_memory else 0
 
-    def many(
-        self, jobs: Sequence[SweepJob], folder: Path, question: str, engine: Mapping[str, object]
+    def run_sweep(
+        self,
+        jobs: Sequence[SweepJob],
+        folder: Path,
+        question: str,
+        launcher_options: Mapping[str, object],
     ) -> list[JobEnd]:
         """Prints a row a job; of a job with a search the best that it finds.
 
         Of a sweep that is to go on, jobs that ``train`` would not run again get no row.
         """
         plans = [_plan_job(job.run) for job in jobs]
-        kept = self._kept(jobs, plans, folder)
+        kept = self._finished_jobs(jobs, plans, folder)
         left = [
             (job.varied, plan) for job, plan in zip(jobs, plans, strict=True) if job not in kept
         ]
         if left:
             show_plan.print_plan_table(left)
             planned = [plan for _, plan in left]
-            show_plan.print_totals(sum_plans(planned), _packed_makespan(planned, engine))
+            show_plan.print_totals(sum_plans(planned), _packed_makespan(planned, launcher_options))
         return [
             JobEnd(
-                3 if plan.fit.verdict.bad and job not in kept else 0,
-                plan.step.seconds if plan.step else float(plan.fit.ledger.peak),
+                3 if plan.fit.status.is_out_of_memory and job not in kept else 0,
+                plan.step_time.seconds if plan.step_time else float(plan.fit.breakdown.peak),
             )
             for job, plan in zip(jobs, plans, strict=True)
         ]
 
-    def _kept(
+    def _finished_jobs(
         self, jobs: Sequence[SweepJob], plans: Sequence[Plan], folder: Path
     ) -> list[SweepJob]:
         """Returns the jobs of which the sweep that is to go on has the end, and says how many."""
-        if self._resumption is None:
+        if self._resume_request is None:
             return []
-        found = sweep_resume.resumed_folder(self._resumption.sweep, folder)
-        known = sweep_resume.earlier_jobs(found, self._resumption.retry)
+        found = sweep_resume.resumed_folder(self._resume_request.sweep, folder)
+        known = sweep_resume.earlier_jobs(found, self._resume_request.retry)
         runs = [
             plan.run if job.run.plan.search is PlanSearch.none else job.run
             for job, plan in zip(jobs, plans, strict=True)
@@ -107,21 +111,23 @@ class PlanCommand(Command):
 
 
 def _packed_makespan(
-    plans: Sequence[Plan], engine: Mapping[str, object]
+    plans: Sequence[Plan], launcher_options: Mapping[str, object]
 ) -> tuple[int, float] | None:
     """Returns the slots of a packed sweep and the time until its last job ends; None elsewhere."""
-    if engine.get("engine") != "packed":
+    if launcher_options.get("engine") != "packed":
         return None
     from scalewise.launch import slot_scheduler
 
     hardware = plans[0].run.hardware
     on_cuda = hardware.device is DeviceKind.cuda
-    slots = cast(int | None, engine["slots"]) or (hardware.devices if on_cuda else None)
+    slots = cast(int | None, launcher_options["slots"]) or (
+        hardware.total_devices if on_cuda else None
+    )
     room = slot_scheduler.machine_slots(this_machine(), slots, on_cuda=on_cuda)
     jobs = [
         (slot_scheduler.job_demand(plan.run, room), plan.seconds_for(tokens) or 0.0)
         for plan in plans
-        if not plan.fit.verdict.bad and (tokens := training_tokens(plan)) is not None
+        if not plan.fit.status.is_out_of_memory and (tokens := training_tokens(plan)) is not None
     ]
     if on_cuda:  # the main memory of that machine is not known
         room = replace(room, memory=sum(demand.memory for demand, _ in jobs))
@@ -129,7 +135,7 @@ def _packed_makespan(
 
 
 def _plan_job(run: RunConfig) -> Plan:
-    if run.objective.by_trace and run.plan.method is MemoryMethod.trace:
+    if run.objective.trace_only and run.plan.method is MemoryMethod.trace:
         return _plan_by_trace(run)
     best = None if run.plan.search is PlanSearch.none else search_runs(run).best
     plan = best or build_plan(run)
@@ -138,7 +144,7 @@ def _plan_job(run: RunConfig) -> Plan:
 
 def _plan_by_trace(run: RunConfig) -> Plan:
     """Returns the plan of what the ledger does not know: what a step of it holds, and no time."""
-    return _plan_user_module(run) if run.objective.of_user else _plan_stacks(run)
+    return _plan_user_module(run) if run.objective.is_user_defined else _plan_stacks(run)
 
 
 def _padding(run: RunConfig) -> None:
@@ -168,10 +174,15 @@ def _plan_stacks(run: RunConfig) -> Plan:
     from scalewise.training.trace_fit_check import TraceFitCheck
 
     if (reason := fake_tensor_trace.rejection_reason(run)) is not None:
-        raise ConfigError.one("plan.method", "trace", reason, "set parallelism=fsdp, or single")
+        raise ConfigError.for_key("plan.method", "trace", reason, "set parallelism=fsdp, or single")
     with console.get_console().status("tracing"):
-        found = fake_tensor_trace.trace_run(run, whole=True)
-    plan = Plan(run, compare_with_hardware(run, found.ledger()), None, tracer=TraceFitCheck())
+        found = fake_tensor_trace.trace_run(run, full_depth=True)
+    plan = Plan(
+        run,
+        compare_with_hardware(run, found.build_breakdown()),
+        None,
+        trace_fit_check=TraceFitCheck(),
+    )
     show_plan.print_stacks_trace(plan, found)
     return plan
 
@@ -187,11 +198,11 @@ def _with_trace(plan: Plan) -> Plan:
         print_lines(f"the ledger alone, no trace: {reason}")
         return plan
     with console.get_console().status("tracing"):
-        found = fake_tensor_trace.trace_run(plan.run, whole=plan.run.plan.full_depth)
+        found = fake_tensor_trace.trace_run(plan.run, full_depth=plan.run.plan.full_depth)
     beside = worst_rank.worst_rank_breakdown(fake_tensor_trace.with_cpu_operators(plan.run)).peak
     show_plan.print_trace(found, beside)
-    traced = plan.fit.ledger.peak + found.peak - beside
-    return replace(plan, fit=replace(plan.fit, traced=traced))
+    traced = plan.fit.breakdown.peak + found.peak - beside
+    return replace(plan, fit=replace(plan.fit, traced_peak=traced))
 
 
 def main(arguments: Sequence[str]) -> int:

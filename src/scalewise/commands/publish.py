@@ -44,7 +44,9 @@ def after_training(folder: Path, results: Iterable[Path]) -> None:
 
 def _check_folders(arguments: Sequence[str]) -> list[Path]:
     if not arguments:
-        raise ConfigError.one("", "", "no folder given", "scalewise publish runs/NAME/TIMESTAMP")
+        raise ConfigError.for_key(
+            "", "", "no folder given", "scalewise publish runs/NAME/TIMESTAMP"
+        )
     folders = [Path(argument).expanduser().absolute() for argument in arguments]
     cure = "give one that holds a status.json or a sweep.json"
     complaints = [

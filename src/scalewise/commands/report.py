@@ -14,7 +14,7 @@ from scalewise.tracking.sweep_record import release_reserved
 def main(arguments: Sequence[str]) -> int:
     """Writes ``report.html`` and ``report_spec.json`` into each folder given; prints the pages."""
     if not arguments:
-        raise ConfigError.one("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
+        raise ConfigError.for_key("", "", "no folder given", "scalewise report runs/NAME/TIMESTAMP")
     folders = [Path(argument).expanduser() for argument in arguments]
     if absent := [str(folder) for folder in folders if not folder.is_dir()]:
         raise ConfigError(ConfigIssue("", "", f"{name} is no folder") for name in absent)

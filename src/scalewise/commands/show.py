@@ -22,49 +22,55 @@ from scalewise.units import format_bytes, format_count, format_seconds
 _STYLES = {"ok": "green", "pruned": "green", "interrupted": "yellow", "refused": "yellow"}
 
 
-def print_heading(order: JobSpec) -> None:
+def print_heading(job_spec: JobSpec) -> None:
     """Prints what is about to run, and what makes it slow."""
-    run = order.run
-    if run.objective.of_user:
-        print_lines(f"{run.name}: a module of yours on {_folder_text(order)}")
+    run = job_spec.run
+    if run.objective.is_user_defined:
+        print_lines(f"{run.name}: a module of yours on {_folder_text(job_spec)}")
         return
     census = run.adapter.weights(run.model)
-    trained = sum(weight.count for weight in census if weight.trainable)
-    held = sum(weight.count for weight in census)
+    trained = sum(weight.numel for weight in census if weight.trainable)
+    held = sum(weight.numel for weight in census)
     few = f" ({format_count(trained)} of them trained)" if trained < held else ""
-    print_lines(f"{run.name}: {format_count(held)} parameters{few} on {_folder_text(order)}")
+    print_lines(f"{run.name}: {format_count(held)} parameters{few} on {_folder_text(job_spec)}")
     readers, micro_batch = run.parallelism.data_parallel_size, run.micro_batch
     most = "" if readers * micro_batch * run.accumulation == run.global_batch else "at most "
     print_lines(
-        f"{run.rows_text} a step ({most}{micro_batch} a pass"
+        f"{run.batch_description} a step ({most}{micro_batch} a pass"
         f" x {readers} of {run.world_size} ranks x {run.accumulation} passes)",
     )
     if run.precision.compute is FloatFormat.bf16 and run.hardware.emulates_bf16:
         print_lines("slow: this processor has no bf16 instructions; precision=fp32 is faster")
 
 
-def print_auto_choices(asked: RunConfig, run: RunConfig, sizing: MicroBatchChoice | None) -> None:
+def print_auto_choices(
+    requested_run: RunConfig, run: RunConfig, micro_batch_choice: MicroBatchChoice | None
+) -> None:
     """Prints what was chosen for an ``auto`` of ``plan.fit``, ``memory`` or the micro batch."""
-    known = asked.overrides
-    if sizing is not None:
-        print_lines(f"{SIZE}={AUTO}: {sizing.rows} rows a pass ({sizing.how})")
-        known += sizing.told
+    known = requested_run.overrides
+    if micro_batch_choice is not None:
+        print_lines(
+            f"{SIZE}={AUTO}: {micro_batch_choice.rows} rows a pass "
+            f"({micro_batch_choice.description})"
+        )
+        known += micro_batch_choice.overrides
     if told := [line for line in run.overrides if line not in known]:
-        asked_for = "memory=auto" if asked.plan.fit is UnfitPolicy.none else "plan.fit=auto"
+        asked_for = "memory=auto" if requested_run.plan.fit is UnfitPolicy.none else "plan.fit=auto"
         print_lines(f"{asked_for}: {' '.join(told)}")
 
 
 def print_job_start(task: SweepTask, count: int) -> None:
     """Prints which job of a sweep begins."""
-    varied = "  ".join(f"{key}={value}" for key, value in task.order.varied.items())
+    varied = "  ".join(f"{key}={value}" for key, value in task.job_spec.varied.items())
     print_lines("", f"job {task.number} ({count} in all)  {varied}")
-    print_heading(task.order)
+    print_heading(task.job_spec)
 
 
-def print_resume_summary(jobs: int, kept: int, folder: Path) -> None:
+def print_resume_summary(num_jobs: int, num_finished: int, folder: Path) -> None:
     """Prints what of a sweep is left to do."""
     print_lines(
-        f"going on in {_short_text(folder)}: {kept} of {jobs} jobs have ended, {jobs - kept} to run"
+        f"going on in {_short_text(folder)}: {num_finished} of {num_jobs} jobs have ended, "
+        f"{num_jobs - num_finished} to run"
     )
 
 
@@ -94,7 +100,7 @@ def print_job_table(tasks: Sequence[SweepTask], results: Sequence[Result]) -> No
 
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("job", justify="right")
-    keys = list(dict.fromkeys(key for task in tasks for key in task.order.varied))
+    keys = list(dict.fromkeys(key for task in tasks for key in task.job_spec.varied))
     for key in keys:
         shown.add_column(key, overflow="fold")
     shown.add_column("status")
@@ -115,18 +121,18 @@ def print_job_table(tasks: Sequence[SweepTask], results: Sequence[Result]) -> No
             if metrics.get("memory/peak_bytes")
             else console.MISSING,
         )
-        varied = [task.order.varied.get(key, "") for key in keys]
+        varied = [task.job_spec.varied.get(key, "") for key in keys]
         shown.add_row(str(task.number), *varied, status, *numbers)
     print_lines()
     console.get_console().print(shown)
 
 
-def _format_number(value: float | None, form: str) -> str:
-    return console.MISSING if value is None else form.format(value)
+def _format_number(value: float | None, template: str) -> str:
+    return console.MISSING if value is None else template.format(value)
 
 
-def _folder_text(order: JobSpec) -> str:
-    run = order.run
+def _folder_text(job_spec: JobSpec) -> str:
+    run = job_spec.run
     device = run.hardware.match or run.hardware.device.value.upper()
     return f"{run.world_size} {device} rank{'s' if run.world_size > 1 else ''}"
 

@@ -46,7 +46,7 @@ def print_plan(plan: Plan) -> None:
     console = get_console()
     run, fit = plan.run, plan.fit
     device = run.hardware.match or run.hardware.device.value.upper()
-    count = sum(weight.count for weight in run.adapter.weights(run.model))
+    count = sum(weight.numel for weight in run.adapter.weights(run.model))
     console.print(
         f"{run.name}: {format_count(count)} parameters on "
         f"{run.world_size} {device} rank{'s' * (run.world_size > 1)}, "
@@ -58,8 +58,8 @@ def print_plan(plan: Plan) -> None:
     console.print(_breakdown_table(plan))
     console.print()
     least, usual, most = fit.reserved
-    told = f"{format_bytes(fit.peak)} allocated at the {fit.ledger.fullest}"
-    if fit.beside:
+    told = f"{format_bytes(fit.peak)} allocated at the {fit.breakdown.peak_phase}"
+    if fit.process_overhead:
         told += f", up to {format_bytes(most)} with all that a process takes"
     elif most > least:
         told += (
@@ -67,58 +67,64 @@ def print_plan(plan: Plan) -> None:
             f"({format_bytes(least)} to {format_bytes(most)})"
         )
     console.print(told)
-    if plan.told:
-        asked = f"{SIZE}={AUTO}" if plan.told[0].startswith(SIZE) else "memory=auto"
-        console.print(f"{asked}: {' '.join(plan.told)}")
-    if fit.uncounted and fit.traced is None:
-        console.print(f"not counted: {fit.uncounted}; plan.method=trace sees it", style="yellow")
+    if plan.overrides:
+        asked = f"{SIZE}={AUTO}" if plan.overrides[0].startswith(SIZE) else "memory=auto"
+        console.print(f"{asked}: {' '.join(plan.overrides)}")
+    if fit.unmodeled_memory and fit.traced_peak is None:
+        console.print(
+            f"not counted: {fit.unmodeled_memory}; plan.method=trace sees it", style="yellow"
+        )
     print_fit(plan)
     _print_time(console, plan)
     _print_host_and_disk(console, plan)
 
 
-def print_trace(found: StepTrace, ledger: int) -> None:
+def print_trace(trace: StepTrace, predicted_peak: int) -> None:
     """Prints what a trace found, beside the ledger's peak with the same operators."""
-    depths = " and ".join(str(depth) for depth in found.depths)
-    off = ledger / found.peak - 1
-    at = max(found.moments, key=lambda name: found.moments[name])
+    depths = " and ".join(str(depth) for depth in trace.traced_depths)
+    off = predicted_peak / trace.peak - 1
+    at = max(trace.phase_peaks, key=lambda name: trace.phase_peaks[name])
     get_console().print(
-        f"traced rank {found.rank} with {depths} layers: {format_bytes(found.peak)} at the peak "
-        f"({at}); the ledger says {format_bytes(ledger)}, {off:+.1%} (operators as on the CPU)"
+        f"traced rank {trace.rank} with {depths} layers: {format_bytes(trace.peak)} at the peak "
+        f"({at}); the ledger says {format_bytes(predicted_peak)}, {off:+.1%} "
+        "(operators as on the CPU)"
     )
 
 
-def print_user_trace(run: RunConfig, found: Mapping[str, int]) -> None:
+def print_user_trace(run: RunConfig, trace: Mapping[str, int]) -> None:
     """Prints what a trace of a user's module found, bytes by key."""
     console = get_console()
     console.print(
-        f"{run.name}: rank 0 of {run.world_size}, traced with a batch of {found['rows']} rows "
+        f"{run.name}: rank 0 of {run.world_size}, traced with a batch of {trace['rows']} rows "
         "(operators as on the CPU)"
     )
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("what a step holds")
     shown.add_column("bytes", justify="right")
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
-        shown.add_row(name, format_bytes(found[f"memory/{name}_bytes"]))
+        shown.add_row(name, format_bytes(trace[f"memory/{name}_bytes"]))
     console.print(shown)
     console.print("no time: nobody has counted what a module of yours computes", style="dim")
 
 
-def print_stacks_trace(plan: Plan, found: StepTrace) -> None:
+def print_stacks_trace(plan: Plan, trace: StepTrace) -> None:
     """Prints what a trace of several stacks found, and what a step computes."""
     console, run = get_console(), plan.run
     console.print(
-        f"{run.name}: {format_count(run.model.parameters)} parameters, "
+        f"{run.name}: {format_count(run.model.num_parameters)} parameters, "
         f"{run.flops_per_step:.4g} flops a step"
     )
     console.print()
     console.print(_breakdown_table(plan))
     console.print()
     console.print(
-        f"traced rank {found.rank} with all {found.depths[0]} layers: {format_bytes(found.peak)} "
-        f"at the {plan.fit.ledger.fullest} (operators as on the CPU)"
+        f"traced rank {trace.rank} with all {trace.traced_depths[0]} layers: "
+        f"{format_bytes(trace.peak)} at the {plan.fit.breakdown.peak_phase} "
+        "(operators as on the CPU)"
     )
-    console.print(f"no formulas and no time: {run.objective.known} is known by trace", style="dim")
+    console.print(
+        f"no formulas and no time: {run.objective.model_kind} is known by trace", style="dim"
+    )
 
 
 def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
@@ -130,66 +136,68 @@ def print_plan_table(rows: Sequence[tuple[Mapping[str, str], Plan]]) -> None:
     shown.add_column("verdict")
     for name in ("allocated", "margin", "step", "tok/s", "MFU"):
         shown.add_column(name, justify="right")
-    shown.add_column("better with" if any(plan.told for _, plan in rows) else "to make it fit")
+    shown.add_column("better with" if any(plan.overrides for _, plan in rows) else "to make it fit")
     for varied, plan in rows:
-        verdict, margin = plan.fit.verdict, plan.fit.margin
+        verdict, margin = plan.fit.status, plan.fit.margin
         shown.add_row(
             *(varied.get(key, "") for key in keys),
             styled_text((str(verdict), STYLES[verdict])),
             format_bytes(plan.fit.peak),
             MISSING if margin is None else format_bytes(margin),
-            MISSING if plan.step is None else format_seconds(plan.step.seconds),
+            MISSING if plan.step_time is None else format_seconds(plan.step_time.seconds),
             MISSING if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
             MISSING if plan.mfu is None else f"{plan.mfu:.1%}",
-            " ".join(plan.told) or (plan.cure.line if plan.cure else ""),
+            " ".join(plan.overrides)
+            or (plan.suggested_fix.override_text if plan.suggested_fix else ""),
         )
     get_console().print(shown)
 
 
-def print_totals(total: SweepTotals, wall: tuple[int, float] | None) -> None:
-    """Prints what the jobs of a sweep take together; ``wall``: packed on so many slots, s."""
-    told = [f"{total.jobs} job{'s' * (total.jobs != 1)}"]
-    if total.unfit:
-        told.append(f"{total.unfit} cannot fit (train launch.refuse_unfit=true skips that)")
-    timed = total.jobs - total.unfit - total.untimed
+def print_totals(totals: SweepTotals, packed_makespan: tuple[int, float] | None) -> None:
+    """Prints what the jobs of a sweep take together; ``packed_makespan``: packed on so many slots,
+    s."""
+    told = [f"{totals.jobs} job{'s' * (totals.jobs != 1)}"]
+    if totals.unfit:
+        told.append(f"{totals.unfit} cannot fit (train launch.refuse_unfit=true skips that)")
+    timed = totals.jobs - totals.unfit - totals.untimed
     if timed:
-        told.append(f"{format_seconds(total.seconds)} one after the other")
-    if wall is not None and timed:
-        slots, seconds = wall
+        told.append(f"{format_seconds(totals.seconds)} one after the other")
+    if packed_makespan is not None and timed:
+        slots, seconds = packed_makespan
         told.append(f"{format_seconds(seconds)} on {slots} slot{'s' * (slots != 1)}")
-    if total.dollars is not None:
-        told.append(format_dollars(total.dollars))
-    if total.untimed:
-        told.append(f"of {total.untimed} the time is not known")
+    if totals.dollars is not None:
+        told.append(format_dollars(totals.dollars))
+    if totals.untimed:
+        told.append(f"of {totals.untimed} the time is not known")
     console = get_console()
     console.print()
     console.print("; ".join(told), soft_wrap=True)
-    if total.unrated:
+    if totals.unrated:
         console.print(NO_TIME, style="dim", soft_wrap=True)
 
 
-def train_command(run: RunConfig, told: Sequence[str]) -> str:
-    """Returns the command that trains ``run`` with what is ``told``."""
-    return command_line("train", replace_overrides(run.overrides, told))
+def train_command(run: RunConfig, overrides: Sequence[str]) -> str:
+    """Returns the command that trains ``run`` with what is ``overrides``."""
+    return command_line("train", replace_overrides(run.overrides, overrides))
 
 
 def _breakdown_table(plan: Plan) -> Table:
-    ledger = plan.fit.ledger
+    ledger = plan.fit.breakdown
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("where the bytes go")
     shown.add_column("at the peak", justify="right")
     shown.add_column("at most", justify="right")
     shown.add_column("formula", style="dim")
     shown.add_column("why", style="dim")
-    lines = sorted(ledger.lines, key=lambda line: -line.bytes.get(ledger.fullest, 0))
+    lines = sorted(ledger.entries, key=lambda line: -line.bytes.get(ledger.peak_phase, 0))
     rest = 0
     for line in lines:
-        now = line.bytes.get(ledger.fullest, 0)
-        if line.most < SMALL_SHARE * ledger.peak:
+        now = line.bytes.get(ledger.peak_phase, 0)
+        if line.max_bytes < SMALL_SHARE * ledger.peak:
             rest += now
             continue
         told = format_bytes(now) if now else MISSING
-        shown.add_row(line.what, told, format_bytes(line.most), line.formula, line.reason)
+        shown.add_row(line.name, told, format_bytes(line.max_bytes), line.formula, line.reason)
     if rest:
         shown.add_row("the rest", format_bytes(rest), "", "", "lines of less than 0.1 %")
     return shown
@@ -204,36 +212,37 @@ def print_fit(plan: Plan) -> None:
             "the hardware profile tells of no memory: set hardware.memory_gib", style="dim"
         )
         return
-    if fit.verdict is FitStatus.host_out_of_memory and fit.host is not None:
+    if fit.status is FitStatus.host_out_of_memory and fit.host_breakdown is not None:
         console.print(
-            f"a node's main memory lacks {format_bytes(fit.host.peak - fit.host_capacity)} "
-            f"of {format_bytes(fit.host.peak)}"
+            f"a node's main memory lacks "
+            f"{format_bytes(fit.host_breakdown.peak - fit.host_capacity)} "
+            f"of {format_bytes(fit.host_breakdown.peak)}"
         )
     side = "to spare" if fit.margin >= 0 else "missing"
     of = f"{format_bytes(abs(fit.margin))} {side} of the device's {format_bytes(fit.capacity)}"
-    console.print(styled_text((str(fit.verdict), STYLES[fit.verdict]), f", {of}"))
-    if fit.verdict is FitStatus.fits:
+    console.print(styled_text((str(fit.status), STYLES[fit.status]), f", {of}"))
+    if fit.status is FitStatus.fits:
         return
-    cure = plan.cure
-    if cure is None and plan.run.objective.of_user:
+    cure = plan.suggested_fix
+    if cure is None and plan.run.objective.is_user_defined:
         return
     if cure is None:
-        more = "" if plan.run.objective.by_trace else "; plan.search=all tries more"
+        more = "" if plan.run.objective.trace_only else "; plan.search=all tries more"
         console.print(f"no change that was tried makes it fit{more}")
     else:
         taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is UnfitPolicy.auto)
-        console.print(f"to make it fit: {cure.line}{taken}", soft_wrap=True)
-        console.print(train_command(plan.run, cure.told), style="dim", soft_wrap=True)
+        console.print(f"to make it fit: {cure.override_text}{taken}", soft_wrap=True)
+        console.print(train_command(plan.run, cure.overrides), style="dim", soft_wrap=True)
 
 
 def _print_host_and_disk(console: Console, plan: Plan) -> None:
     """Prints what the run takes besides its devices: a node's memory, and the disk."""
-    run, host = plan.run, plan.fit.host or node_memory(plan.run)
+    run, host = plan.run, plan.fit.host_breakdown or node_memory(plan.run)
     if run.hardware.device is DeviceKind.cuda:
-        largest = sorted(host.lines, key=lambda line: -line.most)
-        parts = ", ".join(f"{line.what} {format_bytes(line.most)}" for line in largest)
+        largest = sorted(host.entries, key=lambda line: -line.max_bytes)
+        parts = ", ".join(f"{line.name} {format_bytes(line.max_bytes)}" for line in largest)
         of, unjudged = f" of {format_bytes(plan.fit.host_capacity)}", ""
-        if plan.fit.host is None:
+        if plan.fit.host_breakdown is None:
             of, unjudged = "", "; not judged: set hardware.host_memory_gib"
         told = f"main memory of a node: {format_bytes(host.peak)}{of} ({parts}){unjudged}"
         console.print(told, soft_wrap=True)
@@ -247,7 +256,7 @@ def _print_host_and_disk(console: Console, plan: Plan) -> None:
 
 
 def _print_time(console: Console, plan: Plan) -> None:
-    step, interval = plan.step, plan.interval
+    step, interval = plan.step_time, plan.step_seconds_range
     if step is None or interval is None:
         console.print(NO_TIME, style="dim")
         return
@@ -266,7 +275,7 @@ def _print_time(console: Console, plan: Plan) -> None:
         console.print(
             f"what is offloaded takes time that is not counted: set {names}", style="yellow"
         )
-    tokens = plan.run.tokens_per_step * plan.run.steps(rows=plan.run.global_batch)
+    tokens = plan.run.tokens_per_step * plan.run.num_steps(samples=plan.run.global_batch)
     told = [f"{format_count(tokens)} tokens in {format_seconds(plan.seconds_for(tokens) or 0.0)}"]
     dollars, kwh = plan.dollars_for(1e9), plan.kwh_for(1e9)
     if dollars is not None:

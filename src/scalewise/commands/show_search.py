@@ -21,59 +21,59 @@ SHOWN = 12
 PRICED_TOKENS = 1e9
 
 
-def print_search(found: SearchResult) -> None:
+def print_search(result: SearchResult) -> None:
     """Prints what a search came to."""
-    console, asked, best = get_console(), found.asked, found.best
-    fitting = sum(candidate.good for candidate in found.candidates)
+    console, asked, best = get_console(), result.base_run, result.best
+    fitting = sum(candidate.is_acceptable for candidate in result.candidates)
     console.print(
-        f"{asked.name}: {len(found.candidates):,} runs on up to "
+        f"{asked.name}: {len(result.candidates):,} runs on up to "
         f"{layout_enumeration.available_devices(asked)} devices, {fitting:,} fit"
     )
-    if found.candidates:
-        run = found.candidates[0].run
-        console.print(f"each takes {run.rows_text} a step")
-    if found.rank is not asked.plan.rank_by:
+    if result.candidates:
+        run = result.candidates[0].run
+        console.print(f"each takes {run.batch_description} a step")
+    if result.rank_by is not asked.plan.rank_by:
         console.print(NO_TIME)
     if best is None:
-        _print_no_result(console, found)
+        _print_no_result(console, result)
         return
-    mixed = any(candidate.training for candidate in found.candidates)
-    _print_front(console, "trained as asked, " * mixed, found.front, best)
-    _print_front(console, "trained otherwise, ", found.otherwise, best)
+    mixed = any(candidate.training_overrides for candidate in result.candidates)
+    _print_front(console, "trained as asked, " * mixed, result.pareto_front, best)
+    _print_front(console, "trained otherwise, ", result.changed_training_front, best)
     of = " of those trained as asked" if mixed else ""
-    of = " with the fewest changes to the training" if best.training else of
-    style = STYLES[best.fit.verdict]
+    of = " with the fewest changes to the training" if best.training_overrides else of
+    style = STYLES[best.fit.status]
     console.print()
-    least = (f"least {found.rank}{of}: ", (_layout_text(best), "bold"), ", ")
-    console.print(styled_text(*least, (str(best.fit.verdict), style)))
-    console.print(train_command(asked, best.told), soft_wrap=True, style="cyan")
+    least = (f"least {result.rank_by}{of}: ", (_layout_text(best), "bold"), ", ")
+    console.print(styled_text(*least, (str(best.fit.status), style)))
+    console.print(train_command(asked, best.overrides), soft_wrap=True, style="cyan")
     console.print()
     console.print("one choice away", style="bold")
     shown = Table(box=None, pad_edge=False, show_header=False)
-    for lost in neighbor_alternatives(found):
-        shown.add_row(styled_text((lost.choice, "dim")), lost.what, lost.why)
+    for lost in neighbor_alternatives(result):
+        shown.add_row(styled_text((lost.choice, "dim")), lost.value, lost.reason)
     console.print(shown)
 
 
 def _print_front(
-    console: Console, how: str, front: Sequence[SearchCandidate], best: SearchCandidate
+    console: Console, description: str, front: Sequence[SearchCandidate], best: SearchCandidate
 ) -> None:
     if not front:
         return
     console.print()
-    console.print(f"{how}none is better in time, memory and price at once", style="bold")
+    console.print(f"{description}none is better in time, memory and price at once", style="bold")
     console.print(_candidate_table(front[:SHOWN], best))
     if len(front) > SHOWN:
         console.print(f"and {len(front) - SHOWN} more", style="dim")
 
 
-def _print_no_result(console: Console, found: SearchResult) -> None:
-    if not found.candidates:
+def _print_no_result(console: Console, result: SearchResult) -> None:
+    if not result.candidates:
         console.print("no layout divides the batch, the model and the devices at once")
         return
-    nearest = min(found.candidates, key=lambda candidate: candidate.fit.ledger.peak)
+    nearest = min(result.candidates, key=lambda candidate: candidate.fit.breakdown.peak)
     (least, _, _), capacity = nearest.fit.reserved, format_bytes(nearest.fit.capacity or 0)
-    if (host := nearest.fit.host) is not None and host.peak > nearest.fit.host_capacity:
+    if (host := nearest.fit.host_breakdown) is not None and host.peak > nearest.fit.host_capacity:
         least, capacity = host.peak, f"a node's {format_bytes(nearest.fit.host_capacity)}"
     style = STYLES[FitStatus.out_of_memory]
     needs = f"it needs {format_bytes(least)} of {capacity}"
@@ -94,12 +94,12 @@ def _candidate_table(candidates: Iterable[SearchCandidate], best: SearchCandidat
         chunked = () if chunk is None else (f"loss_chunk={chunk}",)
         shown.add_row(
             layout_enumeration.layout_text(run.parallelism),
-            run.memory.described(run.model.layers),
-            " ".join((*candidate.training, *chunked)),
+            run.memory.describe(run.model.layers),
+            " ".join((*candidate.training_overrides, *chunked)),
             str(run.world_size),
             str(layout_enumeration.sequences_per_forward(run)),
-            format_bytes(candidate.fit.ledger.peak),
-            format_seconds(candidate.seconds) if candidate.step else MISSING,
+            format_bytes(candidate.fit.breakdown.peak),
+            format_seconds(candidate.step_seconds) if candidate.step_time else MISSING,
             f"{candidate.tokens_per_s:,.0f}" if candidate.tokens_per_s else MISSING,
             f"{candidate.mfu:.1%}" if candidate.mfu else MISSING,
             format_dollars(dollars) if dollars else MISSING,

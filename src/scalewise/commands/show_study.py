@@ -23,11 +23,14 @@ SHOWN = 12
 """Trials of a Pareto front that are shown."""
 
 
-def print_search_start(study: OptunaSearch, reclaimed: Sequence[FrozenTrial]) -> None:
+def print_search_start(optuna_search: OptunaSearch, reclaimed: Sequence[FrozenTrial]) -> None:
     """Prints what there is to do, and what an earlier sweep has left."""
-    ended = len(study.ended)
+    ended = len(optuna_search.finished_trials)
     if ended or reclaimed:
-        print_lines(f"study {study.optuna.study_name}: {ended} of {study.wanted} trials are there")
+        print_lines(
+            f"study {optuna_search.study.study_name}: {ended} of "
+            f"{optuna_search.num_trials} trials are there"
+        )
     for trial in reclaimed:
         print_lines(f"trial {trial.number} was under way when its sweep ended")
 

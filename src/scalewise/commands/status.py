@@ -36,7 +36,7 @@ STYLES = {
 def main(arguments: Sequence[str]) -> int:
     """Prints a table for each folder, again and again on a terminal until all jobs have ended."""
     if not arguments:
-        raise ConfigError.one("", "", "no folder given", "scalewise status runs/NAME/TIMESTAMP")
+        raise ConfigError.for_key("", "", "no folder given", "scalewise status runs/NAME/TIMESTAMP")
     folders = [Path(argument).expanduser() for argument in arguments]
     for folder in folders:
         release_reserved(folder)
@@ -66,7 +66,7 @@ def status_tables(folders: Sequence[Path]) -> tuple[RenderableType, bool]:
     under_way = False
     for folder in folders:
         jobs = job_progress.read_progress(folder)
-        under_way = under_way or any(job.under_way for job in jobs)
+        under_way = under_way or any(job.is_active for job in jobs)
         counts = Counter(job.state for job in jobs)
         said = ", ".join(f"{count} {state}" for state, count in counts.items())
         parts += [styled_text(f"{folder}: {said}"), job_table(jobs)]

@@ -26,25 +26,30 @@ from scalewise.typed_override import command_line
 class TrainCommand(Command):
     """Runs jobs and writes their reports."""
 
-    elsewhere = executors.ELSEWHERE
-    measures = True
+    remote_launchers = executors.ELSEWHERE
+    produces_measurements = True
 
-    def __init__(self, arguments: Sequence[str], resumption: ResumeRequest | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], resume_request: ResumeRequest | None = None
+    ) -> None:
         self._command = command_line("train", tuple(arguments))
-        self._resumption = resumption
-        self._earlier: list[EarlierJob] = []
+        self._resume_request = resume_request
+        self._earlier_jobs: list[EarlierJob] = []
         self._lock: FolderLock | None = None
 
-    def one(self, run: RunConfig, folder: Path) -> int:
+    def run_single(self, run: RunConfig, folder: Path) -> int:
         """Runs a single job."""
-        if self._resumption is not None:
-            self._resumption.refuse_run()
+        if self._resume_request is not None:
+            self._resume_request.reject_single_run()
         with signals.raise_on_signals("outside of training"):
             fit, sizing = resolve_auto(run)
             if external_launcher.is_leader():
                 show.print_auto_choices(run, fit, sizing)
             order = JobSpec(
-                fit, self._command, changed=tuple(changed_from_defaults(fit)), sizing=sizing
+                fit,
+                self._command,
+                changed=tuple(changed_from_defaults(fit)),
+                micro_batch_choice=sizing,
             )
             if external_launcher.is_leader():
                 show.print_heading(order)
@@ -54,7 +59,7 @@ class TrainCommand(Command):
                 publish.after_training(result.folder, [result.folder])
             return result.exit_code
 
-    def admit_many(self, folder: Path) -> Path:
+    def choose_sweep_folder(self, folder: Path) -> Path:
         """Returns the sweep's folder: a new one, or that of the sweep to go on with.
 
         Refuses a sweep among ranks that somebody else started.
@@ -65,41 +70,45 @@ class TrainCommand(Command):
         """
         if external_launcher.is_external_rank():
             external_launcher.exit_if_not_rank_0()
-            raise ConfigError.one(
+            raise ConfigError.for_key(
                 "",
                 "",
                 "a sweep starts the ranks of each job itself; here torchrun or srun started them",
                 f"without them run: {self._command}",
             )
-        if self._resumption is None or self._lock is not None:
+        if self._resume_request is None or self._lock is not None:
             return folder
-        found = sweep_resume.resumed_folder(self._resumption.sweep, folder)
-        self._lock = sweep_resume.lock_sweep("resume_sweep", self._resumption.sweep, found)
-        self._earlier = sweep_resume.earlier_jobs(found, self._resumption.retry)
+        found = sweep_resume.resumed_folder(self._resume_request.sweep, folder)
+        self._lock = sweep_resume.lock_sweep("resume_sweep", self._resume_request.sweep, found)
+        self._earlier_jobs = sweep_resume.earlier_jobs(found, self._resume_request.retry)
         return found
 
-    def claim_many(self, folder: Path, *, given: bool) -> Path:
+    def claim_sweep_folder(self, folder: Path, *, user_named: bool) -> Path:
         """Makes and locks the folder of a new sweep; a search goes on in a folder that is given."""
         if self._lock is None:
-            if self.searching and given and folder.is_dir():
+            if self.is_search and user_named and folder.is_dir():
                 self._lock = sweep_resume.lock_sweep("hydra.sweep.dir", str(folder), folder)
             else:
                 self._lock = claim_sweep_folder(folder)
         return self._lock.folder
 
-    def release_many(self) -> None:
+    def release_sweep_folder(self) -> None:
         """Lets other processes drive the sweep."""
         if self._lock is not None:
             self._lock.release()
 
-    def many(
-        self, jobs: Sequence[SweepJob], folder: Path, question: str, engine: Mapping[str, object]
+    def run_sweep(
+        self,
+        jobs: Sequence[SweepJob],
+        folder: Path,
+        question: str,
+        launcher_options: Mapping[str, object],
     ) -> list[JobEnd]:
         """Runs the jobs of a sweep, then writes the sweep's report."""
         wandb_session.clear_run_id(os.environ)  # jobs inherit it, on this machine and from Slurm
-        away = engine["engine"] in self.elsewhere
+        away = launcher_options["engine"] in self.remote_launchers
         untried = "not tried, as its jobs run on other machines" * away
-        fits = resolve_auto_all([job.run for job in jobs], untried=untried)
+        fits = resolve_auto_all([job.run for job in jobs], no_probe_reason=untried)
         for job, (run, sizing) in zip(jobs, fits, strict=True):
             show.print_auto_choices(job.run, run, sizing)
         tasks = [
@@ -111,25 +120,25 @@ class TrainCommand(Command):
                     varied=job.varied,
                     changed=tuple(changed_from_defaults(run)),
                     sweep=f"{folder.parent.name}/{folder.name}",
-                    sizing=sizing,
+                    micro_batch_choice=sizing,
                 ),
                 job.folder,
             )
             for job, (run, sizing) in zip(jobs, fits, strict=True)
         ]
         kept: dict[int, Result] = {}
-        if self._resumption is not None and not self.searching:
-            tasks, kept = sweep_resume.renumber_tasks(tasks, self._earlier, folder)
+        if self._resume_request is not None and not self.is_search:
+            tasks, kept = sweep_resume.renumber_tasks(tasks, self._earlier_jobs, folder)
             show.print_resume_summary(len(tasks), len(kept), folder)
         results = execute_all(
             tasks,
             folder,
-            executors.build_executor(engine),
+            executors.build_executor(launcher_options),
             command=self._command,
             question=question,
-            announce=show.print_job_start,
-            report=_report_outcome,
-            kept=kept,
+            on_start=show.print_job_start,
+            on_end=_report_outcome,
+            kept_results=kept,
         )
         with report_errors("no table of the jobs"):
             show.print_job_table(tasks, results)

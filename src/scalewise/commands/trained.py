@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def read_arguments(
-    verb: str, arguments: Sequence[str], defaults: Mapping[str, str], wrong: list[ConfigIssue]
+    command: str, arguments: Sequence[str], defaults: Mapping[str, str], issues: list[ConfigIssue]
 ) -> tuple[Path, dict[str, str]]:
     """Returns a run's folder and the options; raises ``ConfigError`` with all that is wrong.
 
-    ``wrong`` holds what the caller has found already, by ``options``.
+    ``issues`` holds what the caller has found already, by ``options``.
     """
     folders = [word for word in arguments if "=" not in word or os.path.isdir(word)]
-    wrong = [
+    issues = [
         *(
             ConfigIssue(key, value, "no such key", did_you_mean(key, list(defaults)))
             for key, value in parse_options(arguments).items()
             if key not in (*defaults, *inputs.READERS)
         ),
-        *wrong,
+        *issues,
     ]
     if len(folders) != 1:
         reason = f"one run at a time, not {len(folders)}" if folders else "no folder given"
-        wrong.append(ConfigIssue("", "", reason, f"scalewise {verb} runs/NAME/TIMESTAMP"))
-    if wrong:
-        raise ConfigError(wrong)
+        issues.append(ConfigIssue("", "", reason, f"scalewise {command} runs/NAME/TIMESTAMP"))
+    if issues:
+        raise ConfigError(issues)
     return Path(folders[0]).expanduser().absolute(), {**defaults, **parse_options(arguments)}
 
 
@@ -52,45 +52,45 @@ def parse_options(arguments: Sequence[str]) -> dict[str, str]:
 def load_trained(
     folder: Path,
     step: str = "last",
-    given: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
     *,
-    beginning: bool = False,
-    reads_data: bool = False,
+    untrained: bool = False,
+    needs_data: bool = False,
 ) -> TrainedRun:
     """Returns a checkpoint of a run with its specs; raises ``ConfigError`` where there is none.
 
-    ``given``: options, among them paths of the run's inputs where they have moved. ``beginning``:
-    whether step 0 is asked for, of which no checkpoint is kept. ``reads_data``: whether the caller
+    ``options``: options, among them paths of the run's inputs where they have moved. ``untrained``:
+    whether step 0 is asked for, of which no checkpoint is kept. ``needs_data``: whether the caller
     reads the data, which need not be there otherwise.
     """
     from scalewise.checkpoints import trained
 
     values = inputs.relocate_inputs(
-        trained.read_resolved(folder), folder, _path_options(given or {})
+        trained.read_resolved(folder), folder, _path_options(options or {})
     )
     try:
         parts = [parse_group(group, values[group]) for group in trained.SPECS]
     except ConfigError as error:
-        raise _record_error(folder, error.complaints) from None
+        raise _record_error(folder, error.issues) from None
     if any(isinstance(spec, UserModule) for spec in parts):
         reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
-        raise ConfigError.one("", "", f"{folder} {reason}", cure)
+        raise ConfigError.for_key("", "", f"{folder} {reason}", cure)
     named = zip(trained.SPECS, parts, strict=True)
     complaints = [
         complaint
         for group, spec in named
-        if reads_data or group != "data"
+        if needs_data or group != "data"
         for complaint in config_issues(group, spec)
     ]
     if complaints:
         raise _record_error(folder, complaints)
     told = trained.TrainedRun(folder, None, int(values["seed"]), *parts)
-    if beginning:
+    if untrained:
         return told
-    return replace(told, checkpoint=trained.choose_checkpoint(folder, step, told.reads))
+    return replace(told, checkpoint=trained.choose_checkpoint(folder, step, told.tensor_folders))
 
 
-def _record_error(folder: Path, complaints: Iterable[ConfigIssue]) -> ConfigError:
+def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
     """Returns the error of values in ``resolved.yaml``, which names that file.
 
     Paths of inputs are left as they are: the file is whole where these have moved.
@@ -100,16 +100,16 @@ def _record_error(folder: Path, complaints: Iterable[ConfigIssue]) -> ConfigErro
         complaint
         if complaint.key in inputs.READERS
         else ConfigIssue("", "", f"{file}: {complaint}", "put a copy of it back")
-        for complaint in complaints
+        for complaint in issues
     )
 
 
-def _path_options(given: Mapping[str, str]) -> dict[str, object]:
+def _path_options(options: Mapping[str, str]) -> dict[str, object]:
     """Returns the options that are paths of inputs, with values as Hydra reads them."""
     found: dict[str, object] = {}
     for key in inputs.READERS:
-        if key in given:
-            value = parse_value(key, given[key], f"set {key}=FILE")
+        if key in options:
+            value = parse_value(key, options[key], f"set {key}=FILE")
             several = key.endswith("paths")
             found[key] = [str(it) for it in _option_list(value)] if several else str(value)
     return found

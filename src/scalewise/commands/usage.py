@@ -139,12 +139,12 @@ def general_help() -> list[str]:
     return [*lines, 'Completion: eval "$(scalewise -sc install=bash)"']
 
 
-def command_help(verb: str) -> list[str]:
+def command_help(command: str) -> list[str]:
     """Returns the text of ``scalewise VERB --help``."""
-    lines = [*wrap_text(f"scalewise {verb}: {VERBS[verb]}"), "", *table_lines(FORMS[verb])]
-    if verb in COMPOSING:
+    lines = [*wrap_text(f"scalewise {command}: {VERBS[command]}"), "", *table_lines(FORMS[command])]
+    if command in COMPOSING:
         lines += ["", *_group_lines(), "", *_flag_lines()]
-    examples = [row for row in EXAMPLES if row[1].startswith(f"scalewise {verb} ")]
+    examples = [row for row in EXAMPLES if row[1].startswith(f"scalewise {command} ")]
     return [*lines, *(["", *_example_lines(examples)] if examples else [])]
 
 

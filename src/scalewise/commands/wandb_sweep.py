@@ -22,10 +22,10 @@ def main(arguments: Sequence[str]) -> int:
     """
     with signals.raise_on_signals("before there was a sweep"):
         asked = preview_search(arguments)
-        search = wandb_sweeps.sweeper_search(asked.sweeper, asked.option)
+        search = wandb_sweeps.sweeper_search(asked.sweeper, asked.sweeper_name)
         question = asked.run.question
         config = wandb_sweeps.wandb_sweep_config(
-            search, asked.space, asked.fixed, asked.name, question
+            search, asked.space, asked.fixed_overrides, asked.name, question
         )
         for reason in wandb_sweeps.unsupported_settings(search):
             print_lines(f"left out: {reason}", stderr=True)
@@ -34,6 +34,6 @@ def main(arguments: Sequence[str]) -> int:
             print_lines(*yaml.safe_dump(config, sort_keys=False).splitlines())
             return 0
         with wandb_environment():
-            known = WandbServer().sweep(config, tracking.entity, tracking.project)
+            known = WandbServer().create_sweep(config, tracking.entity, tracking.project)
         print_lines(f"sweep {known}", f"wandb agent {known}")
         return 0

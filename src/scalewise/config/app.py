@@ -60,42 +60,47 @@ class JobEnd:
 class Command:
     """What a verb does with a Run, and with the jobs of a multirun."""
 
-    here = True
+    checks_machine = True
     """Whether runs must be able to run on the present machine."""
-    searching = False
+    is_search = False
     """Whether a search hands it jobs, which keeps account of them itself."""
-    measures = False
+    produces_measurements = False
     """Whether its jobs leave folders with measurements, which a search goes by."""
-    elsewhere: Collection[str] = ()
+    remote_launchers: Collection[str] = ()
     """Launchers whose jobs run on other machines."""
 
-    def one(self, run: RunConfig, folder: Path) -> int:
+    def run_single(self, run: RunConfig, folder: Path) -> int:
         """Runs a single job into ``folder`` and returns the exit code."""
         raise NotImplementedError
 
-    def admit_many(self, folder: Path) -> Path:
+    def choose_sweep_folder(self, folder: Path) -> Path:
         """Returns the folder of a multirun, which need not exist, for the ``folder`` proposed.
 
         Raises ``ConfigError`` where no multirun can run.
         """
         return folder
 
-    def claim_many(self, folder: Path, *, given: bool) -> Path:
-        """Returns the folder of a multirun whose jobs are valid; called once, before ``many``.
+    def claim_sweep_folder(self, folder: Path, *, user_named: bool) -> Path:
+        """Returns the folder of a multirun whose jobs are valid; called once, before ``run_sweep``.
 
-        ``folder`` is what ``admit_many`` returned; ``given``: whether the user named it.
+        ``folder`` is what ``choose_sweep_folder`` returned; ``user_named``: whether the user named
+        it.
         """
         return folder
 
-    def release_many(self) -> None:
-        """Gives up what ``claim_many`` holds; called at the end of every multirun."""
+    def release_sweep_folder(self) -> None:
+        """Gives up what ``claim_sweep_folder`` holds; called at the end of every multirun."""
 
-    def many(
-        self, jobs: Sequence[SweepJob], folder: Path, question: str, engine: Mapping[str, object]
+    def run_sweep(
+        self,
+        jobs: Sequence[SweepJob],
+        folder: Path,
+        question: str,
+        launcher_options: Mapping[str, object],
     ) -> list[JobEnd]:
         """Runs a batch of a multirun into ``folder`` and returns how each job ended.
 
-        ``engine`` names what runs the jobs, and its options: those of ``hydra/launcher``.
+        ``launcher_options`` names what runs the jobs, and its options: those of ``hydra/launcher``.
         """
         raise NotImplementedError
 
@@ -104,35 +109,35 @@ class Command:
 class CommandContext:
     """A verb on its way through Hydra."""
 
-    verb: Command
-    own: Path | None = None
+    command: Command
+    config_folder: Path | None = None
     """The folder of ``-cd``."""
-    typed: Sequence[str] = ()
+    cli_overrides: Sequence[str] = ()
     """Overrides of the command line; those of a job may come from files."""
-    codes: list[int] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
     """Exit codes of its jobs so far."""
     run: RunConfig | None = None
     """The run of a command without ``-m``, once it is valid."""
-    raised: list[Exception] = field(default_factory=list)
+    exceptions: list[Exception] = field(default_factory=list)
     """What the verb itself raised."""
-    folder: Path | None = None
+    sweep_folder: Path | None = None
     """The folder of a multirun."""
-    absent: list[Path] = field(default_factory=list)
+    new_folders: list[Path] = field(default_factory=list)
     """That folder and its parents as far as they were not there before, the innermost first."""
-    given: bool = False
+    folder_is_user_named: bool = False
     """Whether that folder was named by the user, and not by the time of day."""
-    claimed: bool = False
+    folder_is_claimed: bool = False
     """Whether the folder belongs to this multirun."""
-    axes: Sequence[str] = ()
+    varied_keys: Sequence[str] = ()
     """Keys that a search varies, though the jobs of one batch may not differ in them."""
-    filed: Sequence[str] = ()
+    file_overrides: Sequence[str] = ()
     """The axes that a sweep's file adds to what was typed."""
 
 
 _contexts: list[CommandContext] = []
 
 
-def run_command(verb: Command, arguments: Sequence[str]) -> int:
+def run_command(command: Command, arguments: Sequence[str]) -> int:
     """Returns the exit code of ``scalewise VERB ARGUMENTS``.
 
     Raises ``ConfigError`` with every complaint for a line that cannot run; no folder is left.
@@ -142,10 +147,10 @@ def run_command(verb: Command, arguments: Sequence[str]) -> int:
     if flags.hydra_help:
         console.print_lines(*flag_help())
         return 0
-    away = any(f"hydra/launcher={name}" in flags.overrides for name in verb.elsewhere)
+    away = any(f"hydra/launcher={name}" in flags.overrides for name in command.remote_launchers)
     made: list[Path] = []
     own = Path(flags.config_dir).absolute() if flags.config_dir else None
-    passage = CommandContext(verb, own, tuple(flags.overrides))
+    passage = CommandContext(command, own, tuple(flags.overrides))
     if unreadable := list(diagnostics.unparsable_overrides(flags.overrides)):
         raise ConfigError(unreadable)
     typed = [line.partition("=") for line in flags.overrides]
@@ -160,7 +165,7 @@ def run_command(verb: Command, arguments: Sequence[str]) -> int:
         try:
             passage.run = _single_run(config, passage)
         except Exception as error:  # Hydra would hide which error it was
-            passage.raised.append(error)
+            passage.exceptions.append(error)
             raise
 
     def task(_: DictConfig) -> None:
@@ -168,9 +173,11 @@ def run_command(verb: Command, arguments: Sequence[str]) -> int:
         try:
             gc.enable()
             assert passage.run is not None
-            passage.codes.append(verb.one(passage.run, Path(HydraConfig.get().runtime.output_dir)))
+            passage.exit_codes.append(
+                command.run_single(passage.run, Path(HydraConfig.get().runtime.output_dir))
+            )
         except Exception as error:  # Hydra would print about it
-            passage.raised.append(error)
+            passage.exceptions.append(error)
         finally:  # a signal is no Exception
             remove_empty(made)
 
@@ -192,8 +199,8 @@ def run_command(verb: Command, arguments: Sequence[str]) -> int:
             nullcontext() if _may_switch_to_multirun(flags) else _skip_mode_composition(),
         ):
             program()
-        if passage.raised:
-            raise passage.raised[0]
+        if passage.exceptions:
+            raise passage.exceptions[0]
     except SystemExit as error:
         if not (error.code and flags.package):
             raise
@@ -201,32 +208,39 @@ def run_command(verb: Command, arguments: Sequence[str]) -> int:
             "is no part of the config",
             did_you_mean(flags.package, paths.GROUPS, "--package "),
         )
-        raise ConfigError.one("--package", flags.package, reason, cure) from None
+        raise ConfigError.for_key("--package", flags.package, reason, cure) from None
     except Exception as error:  # whatever Hydra made of it is translated below
-        if error in passage.raised or (isinstance(error, ConfigError) and not error.__cause__):
+        if error in passage.exceptions or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        lines = [*passage.filed, *flags.overrides]
+        lines = [*passage.file_overrides, *flags.overrides]
         raise diagnostics.translate_hydra_error(
-            error, lines, here=verb.here and not away
+            error, lines, check_machine=command.checks_machine and not away
         ) from error
     finally:
         gc.enable()
-        verb.release_many()
-        remove_empty(passage.absent)
+        command.release_sweep_folder()
+        remove_empty(passage.new_folders)
         _contexts.remove(passage)
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
-    return _exit_code(passage.codes)
+    return _exit_code(passage.exit_codes)
 
 
-def _single_run(config: DictConfig, passage: CommandContext) -> RunConfig:
+def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
     """Returns the validated Run of a command without ``-m``; raises ``ConfigError``."""
-    if (launcher := config.hydra.runtime.choices["hydra/launcher"]) in passage.verb.elsewhere:
+    if (
+        launcher := config.hydra.runtime.choices["hydra/launcher"]
+    ) in context.command.remote_launchers:
         cure = "add -m: a sweep of one job"
-        raise ConfigError.one("hydra/launcher", launcher, "a single run runs here", cure)
-    return parse_run(config, _typed_overrides(config.hydra), passage.typed, here=passage.verb.here)
+        raise ConfigError.for_key("hydra/launcher", launcher, "a single run runs here", cure)
+    return parse_run(
+        config,
+        _typed_overrides(config.hydra),
+        context.cli_overrides,
+        check_machine=context.command.checks_machine,
+    )
 
 
 def _may_switch_to_multirun(flags: Namespace) -> bool:
@@ -254,7 +268,7 @@ def prepare() -> None:
     bound_omegaconf()
     Plugins.instance()  # whatever is installed has its names by now: one has a joblib too
     schemas.store_schemas()
-    search_path.mount_configs(_contexts[-1].own if _contexts else None)
+    search_path.mount_configs(_contexts[-1].config_folder if _contexts else None)
     run_naming.register_resolvers()
 
 
@@ -262,27 +276,30 @@ def launch(
     loader: ConfigLoader,
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
-    first: int,
+    first_number: int,
     options: Callable[[], Mapping[str, object]],
 ) -> list[JobReturn]:
-    """Returns the results of a batch of jobs, numbered from ``first``; for Hydra's launcher.
+    """Returns the results of a batch of jobs, numbered from ``first_number``; for Hydra's launcher.
 
     ``options``: those of the launcher, some of which name the folder of the multirun.
     """
     gc.enable()
     passage = _contexts[-1]
-    proposed = passage.folder or current_sweep_folder(config)
-    here = passage.verb.here and options()["engine"] not in passage.verb.elsewhere
-    jobs = _validate_jobs(loader, config, job_overrides, first, proposed, here=here)
+    proposed = passage.sweep_folder or current_sweep_folder(config)
+    here = (
+        passage.command.checks_machine
+        and options()["engine"] not in passage.command.remote_launchers
+    )
+    jobs = _validate_jobs(loader, config, job_overrides, first_number, proposed, check_machine=here)
     folder = claimed_sweep_folder(config)
     jobs = [_relocated(job, proposed, folder) for job in jobs]
     engine = options()
     try:
-        ends = passage.verb.many(jobs, folder, jobs[0].run.question, engine)
+        ends = passage.command.run_sweep(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
-        passage.raised.append(error)
+        passage.exceptions.append(error)
         raise
-    passage.codes.extend(end.exit_code for end in ends)
+    passage.exit_codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
 
 
@@ -290,58 +307,63 @@ def current_sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way, if its verb admits it, and keeps it in mind."""
     setup_globals()
     sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
-    if _contexts[-1].folder is None and isinstance(sweep, dict):
-        _contexts[-1].given = "${now:" not in str(sweep["dir"])
+    if _contexts[-1].sweep_folder is None and isinstance(sweep, dict):
+        _contexts[-1].folder_is_user_named = "${now:" not in str(sweep["dir"])
     return _set_sweep_folder(
-        config, _contexts[-1].verb.admit_many(Path(config.hydra.sweep.dir).absolute())
+        config, _contexts[-1].command.choose_sweep_folder(Path(config.hydra.sweep.dir).absolute())
     )
 
 
 def claimed_sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way once it is its own: a colliding one moves."""
     passage = _contexts[-1]
-    assert passage.folder is not None
-    if not passage.claimed:
-        _set_sweep_folder(config, passage.verb.claim_many(passage.folder, given=passage.given))
-        passage.claimed = True
-    return passage.folder
+    assert passage.sweep_folder is not None
+    if not passage.folder_is_claimed:
+        _set_sweep_folder(
+            config,
+            passage.command.claim_sweep_folder(
+                passage.sweep_folder, user_named=passage.folder_is_user_named
+            ),
+        )
+        passage.folder_is_claimed = True
+    return passage.sweep_folder
 
 
 def _set_sweep_folder(config: DictConfig, folder: Path) -> Path:
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(folder)
     passage = _contexts[-1]
-    passage.absent = [*missing_folders(folder), *passage.absent]
-    if passage.folder not in (None, folder):  # a new one beside that which was proposed
-        passage.absent.insert(0, folder)
-    passage.folder = folder
+    passage.new_folders = [*missing_folders(folder), *passage.new_folders]
+    if passage.sweep_folder not in (None, folder):  # a new one beside that which was proposed
+        passage.new_folders.insert(0, folder)
+    passage.sweep_folder = folder
     return folder
 
 
-def _relocated(job: SweepJob, proposed: Path, folder: Path) -> SweepJob:
-    if folder == proposed or not job.folder.is_relative_to(proposed):
+def _relocated(job: SweepJob, proposed_folder: Path, folder: Path) -> SweepJob:
+    if folder == proposed_folder or not job.folder.is_relative_to(proposed_folder):
         return job
-    return replace(job, folder=folder / job.folder.relative_to(proposed))
+    return replace(job, folder=folder / job.folder.relative_to(proposed_folder))
 
 
 def has_measurements() -> bool:
     """Returns whether the verb under way leaves measurements that a search can go by."""
-    return _contexts[-1].verb.measures
+    return _contexts[-1].command.produces_measurements
 
 
 def begin_search() -> None:
     """Tells the verb under way that a search will hand it jobs, batch by batch."""
-    _contexts[-1].verb.searching = True
+    _contexts[-1].command.is_search = True
 
 
-def note_varied(axes: Sequence[str]) -> None:
+def note_varied(keys: Sequence[str]) -> None:
     """Notes the keys that the multirun under way varies from batch to batch."""
-    _contexts[-1].axes = tuple(axes)
+    _contexts[-1].varied_keys = tuple(keys)
 
 
 def count_rejected(error: ConfigError) -> None:
     """Counts a job of the multirun under way that a search left out, as one that was refused."""
-    _contexts[-1].codes.append(error.exit_code)
+    _contexts[-1].exit_codes.append(error.exit_code)
 
 
 def rejection_reason(
@@ -349,32 +371,39 @@ def rejection_reason(
 ) -> ConfigError | None:
     """Returns why a job with these overrides could not run; None where it can."""
     try:
-        _validate_jobs(loader, config, [overrides], 0, Path(), here=_contexts[-1].verb.here)
+        _validate_jobs(
+            loader,
+            config,
+            [overrides],
+            0,
+            Path(),
+            check_machine=_contexts[-1].command.checks_machine,
+        )
     except ConfigError as error:
         return error
     return None
 
 
-def remember_sweep_axes(lines: Sequence[str]) -> None:
+def remember_sweep_axes(overrides: Sequence[str]) -> None:
     """Keeps the axes of a sweep's file in mind, for complaints about them; for Hydra's sweeper."""
-    _contexts[-1].filed = lines
+    _contexts[-1].file_overrides = overrides
 
 
 def _validate_jobs(
     loader: ConfigLoader,
     config: DictConfig,
     job_overrides: Sequence[Sequence[str]],
-    first: int,
+    first_number: int,
     folder: Path,
     *,
-    here: bool,
+    check_machine: bool,
 ) -> list[SweepJob]:
-    varied = _varied_values(job_overrides, _contexts[-1].axes)
+    varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
     jobs: list[SweepJob] = []
     complaints: dict[str, ConfigIssue] = {}
     failed: Exception | None = None
     checking = console.show_progress(job_overrides, "checking", "jobs")
-    for number, overrides in enumerate(checking, start=first):
+    for number, overrides in enumerate(checking, start=first_number):
         try:
             composed = loader.load_sweep_config(config, list(overrides))
         except Exception as error:  # Hydra's: the whole line is looked at again, all jobs of it
@@ -387,17 +416,19 @@ def _validate_jobs(
             lines = [
                 line for line in _typed_overrides(composed.hydra) if not line.startswith("sweep=")
             ]
-            run = parse_run(composed, lines, _contexts[-1].typed, here=here)
+            run = parse_run(
+                composed, lines, _contexts[-1].cli_overrides, check_machine=check_machine
+            )
         except ConfigError as error:
-            complaints |= {str(complaint): complaint for complaint in error.complaints}
+            complaints |= {str(complaint): complaint for complaint in error.issues}
             continue
         subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir"))
         if not _is_inside(subdir):
             cure = "give the name of a folder in it: 'hydra.sweep.subdir=${hydra.job.num}'"
             reason = "leads out of the sweep's folder"
-            raise ConfigError.one("hydra.sweep.subdir", subdir, reason, cure)
+            raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, cure)
         own = folder / subdir
-        jobs.append(SweepJob(number, run, own, varied[number - first]))
+        jobs.append(SweepJob(number, run, own, varied[number - first_number]))
     if complaints:
         raise ConfigError(complaints.values()) from failed
     if failed is not None:
@@ -419,22 +450,24 @@ def _typed_overrides(hydra_config: DictConfig) -> list[str]:
 
 
 def _varied_values(
-    job_overrides: Sequence[Sequence[str]], axes: Sequence[str]
+    job_overrides: Sequence[Sequence[str]], varied_keys: Sequence[str]
 ) -> list[dict[str, str]]:
     tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in job_overrides]
     keys = dict.fromkeys(key for table in tables for key in table)
-    varying = [key for key in keys if key in axes or len({table.get(key) for table in tables}) > 1]
+    varying = [
+        key for key in keys if key in varied_keys or len({table.get(key) for table in tables}) > 1
+    ]
     return [{key.lstrip("+"): table[key] for key in varying if key in table} for table in tables]
 
 
-def _job_return(end: JobEnd) -> JobReturn:
+def _job_return(job_end: JobEnd) -> JobReturn:
     result = JobReturn()
     result.status = JobStatus.COMPLETED
-    result.return_value = end.objective
+    result.return_value = job_end.objective
     return result
 
 
-def _exit_code(codes: Sequence[int]) -> int:
+def _exit_code(exit_codes: Sequence[int]) -> int:
     """Returns 0, the code that all unsuccessful jobs share, or 1 where they differ."""
-    bad = set(codes) - {0}
+    bad = set(exit_codes) - {0}
     return bad.pop() if len(bad) == 1 else int(bool(bad))

@@ -30,17 +30,17 @@ def compose(overrides: Iterable[str] = (), *, here: bool = True) -> RunConfig:
         except ConfigError:  # the check of the hydra node
             raise
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
-            raise diagnostics.translate_hydra_error(error, lines, here=here) from error
-        return parse_run(config, lines, lines, here=here)
+            raise diagnostics.translate_hydra_error(error, lines, check_machine=here) from error
+        return parse_run(config, lines, lines, check_machine=here)
 
 
 @cache
-def _compose_unresolved(*lines: str) -> RunConfig:
+def _compose_unresolved(*overrides: str) -> RunConfig:
     """Returns the unsettled run of these overrides, before it is asked what is wrong."""
     app.prepare()
     with hydra_session():
-        config = hydra.compose("config", overrides=[*lines], return_hydra_config=True)
-        return compose_unresolved(config, lines, [])
+        config = hydra.compose("config", overrides=[*overrides], return_hydra_config=True)
+        return compose_unresolved(config, overrides, [])
 
 
 @cache
@@ -55,7 +55,7 @@ def _option_defaults(choices: tuple[tuple[str, str], ...]) -> dict[str, object]:
         for group, choice in choices
         if choice != usual.choices.get(group)
     }
-    return flatten(replace(usual, **parts).settled().as_dict())
+    return flatten(replace(usual, **parts).resolve().as_dict())
 
 
 @cache

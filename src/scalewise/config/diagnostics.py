@@ -39,13 +39,13 @@ GRAMMAR = "write it as group=option or group.key=value, quoted where it has blan
 
 
 def translate_hydra_error(
-    error: Exception, overrides: Sequence[str], *, here: bool = True
+    error: Exception, overrides: Sequence[str], *, check_machine: bool = True
 ) -> Exception:
     """Returns the error to show for one that came out of Hydra; ours pass through, completed."""
     if isinstance(error, ScalewiseError) and not isinstance(error, ConfigError):
         return error
-    found = diagnose_overrides(overrides, here=here)
-    known = error.complaints if isinstance(error, ConfigError) else ()
+    found = diagnose_overrides(overrides, check_machine=check_machine)
+    known = error.issues if isinstance(error, ConfigError) else ()
     if "multirun" in str(error):
         found += [c for text in overrides for c in _sweep_issues(_parse_override(text, []))]
     together = {str(complaint): complaint for complaint in (*found, *known)}
@@ -84,7 +84,9 @@ def unparsable_overrides(overrides: Iterable[object]) -> Iterator[ConfigIssue]:
             yield ConfigIssue(key, value, WOULD_REVEAL, LEAVE_OUT)
 
 
-def diagnose_overrides(overrides: Iterable[str], *, here: bool = True) -> list[ConfigIssue]:
+def diagnose_overrides(
+    overrides: Iterable[str], *, check_machine: bool = True
+) -> list[ConfigIssue]:
     """Returns what is wrong with these overrides, one complaint each, then across groups."""
     lines = list(overrides)
     if complaints := list(unparsable_overrides(lines)):
@@ -106,19 +108,19 @@ def diagnose_overrides(overrides: Iterable[str], *, here: bool = True) -> list[C
         if any(complaint.key in PRESETS for complaint in complaints):
             return complaints  # the rules would judge values that the preset replaces
         try:
-            parse_run(config, (), lines, here=here)
+            parse_run(config, (), lines, check_machine=check_machine)
         except ConfigError as error:
-            complaints += error.complaints
+            complaints += error.issues
     return complaints
 
 
-def _parse_override(text: str, complaints: list[ConfigIssue]) -> Override | None:
+def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
     try:
         override = OverridesParser.create().parse_override(text)
     except Exception:
         override = None
     if override is None or not _key(override).strip("./@ "):
-        complaints.append(
+        issues.append(
             ConfigIssue("", "", f"cannot read the override '{format_value(text)}'", GRAMMAR)
         )
         return None
@@ -139,7 +141,7 @@ def _option_names(group: str, loader: ConfigLoader) -> list[str]:
 
 
 def _compose_compatible(
-    groups: Sequence[Override], complaints: list[ConfigIssue]
+    groups: Sequence[Override], issues: list[ConfigIssue]
 ) -> tuple[DictConfig | None, list[str]]:
     """Returns the config of those choices that go together, and their lines."""
     kept = [_text(override) for override in groups]
@@ -151,7 +153,7 @@ def _compose_compatible(
         text = _text(override)
         found = _try([*kept, text])
         if isinstance(found, Exception):
-            complaints.append(_issue_from_conflict(override, found, kept))
+            issues.append(_issue_from_conflict(override, found, kept))
             kept = [*_choices_of(override, kept), *kept]
             config = _try(kept)
         else:
@@ -159,13 +161,15 @@ def _compose_compatible(
     return (None if isinstance(config, Exception) else config), kept
 
 
-def _issue_from_conflict(override: Override, error: Exception, kept: Sequence[str]) -> ConfigIssue:
+def _issue_from_conflict(
+    override: Override, error: Exception, compatible_overrides: Sequence[str]
+) -> ConfigIssue:
     """Returns the complaint about a choice that cannot be composed after those that are kept.
 
     An experiment or a sweep that sets keys of an option is in conflict with another choice.
     """
     key = getattr(error.__context__, "full_key", None) or ""
-    for choice in kept if _key(override) in PRESETS else ():
+    for choice in compatible_overrides if _key(override) in PRESETS else ():
         if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
             reason = f"sets keys that {choice} lacks, such as {key}"
             cure = f"leave it out, or choose another {_key(override)}"
@@ -173,38 +177,40 @@ def _issue_from_conflict(override: Override, error: Exception, kept: Sequence[st
     return ConfigIssue(_key(override), _display_value(override), _first_sentence(error))
 
 
-def _choices_of(override: Override, kept: Sequence[str]) -> list[str]:
+def _choices_of(override: Override, compatible_overrides: Sequence[str]) -> list[str]:
     """Returns the options that an experiment chooses, so that keys below these are known."""
     config = _try([_text(override)]) if _key(override) in PRESETS else None
     if not isinstance(config, DictConfig):
         return []
     choices = OmegaConf.select(config, "hydra.runtime.choices")
-    chosen = {line.partition("=")[0] for line in kept}
+    chosen = {line.partition("=")[0] for line in compatible_overrides}
     return [f"{group}={choices[group]}" for group in paths.CLOSED_GROUPS if group not in chosen]
 
 
-def _hydra_issues(values: Sequence[Override], kept: Sequence[str]) -> Iterator[ConfigIssue]:
+def _hydra_issues(
+    overrides: Sequence[Override], compatible_overrides: Sequence[str]
+) -> Iterator[ConfigIssue]:
     """Yields what Hydra has against overrides that are sound by themselves."""
-    single = [o for o in values if not o.is_sweep_override()]
-    if not single or not isinstance(_try([*kept, *map(_text, single)]), Exception):
+    single = [o for o in overrides if not o.is_sweep_override()]
+    if not single or not isinstance(_try([*compatible_overrides, *map(_text, single)]), Exception):
         return
     for override in single:
-        found = _try([*kept, _text(override)])
+        found = _try([*compatible_overrides, _text(override)])
         if isinstance(found, Exception):
             yield ConfigIssue(_key(override), _display_value(override), _first_sentence(found))
 
 
-def _try(lines: Sequence[str]) -> DictConfig | Exception:
+def _try(overrides: Sequence[str]) -> DictConfig | Exception:
     try:
-        return compose("config", overrides=list(lines), return_hydra_config=True)
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
     except Exception as error:
         return error
 
 
-def _add(complaints: list[ConfigIssue], found: Iterable[ConfigIssue]) -> bool:
-    found = list(found)
-    complaints += found
-    return bool(found)
+def _add(issues: list[ConfigIssue], new_issues: Iterable[ConfigIssue]) -> bool:
+    new_issues = list(new_issues)
+    issues += new_issues
+    return bool(new_issues)
 
 
 def _key(override: Override) -> str:
@@ -329,16 +335,20 @@ def _node_at(config: DictConfig, key: str) -> Any:
         return None
 
 
-def _type_issue(key: str, value: object, held: object, hint: Any, error: Exception) -> ConfigIssue:
+def _type_issue(
+    key: str, value: object, default: object, declared_type: Any, error: Exception
+) -> ConfigIssue:
     """Returns the complaint about a value that the key's declared type does not take."""
-    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = (
+        typing.get_args(declared_type) if isinstance(declared_type, UnionType) else (declared_type,)
+    )
     kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
     cure = (
-        f"the default is {format_override(key, held)}"
-        if isinstance(held, str | int | float) and held != ""
+        f"the default is {format_override(key, default)}"
+        if isinstance(default, str | int | float) and default != ""
         else ""
     )
-    if hint is None or (isinstance(value, str) and "${" in value):
+    if declared_type is None or (isinstance(value, str) and "${" in value):
         return ConfigIssue(key, value, _first_sentence(error), cure)
     if value is None:
         return ConfigIssue(key, value, "cannot be null", cure)

@@ -71,10 +71,10 @@ def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) 
             flags = parser.parse_intermixed_args(list(arguments))
     except SystemExit as error:
         if not error.code:  # Hydra's own version, by a shortened flag
-            raise ConfigError.one("", "", *REJECTED["version"]) from error
+            raise ConfigError.for_key("", "", *REJECTED["version"]) from error
         reason = said.getvalue().strip().rpartition("error: ")[2]
         cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
-        raise ConfigError.one("", "", reason, cure) from error
+        raise ConfigError.for_key("", "", reason, cure) from error
     complaints = [
         ConfigIssue(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
         for name, value in vars(flags).items()

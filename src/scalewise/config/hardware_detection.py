@@ -18,15 +18,15 @@ SIZE = re.compile(r"(\d+) ?GB\b")
 """How a driver tells two sizes of one device apart: ``A100-SXM4-40GB``."""
 
 
-def detect_hardware(asked: Hardware) -> Hardware:
+def detect_hardware(profile: Hardware) -> Hardware:
     """Returns ``auto`` with what a profile says of this machine's first CUDA device.
 
     It is the profile with the longest ``match`` that is a word of the device's name, and its memory
     is at most what that name says. What was set otherwise stays, and any other profile as it is.
     """
     machine = hardware.this_machine()
-    if asked.device is not DeviceKind.auto or not machine.gpus:
-        return asked
+    if profile.device is not DeviceKind.auto or not machine.gpus:
+        return profile
     device = machine.gpus[0]
     fitting = [
         (len(known["match"]), name, known)
@@ -38,9 +38,9 @@ def detect_hardware(asked: Hardware) -> Hardware:
         known = known | {"memory_gib": min(known["memory_gib"], float(said[1]))}
     figures = known | {"host_memory_gib": round(machine.memory_bytes / GIB, 2)}
     usual = {entry.name: entry.default for entry in fields(Hardware)}
-    taken = {key: figures[key] for key in figures if getattr(asked, key) == usual[key]}
+    taken = {key: figures[key] for key in figures if getattr(profile, key) == usual[key]}
     told = f"hardware={name} for {device}" if known else f"no profile for {device}"
-    return replace(asked, **taken, read_off=f"{told}; host_memory_gib of this machine")
+    return replace(profile, **taken, read_off=f"{told}; host_memory_gib of this machine")
 
 
 @cache

@@ -33,8 +33,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 @contextmanager
-def record_hydra_folders(made: list[Path]) -> Iterator[None]:
-    """Adds to ``made`` the folders that Hydra makes within the block, the innermost first.
+def record_hydra_folders(new_folders: list[Path]) -> Iterator[None]:
+    """Adds to ``new_folders`` the folders that Hydra makes within the block, the innermost first.
 
     Raises ``ConfigError`` there for one that cannot be made.
     """
@@ -50,9 +50,9 @@ def record_hydra_folders(made: list[Path]) -> Iterator[None]:
             except OSError as error:
                 reason = f"cannot be made: {error.strerror}"
                 cure = "give hydra.run.dir=DIR where you may write"
-                raise ConfigError.one("hydra.run.dir", str(self), reason, cure) from None
+                raise ConfigError.for_key("hydra.run.dir", str(self), reason, cure) from None
             finally:
-                made.extend(absent)
+                new_folders.extend(absent)
 
     before, utils.Path = utils.Path, Recorded  # type: ignore[attr-defined]  # imported there
     try:
@@ -62,13 +62,13 @@ def record_hydra_folders(made: list[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def before_each_run(check: Callable[[DictConfig], None]) -> Iterator[None]:
-    """Calls ``check`` with the config of a single run, before Hydra makes the run's folder."""
+def before_each_run(callback: Callable[[DictConfig], None]) -> Iterator[None]:
+    """Calls ``callback`` with the config of a single run, before Hydra makes the run's folder."""
     application: Any = hydra_application
     run_job = application.run_job
 
     def checked(**kwargs: Any) -> Any:
-        check(kwargs["config"])
+        callback(kwargs["config"])
         return run_job(**kwargs)
 
     application.run_job = checked  # Hydra has no hook of its own there

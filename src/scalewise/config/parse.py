@@ -30,29 +30,34 @@ LEAVE_OUT = "leave it out: what needs it reads it from the environment"
 
 
 def parse_run(
-    config: DictConfig, overrides: Iterable[str], typed: Iterable[str], *, here: bool = True
+    config: DictConfig,
+    overrides: Iterable[str],
+    cli_overrides: Iterable[str],
+    *,
+    check_machine: bool = True,
 ) -> RunConfig:
     """Returns the settled Run of a composed config that still holds its ``hydra`` node.
 
-    ``typed``: the overrides of the command line alone, which may trust packages.
+    ``cli_overrides``: the overrides of the command line alone, which may trust packages.
 
-    Raises ``ConfigError`` with every complaint; those about the present machine only if ``here``.
+    Raises ``ConfigError`` with every complaint; those about the present machine only if
+    ``check_machine``.
     An interpolation may read the environment, but not what is named like a secret there: the
     resolved config is written to the run's folder and sent to the tracker.
     """
     complaints: list[ConfigIssue] = []
-    run = compose_unresolved(config, overrides, complaints).settled()
-    complaints += untrusted_packages(run.trusted_packages, typed)
-    complaints += run.complaints()
-    if here:
-        complaints += run.machine_complaints()
+    run = compose_unresolved(config, overrides, complaints).resolve()
+    complaints += untrusted_packages(run.trusted_packages, cli_overrides)
+    complaints += run.validate()
+    if check_machine:
+        complaints += run.validate_machine()
     if complaints:
         raise ConfigError(complaints)
     return run
 
 
 def compose_unresolved(
-    config: DictConfig, overrides: Iterable[str], complaints: list[ConfigIssue]
+    config: DictConfig, overrides: Iterable[str], issues: list[ConfigIssue]
 ) -> RunConfig:
     """Returns the Run as composed, before its parts are asked what is wrong; adds unknown keys.
 
@@ -64,17 +69,15 @@ def compose_unresolved(
         if group in (*paths.GROUPS, "experiment", "sweep", "inject") and choice is not None
     }
     values = _resolved_values(config)
-    parts = {group: _parse_part(group, values[group], complaints) for group in paths.CLOSED_GROUPS}
+    parts = {group: _parse_part(group, values[group], issues) for group in paths.CLOSED_GROUPS}
     if None in parts.values():
-        raise ConfigError(complaints)
+        raise ConfigError(issues)
     parts["hardware"] = hardware_detection.detect_hardware(parts["hardware"])
     hints = _field_types(RunConfig)
-    plain = {key: _convert_to_declared(hints[key], key, values[key], complaints) for key in _PLAIN}
+    plain = {key: _convert_to_declared(hints[key], key, values[key], issues) for key in _PLAIN}
     callbacks = values["callbacks"]
     if not isinstance(callbacks, Mapping):
-        complaints.append(
-            ConfigIssue("callbacks", callbacks, "is no mapping of names to callbacks")
-        )
+        issues.append(ConfigIssue("callbacks", callbacks, "is no mapping of names to callbacks"))
         callbacks = {}
     for callback in callbacks.values():
         if isinstance(callback, dict) and callback.get("_target_") in RENAMED_TARGETS:
@@ -88,21 +91,23 @@ def compose_unresolved(
     )
 
 
-def untrusted_packages(packages: Sequence[str], typed: Iterable[str]) -> Iterator[ConfigIssue]:
+def untrusted_packages(
+    packages: Sequence[str], cli_overrides: Iterable[str]
+) -> Iterator[ConfigIssue]:
     """Yields packages that only a file trusts: it would run code of its own by itself."""
     if not packages:
         return
-    trusted = {package for line in typed for package in _trusted_by(line)}
+    trusted = {package for line in cli_overrides for package in _trusted_by(line)}
     if any(package not in trusted for package in packages):
         reason = "is set by a file; only the command line may trust packages"
         cure = f"if you trust them, type {typed_override.format_override(TRUSTED, packages)}"
         yield ConfigIssue(TRUSTED, list(packages), reason, cure)
 
 
-def _trusted_by(line: str) -> Iterator[str]:
+def _trusted_by(override_text: str) -> Iterator[str]:
     """Yields the packages that an override of the command line trusts, in any job of a sweep."""
     try:
-        override = OverridesParser.create().parse_override(line)
+        override = OverridesParser.create().parse_override(override_text)
     except HydraException:
         return
     if override.key_or_group != TRUSTED or override.is_delete():
@@ -116,48 +121,48 @@ def _trusted_by(line: str) -> Iterator[str]:
         yield from map(str, value if isinstance(value, list) else ())
 
 
-def parse_group(group: str, recorded: Mapping[str, object]) -> Any:
+def parse_group(group: str, recorded_values: Mapping[str, object]) -> Any:
     """Returns the spec that ``resolved.yaml`` holds of a closed group.
 
     Raises ``ConfigError`` where it is none of ours, or of a version with other fields.
     """
     registry.import_options()
     complaints: list[ConfigIssue] = []
-    target = str(recorded.get("_target_"))
+    target = str(recorded_values.get("_target_"))
     known = registry.registered_targets().get(target)
-    values: object = dict(recorded)
-    if hidden := [key for key, value in recorded.items() if HIDDEN in str(value)]:
+    values: object = dict(recorded_values)
+    if hidden := [key for key, value in recorded_values.items() if HIDDEN in str(value)]:
         reason = "was a secret, which is not written down"
         cure = "train again without it: what needs it reads it from the environment"
-        raise ConfigError.one(f"{group}.{hidden[0]}", recorded[hidden[0]], reason, cure)
+        raise ConfigError.for_key(f"{group}.{hidden[0]}", recorded_values[hidden[0]], reason, cure)
     if known is not None:
         try:
             merged = OmegaConf.merge(OmegaConf.structured(schema_mirror(known)), values)
             values = _plain(merged)
         except OmegaConfBaseException as error:
             reason = f"is of another version: {str(error).splitlines()[0]}"
-            raise ConfigError.one(group, target, reason) from error
+            raise ConfigError.for_key(group, target, reason) from error
         if missing := sorted(OmegaConf.missing_keys(merged)):
-            raise ConfigError.one(group, target, f"has no {', '.join(missing)}")
+            raise ConfigError.for_key(group, target, f"has no {', '.join(missing)}")
         converted = OmegaConf.to_container(merged, enum_to_str=True)
         assert isinstance(converted, dict)
-        for key, value in recorded.items():
+        for key, value in recorded_values.items():
             if converted[key] != value:  # what a run has written is of the declared type
                 reason = f"{key} is {format_value(value)}, not of the type of that field"
-                raise ConfigError.one(group, target, reason)
+                raise ConfigError.for_key(group, target, reason)
     found = _parse_part(group, values, complaints)
     if complaints:
         raise ConfigError(complaints)
     return found
 
 
-def parse_value(key: str, text: str, cure: str) -> object:
-    """Returns the value of an override as Hydra reads it; raises ``ConfigError`` with ``cure``."""
+def parse_value(key: str, text: str, fix: str) -> object:
+    """Returns the value of an override as Hydra reads it; raises ``ConfigError`` with ``fix``."""
     try:
         return OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException as error:
         reason = f"cannot be read: {str(error).splitlines()[0]}"
-        raise ConfigError.one(key, text, reason, cure) from error
+        raise ConfigError.for_key(key, text, reason, fix) from error
 
 
 def _resolved_values(config: DictConfig) -> dict[str, Any]:
@@ -213,9 +218,11 @@ def _plain(value: object) -> object:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _entry_issues(config: Any, raw: Any, prefix: str) -> Iterator[ConfigIssue]:
+def _entry_issues(config: Any, raw_values: Any, prefix: str) -> Iterator[ConfigIssue]:
     """Yields the entries that are missing, tell a secret or refer to what does not exist."""
-    for name, value in raw.items() if isinstance(raw, dict) else enumerate(raw):
+    for name, value in (
+        raw_values.items() if isinstance(raw_values, dict) else enumerate(raw_values)
+    ):
         key = f"{prefix}{name}"
         if value == "???":
             yield ConfigIssue(key, "???", "must be given", f"add {key}=VALUE")
@@ -225,17 +232,17 @@ def _entry_issues(config: Any, raw: Any, prefix: str) -> Iterator[ConfigIssue]:
             yield from _entry_issues(config[name], value, f"{key}.")
 
 
-def _interpolation_issue(config: Any, name: Any, key: str, raw: str) -> Iterator[ConfigIssue]:
-    if any("${" in name for name in _ENVIRONMENT.findall(raw)):
-        yield ConfigIssue(key, raw, WOULD_REVEAL, LEAVE_OUT)
+def _interpolation_issue(config: Any, name: Any, key: str, raw_value: str) -> Iterator[ConfigIssue]:
+    if any("${" in name for name in _ENVIRONMENT.findall(raw_value)):
+        yield ConfigIssue(key, raw_value, WOULD_REVEAL, LEAVE_OUT)
         return
     try:
         _plain(config[name])
     except (OmegaConfBaseException, RecursionError) as error:
-        yield unresolved_issue(key, raw, error)
+        yield unresolved_issue(key, raw_value, error)
 
 
-def unresolved_issue(key: str, raw: object, error: Exception) -> ConfigIssue:
+def unresolved_issue(key: str, raw_value: object, error: Exception) -> ConfigIssue:
     """Returns the complaint about an interpolation that raised ``error`` as it was resolved."""
     said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
     if "recursi" in str(error).lower():
@@ -243,7 +250,7 @@ def unresolved_issue(key: str, raw: object, error: Exception) -> ConfigIssue:
     cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
     if WOULD_REVEAL in said:
         said, cure = WOULD_REVEAL, LEAVE_OUT
-    return ConfigIssue(key, raw, said.strip('"'), cure)
+    return ConfigIssue(key, raw_value, said.strip('"'), cure)
 
 
 @cache
@@ -252,11 +259,11 @@ def _field_types(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _parse_part(group: str, values: object, complaints: list[ConfigIssue]) -> Any:
+def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
     given = values.get("_target_") if isinstance(values, Mapping) else None
     cls = registry.registered_targets().get(str(given))
     if cls is None or cls not in registry.OPTIONS.get(group, {}).values():
-        complaints.append(
+        issues.append(
             ConfigIssue(
                 f"{group}._target_" if given else group,
                 given if given else values,
@@ -270,10 +277,10 @@ def _parse_part(group: str, values: object, complaints: list[ConfigIssue]) -> An
     if lacking := [key for key in keys if key not in values]:
         reason = f"has other keys than the option chosen: {', '.join(lacking[:3])}"
         cure = f"choose one of {group}={', '.join(paths.option_names(group))}"
-        complaints.append(ConfigIssue(f"{group}._target_", given, reason, cure))
+        issues.append(ConfigIssue(f"{group}._target_", given, reason, cure))
         return None
     unknown = [str(key) for key in values if key not in ("_target_", *keys)]
-    complaints += [
+    issues += [
         ConfigIssue(
             f"{group}.{key}", values[key], "no such key", did_you_mean(key, keys, f"{group}.")
         )
@@ -282,18 +289,20 @@ def _parse_part(group: str, values: object, complaints: list[ConfigIssue]) -> An
     hints = _field_types(cls)
     return cls(
         **{
-            key: _convert_to_declared(hints[key], f"{group}.{key}", values[key], complaints)
+            key: _convert_to_declared(hints[key], f"{group}.{key}", values[key], issues)
             for key in keys
         }
     )
 
 
-def _convert_to_declared(hint: Any, key: str, value: Any, complaints: list[ConfigIssue]) -> Any:
+def _convert_to_declared(
+    declared_type: Any, key: str, value: Any, issues: list[ConfigIssue]
+) -> Any:
     """Returns a value of the composed config as a spec holds it: its lists are tuples of texts."""
-    if typing.get_origin(hint) is not tuple:
+    if typing.get_origin(declared_type) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         cure = f"write {format_override(key, ['TEXT'])}"
-        complaints.append(ConfigIssue(key, value, "is not a list of texts", cure))
+        issues.append(ConfigIssue(key, value, "is not a list of texts", cure))
         return ()
     return tuple(value)

@@ -40,7 +40,7 @@ def project_root() -> Path:
         if (candidate / "conf" / "config.yaml").is_file():
             return candidate
     looked = " or ".join(str(candidate) for candidate in candidates)
-    raise ConfigError.one("", "", f"no conf/config.yaml in {looked}", "install scalewise again")
+    raise ConfigError.for_key("", "", f"no conf/config.yaml in {looked}", "install scalewise again")
 
 
 def option_names(group: str, schema: str = "") -> list[str]:

@@ -36,6 +36,15 @@ def register_option(group: str, name: str) -> Callable[[Spec], Spec]:
     return register
 
 
+def option_name(config: object) -> str:
+    """Name of the first option that the class of ``config`` registers, else the class's name."""
+    for options in OPTIONS.values():
+        for name, cls in options.items():
+            if cls is type(config):
+                return name
+    return type(config).__name__
+
+
 def target_name(cls: type) -> str:
     """Returns the ``_target_`` that names a spec."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -46,14 +46,14 @@ class _SharedSchemas(dict[str, Any]):
 class DeferredNode(ConfigNode):
     """A stored node, made when it is first asked for: a line names few of the options."""
 
-    def __init__(self, group: str, name: str, make: Callable[[], object]) -> None:
+    def __init__(self, group: str, name: str, factory: Callable[[], object]) -> None:
         self.group, self.name, self.package, self.provider = group, name, None, "scalewise"
-        self.make = make
+        self.factory = factory
 
     @cached_property
     def node(self) -> DictConfig:  # type: ignore[override]  # Hydra's is an attribute
         """Returns the config that Hydra loads, and gives away copies of."""
-        made: DictConfig = OmegaConf.structured(self.make())
+        made: DictConfig = OmegaConf.structured(self.factory())
         return made
 
     def __copy__(self) -> ConfigNode:
@@ -93,12 +93,12 @@ def _make_mirror(cls: type, entries: list[tuple[str, Any, Any]]) -> type:
     )
 
 
-def _open_type(hint: Any) -> Any:
-    if typing.get_origin(hint) is tuple:
-        return list[typing.get_args(hint)[0]]  # type: ignore[misc]  # made at run time
-    if typing.get_origin(hint) is Mapping:
-        return dict[typing.get_args(hint)]  # type: ignore[misc]  # made at run time
-    return hint
+def _open_type(declared_type: Any) -> Any:
+    if typing.get_origin(declared_type) is tuple:
+        return list[typing.get_args(declared_type)[0]]  # type: ignore[misc]  # made at run time
+    if typing.get_origin(declared_type) is Mapping:
+        return dict[typing.get_args(declared_type)]  # type: ignore[misc]  # made at run time
+    return declared_type
 
 
 def _writable_type(entry: "dataclasses.Field[Any]") -> Any:

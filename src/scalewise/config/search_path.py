@@ -11,13 +11,14 @@ USER_FOLDERS: list[Path] = []
 """The folder of ``-cd``, if one was given."""
 
 
-def mount_configs(own: Path | None = None) -> None:
-    """Mounts the files of the tree and, over them, those of ``own``, a folder of the user's.
+def mount_configs(user_folder: Path | None = None) -> None:
+    """Mounts the files of the tree and, over them, those of ``user_folder``, a folder of the
+    user's.
 
     There they lie in ``experiments/``, as in the tree, or in ``experiment/``, as its groups do.
     """
     MOUNTED_FILES.clear()
-    USER_FOLDERS[:] = [own] if own else []
+    USER_FOLDERS[:] = [user_folder] if user_folder else []
     for base in (paths.project_root(), *USER_FOLDERS):
         for group in ("experiment", "sweep"):
             for folder in (base / f"{group}s", base / group):

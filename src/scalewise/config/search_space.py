@@ -14,9 +14,9 @@ from scalewise.config import sweep_grid
 from scalewise.hpo.space import Axis, ChoiceAxis, IntervalAxis
 
 
-def read_axes(lines: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str]]:
+def read_axes(overrides: Sequence[str], loader: ConfigLoader) -> tuple[list[Axis], list[str]]:
     """Returns the axes among overrides, and the others; the last word on a key counts."""
-    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(lines))
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     last = {override.get_key_element(): override for override in parsed}
     space = [_axis(key, o) for key, o in last.items() if o.is_sweep_override()]
     fixed = [

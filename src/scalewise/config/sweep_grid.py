@@ -13,39 +13,50 @@ from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hpo.space import too_many
 
 
-def sweep_overrides(params: Mapping[str, object], paired: Mapping[str, object]) -> list[str]:
+def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) -> list[str]:
     """Returns the axes of a sweep's file as they would be typed.
 
-    ``params`` are crossed, ``paired`` go together. Raises ``ConfigError`` for a key in both, and
+    ``params`` are crossed, ``zipped`` go together. Raises ``ConfigError`` for a key in both, and
     for values that are no text or number.
     """
     complaints = [
-        ConfigIssue(f"zip.{key}", paired[key], "is in params too", "leave one of the two out")
-        for key in paired
+        ConfigIssue(f"zip.{key}", zipped[key], "is in params too", "leave one of the two out")
+        for key in zipped
         if key in params
     ]
-    for key, values in (*params.items(), *paired.items()):
+    for key, values in (*params.items(), *zipped.items()):
         if not isinstance(values, str | int | float):
             cure = "write its values as one text: 'a,b,c'"
             complaints.append(ConfigIssue(key, values, "is no text of values", cure))
     if complaints:
         raise ConfigError(complaints)
-    return [f"{key}={values}" for key, values in (*params.items(), *paired.items())]
+    return [f"{key}={values}" for key, values in (*params.items(), *zipped.items())]
 
 
 def expand_jobs(
-    filed: Sequence[str], typed: Sequence[str], paired: Sequence[str], loader: ConfigLoader
+    file_overrides: Sequence[str],
+    cli_overrides: Sequence[str],
+    zipped_keys: Sequence[str],
+    loader: ConfigLoader,
 ) -> list[list[str]]:
     """Returns the overrides of every job, in order: the last axis varies fastest.
 
-    ``filed`` are the lines of the sweep's file, ``typed`` those of the command line, which take
-    the place of a filed line of the same key. Of the filed, the keys in ``paired`` vary together,
+    ``file_overrides`` are the lines of the sweep's file, ``cli_overrides`` those of the command
+    line, which take
+    the place of a filed line of the same key. Of the filed, the keys in ``zipped_keys`` vary
+    together,
     value by value. Raises ``ConfigError`` for an axis without values, or pairs that do not match.
     """
     parser = OverridesParser.create(config_loader=loader)
-    own = {override.get_key_element(): override for override in parser.parse_overrides([*filed])}
-    given = {override.get_key_element(): override for override in parser.parse_overrides([*typed])}
-    together = [key for key in own if key in paired and key not in given]
+    own = {
+        override.get_key_element(): override
+        for override in parser.parse_overrides([*file_overrides])
+    }
+    given = {
+        override.get_key_element(): override
+        for override in parser.parse_overrides([*cli_overrides])
+    }
+    together = [key for key in own if key in zipped_keys and key not in given]
     complaints: list[ConfigIssue] = []
     counts = {key: bounded_count(override) for key, override in {**own, **given}.items()}
     crossed = prod(n for key, n in counts.items() if key not in together)
@@ -80,7 +91,7 @@ def count(override: Override) -> int:
     start, stop, step = (Decimal(number or 0) for number in (value.start, value.stop, value.step))
     if not (start.is_finite() and stop.is_finite() and step.is_finite() and step):
         cure = "write range(first,end,step) with a step other than 0"
-        raise ConfigError.one(key, shown, "is a range that never ends", cure)
+        raise ConfigError.for_key(key, shown, "is a range that never ends", cure)
     return max(0, ceil((stop - start) / step))
 
 
@@ -92,18 +103,18 @@ def bounded_count(override: Override) -> int:
     return found
 
 
-def _sweep_override(override: Override, complaints: list[ConfigIssue]) -> list[str]:
+def _sweep_override(override: Override, issues: list[ConfigIssue]) -> list[str]:
     """Returns an override with each of its values, as lines."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     key, shown = override.get_key_element(), override.get_value_string()
     if not override.is_discrete_sweep():
         reason, cure = "is no list of values", "write a,b,c or range(first,end,step)"
-        complaints.append(ConfigIssue(key, shown, reason, cure))
+        issues.append(ConfigIssue(key, shown, reason, cure))
         return []
     found = [f"{key}={value}" for value in override.sweep_string_iterator()]
     if not found:
-        complaints.append(ConfigIssue(key, shown, "names no value", "write a,b,c"))
+        issues.append(ConfigIssue(key, shown, "names no value", "write a,b,c"))
     return found
 
 

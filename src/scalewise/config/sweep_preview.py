@@ -32,11 +32,11 @@ class SearchPreview:
     name: str
     """The sweep's, as its folder would be called."""
     space: Sequence[Axis]
-    fixed: Sequence[str]
+    fixed_overrides: Sequence[str]
     """What was typed and holds for every job; neither the sweep nor options of Hydra."""
     sweeper: Mapping[str, Any]
     """``hydra.sweeper``."""
-    option: str
+    sweeper_name: str
     """The name of that sweeper."""
 
 
@@ -45,7 +45,10 @@ MAX_CHECKED = 200
 
 
 def _check_values(
-    space: Sequence[Axis], fixed: Sequence[str], lines: Sequence[str], typed: Sequence[str]
+    space: Sequence[Axis],
+    fixed_overrides: Sequence[str],
+    overrides: Sequence[str],
+    cli_overrides: Sequence[str],
 ) -> None:
     """Raises ``ConfigError`` for values with which a job could not run."""
     grid = [
@@ -57,12 +60,14 @@ def _check_values(
     jobs += [(f"{axis.key}={end}",) for axis in intervals for end in (axis.low, axis.high)]
     complaints: dict[str, ConfigIssue] = {}
     for job in jobs:
-        config = hydra.compose("config", overrides=[*fixed, *job], return_hydra_config=True)
+        config = hydra.compose(
+            "config", overrides=[*fixed_overrides, *job], return_hydra_config=True
+        )
         try:
             if validated or TRUSTED in job[0].partition("=")[0]:
-                parse_run(config, [*lines, *job], typed, here=False)
+                parse_run(config, [*overrides, *job], cli_overrides, check_machine=False)
         except ConfigError as error:
-            complaints |= {str(complaint): complaint for complaint in error.complaints}
+            complaints |= {str(complaint): complaint for complaint in error.issues}
     if complaints:
         raise ConfigError(complaints.values())
 
@@ -97,11 +102,13 @@ def preview_search(arguments: Sequence[str]) -> SearchPreview:
                 stepped = [a for a in space if isinstance(a, ChoiceAxis) or a.step is not None]
                 if complaints := list(too_many("", "", grid_size(stepped))):
                     raise ConfigError(complaints)
-            run = parse_run(config, fixed, flags.overrides, here=False)
+            run = parse_run(config, fixed, flags.overrides, check_machine=False)
             _check_values(space, single, fixed, flags.overrides)
             name = Path(config.hydra.sweep.dir).parent.name
             option = str(config.hydra.runtime.choices["hydra/sweeper"])
         except Exception as error:  # Hydra's own, and whatever odd text makes it trip over
-            raise diagnostics.translate_hydra_error(error, flags.overrides, here=False) from error
+            raise diagnostics.translate_hydra_error(
+                error, flags.overrides, check_machine=False
+            ) from error
     flagged = ["-cd", str(own[0])] if own else []
     return SearchPreview(run, name, space, [*flagged, *fixed], sweeper, option)

@@ -35,8 +35,8 @@ class Sequences(Protocol):
     Masked rows may be ``packing``: several texts lie in one, and the first token of each is
     ``~(t + FIRST)``, no label.
 
-    Rows with a ``target`` are ``sequence`` ids: what an encoder reads, filled up with ``NOTHING``,
-    and so many at the end that a decoder writes.
+    Rows with a ``target_length`` are ``sequence`` ids: what an encoder reads, filled up with
+    ``NOTHING``, and so many at the end that a decoder writes.
     """
 
     @property
@@ -50,7 +50,7 @@ class Sequences(Protocol):
         ...
 
     @property
-    def target(self) -> int:
+    def target_length(self) -> int:
         """Returns the ids at the end of a row that a decoder writes; 0: one model reads all."""
         ...
 
@@ -70,9 +70,9 @@ class Sequences(Protocol):
 
 @runtime_checkable
 class CaptionedSequences(Sequences, Protocol):
-    """Rows of captions, all of each a ``target``, with the pictures that they are of."""
+    """Rows of captions, all of each a ``target_length``, with the pictures that they are of."""
 
-    def pictures(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
+    def gather_pixels(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
         """Returns ``pixels_BCHW``: red, green and blue, bytes."""
         ...
 
@@ -97,8 +97,8 @@ class DataConfig(ABC):
     several texts, none of which attends to another. ``target_length``: tokens at the end of a row
     that a decoder writes, an encoder reading the others; 0: one model reads all. ``image_size``:
     the side of the pictures that rows are captions of, pixels; 0: there are none. ``classes``: what
-    a row may be, where its one label is not a token but a number of them. ``of_user``: whether
-    loaders of the user's give batches of any kind.
+    a row may be, where its one label is not a token but a number of them. ``is_user_defined``:
+    whether loaders of the user's give batches of any kind.
     """
 
     sequence: int
@@ -107,7 +107,7 @@ class DataConfig(ABC):
     target_length: int = 0
     image_size: int = 0
     classes: tuple[str, ...] = ()
-    of_user = False
+    is_user_defined = False
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -115,21 +115,21 @@ class DataConfig(ABC):
         return getattr(self, "tokenizer", "") is None
 
     @property
-    def answer(self) -> int:
+    def answer_length(self) -> int:
         """Returns the tokens at the end of each row that answer it and can be checked; 0: none."""
         return 0
 
-    def reward(self, written_BA: Tensor, right_BA: Tensor) -> Tensor:
+    def reward(self, answer_BA: Tensor, expected_BA: Tensor) -> Tensor:
         """Returns ``reward_B`` of answers: the share of their tokens that are right."""
-        return (written_BA == right_BA).float().mean(1)
+        return (answer_BA == expected_BA).float().mean(1)
 
     @property
     @abstractmethod
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns one more than the largest token id it may yield; None until it is prepared."""
 
     @abstractmethod
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what is wrong and can be seen without reading the data (files that are absent)."""
 
     @abstractmethod
@@ -140,13 +140,13 @@ class DataConfig(ABC):
         ``DataError`` naming the key and the cure (empty, truncated, id >= ``vocabulary``).
         """
 
-    def no_target(self) -> ConfigIssue:
+    def target_length_issue(self) -> ConfigIssue:
         """Returns the complaint about a target that leaves an encoder nothing to read."""
         reason = f"is no part of data.sequence={self.sequence}: an encoder reads the rest"
         cure = f"give data.target_length={max(1, self.sequence // 4)}"
         return ConfigIssue("data.target_length", self.target_length, reason, cure)
 
-    def not_positive(self, *fields: str) -> Iterator[ConfigIssue]:
+    def non_positive_issues(self, *fields: str) -> Iterator[ConfigIssue]:
         """Yields a complaint for each of the named fields that is zero or less."""
         for field in fields:
             value, default = getattr(self, field), getattr(type(self), field)

@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 
 def build_cached(
-    name: str, key: Mapping[str, object], build: Callable[[Path], None], under: str = "data"
+    name: str, key: Mapping[str, object], build: Callable[[Path], None], subfolder: str = "data"
 ) -> Path:
     """Returns the folder ``NAME-DIGEST`` that ``build(folder)`` filled, now or earlier.
 
@@ -34,7 +34,7 @@ def build_cached(
     on disk, so a builder that is killed leaves nothing that is ever read. Raises ``DataError``
     where the cache cannot be written.
     """
-    folder = _cache_path(name, key, under)
+    folder = _cache_path(name, key, subfolder)
     parent = folder.parent
     if folder.is_dir():
         return folder
@@ -59,18 +59,18 @@ def build_cached(
         cure = "point SCALEWISE_CACHE to a writable folder with space"
         if lacking is not None:
             cure = f"{lacking[1]}, or {cure}"
-        raise DataError.one("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
+        raise DataError.for_key("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
     return folder
 
 
-def is_cached(name: str, key: Mapping[str, object], under: str = "data") -> bool:
+def is_cached(name: str, key: Mapping[str, object], subfolder: str = "data") -> bool:
     """Returns whether ``cached`` would find its folder complete."""
-    return _cache_path(name, key, under).is_dir()
+    return _cache_path(name, key, subfolder).is_dir()
 
 
-def _cache_path(name: str, key: Mapping[str, object], under: str) -> Path:
+def _cache_path(name: str, key: Mapping[str, object], subfolder: str) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / under / f"{name}-{digest}"
+    return cache_folder() / subfolder / f"{name}-{digest}"
 
 
 def _build_folder(folder: Path, build: Callable[[Path], None]) -> None:

@@ -31,13 +31,13 @@ class CaptionData(ChatData):
     """Key of the caption in a record."""
 
     kind: ClassVar[str] = "captions"
-    record: ClassVar[str] = "picture with a caption"
-    reads: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
+    record_description: ClassVar[str] = "picture with a caption"
+    record_fields: ClassVar[tuple[str, ...]] = ("image_size", "picture", "caption")
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields pictures without a size, and what ``Chat`` does."""
-        yield from super().complaints()
-        yield from self.not_positive("image_size")
+        yield from super().validate()
+        yield from self.non_positive_issues("image_size")
         if self.packing:
             reason = "is for texts alone, and each caption has its own picture"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
@@ -47,9 +47,9 @@ class CaptionData(ChatData):
         from scalewise.data import caption_cache, content
         from scalewise.data.build_cache import build_cached
 
-        if complaints := list(self.complaints()):
+        if complaints := list(self.validate()):
             raise DataError(complaints)
-        self.tokenization.check(vocabulary)
+        self.tokenizer_source.check_vocabulary(vocabulary)
         files = content.digests_by_content(match_paths(self.paths))
         identity = caption_cache.cache_identity(self, files)
         folder = build_cached(
@@ -57,23 +57,23 @@ class CaptionData(ChatData):
         )
         return caption_cache.load_splits(folder, self)
 
-    def written(
+    def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
     ) -> tuple[list[TemplatePiece], ...]:
         """Returns the caption, all of which is learnt; raises ``ValueError``."""
-        told = self.text(record, self.caption)
+        told = self.read_text(record, self.caption)
         for key in record:
             if key not in (self.picture, self.caption):
-                self.keys(template).ignore(key)
+                self.record_keys(template).count_ignored(key)
         if any("\ud800" <= letter <= "\udfff" for letter in told):
             raise ValueError("has half a character (a lone surrogate)")
-        return ([TemplatePiece(told + self.end_of_text, learnt=True)],)
+        return ([TemplatePiece(told + self.end_of_text, trained=True)],)
 
-    def seen(self, beside: Path, record: dict[str, Any]) -> Path:
+    def image_path(self, folder: Path, record: dict[str, Any]) -> Path:
         """Returns the file of a record's picture; raises ``ValueError``."""
-        return beside / Path(self.text(record, self.picture)).expanduser()
+        return folder / Path(self.read_text(record, self.picture)).expanduser()
 
-    def text(self, record: dict[str, Any], key: str) -> str:
+    def read_text(self, record: dict[str, Any], key: str) -> str:
         """Returns what a record has by a key; raises ``ValueError`` where that is no text."""
         found = record.get(key)
         if not isinstance(found, str) or not found.strip():

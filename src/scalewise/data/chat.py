@@ -46,19 +46,19 @@ class ChatData(DataConfig):
     """Keys of records and messages that are ignored; other unknown keys with content are errors."""
 
     kind: ClassVar[str] = "chat"
-    record: ClassVar[str] = "conversation"
-    reads: ClassVar[tuple[str, ...]] = ()
+    record_description: ClassVar[str] = "conversation"
+    record_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that say how a record is read."""
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields absent or unknown files, and numbers that cannot be."""
-        yield from self.not_positive("sequence")
-        yield from self.tokenization.complaints()
+        yield from self.non_positive_issues("sequence")
+        yield from self.tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the conversations, from 0 to below 1"
             cure = "give data.validation_fraction=0.05"
@@ -75,9 +75,9 @@ class ChatData(DataConfig):
         from scalewise.data import chat_cache, content
         from scalewise.data.build_cache import build_cached
 
-        if complaints := list(self.complaints()):
+        if complaints := list(self.validate()):
             raise DataError(complaints)
-        self.tokenization.check(vocabulary)
+        self.tokenizer_source.check_vocabulary(vocabulary)
         files = content.digests_by_content(match_paths(self.paths))
         folder = build_cached(
             self.kind,
@@ -86,17 +86,17 @@ class ChatData(DataConfig):
         )
         return chat_cache.load_splits(folder, self)
 
-    def written(
+    def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
     ) -> tuple[list[TemplatePiece], ...]:
         """Returns a record's texts as a template writes them; raises ``ValueError``."""
-        return (template(parse_conversation(record, self.keys(template))),)
+        return (template(parse_conversation(record, self.record_keys(template))),)
 
-    def keys(self, template: ConversationTemplate) -> RecordKeys:
+    def record_keys(self, template: ConversationTemplate) -> RecordKeys:
         """Which keys of records are left out, counted with the notes of their template."""
         return RecordKeys(self.ignore_keys, template.notes)
 
     @property
-    def tokenization(self) -> TokenizerSource:
+    def tokenizer_source(self) -> TokenizerSource:
         """Returns which tokenizer writes them down."""
         return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)

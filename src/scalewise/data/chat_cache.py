@@ -50,68 +50,74 @@ Written = tuple[list[TemplatePiece], ...]
 """What a record is: a conversation, or the two of a pair."""
 
 
-def cache_identity(spec: ChatData, files: Mapping[Path, str]) -> dict[str, object]:
+def cache_identity(config: ChatData, files: Mapping[Path, str]) -> dict[str, object]:
     """Returns what decides the ids: template, tokenizer, what is held out, and files.
 
     ``files``: with their digests, in the order in which they are read.
     """
-    template = [] if spec.tokenizer is None else template_sources(tokenizer_path(spec.tokenizer))
+    template = (
+        [] if config.tokenizer is None else template_sources(tokenizer_path(config.tokenizer))
+    )
     return {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
         "transformers": version("transformers"),
         "template": [[it.name, sha256(it.read_bytes()).hexdigest()] for it in template],
         "files": [[digest, file.suffix.lower()] for file, digest in files.items()],
-        "validation_fraction": spec.validation_fraction,
-        "max_bad_rows": spec.max_bad_rows,
-        "end_of_text": spec.end_of_text,
-        "ignore_keys": sorted(spec.ignore_keys),
-        **{name: getattr(spec, name) for name in spec.reads},
-        **spec.tokenization.identity(),
+        "validation_fraction": config.validation_fraction,
+        "max_bad_rows": config.max_bad_rows,
+        "end_of_text": config.end_of_text,
+        "ignore_keys": sorted(config.ignore_keys),
+        **{name: getattr(config, name) for name in config.record_fields},
+        **config.tokenizer_source.cache_identity(),
     }
 
 
-def write_records(spec: ChatData, files: Sequence[Path], folder: Path) -> None:
+def write_records(config: ChatData, files: Sequence[Path], folder: Path) -> None:
     """Fills a folder of the cache with the records of files; raises ``DataError`` for bad ones."""
-    found, bad, notes = _rendered_records(files, spec)
-    parts = _split_records(found, spec.validation_fraction)
-    check_records(bad, parts, spec)
-    write_split(parts, spec.tokenization, spec.kind, folder, notes)
+    found, bad, notes = _rendered_records(files, config)
+    parts = _split_records(found, config.validation_fraction)
+    check_records(bad, parts, config)
+    write_split(parts, config.tokenizer_source, config.kind, folder, notes)
 
 
 def check_records(
-    bad: Sequence[BadRecord], parts: Mapping[str, Sequence[Written]], spec: ChatData
+    bad_records: Sequence[BadRecord], splits: Mapping[str, Sequence[Written]], config: ChatData
 ) -> None:
     """Raises ``DataError`` for more bad records than are left out, and for a split without any."""
-    if len(bad) > spec.max_bad_rows:
-        named = "; ".join(map(str, bad[:TOLD])) + "; ..." * (len(bad) > TOLD)
-        are = "are" if len(bad) > 1 else "is"
-        reason = f"{_count_tokens(bad)} that {are} no {spec.record}: {named}"
-        cure = f"mend them, or leave them out with data.max_bad_rows={len(bad)}"
-        raise DataError.one("data.max_bad_rows", spec.max_bad_rows, reason, cure)
-    if bad:
-        print_lines(f"left out {_count_tokens(bad)}, the first {bad[0]}", stderr=True)
-    if not any(parts.values()):
-        reason = f"hold no {spec.record}"
-        raise DataError.one("data.paths", list(spec.paths), reason, "give files that hold some")
-    for split, texts in parts.items():
+    if len(bad_records) > config.max_bad_rows:
+        named = "; ".join(map(str, bad_records[:TOLD])) + "; ..." * (len(bad_records) > TOLD)
+        are = "are" if len(bad_records) > 1 else "is"
+        reason = f"{_count_tokens(bad_records)} that {are} no {config.record_description}: {named}"
+        cure = f"mend them, or leave them out with data.max_bad_rows={len(bad_records)}"
+        raise DataError.for_key("data.max_bad_rows", config.max_bad_rows, reason, cure)
+    if bad_records:
+        print_lines(
+            f"left out {_count_tokens(bad_records)}, the first {bad_records[0]}", stderr=True
+        )
+    if not any(splits.values()):
+        reason = f"hold no {config.record_description}"
+        raise DataError.for_key(
+            "data.paths", list(config.paths), reason, "give files that hold some"
+        )
+    for split, texts in splits.items():
         if not texts:
-            reason = f"the {split} split has no {spec.record}"
+            reason = f"the {split} split has no {config.record_description}"
             cure = "give more, or data.validation_fraction=0"
-            raise DataError.one("data.paths", list(spec.paths), reason, cure)
+            raise DataError.for_key("data.paths", list(config.paths), reason, cure)
 
 
 def write_split(
-    parts: Mapping[str, Sequence[Written]],
-    tokenization: TokenizerSource,
+    splits: Mapping[str, Sequence[Written]],
+    tokenizer_source: TokenizerSource,
     kind: str,
     folder: Path,
     notes: Sequence[str] = (),
 ) -> None:
     """Writes the tokenizer, ids and where each text starts, for each split; and notes."""
     progress = TokenizeProgress(kind)
-    flat = {split: [text for each in part for text in each] for split, part in parts.items()}
-    tokenizer = tokenization.load() or tokenization.train(
+    flat = {split: [text for each in part for text in each] for split, part in splits.items()}
+    tokenizer = tokenizer_source.load() or tokenizer_source.train(
         lambda: ("".join(piece.text for piece in pieces) for pieces in flat["train"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -119,7 +125,7 @@ def write_split(
     for split, texts in flat.items():
         starts, firsts = [0], []
         with open(folder / f"{split}.bin", "wb") as file:
-            for ids in _iter_ids(tokenizer, texts, tokenization.tokenizer):
+            for ids in _iter_ids(tokenizer, texts, tokenizer_source.tokenizer):
                 ids.tofile(file)
                 starts.append(starts[-1] + len(ids))
                 firsts.append(int(np.argmax(ids >= 0)) if (ids >= 0).any() else sys.maxsize)
@@ -127,22 +133,24 @@ def write_split(
         progress.show(f"{format_count(count)} tokens")
         np.save(folder / f"{split}.starts.npy", np.array(starts, dtype=np.int64))
         np.save(folder / f"{split}.firsts.npy", np.array(firsts, dtype=np.int64))
-    end = tokenizer.token_to_id(tokenization.end_of_text)
-    meta = {"end": end, "splits": list(parts), "notes": list(notes)}
+    end = tokenizer.token_to_id(tokenizer_source.end_of_text)
+    meta = {"end": end, "splits": list(splits), "notes": list(notes)}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     progress.close("")
 
 
-def _count_tokens(bad: Sequence[BadRecord]) -> str:
-    return f"{len(bad)} record{'s' * (len(bad) > 1)}"
+def _count_tokens(bad_records: Sequence[BadRecord]) -> str:
+    return f"{len(bad_records)} record{'s' * (len(bad_records) > 1)}"
 
 
-def load_splits(folder: Path, spec: DataConfig) -> DataSplits:
+def load_splits(folder: Path, config: DataConfig) -> DataSplits:
     """Returns the rows of both splits of a folder that ``keep`` has filled, or of one alone."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    rows = {split: _records_within_sequence(folder, split, spec, meta) for split in meta["splits"]}
+    rows = {
+        split: _records_within_sequence(folder, split, config, meta) for split in meta["splits"]
+    }
     notes = [
-        *filter(None, [_truncation_note(rows["train"], spec.sequence)]),
+        *filter(None, [_truncation_note(rows["train"], config.sequence)]),
         *meta.get("notes", []),
     ]
     return DataSplits(
@@ -150,66 +158,71 @@ def load_splits(folder: Path, spec: DataConfig) -> DataSplits:
     )
 
 
-def _truncation_note(rows: PaddedDataset, sequence: int) -> str:
+def _truncation_note(dataset: PaddedDataset, sequence: int) -> str:
     """Returns how many conversations no row holds, or not all of, and how full packed rows are."""
     reasons = {
-        "left out (answers begin past the row)": rows.left_out,
-        "cut (longer than the row)": rows.cut,
+        "left out (answers begin past the row)": dataset.dropped_texts,
+        "cut (longer than the row)": dataset.truncated_texts,
     }
     told = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
-    if isinstance(rows, PackedTextDataset):
-        told.append(rows.told)
-    of_all = f"of {rows.all_texts:,} conversations, data.sequence={sequence}: "
+    if isinstance(dataset, PackedTextDataset):
+        told.append(dataset.packing_note)
+    of_all = f"of {dataset.total_texts:,} conversations, data.sequence={sequence}: "
     return of_all + ", ".join(told) if told else ""
 
 
 def _records_within_sequence(
-    folder: Path, split: str, spec: DataConfig, meta: dict[str, Any]
+    folder: Path, split: str, config: DataConfig, metadata: dict[str, Any]
 ) -> PaddedDataset:
     """Returns the records of which each first answer begins within a row."""
     ids_N = np.memmap(folder / f"{split}.bin", dtype="<i4", mode="r")
     starts, firsts = (np.load(folder / f"{split}.{name}.npy") for name in ("starts", "firsts"))
     texts: NDArray[np.int64] = np.arange(len(firsts))
-    if spec.pairs:
+    if config.pairs:
         texts, firsts = texts.reshape(-1, 2), firsts.reshape(-1, 2).max(1)
-    if not (spec.classes or spec.target_length):
-        texts = texts[firsts <= spec.sequence]
+    if not (config.classes or config.target_length):
+        texts = texts[firsts <= config.sequence]
     if not len(texts):
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
         cure = f"give data.sequence={2 * int(firsts.min())}"
-        raise DataError.one("data.sequence", spec.sequence, reason, cure)
-    if spec.target_length:
+        raise DataError.for_key("data.sequence", config.sequence, reason, cure)
+    if config.target_length:
         return AnswerDataset(
-            ids_N, starts, texts, spec.sequence, meta["end"], target=spec.target_length
+            ids_N,
+            starts,
+            texts,
+            config.sequence,
+            metadata["end"],
+            target_length=config.target_length,
         )
     kind = (
         ClassificationDataset
-        if spec.classes
+        if config.classes
         else PackedTextDataset
-        if spec.packing
+        if config.packing
         else PaddedDataset
     )
-    return kind(ids_N, starts, texts, spec.sequence, meta["end"])
+    return kind(ids_N, starts, texts, config.sequence, metadata["end"])
 
 
-def chat_template(spec: ChatData) -> ConversationTemplate:
+def chat_template(config: ChatData) -> ConversationTemplate:
     """Returns what writes a conversation down: the tokenizer's own template, or plain words."""
     own = None
-    if spec.tokenizer is not None:
-        own = load_template(tokenizer_path(spec.tokenizer))
-    return own or PlainTemplate(spec.end_of_text)
+    if config.tokenizer is not None:
+        own = load_template(tokenizer_path(config.tokenizer))
+    return own or PlainTemplate(config.end_of_text)
 
 
 def _rendered_records(
-    files: Iterable[Path], spec: ChatData
+    files: Iterable[Path], config: ChatData
 ) -> tuple[list[Written], list[BadRecord], list[str]]:
     """Returns the records of all files as they are written down, what is bad, and notes."""
     found: list[Written] = []
     bad: list[BadRecord] = []
-    template = chat_template(spec)
+    template = chat_template(config)
     try:
         for file in files:
-            for one in iter_records(file, lambda record: spec.written(record, template)):
+            for one in iter_records(file, lambda record: config.render_record(record, template)):
                 if isinstance(one, BadRecord):
                     bad.append(one)
                 else:
@@ -224,12 +237,12 @@ def template_notes(template: ConversationTemplate) -> list[str]:
     return [f"{note}: {count:,}" for note, count in template.notes.items() if count]
 
 
-def _split_records(found: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
+def _split_records(records: Sequence[Written], fraction: float) -> dict[str, list[Written]]:
     """Returns the records to train on, and every 1/fraction-th held out."""
     if not fraction:
-        return {"train": list(found)}
+        return {"train": list(records)}
     parts: dict[str, list[Written]] = {"train": [], "validation": []}
-    for number, pieces in enumerate(found):
+    for number, pieces in enumerate(records):
         parts["validation" if is_held_out(number, fraction) else "train"].append(pieces)
     return parts
 
@@ -287,7 +300,7 @@ def _iter_texts(pieces: Iterable[TemplatePiece]) -> Iterator[tuple[str, list[Spa
         if piece.label is not None:
             yield "", [], piece.label
             return
-        if piece.learnt:
+        if piece.trained:
             spans.append((len(text), len(text) + len(piece.text), piece.marked))
         text += piece.text
     yield text, spans, None

@@ -57,16 +57,16 @@ class TemplateLimitError(DataError):
     """A chat template that takes too much time or memory to write a conversation."""
 
     @classmethod
-    def of(cls, template: Path, reason: str) -> "TemplateLimitError":
+    def for_template(cls, template: Path, reason: str) -> "TemplateLimitError":
         """The error of a template in a file."""
         cure = "repair the template, or put another beside data.tokenizer"
-        return cls.one("data.tokenizer", template, f"the chat template {reason}", cure)
+        return cls.for_key("data.tokenizer", template, f"the chat template {reason}", cure)
 
-    def at(self, record: str) -> "TemplateLimitError":
+    def with_record(self, record: str) -> "TemplateLimitError":
         """The same error, naming the record."""
         return TemplateLimitError(
             replace(complaint, reason=f"{complaint.reason} at {record}")
-            for complaint in self.complaints
+            for complaint in self.issues
         )
 
 
@@ -74,11 +74,12 @@ Written = TypeVar("Written")
 
 
 def iter_records(
-    path: Path, write: Callable[[dict[str, Any]], Written]
+    path: Path, parse_record: Callable[[dict[str, Any]], Written]
 ) -> Iterator[Written | BadRecord]:
-    """Yields what ``write`` makes of each record of a file, or what is wrong with it.
+    """Yields what ``parse_record`` makes of each record of a file, or what is wrong with it.
 
-    ``number`` is a line of .jsonl, else a record, both from 1. ``write`` raises ``ValueError`` for
+    ``number`` is a line of .jsonl, else a record, both from 1. ``parse_record`` raises
+    ``ValueError`` for
     what it cannot write. Raises ``DataError`` for a file that cannot be read at all.
     """
     for number, record in _iter_file_records(path):
@@ -89,9 +90,9 @@ def iter_records(
                 raise ValueError("is no object")
             if has_nul(record):
                 raise ValueError("has a NUL character, which text has not")
-            yield write(record)
+            yield parse_record(record)
         except TemplateLimitError as error:
-            raise error.at(f"{path.name}:{number}") from error
+            raise error.with_record(f"{path.name}:{number}") from error
         except ValueError as error:
             yield BadRecord(path, number, str(error))
         except RecursionError:
@@ -100,7 +101,7 @@ def iter_records(
 
 def parse_conversation(record: dict[str, Any], keys: RecordKeys) -> Conversation:
     """Returns a record's conversation; raises ``ValueError`` with what is wrong with it."""
-    record = keys.without_ignored(record)
+    record = keys.drop_ignored(record)
     named = next((key for key in TURNS if record.get(key) is not None), None)
     if named:
         messages, own = parse_turns(record[named], keys), {named}
@@ -121,16 +122,16 @@ def assemble_messages(
     record: Mapping[str, Any],
     messages: tuple[Message, ...],
     keys: RecordKeys,
-    read: set[str],
+    read_keys: set[str],
 ) -> Conversation:
     """Messages with the system text, tools and other parts of their record.
 
-    ``read``: keys that are read in the messages.
+    ``read_keys``: keys that are read in the messages.
     """
     said = {message.text.strip() for message in messages} | _alpaca_texts(record)
-    given = keys.fields(record, {*read, *SYSTEM, *OF_TEMPLATE, *CALL_OPTIONS}, said)
+    given = keys.select_fields(record, {*read_keys, *SYSTEM, *OF_TEMPLATE, *CALL_OPTIONS}, said)
     for key in sorted(CALL_OPTIONS & given.keys()):
-        keys.ignore(key)
+        keys.count_ignored(key)
     system = next((given[key] for key in SYSTEM if key in given), "")
     if any(given.get(key, system) != system for key in SYSTEM):
         raise ValueError(f"has different texts in {' and '.join(SYSTEM)}")
@@ -218,9 +219,9 @@ def _iter_json_list(path: Path) -> list[object]:
         found = json.loads(read_text(path), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         reason = f"is not JSON that can be read ({error})"
-        raise DataError.one("data.paths", path, reason, "mend the file") from error
+        raise DataError.for_key("data.paths", path, reason, "mend the file") from error
     if not isinstance(found, list):
-        raise DataError.one("data.paths", path, "is no list of records", "use .jsonl")
+        raise DataError.for_key("data.paths", path, "is no list of records", "use .jsonl")
     return found
 
 
@@ -230,7 +231,9 @@ def _iter_parquet_rows(path: Path) -> Iterator[object]:
         from pyarrow import parquet
     except ImportError as error:
         cure = "pip install 'scalewise[hf]'"
-        raise DataError.one("data.paths", path, "reading .parquet needs pyarrow", cure) from error
+        raise DataError.for_key(
+            "data.paths", path, "reading .parquet needs pyarrow", cure
+        ) from error
     try:
         with parquet.ParquetFile(path) as file:
             check_columns(path, file.schema_arrow.names)
@@ -238,7 +241,7 @@ def _iter_parquet_rows(path: Path) -> Iterator[object]:
                 yield from map(_without_nulls, batch.to_pylist())
     except pyarrow.ArrowInvalid as error:
         reason = f"is not whole parquet ({error})"
-        raise DataError.one("data.paths", path, reason, "copy the file again") from error
+        raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -53,7 +53,7 @@ def has_json_arguments(messages: Messages, text: str) -> bool:
 class ArgumentsForm(Enum):
     """How the arguments of tool calls are written."""
 
-    given = 0
+    unchanged = 0
     objects = 1
     texts = 2
 
@@ -62,23 +62,24 @@ class ArgumentsForm(Enum):
 class MessageForm:
     """A form of messages, of which templates differ in what they take.
 
-    ``parts``: contents are lists of parts. ``empty``: a tool call without a content has an empty
-    one. ``developer``: the template knows this role; else it is a system message.
+    ``content_as_parts``: contents are lists of parts. ``empty_content``: a tool call without a
+    content has an empty
+    one. ``developer_role``: the template knows this role; else it is a system message.
     """
 
     arguments: ArgumentsForm
-    parts: bool
-    empty: bool
-    developer: bool
+    content_as_parts: bool
+    empty_content: bool
+    developer_role: bool
 
-    def of(self, message: dict[str, Any]) -> dict[str, Any]:
+    def convert(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message in this form."""
         message = copy.deepcopy(message)
-        if message["role"] == "developer" and not self.developer:
+        if message["role"] == "developer" and not self.developer_role:
             message["role"] = "system"
-        if self.empty and "tool_calls" in message:
+        if self.empty_content and "tool_calls" in message:
             message.setdefault("content", "")
-        if self.parts and isinstance(message.get("content"), str):
+        if self.content_as_parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
         for function in _iter_calls(message):
             given = function.get("arguments")

@@ -71,13 +71,13 @@ class Message:
     """A turn of a conversation.
 
     ``role``: system, developer, user, assistant or tool. ``content`` is None for a tool call
-    without a text. ``more``: what else chat templates read (tool_calls, reasoning_content, name,
-    tool_call_id). ``train``: whether it is trained on, if it is an answer.
+    without a text. ``extra_fields``: what else chat templates read (tool_calls, reasoning_content,
+    name, tool_call_id). ``train``: whether it is trained on, if it is an answer.
     """
 
     role: str
     content: str | None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
     train: bool = True
 
     @property
@@ -86,14 +86,18 @@ class Message:
         return self.content or ""
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the turn says nothing and calls no tool."""
-        return not (self.text.strip() or self.more.get("tool_calls") or REASONING[0] in self.more)
+        return not (
+            self.text.strip()
+            or self.extra_fields.get("tool_calls")
+            or REASONING[0] in self.extra_fields
+        )
 
-    def as_table(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The message as transformers takes it."""
         content = {} if self.content is None else {"content": self.content}
-        return {"role": self.role, **content, **self.more}
+        return {"role": self.role, **content, **self.extra_fields}
 
 
 @dataclass(frozen=True)
@@ -119,26 +123,29 @@ class RecordKeys:
         self._ignored = frozenset(ignored)
         self._notes = Counter[str]() if notes is None else notes
 
-    def fields(
-        self, table: Mapping[str, Any], read: Collection[str], said: Collection[str] = ()
+    def select_fields(
+        self,
+        entry: Mapping[str, Any],
+        read_keys: Collection[str],
+        known_texts: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Entries of a record or turn that are in ``read`` and hold something.
+        """Entries of a record or turn that are in ``read_keys`` and hold something.
 
-        Raises ``ValueError`` for an entry that may be content or a switch and is not in ``read``.
-        A text that is one of the texts ``said`` repeats what is read.
+        Raises ``ValueError`` for an entry that may be content or a switch and is not in
+        ``read_keys``. A text that is one of the texts ``known_texts`` repeats what is read.
         """
         found: dict[str, Any] = {}
-        for key, value in table.items():
+        for key, value in entry.items():
             if value is None or value == "" or value == [] or value == {}:
                 continue
-            if key in read:
+            if key in read_keys:
                 found[key] = value
             elif (
                 key in METADATA
                 or _is_annotation(key, value)
-                or (isinstance(value, str) and value.strip() in said)
+                or (isinstance(value, str) and value.strip() in known_texts)
             ):
-                self.ignore(key)
+                self.count_ignored(key)
             else:
                 option = format_override("data.ignore_keys", [key])
                 raise ValueError(
@@ -146,13 +153,13 @@ class RecordKeys:
                 )
         return found
 
-    def without_ignored(self, table: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_ignored(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """A record or turn without the keys that the user wants left out."""
-        for key in self._ignored & table.keys():
-            self.ignore(key)
-        return {key: value for key, value in table.items() if key not in self._ignored}
+        for key in self._ignored & entry.keys():
+            self.count_ignored(key)
+        return {key: value for key, value in entry.items() if key not in self._ignored}
 
-    def ignore(self, key: str) -> None:
+    def count_ignored(self, key: str) -> None:
         """Counts a key that is left out."""
         self._notes[f"key {format_value(key)} is not read, times"] += 1
 
@@ -165,18 +172,18 @@ def _is_annotation(key: str, value: object) -> bool:
     return not MEASURES.isdisjoint(re.split(r"[^a-z]+", words))
 
 
-def parse_turns(found: object, keys: RecordKeys) -> tuple[Message, ...]:
+def parse_turns(turns: object, keys: RecordKeys) -> tuple[Message, ...]:
     """Messages of a list of turns; raises ``ValueError`` with what is wrong with one."""
-    if not isinstance(found, list) or not found:
+    if not isinstance(turns, list) or not turns:
         raise ValueError("has no list of turns")
-    return tuple(parse_turn(turn, keys) for turn in found)
+    return tuple(parse_turn(turn, keys) for turn in turns)
 
 
 def parse_turn(turn: object, keys: RecordKeys) -> Message:
     """The message of a turn, a table of a role, a text and what goes with them."""
     if not isinstance(turn, dict):
         raise ValueError("has a turn that is no object")
-    turn = keys.without_ignored(turn)
+    turn = keys.drop_ignored(turn)
     name = _first_value(turn, SPEAKERS)
     role = ROLES.get(str(name))
     if role is None:
@@ -186,7 +193,7 @@ def parse_turn(turn: object, keys: RecordKeys) -> Message:
         read |= {*REASONING, "tool_calls", "function_call"}
     if role == "tool":
         read |= {"tool_call_id"}
-    given = keys.fields(turn, read)
+    given = keys.select_fields(turn, read)
     content = _content_text(_first_value(turn, TEXTS), keys)
     more: dict[str, Any] = {k: given[k] for k in ("name", "tool_call_id") if k in given}
     if thoughts := _first_value(given, REASONING):
@@ -208,9 +215,9 @@ def parse_turn(turn: object, keys: RecordKeys) -> Message:
     return Message(role, content, more, _is_trained(given, role))
 
 
-def _first_value(table: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _first_value(entry: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The value of the first name that has one; ``ValueError`` where two have different ones."""
-    values = [table[name] for name in names if table.get(name) is not None]
+    values = [entry[name] for name in names if entry.get(name) is not None]
     if any(value != values[0] for value in values[1:]):
         raise ValueError(f"has a turn with different values in {' and '.join(names)}")
     return values[0] if values else None
@@ -230,7 +237,7 @@ def _part_text(part: object, keys: RecordKeys) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise ValueError(f"has a turn with a part of type {kind!r}: only text is read")
-    text = keys.fields(keys.without_ignored(part), {"type", "text"}).get("text", "")
+    text = keys.select_fields(keys.drop_ignored(part), {"type", "text"}).get("text", "")
     if not isinstance(text, str):
         raise ValueError("has a turn with a part that is no text")
     return text
@@ -255,12 +262,12 @@ def _iter_tool_calls(calls: object) -> Iterator[dict[str, Any]]:
         yield call if function is not call else {"type": "function", "function": call}
 
 
-def parse_tools(found: object) -> list[Any] | None:
+def parse_tools(tools: object) -> list[Any] | None:
     """Tools as JSON schemas in OpenAI's form: of a list, or of its text in JSON."""
-    found = _parse_json(found, "tools")
-    if not found:
+    tools = _parse_json(tools, "tools")
+    if not tools:
         return None
-    given = [_parse_json(tool, "tools") for tool in (found if isinstance(found, list) else [found])]
+    given = [_parse_json(tool, "tools") for tool in (tools if isinstance(tools, list) else [tools])]
     if not all(isinstance(tool, dict) for tool in given):
         raise ValueError("has tools that are no list of objects")
     return [
@@ -271,12 +278,12 @@ def parse_tools(found: object) -> list[Any] | None:
     ]
 
 
-def _is_trained(given: Mapping[str, Any], role: str) -> bool:
+def _is_trained(turn_fields: Mapping[str, Any], role: str) -> bool:
     """Whether an answer is trained on, as its turn says."""
-    values = {bool(value) for key in SWITCHES if (value := given.get(key)) is not None}
-    wrong = [key for key in SWITCHES if given.get(key) not in (None, 0, 1)]
+    values = {bool(value) for key in SWITCHES if (value := turn_fields.get(key)) is not None}
+    wrong = [key for key in SWITCHES if turn_fields.get(key) not in (None, 0, 1)]
     if wrong or len(values) > 1:
-        key = wrong[0] if wrong else " and ".join(key for key in SWITCHES if key in given)
+        key = wrong[0] if wrong else " and ".join(key for key in SWITCHES if key in turn_fields)
         raise ValueError(f"has a turn whose {key} is not 0 or 1, false or true")
     if role != "assistant" and True in values:
         raise ValueError(f"has a turn of {role!r} to train on: only answers are")
@@ -286,13 +293,13 @@ def _is_trained(given: Mapping[str, Any], role: str) -> bool:
 def check_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Returns messages with an answer to train on, all in whole characters; raises otherwise."""
     answers = [message for message in messages if message.role == "assistant"]
-    if all(answer.empty for answer in answers):
+    if all(answer.is_empty for answer in answers):
         raise ValueError("has no answer")
-    if any(answer.empty and answer.train for answer in answers):
+    if any(answer.is_empty and answer.train for answer in answers):
         raise ValueError("has an empty answer among others")
     if not any(answer.train for answer in answers):
         raise ValueError("has no answer to train on: all are switched off")
-    if has_surrogate([message.as_table() for message in messages]):
+    if has_surrogate([message.to_dict() for message in messages]):
         raise ValueError("has half a character (a lone surrogate)")
     return messages
 

@@ -93,7 +93,7 @@ class TemplateRenderer:
     def __init__(self, setup: RenderSetup) -> None:
         self._templates, self.special_tokens = setup.templates, setup.special_tokens
 
-    def compile(self) -> None:
+    def check_syntax(self) -> None:
         """Raises ``ValueError`` for a template with an error of syntax."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -104,16 +104,16 @@ class TemplateRenderer:
             except TemplateError as error:
                 raise ValueError(f"has an error: {error}") from error
 
-    def prompt(self, request: RenderRequest) -> str:
+    def render_prompt(self, request: RenderRequest) -> str:
         """Text of a conversation up to where an answer is to be generated."""
-        return self.text(request, self._readable(request)[0], prompt=True)
+        return self.render_text(request, self._choose_message_form(request)[0], prompt=True)
 
-    def train(self, request: RenderRequest) -> RenderedChat:
+    def render_chat(self, request: RenderRequest) -> RenderedChat:
         """Text of a conversation and the parts of it to train on.
 
         Raises ``ValueError`` for a conversation that the template cannot write in full.
         """
-        rendered = self._train(request)
+        rendered = self._render_chat(request)
         if rendered.spans:
             return rendered
         last = max(i for i, message in enumerate(request.messages) if is_answer(message))
@@ -126,26 +126,26 @@ class TemplateRenderer:
                 request.documents,
                 request.variables,
             )
-            rendered = self._train(kept)
+            rendered = self._render_chat(kept)
         if not rendered.spans:
             why = "writes each otherwise as the conversation goes on" if rendered.rewritten else ""
             raise ValueError(f"has no answer to train on{why and f': the chat template {why}'}")
         rendered.omitted = omitted
         return rendered
 
-    def _train(self, request: RenderRequest) -> RenderedChat:
-        messages, text = self._readable(request)
-        self._check_written(request, messages, text)
+    def _render_chat(self, request: RenderRequest) -> RenderedChat:
+        messages, text = self._choose_message_form(request)
+        self._check_complete(request, messages, text)
         turns = _TurnSpans(self, request, messages, text)
-        trained = [index for index in turns.answers if request.train[index]]
+        trained = [index for index in turns.answer_indices if request.train[index]]
         rewritten = 0
-        marked = bool(GENERATION.search(self._template(request)))
+        marked = bool(GENERATION.search(self._select_template(request)))
         if marked:
-            _, spans = self._render(request, messages, marks=True)
-            if len(trained) < len(turns.answers):
-                spans = turns.trained(spans)
+            _, spans = self._render(request, messages, return_spans=True)
+            if len(trained) < len(turns.answer_indices):
+                spans = turns.trained_spans(spans)
         else:
-            found = {index: turns.answer(index) for index in trained}
+            found = {index: turns.answer_span(index) for index in trained}
             trained = [index for index, span in found.items() if span]
             spans = [span for span in found.values() if span]
             rewritten = len(found) - len(spans)
@@ -156,7 +156,7 @@ class TemplateRenderer:
         spans = [span for span in spans if span[0] < span[1]]
         return RenderedChat(text, spans, marked, rewritten, shortened)
 
-    def _readable(self, request: RenderRequest) -> tuple[Messages, str]:
+    def _choose_message_form(self, request: RenderRequest) -> tuple[Messages, str]:
         """The form of the messages that the template writes best, and the text.
 
         Templates differ in whether arguments of tool calls are JSON objects or their text, and
@@ -166,15 +166,15 @@ class TemplateRenderer:
         first: tuple[Messages, str] | None = None
         failure: ValueError | None = None
         seen: list[Messages] = []
-        developer = "developer" in self._template(request)
+        developer = "developer" in self._select_template(request)
         for parts, empty, arguments in product((False, True), (False, True), ArgumentsForm):
             form = MessageForm(arguments, parts, empty, developer)
-            messages = [form.of(message) for message in request.messages]
+            messages = [form.convert(message) for message in request.messages]
             if messages in seen:
                 continue
             seen.append(messages)
             try:
-                text = self.text(request, messages)
+                text = self.render_text(request, messages)
             except ValueError as error:
                 failure = failure or error
                 continue
@@ -192,16 +192,16 @@ class TemplateRenderer:
             raise failure
         return first
 
-    def _check_written(self, request: RenderRequest, messages: Messages, text: str) -> None:
+    def _check_complete(self, request: RenderRequest, messages: Messages, text: str) -> None:
         """Raises ``ValueError`` for a part of the conversation that the template leaves out."""
         for key in ("tools", "documents"):
-            if getattr(request, key) and self._same(request, messages, text, **{key: None}):
+            if getattr(request, key) and self._renders_same(request, messages, text, **{key: None}):
                 raise ValueError(f"has {key}, which the chat template does not write")
         for index, message in enumerate(messages):
             if not is_answer(message) and not contains_text(text, message["content"]):
                 changed = [*messages]
                 changed[index] = message | {"content": "?"}
-                if self._same(request, changed, text):
+                if self._renders_same(request, changed, text):
                     role = message["role"]
                     reason = f"has a turn of {role!r}, which the chat template does not write"
                     raise ValueError(reason)
@@ -212,23 +212,29 @@ class TemplateRenderer:
                     continue
                 told = messages[: index + 1]
                 without = {k: v for k, v in message.items() if k != key}
-                if self._same(request, [*told[:-1], without], self.text(request, told)):
+                if self._renders_same(
+                    request, [*told[:-1], without], self.render_text(request, told)
+                ):
                     reason = f"has {key} in a turn, which the chat template does not write"
                     raise ValueError(reason)
 
-    def _same(self, request: RenderRequest, messages: Messages, text: str, **changed: None) -> bool:
+    def _renders_same(
+        self, request: RenderRequest, messages: Messages, text: str, **changed_fields: None
+    ) -> bool:
         """Whether other messages, or other parts of the request, are rendered to the same text."""
-        other = RenderRequest(**{**vars(request), **changed})
+        other = RenderRequest(**{**vars(request), **changed_fields})
         try:
-            return self.text(other, messages) == text
+            return self.render_text(other, messages) == text
         except ValueError:
             return False
 
-    def text(self, request: RenderRequest, messages: Messages, *, prompt: bool = False) -> str:
+    def render_text(
+        self, request: RenderRequest, messages: Messages, *, prompt: bool = False
+    ) -> str:
         """Messages as text, with a generation prompt if ``prompt``."""
         return self._render(request, messages, prompt=prompt)[0]
 
-    def _template(self, request: RenderRequest) -> str:
+    def _select_template(self, request: RenderRequest) -> str:
         """The template that transformers uses: ``tool_use``, if there is one, for tools."""
         templates = self._templates
         return templates["tool_use" if request.tools and "tool_use" in templates else "default"]
@@ -239,7 +245,7 @@ class TemplateRenderer:
         messages: Messages,
         *,
         prompt: bool = False,
-        marks: bool = False,
+        return_spans: bool = False,
     ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -252,8 +258,8 @@ class TemplateRenderer:
                 [messages],
                 tools=request.tools,
                 documents=request.documents,
-                chat_template=self._template(request),
-                return_assistant_tokens_mask=marks,
+                chat_template=self._select_template(request),
+                return_assistant_tokens_mask=return_spans,
                 add_generation_prompt=prompt,
                 **{**self.special_tokens, **request.variables},
             )
@@ -267,7 +273,7 @@ class TemplateRenderer:
         given = len(json.dumps(messages)) + len(json.dumps([request.tools, request.documents]))
         if len(texts[0]) > TEXT_ALLOWANCE + TEXT_FACTOR * given:
             raise MemoryError
-        return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
+        return texts[0], [(start, stop) for start, stop in spans[0]] if return_spans else []
 
 
 class _TurnSpans:
@@ -278,29 +284,29 @@ class _TurnSpans:
     ) -> None:
         self._renderer = renderer
         self._special = tuple(filter(None, renderer.special_tokens.values()))
-        self._request, self._messages, self._whole = request, messages, text
-        self.answers = [i for i, message in enumerate(messages) if is_answer(message)]
+        self._request, self._messages, self._full_text = request, messages, text
+        self.answer_indices = [i for i, message in enumerate(messages) if is_answer(message)]
 
-    def answer(self, index: int) -> Span | None:
+    def answer_span(self, index: int) -> Span | None:
         """Span of an answer as a model would generate it; None if the text has another there."""
-        told = self._told(index)
+        told = self._prefix_text(index)
         if told is None:
             return None
-        start = self._start(index, told)
-        stop = self._stop(told)
+        start = self._answer_start(index, told)
+        stop = self._prefix_end(told)
         return (start, stop) if start is not None and start < stop else None
 
-    def trained(self, spans: Sequence[Span]) -> list[Span]:
+    def trained_spans(self, spans: Sequence[Span]) -> list[Span]:
         """The marked spans that are in answers to train on."""
         train = self._request.train
         stops: list[int] = []
         for index in range(len(self._messages)):
-            told = self._told(index)
-            stops.append(0 if told is None else self._stop(told))
+            told = self._prefix_text(index)
+            stops.append(0 if told is None else self._prefix_end(told))
         if stops[0] and stops == sorted(stops):
             owners = [next(i for i, stop in enumerate(stops) if span[0] < stop) for span in spans]
-        elif len(spans) == len(self.answers):
-            owners = self.answers
+        elif len(spans) == len(self.answer_indices):
+            owners = self.answer_indices
         else:
             raise ValueError(
                 "has answers not to train on, which cannot be told apart: the chat template "
@@ -308,36 +314,36 @@ class _TurnSpans:
             )
         return [span for span, owner in zip(spans, owners, strict=True) if train[owner]]
 
-    def _told(self, index: int) -> str | None:
+    def _prefix_text(self, index: int) -> str | None:
         """Text of the conversation up to a message."""
         if index == len(self._messages) - 1:
-            return self._whole
+            return self._full_text
         try:
             return self._render(self._messages[: index + 1])
         except ValueError:
             return None
 
     def _render(self, messages: Messages, *, prompt: bool = False) -> str:
-        return self._renderer.text(self._request, messages, prompt=prompt)
+        return self._renderer.render_text(self._request, messages, prompt=prompt)
 
-    def _start(self, index: int, told: str) -> int | None:
+    def _answer_start(self, index: int, prefix_text: str) -> int | None:
         """Where an answer begins: after what the template writes to ask for it."""
         if index:
             try:
                 asked = self._render(self._messages[:index], prompt=True)
             except ValueError:
                 asked = None
-            if asked and told.startswith(asked):
-                return len(asked) if self._whole.startswith(asked) else None
+            if asked and prefix_text.startswith(asked):
+                return len(asked) if self._full_text.startswith(asked) else None
         # The generation prompt holds more than the answer begins with, as an opened thought.
-        header = self._header(index)
+        header = self._answer_header(index)
         if header is None:
             return None
-        if not (told.startswith(header) and self._whole.startswith(header)):
+        if not (prefix_text.startswith(header) and self._full_text.startswith(header)):
             return None
         return len(header)
 
-    def _header(self, index: int) -> str | None:
+    def _answer_header(self, index: int) -> str | None:
         """Text up to an answer: what renderings with different answers begin with."""
         message = self._messages[index]
         texts = {"content", *({REASONING} & message.keys())}
@@ -352,18 +358,18 @@ class _TurnSpans:
                 return _common_start(one, other)
         return None
 
-    def _stop(self, told: str) -> int:
+    def _prefix_end(self, prefix_text: str) -> int:
         """Where the text up to a message ends within the whole text; 0 if it is not in there.
 
         What a template adds at the end of a conversation alone (special tokens, whitespace) may be
         absent.
         """
-        while told and not self._whole.startswith(told):
-            ending = next((token for token in self._special if told.endswith(token)), "")
-            if not ending and not told[-1].isspace():
+        while prefix_text and not self._full_text.startswith(prefix_text):
+            ending = next((token for token in self._special if prefix_text.endswith(token)), "")
+            if not ending and not prefix_text[-1].isspace():
                 return 0
-            told = told[: -len(ending) or -1]
-        return len(told)
+            prefix_text = prefix_text[: -len(ending) or -1]
+        return len(prefix_text)
 
 
 def _common_start(first: str, second: str) -> str:
@@ -383,12 +389,12 @@ def _render_request(renderer: TemplateRenderer, text: str, seconds: float) -> di
         messages = len(line["request"]["messages"]) if line["request"] else 0
         signal.setitimer(signal.ITIMER_PROF, seconds * max(1, messages / TIMED_MESSAGES))
         if line["request"] is None:
-            renderer.compile()
+            renderer.check_syntax()
             return {}
         request = RenderRequest(**line["request"])
         if line["prompt"]:
-            return {"text": renderer.prompt(request)}
-        return vars(renderer.train(request))
+            return {"text": renderer.render_prompt(request)}
+        return vars(renderer.render_chat(request))
     except ValueError as error:
         return {"error": str(error)}
     except MemoryError:

@@ -44,13 +44,13 @@ OMITTED = "messages left out that follow the last answer"
 
 @dataclass(frozen=True)
 class TemplatePiece:
-    """Some text of a conversation; ``learnt``: whether the model is to learn to write it.
+    """Some text of a conversation; ``trained``: whether the model is to learn to write it.
 
     ``label``: the number of a class, which stands for no text.
     """
 
     text: str
-    learnt: bool
+    trained: bool
     label: int | None = None
     marked: bool = False
     """Whether it is between generation marks of a template."""
@@ -69,7 +69,7 @@ class ConversationTemplate(ABC):
         """Pieces of text, answers marked as learnt; raises ``ValueError`` if it cannot."""
 
     @abstractmethod
-    def prompt(self, conversation: Conversation) -> str:
+    def render_prompt(self, conversation: Conversation) -> str:
         """Text of a conversation up to where its next answer begins."""
 
     def close(self) -> None:  # noqa: B027
@@ -79,9 +79,9 @@ class ConversationTemplate(ABC):
 def prompt_text(template: ConversationTemplate, question: str) -> str:
     """Returns a question as a conversation begins with it, up to where its answer would."""
     try:
-        return template.prompt(Conversation((Message("user", question),)))
+        return template.render_prompt(Conversation((Message("user", question),)))
     except ValueError as error:
-        raise DataError.one("prompt", question, str(error), "give another prompt") from error
+        raise DataError.for_key("prompt", question, str(error), "give another prompt") from error
 
 
 class PlainTemplate(ConversationTemplate):
@@ -96,7 +96,7 @@ class PlainTemplate(ConversationTemplate):
         extra = [key for key in ("tools", "documents") if getattr(conversation, key)]
         found = []
         for message in conversation.messages:
-            extra += message.more
+            extra += message.extra_fields
             if message.role == "tool":
                 extra.append("a turn of 'tool'")
             if extra:
@@ -112,7 +112,7 @@ class PlainTemplate(ConversationTemplate):
                 found.append(TemplatePiece(f"{title}{message.text}\n\n", False))
         return found
 
-    def prompt(self, conversation: Conversation) -> str:
+    def render_prompt(self, conversation: Conversation) -> str:
         """Text of a conversation up to where its next answer begins."""
         text = "".join(piece.text for piece in self(conversation))
         return f"{text}### {TITLES['assistant']}:\n"
@@ -141,7 +141,7 @@ def load_template(tokenizer: Path) -> ConversationTemplate | None:
     path = own if own.is_file() else tokenizer.with_name(CONFIG)
     if "default" not in templates:
         reason = f"has chat templates {', '.join(templates)}, and none of the name default"
-        raise DataError.one("data.tokenizer", path, reason, "name one of them default")
+        raise DataError.for_key("data.tokenizer", path, reason, "name one of them default")
     return ChatTemplate(path, templates, loaded.special_tokens_map)
 
 
@@ -155,13 +155,13 @@ def read_template(tokenizer: Path) -> tuple[str | None, dict[str, Any]]:
         if own.is_file():
             return regular_files.read_text(own), config
     except (ValueError, TypeError) as error:
-        raise DataError.one("data.tokenizer", path, f"cannot be read ({error})") from error
+        raise DataError.for_key("data.tokenizer", path, f"cannot be read ({error})") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # several, each with a name
         named = {it.get("name"): it.get("template") for it in source if isinstance(it, dict)}
         source = named.get("default")
     if source is not None and not isinstance(source, str):
-        raise DataError.one("data.tokenizer", path, "has a chat_template that is no text")
+        raise DataError.for_key("data.tokenizer", path, "has a chat_template that is no text")
     return source, config
 
 
@@ -188,7 +188,7 @@ class ChatTemplate(ConversationTemplate):
 
     def __call__(self, conversation: Conversation) -> list[TemplatePiece]:
         """Pieces of the text as transformers renders it; raises ``ValueError``."""
-        found = self._rendered(conversation, prompt=False)
+        found = self._request_rendering(conversation, prompt=False)
         text, at, pieces = found["text"], 0, []
         for start, stop in found["spans"]:
             answer = TemplatePiece(text[start:stop], True, marked=found["marked"])
@@ -198,9 +198,9 @@ class ChatTemplate(ConversationTemplate):
             self.notes[note] += found[key]
         return [*pieces, TemplatePiece(text[at:], False)]
 
-    def prompt(self, conversation: Conversation) -> str:
+    def render_prompt(self, conversation: Conversation) -> str:
         """Text of a conversation with transformers' generation prompt."""
-        return str(self._rendered(conversation, prompt=True)["text"])
+        return str(self._request_rendering(conversation, prompt=True)["text"])
 
     def close(self) -> None:
         """Ends the process; the next conversation starts another."""
@@ -208,22 +208,22 @@ class ChatTemplate(ConversationTemplate):
             self._finalizer()
             self._process = None
 
-    def _rendered(self, conversation: Conversation, *, prompt: bool) -> dict[str, Any]:
+    def _request_rendering(self, conversation: Conversation, *, prompt: bool) -> dict[str, Any]:
         request = {
-            "messages": [message.as_table() for message in conversation.messages],
+            "messages": [message.to_dict() for message in conversation.messages],
             "train": [message.train for message in conversation.messages],
             "tools": conversation.tools,
             "documents": conversation.documents,
             "variables": conversation.variables,
         }
         if self._process is None:
-            self._start()
-        answer = self._ask({"request": request, "prompt": prompt})
+            self._start_process()
+        answer = self._send_request({"request": request, "prompt": prompt})
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         command = [sys.executable, "-P", "-m", "scalewise.data.chat_rendering"]
         quiet = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         self._process = subprocess.Popen(  # noqa: S603  # our own module
@@ -237,21 +237,21 @@ class ChatTemplate(ConversationTemplate):
         self._finalizer = weakref.finalize(self, _end_token, self._process)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._setup) + "\n")
-        answer = self._ask({"request": None})
+        answer = self._send_request({"request": None})
         if "error" in answer:
             self.close()
             cure = "repair the template, or put another beside data.tokenizer"
             reason = f"the chat template {answer['error']}"
-            raise DataError.one("data.tokenizer", self._path, reason, cure)
+            raise DataError.for_key("data.tokenizer", self._path, reason, cure)
 
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
+    def _send_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer of the process; raises ``DataError`` where a limit ended it."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(line) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         answer = process.stdout.readline()
         if not answer:
@@ -260,11 +260,11 @@ class ChatTemplate(ConversationTemplate):
             reason = f"takes over {SECONDS:g} s of CPU time"
             if status != -signal.SIGPROF:
                 reason = f"ends its process (exit status {status})"
-            raise TemplateLimitError.of(self._path, reason)
+            raise TemplateLimitError.for_template(self._path, reason)
         found: dict[str, Any] = json.loads(answer)
         if "limit" in found:
             self.close()
-            raise TemplateLimitError.of(self._path, found["limit"])
+            raise TemplateLimitError.for_template(self._path, found["limit"])
         return found
 
 

@@ -42,4 +42,4 @@ def load_tokenizer(file: Path) -> Any:
         )
     except Exception as error:
         reason = f"cannot be read with {file.name} ({error})"
-        raise DataError.one("data.tokenizer", file.with_name(CONFIG), reason) from error
+        raise DataError.for_key("data.tokenizer", file.with_name(CONFIG), reason) from error

@@ -46,7 +46,7 @@ class Window:
 
     text: str
     start: int
-    last: bool
+    is_last: bool
     source: str
 
     @property
@@ -132,8 +132,8 @@ def encode_windows(
                     )
                     yield left.encoding.ids[first:], False
                     first, text, start = 0, rest, left.window.stop
-                (right,) = encode([Window(text, start, window.last, window.source)])
-        if right.window.last:
+                (right,) = encode([Window(text, start, window.is_last, window.source)])
+        if right.window.is_last:
             yield right.encoding.ids[first:], True
             first, left = 0, None
         else:
@@ -145,7 +145,7 @@ def _align_windows(left: _Encoded, window: Window) -> Window | None:
     begin = min((it for it in left.pieces if window.start < it < left.window.stop), default=None)
     if begin is None:
         return None
-    return Window(window.text[begin - window.start :], begin, window.last, window.source)
+    return Window(window.text[begin - window.start :], begin, window.is_last, window.source)
 
 
 @dataclass(frozen=True)
@@ -171,17 +171,17 @@ class _Encoder:
 
     def __init__(self, tokenizer: Tokenizer, path: str | None) -> None:
         self._tokenizer, self._path = tokenizer, path
-        self._pieces = piece_tokenizer(tokenizer)
-        self._by_pairs = self._pieces is None and _is_bpe(tokenizer)
+        self._piece_tokenizer = piece_tokenizer(tokenizer)
+        self._is_unsplit_bpe = self._piece_tokenizer is None and _is_bpe(tokenizer)
 
     def __call__(self, batch: list[Window]) -> list[_Encoded]:
         """Encodes windows on every core."""
         encodings = _encode_batch(self._tokenizer, batch, self._path)
-        parts = [it for it in batch if it.start or not it.last]
+        parts = [it for it in batch if it.start or not it.is_last]
         pieces = dict.fromkeys(batch, frozenset[int]())
-        if self._pieces is not None and parts:
+        if self._piece_tokenizer is not None and parts:
             for window, found in zip(
-                parts, _encode_batch(self._pieces, parts, self._path), strict=True
+                parts, _encode_batch(self._piece_tokenizer, parts, self._path), strict=True
             ):
                 pieces[window] = frozenset(window.start + start for start, _ in found.offsets)
         return [
@@ -210,7 +210,7 @@ class _Encoder:
         if length < SHARED_TOKENS:
             return None
         run = range(left_spans[left_end - length][0] + 1, left_spans[left_end - 1][1])
-        if not self._by_pairs and not any(it in run for it in left.pieces & right.pieces):
+        if not self._is_unsplit_bpe and not any(it in run for it in left.pieces & right.pieces):
             return None
         middle = left_spans[left_end - length // 2][0]
         around = (right.window.text[: middle - begin], left.window.text[middle - end :])

@@ -34,7 +34,7 @@ def file_digests(files: Sequence[Path]) -> list[str]:
         found = [_file_digest(file) for file in files]
         (folder / "digests.json").write_text(json.dumps(found), encoding="utf-8")
 
-    folder = build_cached("files", key, read, under="digests")
+    folder = build_cached("files", key, read, subfolder="digests")
     found: list[str] = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
     return found
 

@@ -41,70 +41,78 @@ class BatchShare:
         """Returns the micro batches of one optimizer step."""
         return ceil(self.global_batch / (self.micro_batch * self.ranks))
 
-    def read(
-        self, gather: Gather, order: ShuffleOrder, micro_steps: int, fill: int = ~0
+    def read_micro_batch(
+        self, gather: Gather, shuffle_order: ShuffleOrder, micro_steps: int, fill_value: int = ~0
     ) -> NDArray[Any]:
         """Returns what ``gather`` has of the micro batch that follows ``micro_steps`` others."""
         step, micro_step = divmod(micro_steps, self.accumulation)
         first = (micro_step * self.ranks + self.rank) * self.micro_batch
         real = min(max(self.global_batch - first, 0), self.micro_batch)
-        found_B = gather(order.indices(step, first, max(real, 1)))
+        found_B = gather(shuffle_order.indices(step, first, max(real, 1)))
         if real == self.micro_batch:
             return found_B
-        filled_B = np.full((self.micro_batch, *found_B.shape[1:]), fill, found_B.dtype)
+        filled_B = np.full((self.micro_batch, *found_B.shape[1:]), fill_value, found_B.dtype)
         filled_B[:real] = found_B[:real]
         return filled_B
 
-    def masks(self, rows: Sequences) -> bool:
+    def has_masked_labels(self, dataset: Sequences) -> bool:
         """Returns whether some labels of a global batch may be masked or filled up."""
         filled = self.accumulation * self.micro_batch * self.ranks != self.global_batch
-        return filled or rows.masked
+        return filled or dataset.masked
 
 
 class MicroBatches:
     """The micro batches of one rank by their number, with what is known of their rows besides."""
 
-    reference: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
     """``logp_N2``, what a reference said of each pair; once it is set, batches hold it."""
 
     def __init__(
-        self, rows: Sequences, share: BatchShare, seed: int | None, *, pin_memory: bool
+        self, dataset: Sequences, batch_share: BatchShare, seed: int | None, *, pin_memory: bool
     ) -> None:
-        self._rows, self._share, self._pin_memory = rows, share, pin_memory
-        self._order = ShuffleOrder(len(rows), seed, share.global_batch)
+        self._dataset, self._batch_share, self._pin_memory = dataset, batch_share, pin_memory
+        self._order = ShuffleOrder(len(dataset), seed, batch_share.global_batch)
         # Asked once: of a protocol the question costs as much as a batch.
-        self._pictures = rows.pictures if isinstance(rows, CaptionedSequences) else None
+        self._gather_pixels = (
+            dataset.gather_pixels if isinstance(dataset, CaptionedSequences) else None
+        )
 
     @property
-    def rows(self) -> int:
+    def num_samples(self) -> int:
         """Returns how many there are."""
-        return len(self._rows)
+        return len(self._dataset)
 
-    def once(self, steps: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
+    def iter_indexed_batches(self, steps: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yields this rank's part of the rows of ``steps``, each at least once: index and batch."""
-        steps = min(steps, ceil(len(self._rows) / self._share.global_batch))
-        for number in range(steps * self._share.accumulation):
-            index_B = self._share.read(lambda index_B: index_B, self._order, number, UNREAL)
-            yield index_B, self._tensors(number, self._read(number))
+        steps = min(steps, ceil(len(self._dataset) / self._batch_share.global_batch))
+        for number in range(steps * self._batch_share.accumulation):
+            index_B = self._batch_share.read_micro_batch(
+                lambda index_B: index_B, self._order, number, UNREAL
+            )
+            yield index_B, self._to_batch(number, self._read_tokens(number))
 
-    def _read(self, number: int) -> NDArray[np.int64]:
-        return self._share.read(self._rows.gather, self._order, number)
+    def _read_tokens(self, number: int) -> NDArray[np.int64]:
+        return self._batch_share.read_micro_batch(self._dataset.gather, self._order, number)
 
-    def _tensors(self, number: int, tokens_BS: NDArray[np.int64]) -> Batch:
+    def _to_batch(self, number: int, tokens_BS: NDArray[np.int64]) -> Batch:
         batch = as_batch(
             tokens_BS,
             self._pin_memory,
-            masked=self._share.masks(self._rows),
-            packing=self._rows.packing,
-            target=self._rows.target,
+            masked=self._batch_share.has_masked_labels(self._dataset),
+            packing=self._dataset.packing,
+            target_length=self._dataset.target_length,
         )
-        if self._pictures:
-            seen = self._share.read(self._pictures, self._order, number, fill=0)
+        if self._gather_pixels:
+            seen = self._batch_share.read_micro_batch(
+                self._gather_pixels, self._order, number, fill_value=0
+            )
             pixels = torch.from_numpy(seen)
             batch["inputs"] = pixels.pin_memory() if self._pin_memory else pixels
-        if self.reference is None:
+        if self.reference_logprobs is None:
             return batch
-        said_B2 = self._share.read(self.reference.__getitem__, self._order, number, fill=0)
+        said_B2 = self._batch_share.read_micro_batch(
+            self.reference_logprobs.__getitem__, self._order, number, fill_value=0
+        )
         said_B = torch.from_numpy(said_B2).flatten()
         return {**batch, "reference": said_B.pin_memory() if self._pin_memory else said_B}
 
@@ -119,16 +127,18 @@ class TrainLoader(MicroBatches):
 
     def __init__(
         self,
-        rows: Sequences,
-        share: BatchShare,
+        dataset: Sequences,
+        batch_share: BatchShare,
         *,
         seed: int,
         steps: int,
         start: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(rows, share, None if rows.streamed else seed, pin_memory=pin_memory)
-        self._length = steps * share.accumulation
+        super().__init__(
+            dataset, batch_share, None if dataset.streamed else seed, pin_memory=pin_memory
+        )
+        self._length = steps * batch_share.accumulation
         self.micro_steps = start
 
     def __len__(self) -> int:
@@ -138,16 +148,16 @@ class TrainLoader(MicroBatches):
         ahead: list[NDArray[np.int64]] = []
         while self.micro_steps < self._length:
             counted = None
-            if self._rows.masked and self.micro_steps % self._share.accumulation == 0:
-                numbers = range(self.micro_steps, self.micro_steps + self._share.accumulation)
-                ahead = [self._read(number) for number in numbers]
-                written = slice(-self._rows.target or 1, None)
+            if self._dataset.masked and self.micro_steps % self._batch_share.accumulation == 0:
+                numbers = range(self.micro_steps, self.micro_steps + self._batch_share.accumulation)
+                ahead = [self._read_tokens(number) for number in numbers]
+                written = slice(-self._dataset.target_length or 1, None)
                 counted = sum(int((tokens_BS[..., written] >= 0).sum()) for tokens_BS in ahead)
             number = self.micro_steps
-            tokens_BS = ahead.pop(0) if ahead else self._read(number)
+            tokens_BS = ahead.pop(0) if ahead else self._read_tokens(number)
             # Counted before the yield: whoever holds the batch sees it counted.
             self.micro_steps += 1
-            batch = self._tensors(number, tokens_BS)
+            batch = self._to_batch(number, tokens_BS)
             if counted is not None:
                 batch["labels_of_step"] = torch.tensor(counted)
             yield batch
@@ -171,16 +181,18 @@ class ValidationLoader(MicroBatches):
     ``share.global_batch`` says how many rows at the most.
     """
 
-    def __init__(self, rows: Sequences, share: BatchShare, *, pin_memory: bool = False) -> None:
-        share = replace(share, global_batch=min(share.global_batch, len(rows)))
-        super().__init__(rows, share, None, pin_memory=pin_memory)
+    def __init__(
+        self, dataset: Sequences, batch_share: BatchShare, *, pin_memory: bool = False
+    ) -> None:
+        batch_share = replace(batch_share, global_batch=min(batch_share.global_batch, len(dataset)))
+        super().__init__(dataset, batch_share, None, pin_memory=pin_memory)
 
     def __len__(self) -> int:
-        return self._share.accumulation
+        return self._batch_share.accumulation
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self)):
-            yield self._tensors(number, self._read(number))
+            yield self._to_batch(number, self._read_tokens(number))
 
 
 def as_batch(
@@ -189,7 +201,7 @@ def as_batch(
     *,
     masked: bool,
     packing: bool = False,
-    target: int = 0,
+    target_length: int = 0,
 ) -> Batch:
     """Returns ``inputs`` and ``labels``, both int64 ``x_BT``: views of ``tokens_BS``, or copies.
 
@@ -197,20 +209,20 @@ def as_batch(
 
     ``masked`` ids, those below zero, become inputs without a label. With ``packing`` there are
     ``places`` too: those of the tokens in their own texts, 0 being a text's first. Rows with a
-    ``target`` become ``inputs_BS``, -1 where there is no token, and ``labels_BT``. Pinned tensors
-    are copies: a view with gaps would not cross to the device in one transfer.
+    ``target_length`` become ``inputs_BS``, -1 where there is no token, and ``labels_BT``. Pinned
+    tensors are copies: a view with gaps would not cross to the device in one transfer.
     """
     tokens = torch.from_numpy(tokens_BS).view(-1, tokens_BS.shape[-1])
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-    if target:
-        batch = {"inputs": tokens[:, :-target], "labels": tokens[:, -target:]}
+    if target_length:
+        batch = {"inputs": tokens[:, :-target_length], "labels": tokens[:, -target_length:]}
     if masked:
         inputs, labels = batch["inputs"], batch["labels"]
         batch = {
             "inputs": torch.where(inputs < 0, ~inputs, inputs),
             "labels": labels.masked_fill(labels < 0, IGNORED),
         }
-    if target:
+    if target_length:
         batch["inputs"] = batch["inputs"].masked_fill(batch["inputs"] == ~NOTHING, -1)
     if packing:
         first_BT = batch["inputs"] >= FIRST

@@ -27,7 +27,7 @@ class PackedDataset:
     streamed = False
     masked = False
     packing = False
-    target = 0
+    target_length = 0
 
     def __init__(self, shards: Sequence[NDArray[np.integer]], sequence: int) -> None:
         long_enough = [np.asarray(shard) for shard in shards if len(shard) > sequence]
@@ -52,16 +52,17 @@ class PackedDataset:
 
 
 class PaddedDataset:
-    """One text a row, of ids of which those below zero are no labels; cut, or filled with ``~end``.
+    """One text a row, of ids of which those below zero are no labels; cut, or filled with
+    ``~end_token``.
 
-    Text i is ``ids_N[starts[i] : starts[i + 1]]``. A row of a pair has two of them. ``filled`` is
-    the share of the rows' places that no padding takes.
+    Text i is ``ids_N[starts[i] : starts[i + 1]]``. A row of a pair has two of them. ``fill_ratio``
+    is the share of the rows' places that no padding takes.
     """
 
     streamed = False
     masked = True
     packing = False
-    target = 0
+    target_length = 0
 
     def __init__(
         self,
@@ -69,17 +70,17 @@ class PaddedDataset:
         starts: NDArray[np.int64],
         texts: NDArray[np.int64],
         sequence: int,
-        end: int,
+        end_token: int,
     ) -> None:
         """``texts``: those that are rows, in their order; pairs as ``texts_N2``."""
         self._ids, self._starts, self._texts = ids_N, starts, texts
-        self._width, self._end = sequence + 1, end
-        self.all_texts = len(starts) - 1
-        self.left_out = self.all_texts - texts.size
+        self._width, self._end_token = sequence + 1, end_token
+        self.total_texts = len(starts) - 1
+        self.dropped_texts = self.total_texts - texts.size
         lengths = np.diff(starts)[texts]
-        self.cut = int((lengths > self._width).sum())
+        self.truncated_texts = int((lengths > self._width).sum())
         places = lengths.size * self._width
-        self.filled = float(lengths.clip(max=self._width).sum() / places) if places else 1.0
+        self.fill_ratio = float(lengths.clip(max=self._width).sum() / places) if places else 1.0
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -87,26 +88,27 @@ class PaddedDataset:
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns ``tokens_BS``, or ``tokens_B2S``, the rows at ``indices``."""
         texts = self._texts[np.asarray(indices)]
-        tokens_BS = np.full((texts.size, self._width), ~self._end, dtype=np.int64)
+        tokens_BS = np.full((texts.size, self._width), ~self._end_token, dtype=np.int64)
         for row_S, text in zip(tokens_BS, texts.flat, strict=True):
-            found = self._text(text)
+            found = self._text_ids(text)
             row_S[: len(found)] = found
         return tokens_BS.reshape(*texts.shape, self._width)
 
-    def _text(self, text: int) -> NDArray[np.int32]:
+    def _text_ids(self, text: int) -> NDArray[np.int32]:
         return self._ids[self._starts[text] : self._starts[text + 1]][: self._width]
 
 
 class ClassificationDataset(PaddedDataset):
     """One text a row and, behind what the row has room for, the number of its class."""
 
-    def _text(self, text: int) -> NDArray[np.int32]:
+    def _text_ids(self, text: int) -> NDArray[np.int32]:
         found = self._ids[self._starts[text] : self._starts[text + 1]]
         return np.concatenate([found[:-1][: self._width - 1], found[-1:]])
 
 
 class AnswerDataset(PaddedDataset):
-    """A question a row, cut or filled up, and its answer in the last ``target`` places, as well."""
+    """A question a row, cut or filled up, and its answer in the last ``target_length`` places, as
+    well."""
 
     def __init__(
         self,
@@ -114,31 +116,33 @@ class AnswerDataset(PaddedDataset):
         starts: NDArray[np.int64],
         texts: NDArray[np.int64],
         sequence: int,
-        end: int,
+        end_token: int,
         *,
-        target: int,
+        target_length: int,
     ) -> None:
         """``texts``: those that are rows, in each of which an answer follows a question."""
-        super().__init__(ids_N, starts, texts, sequence, end)
-        self.target, self._source = target, sequence - target
-        lengths = [[*map(len, self._parts(text))] for text in texts]
-        self.cut = int((np.array(lengths) > [self._source, target]).any(1).sum())
+        super().__init__(ids_N, starts, texts, sequence, end_token)
+        self.target_length, self._source_length = target_length, sequence - target_length
+        lengths = [[*map(len, self._split_answer(text))] for text in texts]
+        self.truncated_texts = int(
+            (np.array(lengths) > [self._source_length, target_length]).any(1).sum()
+        )
         if lengths:
-            read = np.minimum(lengths, [self._source, target])
-            self.filled = float(read.sum() / (len(lengths) * sequence))
+            read = np.minimum(lengths, [self._source_length, target_length])
+            self.fill_ratio = float(read.sum() / (len(lengths) * sequence))
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns ``tokens_BS``, the rows at ``indices``, S = sequence."""
         texts = self._texts[np.asarray(indices)]
-        question_BS = np.full((len(texts), self._source), NOTHING, dtype=np.int64)
-        answer_BT = np.full((len(texts), self.target), ~self._end, dtype=np.int64)
+        question_BS = np.full((len(texts), self._source_length), NOTHING, dtype=np.int64)
+        answer_BT = np.full((len(texts), self.target_length), ~self._end_token, dtype=np.int64)
         for question_S, answer_T, text in zip(question_BS, answer_BT, texts, strict=True):
-            asked, told = self._parts(text)
-            question_S[: len(asked)] = asked[: self._source]
-            answer_T[: len(told)] = told[: self.target]
+            asked, told = self._split_answer(text)
+            question_S[: len(asked)] = asked[: self._source_length]
+            answer_T[: len(told)] = told[: self.target_length]
         return np.concatenate([question_BS, answer_BT], axis=1)
 
-    def _parts(self, text: int) -> list[NDArray[np.int32]]:
+    def _split_answer(self, text: int) -> list[NDArray[np.int32]]:
         found = self._ids[self._starts[text] : self._starts[text + 1]]
         return np.split(found, [int(np.argmax(found >= 0))])
 
@@ -154,15 +158,17 @@ class StreamedDataset:
     streamed = True
     masked = False
     packing = False
-    target = 0
+    target_length = 0
 
-    def __init__(self, start: Callable[[], Iterator[NDArray[np.integer]]], sequence: int) -> None:
-        self._start = start
+    def __init__(
+        self, open_stream: Callable[[], Iterator[NDArray[np.integer]]], sequence: int
+    ) -> None:
+        self._open_stream = open_stream
         self._sequence = sequence
-        self._stream = self._cut()
-        self._read = 0
+        self._stream = self._iter_rows()
+        self._rows_read = 0
         self._row_S = np.empty(0, dtype=np.int64)
-        self._total: int | None = None
+        self._total_rows: int | None = None
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -172,22 +178,22 @@ class StreamedDataset:
         return np.stack([self._row(int(index)) for index in indices])
 
     def _row(self, index: int) -> NDArray[np.int64]:
-        wanted = index if self._total is None else index % self._total
-        if wanted < self._read - 1:
-            self._stream, self._read = self._cut(), 0
-        while self._read <= wanted:
+        wanted = index if self._total_rows is None else index % self._total_rows
+        if wanted < self._rows_read - 1:
+            self._stream, self._rows_read = self._iter_rows(), 0
+        while self._rows_read <= wanted:
             row_S = next(self._stream, None)
             if row_S is None:
-                if self._read == 0:
+                if self._rows_read == 0:
                     raise IndexError("the stream holds no whole row")
-                self._total = self._read
+                self._total_rows = self._rows_read
                 return self._row(index)
-            self._row_S, self._read = row_S, self._read + 1
+            self._row_S, self._rows_read = row_S, self._rows_read + 1
         return self._row_S
 
-    def _cut(self) -> Iterator[NDArray[np.int64]]:
+    def _iter_rows(self) -> Iterator[NDArray[np.int64]]:
         rest = np.empty(0, dtype=np.int64)
-        for tokens in self._start():
+        for tokens in self._open_stream():
             rest = np.concatenate([rest, tokens.astype(np.int64)])
             whole = max(len(rest) - 1, 0) // self._sequence
             for row in range(whole):
@@ -201,7 +207,7 @@ class RandomDataset:
 
     ``masked_share`` of the tokens are no labels. A row of ``pairs`` is two of the table's. With
     ``packing`` a text begins at every token with a chance of 1 / ``TEXT``. Of what an encoder
-    reads, before a ``target``, as many tokens are missing.
+    reads, before a ``target_length``, as many tokens are missing.
     """
 
     seed: int
@@ -212,13 +218,13 @@ class RandomDataset:
     masked_share: float = 0.0
     pairs: bool = False
     packing: bool = False
-    target: int = 0
+    target_length: int = 0
     streamed: bool = False
 
     @property
     def masked(self) -> bool:
         """Returns whether any token is no label."""
-        return self.masked_share > 0 or self.packing or self.target > 0
+        return self.masked_share > 0 or self.packing or self.target_length > 0
 
     def __len__(self) -> int:
         return self.rows
@@ -238,9 +244,9 @@ class RandomDataset:
         if self.masked:
             share_BS = splitmix64(hash_BS).astype(np.float64) / 2.0**64
             tokens_BS = np.where(share_BS < self.masked_share, ~tokens_BS, tokens_BS)
-        if self.target:
+        if self.target_length:
             tokens_BS = tokens_BS[:, 1:]
-            asked_BS = tokens_BS[:, : -self.target]
+            asked_BS = tokens_BS[:, : -self.target_length]
             asked_BS[:] = np.where(asked_BS < 0, NOTHING, ~asked_BS)
         if self.packing:
             first_BS = splitmix64(~hash_BS) % np.uint64(TEXT) == 0

@@ -34,18 +34,18 @@ class DigitReversal(DataConfig):
     """Number of prompts per epoch, in samples; a tenth of the distinct prompts is held out."""
 
     @property
-    def answer(self) -> int:
+    def answer_length(self) -> int:
         """Returns the digits of an answer, as many as of a prompt."""
         return self.sequence // 2
 
     @property
-    def vocabulary_needed(self) -> int:
+    def required_vocabulary(self) -> int:
         """Returns the digits and the sign."""
         return VOCABULARY
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields lengths that no row has."""
-        yield from self.not_positive("rows")
+        yield from self.non_positive_issues("rows")
         if self.sequence < 2 or self.sequence % 2:
             reason = "is not twice the digits of a prompt"
             cure = f"set data.sequence={max(2, self.sequence + 1)}"
@@ -59,14 +59,16 @@ class DigitReversal(DataConfig):
 
         if vocabulary < VOCABULARY:
             reason, cure = f"needs {VOCABULARY} token ids", f"give model.vocabulary={VOCABULARY}"
-            raise DataError.one("model.vocabulary", vocabulary, reason, cure)
-        drawn_ND = RandomDataset(seed, 10, 0, self.rows, self.answer - 1).gather(range(self.rows))
+            raise DataError.for_key("model.vocabulary", vocabulary, reason, cure)
+        drawn_ND = RandomDataset(seed, 10, 0, self.rows, self.answer_length - 1).gather(
+            range(self.rows)
+        )
         _, first = np.unique(drawn_ND, axis=0, return_index=True)
         distinct_ND = drawn_ND[np.sort(first)]
         held = max(1, len(distinct_ND) // HELD_OUT)
         if held == len(distinct_ND):
             reason = "leaves nothing to train on beside what is held out"
-            raise DataError.one("data.rows", self.rows, reason, "give more data.rows")
+            raise DataError.for_key("data.rows", self.rows, reason, "give more data.rows")
         return DataSplits(
             DigitReversalDataset(distinct_ND[held:]), DigitReversalDataset(distinct_ND[:held])
         )
@@ -81,7 +83,7 @@ class DigitReversalDataset:
     streamed = False
     masked = True
     packing = False
-    target = 0
+    target_length = 0
 
     def __len__(self) -> int:
         return len(self.digits)

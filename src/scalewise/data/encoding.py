@@ -32,20 +32,21 @@ _CHOSEN = os.environ.get("TOKENIZERS_PARALLELISM")
 
 
 def encode_documents(
-    tokenizer: Tokenizer, tokenization: TokenizerSource, documents: Iterable[str | Document]
+    tokenizer: Tokenizer, tokenizer_source: TokenizerSource, documents: Iterable[str | Document]
 ) -> Iterator[NDArray[np.uint32]]:
     """Yields arrays of token ids which, joined, are the documents, each closed by end-of-text.
 
     Around a document stand the special tokens of the tokenizer's post-processor, if
-    ``tokenization`` asks for them; a document that ends in end-of-text gets no second one. Raises
+    ``tokenizer_source`` asks for them; a document that ends in end-of-text gets no second one.
+    Raises
     ``DataError`` for a document that the tokenizer cannot encode.
     """
-    end = tokenizer.token_to_id(tokenization.end_of_text)
+    end = tokenizer.token_to_id(tokenizer_source.end_of_text)
     assert end is not None, "loading checks it"
-    before, after = special_ids(tokenizer) if tokenization.special_tokens else ([], [])
+    before, after = special_ids(tokenizer) if tokenizer_source.special_tokens else ([], [])
     part: list[int] = []
     first, latest = True, -1
-    for ids, last in encode_windows(tokenizer, documents, tokenization.tokenizer):
+    for ids, last in encode_windows(tokenizer, documents, tokenizer_source.tokenizer):
         added = [*before, *ids] if first else ids
         if last:
             added += after
@@ -96,8 +97,8 @@ def encode_texts(
                 raise
             reason = f"cannot encode {source}: {' '.join(str(error).split())}"
             cure = "mend the text, or give a tokenizer that encodes it"
-            raise DataError.one("data.tokenizer", path, reason, cure) from error
-    raise DataError.one("data.tokenizer", path, "cannot encode the texts", "give another")
+            raise DataError.for_key("data.tokenizer", path, reason, cure) from error
+    raise DataError.for_key("data.tokenizer", path, "cannot encode the texts", "give another")
 
 
 def _is_tokenizer_error(error: BaseException) -> bool:

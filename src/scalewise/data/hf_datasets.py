@@ -57,18 +57,18 @@ class HFDatasetData(DataConfig):
     """Whether documents get the special tokens that the tokenizer adds, such as a leading <bos>."""
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields an empty path, a local folder that is absent, and numbers that cannot be."""
-        yield from self.not_positive("sequence")
-        yield from self._tokenization.complaints()
+        yield from self.non_positive_issues("sequence")
+        yield from self._tokenizer_source.validate()
         if not self.path:
             cure = "give data.path=roneneldan/TinyStories, or a folder"
             yield ConfigIssue("data.path", "''", "is empty", cure)
-        elif self.path.startswith((".", "/", "~")) and not self._folder.is_dir():
+        elif self.path.startswith((".", "/", "~")) and not self._dataset_folder.is_dir():
             yield ConfigIssue(
                 "data.path", self.path, "no such folder", "give a folder or a Hub name"
             )
@@ -88,55 +88,55 @@ class HFDatasetData(DataConfig):
 
         if importlib.util.find_spec("datasets") is None:
             cure = "pip install 'scalewise[hf]'"
-            raise ConfigError.one("data", "hf", "needs the package datasets", cure)
-        if complaints := list(self.complaints()):
+            raise ConfigError.for_key("data", "hf", "needs the package datasets", cure)
+        if complaints := list(self.validate()):
             raise DataError(complaints)
-        train = partial(self._documents, self.split)
+        train = partial(self._iter_documents, self.split)
         parts: dict[str, Documents] = {} if self.streaming else {"train": train}
         if self.validation_split:
-            parts["validation"] = partial(self._documents, self.validation_split)
+            parts["validation"] = partial(self._iter_documents, self.validation_split)
         source = TokenizeSource(
             name="hf",
             key="data.path",
             value=self.path,
-            identity=self._identity(),
+            identity=self._cache_identity(),
             splits=parts,
-            training=train,
-            tokenization=self._tokenization,
+            training_documents=train,
+            tokenizer_source=self._tokenizer_source,
         )
         folder = build_tokenized(source, vocabulary)
         held = "validation" in parts
         if not self.streaming:
             return load_splits(folder, self.sequence, validation=held)
         return DataSplits(
-            self._stream(folder / "tokenizer.json", train),
+            self._open_stream(folder / "tokenizer.json", train),
             load_packed(folder, "validation", self.sequence) if held else None,
             folder / "tokenizer.json",
             special_tokens_note(folder),
         )
 
     @property
-    def _tokenization(self) -> TokenizerSource:
+    def _tokenizer_source(self) -> TokenizerSource:
         return TokenizerSource(
             self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
         )
 
     @property
-    def _folder(self) -> Path:
+    def _dataset_folder(self) -> Path:
         return Path(self.path).expanduser()
 
-    def _identity(self) -> dict[str, object]:
+    def _cache_identity(self) -> dict[str, object]:
         from scalewise.data import content
 
         names = ("path", "configuration", "revision", "split", "validation_split", "field")
         identity: dict[str, object] = {name: getattr(self, name) for name in names}
-        if self._folder.is_dir():
-            files = sorted(path for path in self._folder.rglob("*") if path.is_file())
-            parts = [str(file.relative_to(self._folder)) for file in files]
+        if self._dataset_folder.is_dir():
+            files = sorted(path for path in self._dataset_folder.rglob("*") if path.is_file())
+            parts = [str(file.relative_to(self._dataset_folder)) for file in files]
             identity["path"] = [*zip(parts, content.file_digests(files), strict=True)]
         return identity
 
-    def _stream(self, tokenizer: Path, train: Documents) -> StreamedDataset:
+    def _open_stream(self, tokenizer: Path, train: Documents) -> StreamedDataset:
         from tokenizers import Tokenizer
 
         from scalewise.data.datasets import StreamedDataset
@@ -144,30 +144,30 @@ class HFDatasetData(DataConfig):
 
         loaded = Tokenizer.from_file(str(tokenizer))
         rows = StreamedDataset(
-            lambda: encode_documents(loaded, self._tokenization, train()), self.sequence
+            lambda: encode_documents(loaded, self._tokenizer_source, train()), self.sequence
         )
         try:
             rows.gather([0])
         except IndexError as error:
             reason = f"the split {self.split!r} does not fill one row"
             cure = "give more text or a smaller data.sequence"
-            raise DataError.one("data.sequence", self.sequence, reason, cure) from error
+            raise DataError.for_key("data.sequence", self.sequence, reason, cure) from error
         return rows
 
-    def _documents(self, split: str) -> Iterator[Document]:
+    def _iter_documents(self, split: str) -> Iterator[Document]:
         """Yields the texts of a split in its stored order; ``DataError`` if it cannot be read."""
         from datasets.exceptions import DatasetsError
 
         try:
-            yield from skip_nulls(self._texts(split), self.path, self.field)
+            yield from skip_nulls(self._iter_texts(split), self.path, self.field)
         except (DatasetsError, ValueError, KeyError, OSError) as error:
             reason = f"split {split!r} cannot be read: {' '.join(str(error).split())}"
             cure = "check data.path, data.configuration and the split"
-            raise DataError.one("data.path", self.path, reason, cure) from error
+            raise DataError.for_key("data.path", self.path, reason, cure) from error
 
-    def _texts(self, split: str) -> Iterator[tuple[str, str | None]]:
+    def _iter_texts(self, split: str) -> Iterator[tuple[str, str | None]]:
         """Yields each record's place and text, which may be null."""
-        dataset = self._dataset(split)
+        dataset = self._load_dataset(split)
         names: list[str] = list(dataset.column_names or ())
         if self.field in names:
             dataset = dataset.select_columns([self.field])  # the others need no decoding
@@ -179,14 +179,14 @@ class HFDatasetData(DataConfig):
                 if self.field in row:
                     kind = type(text).__name__
                     reason = f"row {number} of {self.path} has no text there but {kind}{known}"
-                raise DataError.one("data.field", self.field, reason, "name another data.field")
+                raise DataError.for_key("data.field", self.field, reason, "name another data.field")
             yield f"{self.path} {split} row {number}", text
 
-    def _dataset(self, split: str) -> Any:
+    def _load_dataset(self, split: str) -> Any:
         """Returns the rows of a split, as the ``datasets`` library reads them."""
         import datasets
 
-        folder = self._folder
+        folder = self._dataset_folder
         if (folder / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(folder))[split]
         if (folder / "state.json").is_file():

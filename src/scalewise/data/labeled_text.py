@@ -25,12 +25,12 @@ class LabeledText(ChatData):
     """Key of the class in a record."""
 
     kind: ClassVar[str] = "labelled"
-    record: ClassVar[str] = "text of a known class"
-    reads: ClassVar[tuple[str, ...]] = ("classes", "text", "label")
+    record_description: ClassVar[str] = "text of a known class"
+    record_fields: ClassVar[tuple[str, ...]] = ("classes", "text", "label")
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields classes that cannot be told apart, and what ``Chat`` does."""
-        yield from super().complaints()
+        yield from super().validate()
         if len({*self.classes}) < max(2, len(self.classes)):
             reason, cure = "are not two or more, all different", "give 'data.classes=[no,yes]'"
             yield ConfigIssue("data.classes", list(self.classes), reason, cure)
@@ -38,7 +38,7 @@ class LabeledText(ChatData):
             reason = "would put texts beside each other, and a row is of one class"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")
 
-    def written(
+    def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
     ) -> tuple[list[TemplatePiece], ...]:
         """Returns the text with the number of its class; raises ``ValueError``."""
@@ -48,12 +48,12 @@ class LabeledText(ChatData):
         text, label = record[self.text], record[self.label]
         for key in record:
             if key not in (self.text, self.label):
-                self.keys(template).ignore(key)
+                self.record_keys(template).count_ignored(key)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"has no words in {self.text}")
-        return (parse_labeled(text, self._number(label)),)
+        return (parse_labeled(text, self._class_index(label)),)
 
-    def _number(self, label: object) -> int:
+    def _class_index(self, label: object) -> int:
         if str(label) in self.classes:
             return self.classes.index(str(label))
         if (
@@ -65,9 +65,9 @@ class LabeledText(ChatData):
         raise ValueError(f"is of class {label!r}; data.classes are {', '.join(self.classes)}")
 
 
-def parse_labeled(text: str, number: int) -> list[TemplatePiece]:
+def parse_labeled(text: str, class_index: int) -> list[TemplatePiece]:
     """Returns a text, no token of which is learnt, and the number of its class."""
     return [
-        TemplatePiece(text, learnt=False),
-        TemplatePiece("", learnt=True, label=number, separate=True),
+        TemplatePiece(text, trained=False),
+        TemplatePiece("", trained=True, label=class_index, separate=True),
     ]

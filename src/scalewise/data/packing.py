@@ -49,27 +49,29 @@ class PackedTextDataset(PaddedDataset):
         starts: NDArray[np.int64],
         texts: NDArray[np.int64],
         sequence: int,
-        end: int,
+        end_token: int,
     ) -> None:
         """``texts``: those that rows are made of."""
-        super().__init__(ids_N, starts, texts, sequence, end)
+        super().__init__(ids_N, starts, texts, sequence, end_token)
         lengths = np.diff(starts)[texts].clip(max=self._width)
         self._rows = [texts[row] for row in best_fit_pack(lengths, self._width)]
         tokens = int(lengths.sum())
         one_each, now = (tokens / (count * self._width) for count in (len(texts), len(self)))
-        self.filled = now
-        self.told = f"packed into {len(self):,} rows, {now:.1%} full (one a row: {one_each:.1%})"
+        self.fill_ratio = now
+        self.packing_note = (
+            f"packed into {len(self):,} rows, {now:.1%} full (one a row: {one_each:.1%})"
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def gather(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns ``tokens_BS``, the rows at ``indices``."""
-        tokens_BS = np.full((len(indices), self._width), ~self._end, dtype=np.int64)
+        tokens_BS = np.full((len(indices), self._width), ~self._end_token, dtype=np.int64)
         for row_S, index in zip(tokens_BS, indices, strict=True):
             at = 0
             for text in self._rows[index]:
-                found = self._text(text)
+                found = self._text_ids(text)
                 row_S[at : at + len(found)] = found
                 row_S[at] = ~(max(row_S[at], ~row_S[at]) + FIRST)
                 at += len(found)

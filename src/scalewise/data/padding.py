@@ -32,11 +32,11 @@ def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[
                 f"{accumulation} pass{'es' * (accumulation > 1)}{cure}"
             )
 
-    step = run.accumulation * run.rows_per_pass
+    step = run.accumulation * run.samples_per_forward
     yield from padded("each step", run.global_batch, f"; trainer.global_batch={step} pads nothing")
     epochs = run.trainer.max_epochs
     if splits is not None and epochs is not None and not splits.train.streamed:
-        samples, steps = ceil(epochs * len(splits.train)), run.steps(len(splits.train))
+        samples, steps = ceil(epochs * len(splits.train)), run.num_steps(len(splits.train))
         if (read := steps * run.global_batch) > samples:
             yield (
                 f"all epochs: {amount_text(samples, read, 'repeated')}, "
@@ -49,8 +49,10 @@ def padding_notes(run: RunConfig, splits: DataSplits | None = None) -> Iterator[
         yield from padded("each validation", held_out, "")
 
 
-def amount_text(samples: int, read: int, kind: str) -> str:
+def amount_text(samples: int, padded: int, kind: str) -> str:
     """Returns how many samples are read, and how many of these are ``kind`` (empty, repeated)."""
-    more = read - samples
-    share = f"{more / read:.1%}" if more / read >= 0.0005 else "less than 0.1%"
-    return f"{samples:,} sample{'s' * (samples != 1)} padded to {read:,} ({more:,} {kind}, {share})"
+    more = padded - samples
+    share = f"{more / padded:.1%}" if more / padded >= 0.0005 else "less than 0.1%"
+    return (
+        f"{samples:,} sample{'s' * (samples != 1)} padded to {padded:,} ({more:,} {kind}, {share})"
+    )

@@ -16,13 +16,13 @@ class PreferenceData(ChatData):
     """Pairs of answers to one question, chosen and rejected, rendered as in ``data=chat``."""
 
     kind: ClassVar[str] = "preference"
-    record: ClassVar[str] = "pair of answers"
+    record_description: ClassVar[str] = "pair of answers"
     pairs = True
 
-    def written(
+    def render_record(
         self, record: dict[str, Any], template: ConversationTemplate
     ) -> tuple[list[TemplatePiece], ...]:
         """Returns the conversation with the chosen answer, and that with the rejected one."""
         from scalewise.data import preference_formats
 
-        return preference_formats.parse_pair(record, template, self.keys(template))
+        return preference_formats.parse_pair(record, template, self.record_keys(template))

@@ -33,14 +33,14 @@ def parse_pair(
     What they begin with alike is not learnt, be there answers in it. Raises ``ValueError`` with
     what is wrong.
     """
-    record = keys.without_ignored(record)
+    record = keys.drop_ignored(record)
     asked, read = _prompt_messages(record, keys)
     chosen, rejected = (template(_with_answer(record, key, asked, keys, read)) for key in SIDES)
     alike = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
-    if not all(side[alike:] and side[alike].learnt for side in (chosen, rejected)):
+    if not all(side[alike:] and side[alike].trained for side in (chosen, rejected)):
         raise ValueError("has no two answers to one prompt")
     return tuple(
-        [replace(piece, learnt=False) for piece in side[:alike]] + side[alike:]
+        [replace(piece, trained=False) for piece in side[:alike]] + side[alike:]
         for side in (chosen, rejected)
     )
 
@@ -66,36 +66,38 @@ def _prompt_messages(
 def _with_answer(
     record: Mapping[str, Any],
     key: str,
-    asked: tuple[Message, ...],
+    prompt_messages: tuple[Message, ...],
     keys: RecordKeys,
-    read: set[str],
+    read_keys: set[str],
 ) -> Conversation:
     """Returns the conversation with one of the answers."""
     answer = record.get(key)
     if answer is None:
         raise ValueError(f"has no {key}; it has {', '.join(map(str, record)) or 'nothing'}")
     if isinstance(answer, str):
-        if not asked:
+        if not prompt_messages:
             raise ValueError("has a text for an answer, and no prompt")
-        told = (*asked, Message("assistant", answer))
+        told = (*prompt_messages, Message("assistant", answer))
     elif isinstance(answer, dict):
-        told = (*asked, parse_turn(answer, keys))
+        told = (*prompt_messages, parse_turn(answer, keys))
     else:
         given = parse_turns(answer, keys)
         whole = given[0].role != "assistant"
-        told = given if whole else (*asked, *given)
+        told = given if whole else (*prompt_messages, *given)
         # UltraFeedback's messages are those of the chosen side.
-        checked = () if read == {"messages"} and key != SIDES[0] else asked
+        checked = () if read_keys == {"messages"} and key != SIDES[0] else prompt_messages
         if whole and not all(_contains_answer(said, given) for said in checked):
             raise ValueError(f"has a prompt that is not in its {key}")
-    repeated = {name for name in TURNS if name not in read and record.get(name) == record[SIDES[0]]}
+    repeated = {
+        name for name in TURNS if name not in read_keys and record.get(name) == record[SIDES[0]]
+    }
     return assemble_messages(
         record,
         check_messages(told),
         keys if key == SIDES[0] else RecordKeys(),
-        {*SIDES, *read, *repeated},
+        {*SIDES, *read_keys, *repeated},
     )
 
 
-def _contains_answer(one: Message, conversation: tuple[Message, ...]) -> bool:
-    return any(one.text.strip() == other.text.strip() for other in conversation)
+def _contains_answer(message: Message, conversation: tuple[Message, ...]) -> bool:
+    return any(message.text.strip() == other.text.strip() for other in conversation)

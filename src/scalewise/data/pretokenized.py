@@ -38,13 +38,13 @@ class PretokenizedData(DataConfig):
     """Integer type of .bin files; .npy files have their own."""
 
     @property
-    def vocabulary_needed(self) -> None:
+    def required_vocabulary(self) -> None:
         """Returns None: the shards must be read to know."""
         return
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields absent or unknown files and a sequence that is not positive."""
-        yield from self.not_positive("sequence")
+        yield from self.non_positive_issues("sequence")
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.bin]'")
         yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.bin")
@@ -53,13 +53,13 @@ class PretokenizedData(DataConfig):
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns the packed rows; the first time every id is read to find the largest."""
-        if complaints := list(self.complaints()):
+        if complaints := list(self.validate()):
             raise DataError(complaints)
         from scalewise.data.token_shards import TokenShards
 
         kind, length, held = self.dtype.value, self.sequence, self.validation_paths
-        train = TokenShards("data.paths", self.paths, kind).rows(length, vocabulary, "train")
+        train = TokenShards("data.paths", self.paths, kind).load_packed(length, vocabulary, "train")
         if not held:
             return DataSplits(train, None)
         shards = TokenShards("data.validation_paths", held, kind)
-        return DataSplits(train, shards.rows(length, vocabulary, "validation"))
+        return DataSplits(train, shards.load_packed(length, vocabulary, "validation"))

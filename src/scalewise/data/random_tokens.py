@@ -32,19 +32,19 @@ class RandomTokens(DataConfig):
     reads the rest."""
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns ``vocabulary``."""
         return self.vocabulary
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields numbers that are not positive."""
-        yield from self.not_positive("sequence", "rows")
+        yield from self.non_positive_issues("sequence", "rows")
         if self.vocabulary is not None:
-            yield from self.not_positive("vocabulary")
+            yield from self.non_positive_issues("vocabulary")
         if not 0 <= self.masked < 1:
             yield ConfigIssue("data.masked", self.masked, "is a share, in [0, 1)")
         if not 0 <= self.target_length < max(1, self.sequence):
-            yield self.no_target()
+            yield self.target_length_issue()
         for key in ("pairs", "packing"):
             if self.target_length and getattr(self, key):
                 reason = "is for rows that one model reads, and data.target_length is another's"
@@ -57,7 +57,7 @@ class RandomTokens(DataConfig):
         ids = self.vocabulary or vocabulary
         if ids > vocabulary:
             reason = f"makes ids up to {ids - 1}, but the model's vocabulary is {vocabulary}"
-            raise DataError.one("data.vocabulary", ids, reason, "give data.vocabulary=null")
+            raise DataError.for_key("data.vocabulary", ids, reason, "give data.vocabulary=null")
         held = max(1, self.rows // 20)
         kind = (self.sequence, self.masked, self.pairs, self.packing, self.target_length)
         return DataSplits(

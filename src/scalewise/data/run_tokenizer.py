@@ -31,7 +31,7 @@ def check_tokenizer(splits: DataSplits, folder: Path) -> None:
             "what it was trained on has changed since"
         )
         cure = "put the data back as they were; a new run takes them as they are"
-        raise DataError.one("data", splits.tokenizer, reason, cure)
+        raise DataError.for_key("data", splits.tokenizer, reason, cure)
 
 
 def load_tokenizer(file: Path) -> dict[str, Any]:
@@ -40,5 +40,5 @@ def load_tokenizer(file: Path) -> dict[str, Any]:
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises no other class
-        raise RecordError.of(file, f"is no tokenizer: {error}") from None
+        raise RecordError.for_file(file, f"is no tokenizer: {error}") from None
     return content

@@ -40,30 +40,30 @@ class StdlibCorpus(DataConfig):
     """Token between documents, by its name in the given tokenizer."""
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
     @property
-    def tokenization(self) -> TokenizerSource:
+    def tokenizer_source(self) -> TokenizerSource:
         """Returns which tokenizer reads the text."""
         return TokenizerSource(self.vocabulary, self.tokenizer, self.end_of_text)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields numbers that cannot be."""
-        yield from self.not_positive("sequence", "megabytes")
-        yield from self.tokenization.complaints()
+        yield from self.non_positive_issues("sequence", "megabytes")
+        yield from self.tokenizer_source.validate()
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns the packed rows; about 5 % of the files are held out, by a hash of their path."""
         from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
         root = Path(sysconfig.get_path("stdlib"))
-        sizes = self.sizes(root)
+        sizes = self.list_source_sizes(root)
         if len(sizes) < 2:
             reason = f"{root} has no two Python sources within that size"
             cure = "give more data.megabytes, or your own files with data=text"
-            raise DataError.one("data.megabytes", self.megabytes, reason, cure)
+            raise DataError.for_key("data.megabytes", self.megabytes, reason, cure)
         held = held_out_names(sizes, VALIDATION_FRACTION)
         train = partial(_iter_texts, root, [name for name in sizes if name not in held])
         source = TokenizeSource(
@@ -72,14 +72,14 @@ class StdlibCorpus(DataConfig):
             value=self.megabytes,
             identity={"python": sys.version, "files": list(sizes.items())},
             splits={"train": train, "validation": partial(_iter_texts, root, sorted(held))},
-            training=train,
-            tokenization=self.tokenization,
+            training_documents=train,
+            tokenizer_source=self.tokenizer_source,
         )
         return load_splits(
             build_tokenized(source, vocabulary), self.sequence, validation=True, hint=""
         )
 
-    def sizes(self, root: Path) -> dict[str, int]:
+    def list_source_sizes(self, root: Path) -> dict[str, int]:
         """Returns the bytes of each source by its path under ``root``, in order while they fit."""
         sizes: dict[str, int] = {}
         left = self.megabytes * 1e6

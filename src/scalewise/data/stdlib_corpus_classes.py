@@ -26,11 +26,11 @@ class StdlibCorpusClasses(StdlibCorpusPairs):
     """Sequence length, in tokens; longer texts are truncated."""
 
     kind: ClassVar[str] = "corpus_classes"
-    record: ClassVar[str] = "text"
+    record_description: ClassVar[str] = "text"
     pairs = False
     classes = ("backwards", "forwards")
 
-    def written(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
+    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
         """Yields texts, of either class as many."""
         from scalewise.data.labeled_text import parse_labeled
 

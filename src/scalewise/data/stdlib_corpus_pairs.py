@@ -39,7 +39,7 @@ class StdlibCorpusPairs(StdlibCorpus):
     """Largest amount of source text that is read, in MB (10^6 bytes)."""
 
     kind: ClassVar[str] = "corpus_pairs"
-    record: ClassVar[str] = "pair"
+    record_description: ClassVar[str] = "pair"
     pairs = True
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
@@ -47,19 +47,19 @@ class StdlibCorpusPairs(StdlibCorpus):
         from scalewise.data import chat_cache
         from scalewise.data.build_cache import build_cached
 
-        self.tokenization.check(vocabulary)
+        self.tokenizer_source.check_vocabulary(vocabulary)
         root = Path(sysconfig.get_path("stdlib"))
-        sizes = self.sizes(root)
+        sizes = self.list_source_sizes(root)
         identity = {
             "format": chat_cache.FORMAT,
             "python": sys.version,
             "files": list(sizes.items()),
-            **self.tokenization.identity(),
+            **self.tokenizer_source.cache_identity(),
         }
         folder = build_cached(self.kind, identity, partial(_write_pairs, root, list(sizes), self))
         return chat_cache.load_splits(folder, self)
 
-    def written(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
+    def iter_records(self, root: Path, names: Iterable[str]) -> Iterator[Written]:
         """Yields the records of some files."""
         from scalewise.data.chat_messages import RecordKeys
         from scalewise.data.chat_templates import PlainTemplate
@@ -80,19 +80,22 @@ class StdlibCorpusPairs(StdlibCorpus):
                     yield parse_pair(record, template, RecordKeys())
 
 
-def _write_pairs(root: Path, names: list[str], spec: StdlibCorpusPairs, folder: Path) -> None:
+def _write_pairs(root: Path, names: list[str], config: StdlibCorpusPairs, folder: Path) -> None:
     from scalewise.data import chat_cache
 
     held = held_out_names(names, VALIDATION_FRACTION)
     parts = {
-        "train": list(spec.written(root, (name for name in names if name not in held))),
-        "validation": list(spec.written(root, sorted(held))),
+        "train": list(config.iter_records(root, (name for name in names if name not in held))),
+        "validation": list(config.iter_records(root, sorted(held))),
     }
     for split, found in parts.items():
         if not found:
-            reason, cure = f"the {split} split has no {spec.record}", "give more data.megabytes"
-            raise DataError.one("data.megabytes", spec.megabytes, reason, cure)
-    chat_cache.write_split(parts, spec.tokenization, spec.kind, folder)
+            reason, cure = (
+                f"the {split} split has no {config.record_description}",
+                "give more data.megabytes",
+            )
+            raise DataError.for_key("data.megabytes", config.megabytes, reason, cure)
+    chat_cache.write_split(parts, config.tokenizer_source, config.kind, folder)
 
 
 def normalize_spaces(line: str, words: list[str]) -> str:

@@ -57,13 +57,13 @@ class SyntheticShapes(DataConfig):
     """Number of images per epoch, in samples; 10 % more are held out."""
 
     @property
-    def vocabulary_needed(self) -> int:
+    def required_vocabulary(self) -> int:
         """Returns the words and the end."""
         return len(WORDS)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields captions or pictures that are too small."""
-        yield from self.not_positive("rows")
+        yield from self.non_positive_issues("rows")
         for key, least in (("sequence", TOKENS), ("image_size", SMALLEST)):
             if (value := getattr(self, key)) < least:
                 reason = f"is below {least}, what a caption or a picture needs"
@@ -77,7 +77,7 @@ class SyntheticShapes(DataConfig):
 
         if vocabulary < len(WORDS):
             reason, cure = f"needs {len(WORDS)} token ids", "give a model of as many"
-            raise DataError.one("model.vocabulary", vocabulary, reason, cure)
+            raise DataError.for_key("model.vocabulary", vocabulary, reason, cure)
         captions_NP = np.array(CAPTIONS)[np.random.default_rng(seed).permutation(len(CAPTIONS))]
         held = len(CAPTIONS) // HELD_OUT
         kept = build_cached("shapes", {"words": WORDS}, _write_tokenizer) / "tokenizer.json"
@@ -119,7 +119,7 @@ class ShapeDataset:
     packing = False
 
     @property
-    def target(self) -> int:
+    def target_length(self) -> int:
         """Returns the tokens of a row: a decoder writes all of them."""
         return self.sequence
 
@@ -133,32 +133,32 @@ class ShapeDataset:
         tokens_BT = np.full((len(indices), self.sequence), ~0, dtype=np.int64)
         starts_P = 2 + np.cumsum([0, *map(len, PARTS[:-1])])
         for tokens_T, index in zip(tokens_BT, indices, strict=True):
-            caption_P, _ = self._drawn(int(index))
+            caption_P, _ = self._sample_caption(int(index))
             tokens_T[:TOKENS] = [1, *(starts_P + caption_P), 0]
         return tokens_BT
 
-    def pictures(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
+    def gather_pixels(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint8]:
         """Returns ``pixels_BCHW``: a bright shape on dark grain, somewhere in its ninth."""
         import numpy as np
 
-        return np.stack([self._picture(*self._drawn(int(index))) for index in indices])
+        return np.stack([self._draw_image(*self._sample_caption(int(index))) for index in indices])
 
-    def _drawn(self, index: int) -> tuple[NDArray[np.int64], np.random.Generator]:
+    def _sample_caption(self, index: int) -> tuple[NDArray[np.int64], np.random.Generator]:
         """Returns the caption of a picture, and what draws the rest of it."""
         import numpy as np
 
         drawn = np.random.default_rng((self.seed, self.first + index))
         return self.captions[drawn.integers(len(self.captions))], drawn
 
-    def _picture(
-        self, caption_P: NDArray[np.int64], drawn: np.random.Generator
+    def _draw_image(
+        self, caption_P: NDArray[np.int64], generator: np.random.Generator
     ) -> NDArray[np.uint8]:
         import numpy as np
 
         size, colour, shape, *place = (int(number) for number in caption_P)
         side = self.image_size
         radius = side * (0.16 if size else 0.09)
-        centre = (np.array(place) + 0.5) * side / 3 + drawn.uniform(-0.02, 0.02, 2) * side
+        centre = (np.array(place) + 0.5) * side / 3 + generator.uniform(-0.02, 0.02, 2) * side
         y_HW, x_HW = np.abs(np.indices((side, side)) + 0.5 - centre[:, None, None])
         far_HW = np.maximum(y_HW, x_HW)
         inside_HW = far_HW <= radius
@@ -166,7 +166,7 @@ class ShapeDataset:
             inside_HW &= np.minimum(y_HW, x_HW) <= radius / 3
         if SHAPES[shape] == "ring":
             inside_HW &= far_HW > radius / 2
-        pixels_CHW = drawn.integers(0, 60, (3, side, side))
+        pixels_CHW = generator.integers(0, 60, (3, side, side))
         bright_C = np.array([*COLOURS.values()][colour], dtype=bool)
-        pixels_CHW[bright_C[:, None, None] & inside_HW] = drawn.integers(160, 256)
+        pixels_CHW[bright_C[:, None, None] & inside_HW] = generator.integers(160, 256)
         return pixels_CHW.astype(np.uint8)

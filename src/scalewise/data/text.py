@@ -41,14 +41,14 @@ class TextData(DataConfig):
     """Validation fraction, by file, or within the file if there is one; 0: none."""
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns the size of the tokenizer that is trained; None where one is given."""
         return self.vocabulary if self.tokenizer is None else None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields absent or unknown files, a missing field, and numbers that cannot be."""
-        yield from self.not_positive("sequence")
-        yield from self._tokenization.complaints()
+        yield from self.non_positive_issues("sequence")
+        yield from self._tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the text, from 0 to below 1"
             cure = "give data.validation_fraction=0.05"
@@ -66,10 +66,10 @@ class TextData(DataConfig):
         from scalewise.data import content
         from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
-        if complaints := list(self.complaints()):
+        if complaints := list(self.validate()):
             raise DataError(complaints)
         files = content.digests_by_content(match_paths(self.paths))
-        parts = self._parts(files)
+        parts = self._split_documents(files)
         identity = {
             "files": [[digest, file_suffix(file)] for file, digest in files.items()],
             "field": self.field,
@@ -81,19 +81,19 @@ class TextData(DataConfig):
             value=list(self.paths),
             identity=identity,
             splits=parts,
-            training=parts["train"],
-            tokenization=self._tokenization,
+            training_documents=parts["train"],
+            tokenizer_source=self._tokenizer_source,
         )
         folder = build_tokenized(source, vocabulary)
         return load_splits(folder, self.sequence, validation="validation" in parts)
 
     @property
-    def _tokenization(self) -> TokenizerSource:
+    def _tokenizer_source(self) -> TokenizerSource:
         return TokenizerSource(
             self.vocabulary, self.tokenizer, self.end_of_text, self.special_tokens
         )
 
-    def _parts(self, digests: Mapping[Path, str]) -> dict[str, Documents]:
+    def _split_documents(self, digests: Mapping[Path, str]) -> dict[str, Documents]:
         """Returns the documents of each split: of files by their digests, or within each file.
 
         A single file is split within itself, and so are files that are all the same.
@@ -103,7 +103,10 @@ class TextData(DataConfig):
             return {"train": partial(_iter_all, files, self.field)}
         if len({*digests.values()}) == 1:
             parts = partial(_iter_split, files, self.field, fraction)
-            return {"train": partial(parts, held=False), "validation": partial(parts, held=True)}
+            return {
+                "train": partial(parts, held_out=False),
+                "validation": partial(parts, held_out=True),
+            }
         held = held_out_names(digests.values(), fraction)
         sides: dict[bool, list[Path]] = {False: [], True: []}
         for file, digest in digests.items():
@@ -120,24 +123,24 @@ def _iter_all(files: list[Path], field: str | None) -> Iterator[Document]:
 
 
 def _iter_split(
-    files: list[Path], field: str | None, fraction: float, *, held: bool
+    files: list[Path], field: str | None, fraction: float, *, held_out: bool
 ) -> Iterator[Document]:
     for file in files:
-        yield from _iter_single_file_split(file, field, fraction, held=held)
+        yield from _iter_single_file_split(file, field, fraction, held_out=held_out)
 
 
 def _iter_single_file_split(
-    file: Path, field: str | None, fraction: float, *, held: bool
+    file: Path, field: str | None, fraction: float, *, held_out: bool
 ) -> Iterator[Document]:
     """Yields one side of a single file: of records every 1/fraction-th, of plain text the end."""
     if file_suffix(file) in RECORDS:
         for index, document in enumerate(iter_documents(file, field)):
-            if (int((index + 1) * fraction) > int(index * fraction)) is held:
+            if (int((index + 1) * fraction) > int(index * fraction)) is held_out:
                 yield document
         return
     (whole,) = iter_documents(file, field)
     cut = _last_line_start(file, int(sum(map(len, whole.chunks)) * (1 - fraction)))
-    yield Document(_slice_chunks(text_chunks(file), cut, held=held), whole.source)
+    yield Document(_slice_chunks(text_chunks(file), cut, held_out=held_out), whole.source)
 
 
 def _last_line_start(file: Path, limit: int) -> int:
@@ -155,8 +158,8 @@ def _last_line_start(file: Path, limit: int) -> int:
     return start or limit
 
 
-def _slice_chunks(chunks: Iterable[str], cut: int, *, held: bool) -> Iterator[str]:
-    """Yields the characters of chunks before ``cut``, or those after it."""
+def _slice_chunks(chunks: Iterable[str], position: int, *, held_out: bool) -> Iterator[str]:
+    """Yields the characters of chunks before ``position``, or those after it."""
     for chunk in chunks:
-        yield chunk[max(0, cut) :] if held else chunk[: max(0, cut)]
-        cut -= len(chunk)
+        yield chunk[max(0, position) :] if held_out else chunk[: max(0, position)]
+        position -= len(chunk)

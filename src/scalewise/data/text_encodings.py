@@ -51,17 +51,17 @@ def compression(head: bytes) -> tuple[str, str] | None:
     return next((found for magic, found in COMPRESSED.items() if head.startswith(magic)), None)
 
 
-def unicode_encoding(sample: bytes, marked: str | None = None) -> str | None:
+def unicode_encoding(sample: bytes, bom_encoding: str | None = None) -> str | None:
     """Returns UTF-16 or UTF-32 with its byte order, where the first bytes of a file say so.
 
-    ``marked``: what a byte order mark says, which is believed unless another is likelier.
+    ``bom_encoding``: what a byte order mark says, which is believed unless another is likelier.
     """
     found: dict[str, float] = {}
     for name in UNICODE:
         text = _decode_sample(sample, name)
         share = 1.0 if "\n" in text or " " in text else _top_rows_share(text)
         if share >= FEW_ROWS:
-            found[name] = share + (name == marked)
+            found[name] = share + (name == bom_encoding)
     return max(found, key=lambda name: found[name], default=None)
 
 

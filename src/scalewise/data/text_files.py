@@ -84,7 +84,9 @@ def text_chunks(path: Path) -> Iterator[str]:
                 line += text.count("\n", 0, control.start())
                 name = "NUL" if control[0] == "\0" else f"control (0x{ord(control[0]):02x})"
                 reason = f"line {line} has a {name} character, which text has not"
-                raise DataError.one("data.paths", path, reason, text_encodings.conversion_fix(path))
+                raise DataError.for_key(
+                    "data.paths", path, reason, text_encodings.conversion_fix(path)
+                )
             line += text.count("\n")
             characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
             if text:
@@ -116,7 +118,7 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
         unpacked = path.with_name(f"{path.stem}-unpacked{path.suffix}")
         command = f"{packed[1]} < {shell_word(str(path))} > {shell_word(str(unpacked))}"
         command = command.replace("-p <", "-p")  # unzip reads no pipe
-        raise DataError.one("data.paths", path, f"is {packed[0]} data", f"unpack it: {command}")
+        raise DataError.for_key("data.paths", path, f"is {packed[0]} data", f"unpack it: {command}")
     mark, encoding = next(
         (found for found in BOMS.items() if head.startswith(found[0])), (b"", "utf-8")
     )
@@ -128,7 +130,7 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
         new = shell_word(str(text_encodings.converted_path(path)))
         skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
         cure = f"convert the file: {skipped} | iconv -f {known[actual]} -t UTF-8 > {new}"
-        raise DataError.one("data.paths", path, reason, cure)
+        raise DataError.for_key("data.paths", path, reason, cure)
     return encoding
 
 
@@ -139,7 +141,9 @@ def _decode_error(path: Path, line: int, position: int, error: UnicodeDecodeErro
         cure = text_encodings.conversion_fix(path, position)
     else:
         cure = "mend the file, or remove its byte order mark if it is in another encoding"
-    return DataError.one("data.paths", path, f"line {line} is not {_encoding_name(error)}", cure)
+    return DataError.for_key(
+        "data.paths", path, f"line {line} is not {_encoding_name(error)}", cure
+    )
 
 
 def _encoding_name(error: UnicodeDecodeError) -> str:
@@ -227,7 +231,7 @@ def iter_documents(path: Path, field: str | None) -> Iterator[Document]:
 def read_error(path: Path, error: OSError) -> DataError:
     """Returns the error of a file that the system does not read."""
     reason = f"cannot be read: {error.strerror or error}"
-    return DataError.one("data.paths", path, reason, "mend or omit it")
+    return DataError.for_key("data.paths", path, reason, "mend or omit it")
 
 
 def skip_nulls(
@@ -245,7 +249,7 @@ def skip_nulls(
             continue
         if "\0" in text:
             reason = f"{source} has a NUL character there, which text has not"
-            raise DataError.one("data.field", field, reason, "remove it")
+            raise DataError.for_key("data.field", field, reason, "remove it")
         characters, replaced = characters + len(text), replaced + text.count(REPLACEMENT)
         yield Document((text,), source)
     note_replaced(name, replaced, characters)
@@ -264,14 +268,14 @@ def _iter_jsonl(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
     for number, record in iter_json_lines(path):
         if isinstance(record, ValueError):
             reason = f"line {number} {record}"
-            raise DataError.one("data.paths", path, reason, "mend the line") from record
+            raise DataError.for_key("data.paths", path, reason, "mend the line") from record
         if not isinstance(record, dict):
             reason = f"line {number} is no JSON object but a {type(record).__name__}"
-            raise DataError.one("data.paths", path, reason, "mend the line")
+            raise DataError.for_key("data.paths", path, reason, "mend the line")
         if not isinstance(text := record.get(field, 0), str | None):
             names = ", ".join(record) or "nothing"
             reason = f"line {number} of {path} has no text there; it has: {names}"
-            raise DataError.one("data.field", field, reason, "name another data.field")
+            raise DataError.for_key("data.field", field, reason, "name another data.field")
         yield f"{path.name} line {number}", text
 
 
@@ -281,7 +285,9 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
         from pyarrow import parquet
     except ImportError as error:
         cure = "pip install 'scalewise[hf]'"
-        raise DataError.one("data.paths", path, "reading .parquet needs pyarrow", cure) from error
+        raise DataError.for_key(
+            "data.paths", path, "reading .parquet needs pyarrow", cure
+        ) from error
     try:
         with parquet.ParquetFile(path) as file:
             texts = [column.name for column in file.schema_arrow if is_string_type(column.type)]
@@ -291,7 +297,7 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
                 if field in names:
                     reason = f"is a column of {names[field]} in {path}, not of text"
                     reason += f"; its columns of text: {', '.join(texts) or 'none'}"
-                raise DataError.one("data.field", field, reason, "name another data.field")
+                raise DataError.for_key("data.field", field, reason, "name another data.field")
             check_columns(path, file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(columns=[field]):
@@ -300,14 +306,14 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
                     yield f"{path.name} row {row}", text
     except pyarrow.ArrowInvalid as error:
         reason = f"is not whole parquet ({error})"
-        raise DataError.one("data.paths", path, reason, "copy the file again") from error
+        raise DataError.for_key("data.paths", path, reason, "copy the file again") from error
 
 
 def check_columns(path: Path, names: Sequence[str]) -> None:
     """Raises ``DataError`` for two columns of one name, of which only one would be read."""
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         reason = f"has more than one column {', '.join(twice)}"
-        raise DataError.one("data.paths", path, reason, "rename all but one of them")
+        raise DataError.for_key("data.paths", path, reason, "rename all but one of them")
 
 
 def is_string_type(kind: "pyarrow.DataType") -> bool:

@@ -26,7 +26,7 @@ class TokenShards:
     paths: Sequence[str]
     dtype: str
 
-    def rows(self, sequence: int, vocabulary: int, split: str) -> PackedDataset:
+    def load_packed(self, sequence: int, vocabulary: int, split: str) -> PackedDataset:
         """Returns packed rows; raises ``DataError`` for shards that cannot be trained on."""
         files = match_paths(self.paths)
         shards = [_open_shard(self.key, file, self.dtype) for file in files]
@@ -35,7 +35,7 @@ class TokenShards:
                 reason = f"holds token id {min(low, high) if low < 0 else high}, outside the"
                 reason += f" model's vocabulary of {vocabulary}"
                 cure = f"give model.vocabulary={high + 1}, or the right data.dtype"
-                raise DataError.one(self.key, file, reason, cure)
+                raise DataError.for_key(self.key, file, reason, cure)
         rows = PackedDataset(shards, sequence)
         if not len(rows):
             raise too_short_error(split, max(map(len, shards)), sequence)
@@ -51,21 +51,21 @@ def _open_shard(key: str, path: Path, dtype: str) -> NDArray[np.integer]:
         except Exception as error:  # a damaged header makes numpy raise many kinds
             said = " ".join(str(error).split())[:120] or type(error).__name__
             reason = f"is not a whole .npy file ({said})"
-            raise DataError.one(key, path, reason, "copy the file again") from error
+            raise DataError.for_key(key, path, reason, "copy the file again") from error
         if not isinstance(ids, np.ndarray):
             reason = "is an .npz archive under the name of a .npy file"
-            raise DataError.one(key, path, reason, "save the flat ids by numpy.save")
+            raise DataError.for_key(key, path, reason, "save the flat ids by numpy.save")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             reason = f"holds {ids.dtype} of shape {ids.shape}, not a 1-D array of integers"
-            raise DataError.one(key, path, reason, "save the flat ids")
+            raise DataError.for_key(key, path, reason, "save the flat ids")
     else:
         width = np.dtype(dtype).itemsize
         if size % width:
             reason = f"{size} bytes is no multiple of the {width} of {dtype}: the file is cut short"
-            raise DataError.one(key, path, reason, "copy the file again, or mend data.dtype")
+            raise DataError.for_key(key, path, reason, "copy the file again, or mend data.dtype")
         ids = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") if size else ()
     if not len(ids):
-        raise DataError.one(key, path, "holds no token", "omit the file")
+        raise DataError.for_key(key, path, "holds no token", "omit the file")
     return np.asarray(ids)
 
 

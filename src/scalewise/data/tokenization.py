@@ -36,7 +36,7 @@ class TokenizerSource:
     special_tokens: bool = True
     """Whether documents get the special tokens of a given tokenizer's post-processor."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
         if not self.end_of_text:
             cure = f"give {format_override('data.end_of_text', END_OF_TEXT)}"
@@ -48,7 +48,7 @@ class TokenizerSource:
         if self.tokenizer is not None:
             yield from tokenizer_files.tokenizer_issues(self.tokenizer)
 
-    def identity(self) -> dict[str, object]:
+    def cache_identity(self) -> dict[str, object]:
         """Returns what decides the tokenizer, beside the text that it is trained on."""
         if self.tokenizer is None:
             return {"vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
@@ -68,12 +68,12 @@ class TokenizerSource:
             reason = f"{self.tokenizer} has no such token to put between documents"
             given = format_override("data.end_of_text", "</s>")
             cure = f"give {given}, or what that tokenizer calls it"
-            raise DataError.one("data.end_of_text", self.end_of_text, reason, cure)
+            raise DataError.for_key("data.end_of_text", self.end_of_text, reason, cure)
         tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
         tokenizer.no_padding()
         return tokenizer
 
-    def check(self, vocabulary: int) -> None:
+    def check_vocabulary(self, vocabulary: int) -> None:
         """Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens, the model's."""
         loaded = self.load()
         needed = vocabulary_size(loaded) if loaded else self.vocabulary
@@ -82,14 +82,14 @@ class TokenizerSource:
         reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
         cure = f"give model.vocabulary={needed}"
         if loaded is None:
-            raise DataError.one("data.vocabulary", needed, reason, cure)
+            raise DataError.for_key("data.vocabulary", needed, reason, cure)
         past = {it for it, token in loaded.get_vocab().items() if token >= vocabulary}
         if past <= tokenizer_files.declared_tokens(str(self.tokenizer)):
             names = shorten(", ".join(sorted(past)), 160, placeholder="...")
             reason += f"; declared beside the tokenizer.json, past the model's rows: {names}"
             cure += " (resize_token_embeddings for a model of transformers); "
             cure += tokenizer_files.ignore_declarations_fix(str(self.tokenizer))
-        raise DataError.one("data.tokenizer", self.tokenizer, reason, cure)
+        raise DataError.for_key("data.tokenizer", self.tokenizer, reason, cure)
 
     def train(self, documents: Documents) -> Tokenizer:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""

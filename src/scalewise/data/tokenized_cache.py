@@ -31,7 +31,7 @@ class TokenizeSource:
 
     ``key`` and ``value`` are the option that an error names; ``identity`` is JSON that changes
     whenever the documents do; ``splits`` holds ``train``, ``validation`` or both; a tokenizer
-    that must be trained reads ``training``.
+    that must be trained reads ``training_documents``.
     """
 
     name: str
@@ -39,8 +39,8 @@ class TokenizeSource:
     value: object
     identity: Mapping[str, object]
     splits: Mapping[str, Documents]
-    training: Documents
-    tokenization: TokenizerSource
+    training_documents: Documents
+    tokenizer_source: TokenizerSource
 
 
 def build_tokenized(source: TokenizeSource, vocabulary: int) -> Path:
@@ -50,13 +50,13 @@ def build_tokenized(source: TokenizeSource, vocabulary: int) -> Path:
     says. Raises ``DataError`` for a tokenizer of more than ``vocabulary`` tokens (the model's)
     and for a split without text.
     """
-    tokenization = source.tokenization
-    tokenization.check(vocabulary)
+    tokenization = source.tokenizer_source
+    tokenization.check_vocabulary(vocabulary)
     identity = {
         "format": FORMAT,
         "tokenizers": version("tokenizers"),
         "splits": sorted(source.splits),
-        **tokenization.identity(),
+        **tokenization.cache_identity(),
         **source.identity,
     }
     return build_cached(source.name, identity, partial(_write_split, source))
@@ -69,7 +69,7 @@ def load_packed(folder: Path, split: str, sequence: int) -> PackedDataset:
     dtype = np.dtype(meta["dtype"])
     if path.stat().st_size != tokens * dtype.itemsize:
         reason = f"holds {path.stat().st_size} bytes, not {tokens * dtype.itemsize}"
-        raise DataError.one("SCALEWISE_CACHE", path, reason, f"delete {folder} and start again")
+        raise DataError.for_key("SCALEWISE_CACHE", path, reason, f"delete {folder} and start again")
     if tokens <= sequence:
         raise too_short_error(split, tokens, sequence)
     return PackedDataset([np.memmap(path, dtype=dtype, mode="r")], sequence)
@@ -78,7 +78,7 @@ def load_packed(folder: Path, split: str, sequence: int) -> PackedDataset:
 def too_short_error(split: str, tokens: int, sequence: int) -> ConfigError:
     """Returns the error of a split with fewer tokens than one row and its last label."""
     reason = f"the {split} split has {tokens} tokens, fewer than the {sequence + 1} of one row"
-    return DataError.one(
+    return DataError.for_key(
         "data.sequence", sequence, reason, "give more text or a smaller data.sequence"
     )
 
@@ -111,8 +111,8 @@ def special_tokens_note(folder: Path, hint: str = LEAVE_OUT) -> str:
 def _write_split(source: TokenizeSource, folder: Path) -> None:
     started = time.perf_counter()
     progress = TokenizeProgress(source.name)
-    tokenization = source.tokenization
-    tokenizer = tokenization.load() or tokenization.train(source.training)
+    tokenization = source.tokenizer_source
+    tokenizer = tokenization.load() or tokenization.train(source.training_documents)
     tokenizer.save(str(folder / "tokenizer.json"))
     dtype = np.dtype("<u2" if vocabulary_size(tokenizer) <= 2**16 else "<u4")
     tokens = dict.fromkeys(source.splits, 0)
@@ -124,7 +124,7 @@ def _write_split(source: TokenizeSource, folder: Path) -> None:
                 progress.show(f"{format_count(sum(tokens.values()))} tokens")
         if not tokens[split]:
             reason = f"the {split} split has no text"
-            raise DataError.one(source.key, source.value, reason, "give files that hold text")
+            raise DataError.for_key(source.key, source.value, reason, "give files that hold text")
     meta = {"dtype": dtype.str, "tokens": tokens, "special_tokens": [[], []]}
     if tokenization.special_tokens:
         added = special_ids(tokenizer)
@@ -137,17 +137,17 @@ class TokenizeProgress:
     """One line on stderr, rewritten while it is a terminal."""
 
     def __init__(self, name: str) -> None:
-        self._live = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
         self._line = f"preparing {name} ..."
-        print_lines(self._line, end="" if self._live else "\n", stderr=True)
+        print_lines(self._line, end="" if self._is_terminal else "\n", stderr=True)
 
     def show(self, text: str) -> None:
         """Says how far it is, on a terminal."""
-        if self._live:
+        if self._is_terminal:
             sys.stderr.write("\r")
             print_lines(f"{self._line} {text}", end="", stderr=True)
 
     def close(self, text: str) -> None:
         """Says how it ended, on a terminal."""
-        if self._live:
+        if self._is_terminal:
             print_lines(f" {text}", stderr=True)

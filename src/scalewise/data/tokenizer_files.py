@@ -82,11 +82,13 @@ def resolve_tokenizer(path: str) -> Path:
         digests = {found.name: _digest(found) for found in tokenizer_files(path)}
     except OSError as error:
         reason = f"cannot be read: {error.strerror} ({error.filename})"
-        raise DataError.one(KEY, path, reason, "mend the file") from error
+        raise DataError.for_key(KEY, path, reason, "mend the file") from error
     versions = [version(package) for package in ("transformers", "tokenizers")]
     key = {"format": FORMAT, "files": digests, "versions": versions}
     return (
-        build_cached("tokenizer", key, partial(_convert_tokenizer, path, file), under="tokenizers")
+        build_cached(
+            "tokenizer", key, partial(_convert_tokenizer, path, file), subfolder="tokenizers"
+        )
         / FILE
     )
 
@@ -111,7 +113,9 @@ def content_digest(path: str) -> str:
     try:
         return _digest(file)
     except OSError as error:
-        raise DataError.one(KEY, path, f"cannot be read: {error.strerror}", "mend it") from error
+        raise DataError.for_key(
+            KEY, path, f"cannot be read: {error.strerror}", "mend it"
+        ) from error
 
 
 def _digest(file: Path) -> str:
@@ -142,7 +146,7 @@ def _convert_tokenizer(path: str, file: Path, folder: Path) -> None:
             f"split_special_tokens=true in {file.with_name(CONFIG)} is not supported: a "
             "tokenizer.json does not store it, so that a run and its export would give other ids"
         )
-        raise DataError.one(KEY, path, reason, f"remove it from {CONFIG}")
+        raise DataError.for_key(KEY, path, reason, f"remove it from {CONFIG}")
     tokenizer.save(str(folder / FILE))
 
 
@@ -154,7 +158,7 @@ def load_tokenizer(path: str, file: Path) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         reason = f"is not a tokenizer.json ({error})"
-        raise DataError.one(KEY, path, reason) from error
+        raise DataError.for_key(KEY, path, reason) from error
 
 
 def load_with_transformers(folder: Path) -> Any:
@@ -191,10 +195,10 @@ def conversion_error(path: str, folder: Path, error: Exception) -> DataError:
     said = shorten(" ".join(str(error).split()), 160, placeholder="...")
     if (folder / FILE).is_file():
         reason = f"transformers cannot load the class that {CONFIG} configures ({said})"
-        return DataError.one(KEY, path, reason, f"correct it; {ignore_declarations_fix(path)}")
+        return DataError.for_key(KEY, path, reason, f"correct it; {ignore_declarations_fix(path)}")
     if pieces and lacking:
         reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
-        return DataError.one(KEY, path, reason, "pip install 'scalewise[hf]'")
+        return DataError.for_key(KEY, path, reason, "pip install 'scalewise[hf]'")
     cure = "give the path of a tokenizer.json"
     if not (folder / CONFIG).is_file():
         config = shell_word(folder / CONFIG)
@@ -202,7 +206,7 @@ def conversion_error(path: str, folder: Path, error: Exception) -> DataError:
         known = "LlamaTokenizer" if pieces else known
         cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
     reason = f"transformers makes no tokenizer.json of {folder} ({said})"
-    return DataError.one(KEY, path, reason, cure)
+    return DataError.for_key(KEY, path, reason, cure)
 
 
 def ignore_declarations_fix(path: str) -> str:

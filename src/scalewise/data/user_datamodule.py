@@ -27,14 +27,14 @@ class UserDataModule(DataConfig):
     by rank itself."""
 
     sequence = 1
-    of_user = True
+    is_user_defined = True
 
     @property
-    def vocabulary_needed(self) -> int | None:
+    def required_vocabulary(self) -> int | None:
         """Returns None: it need not have tokens."""
         return None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields nothing: its target is looked at with the run."""
         yield from ()
 

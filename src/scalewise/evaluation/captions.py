@@ -42,41 +42,42 @@ class CaptionMetrics(ValidationMetrics):
 @torch.no_grad()
 def measure_captions(
     module: ModelModule,
-    rows: Sequences,
+    dataset: Sequences,
     count: int,
     micro_batch: int,
-    ends: Collection[int],
-    tell: Callable[[int], None] = lambda done: None,
+    end_token_ids: Collection[int],
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> CaptionMetrics:
-    """Returns how a whole model does on the first ``count`` rows; ``tell`` hears of rows done.
+    """Returns how a whole model does on the first ``count`` rows; ``on_progress`` hears of rows
+    done.
 
-    A caption is taken up to the first of ``ends``.
+    A caption is taken up to the first of ``end_token_ids``.
     """
-    found = validation_metrics.measure_loss(module, rows, count, micro_batch, tell)
+    found = validation_metrics.measure_loss(module, dataset, count, micro_batch, on_progress)
     said: list[tuple[list[int], list[int]]] = []
-    for batch in ValidationLoader(rows, BatchShare(found.rows, min(micro_batch, found.rows))):
-        said += _iter_captions(module, batch, ends)
+    for batch in ValidationLoader(dataset, BatchShare(found.rows, min(micro_batch, found.rows))):
+        said += _iter_captions(module, batch, end_token_ids)
     said = said[: found.rows]  # the others fill a micro batch up
     exact = sum(right == wrote for right, wrote in said) / len(said)
     return CaptionMetrics(**asdict(found), exact=exact, told=tuple(said[:TOLD]))
 
 
 def _iter_captions(
-    module: ModelModule, batch: Batch, ends: Collection[int]
+    module: ModelModule, batch: Batch, end_token_ids: Collection[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields each caption of a batch as it was to be, and as it is written."""
     tokens = generate_captions(module, batch["inputs"], 0.0, 1)
     wrote_BT = torch.stack([next(tokens) for _ in range(batch["labels"].shape[1])], dim=1)
     for right_T, wrote_T in zip(batch["labels"], wrote_BT, strict=True):
         yield (
-            truncate_at_end(right_T[right_T != IGNORED].tolist(), ends),
-            truncate_at_end(wrote_T.tolist(), ends),
+            truncate_at_end(right_T[right_T != IGNORED].tolist(), end_token_ids),
+            truncate_at_end(wrote_T.tolist(), end_token_ids),
         )
 
 
-def truncate_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+def truncate_at_end(tokens: list[int], end_token_ids: Collection[int]) -> list[int]:
     """Returns the tokens before the first that ends a text."""
-    return tokens[: next((at for at, token in enumerate(tokens) if token in ends), None)]
+    return tokens[: next((at for at, token in enumerate(tokens) if token in end_token_ids), None)]
 
 
 @torch.no_grad()
@@ -90,11 +91,11 @@ def generate_captions(
     """
     model = cast(VisionLanguageModule, module)
     generator = torch.Generator().manual_seed(seed)
-    seen = model.seen(pixels_BCHW.to(next(model.parameters()).device))
+    seen = model.encode_images(pixels_BCHW.to(next(model.parameters()).device))
     text_BT = torch.zeros((len(seen), 0), dtype=torch.long, device=seen.device)
     while True:
         read_BT = torch.nn.functional.pad(text_BT, (0, 1))  # the last is not read
-        logits_BV = model.told(seen, read_BT)[:, -1].float().cpu()
+        logits_BV = model.decode_text(seen, read_BT)[:, -1].float().cpu()
         tokens_B = torch.tensor([sample_token(each, temperature, generator) for each in logits_BV])
         yield tokens_B
         text_BT = torch.cat([text_BT, tokens_B[:, None].to(text_BT.device)], dim=1)

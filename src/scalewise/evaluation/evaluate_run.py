@@ -32,60 +32,69 @@ Measure = Callable[[ModelModule], Found]
 
 
 def measure_run(
-    told: TrainedRun,
+    trained_run: TrainedRun,
     module: ModelModule,
     splits: DataSplits,
     rows: str,
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Found:
-    """Returns what ``rows`` held-out rows say of ``module``; ``tell`` hears how many are done.
+    """Returns what ``rows`` held-out rows say of ``module``; ``on_progress`` hears how many are
+    done.
 
     Raises ``ConfigError`` where there are none.
     """
     if splits.validation is None:
         reason, cure = "the run's data have no held-out rows", "give the folder of another run"
-        raise ConfigError.one("", str(told.folder), reason, cure)
-    count = {ALL: len(splits.validation), AS_TRAINED: told.trainer.validation_rows}.get(rows)
+        raise ConfigError.for_key("", str(trained_run.folder), reason, cure)
+    count = {ALL: len(splits.validation), AS_TRAINED: trained_run.trainer.validation_rows}.get(rows)
     count = int(rows) if count is None else count
-    given = (splits.validation, count, int(told.trainer.micro_batch))  # auto is settled
-    if isinstance(told.objective, GRPO):
-        return rewards.measure_rewards(module, told.objective, told.data, *given, tell)
-    if isinstance(told.objective, Captioning):
-        return captions.measure_captions(module, *given, end_tokens(run_tokenizer(splits)), tell)
-    if not isinstance(told.objective, DPO):
-        found = validation_metrics.measure_loss(module, *given, tell)
-        classes = isinstance(told.objective, Classification)
+    given = (splits.validation, count, int(trained_run.trainer.micro_batch))  # auto is settled
+    if isinstance(trained_run.objective, GRPO):
+        return rewards.measure_rewards(
+            module, trained_run.objective, trained_run.data, *given, on_progress
+        )
+    if isinstance(trained_run.objective, Captioning):
+        return captions.measure_captions(
+            module, *given, end_tokens(run_tokenizer(splits)), on_progress
+        )
+    if not isinstance(trained_run.objective, DPO):
+        found = validation_metrics.measure_loss(module, *given, on_progress)
+        classes = isinstance(trained_run.objective, Classification)
         return validation_metrics.ClassificationMetrics(**asdict(found)) if classes else found
     reference = load_model.load_model(
-        replace(told, checkpoint=None), next(module.parameters()).device
+        replace(trained_run, checkpoint=None), next(module.parameters()).device
     )
-    return preferences.measure_preferences(module, reference, told.objective, *given, tell)
+    return preferences.measure_preferences(
+        module, reference, trained_run.objective, *given, on_progress
+    )
 
 
 def quantization_costs(
-    told: TrainedRun, device: torch.device, found: Found, measure: Measure
+    trained_run: TrainedRun, device: torch.device, metrics: Found, measure: Measure
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields what each format saves and costs: in words, and as figures for the record."""
-    fp8 = told.precision.in_fp8(told.model)
-    if not (told.packed or told.fake_quantized or fp8):
+    fp8 = trained_run.precision.fp8_layers(trained_run.model)
+    if not (trained_run.packed_weights or trained_run.fake_quantized_weights or fp8):
         return
     with torch.autocast(device.type, enabled=False):
-        exact = measure(load_model.load_model(told, device, exact=True).float()).loss
-    what = "one less the reward" if isinstance(found, RewardMetrics) else "the loss"
-    by = f"{what} is {exact:.4f} in fp32, {found.loss - exact:+.4f} by"
-    if told.packed:
-        held = told.precision.parameters.bytes
-        whole = sum(weight.size(held) for weight in told.packed)
+        exact = measure(load_model.load_model(trained_run, device, unquantized=True).float()).loss
+    what = "one less the reward" if isinstance(metrics, RewardMetrics) else "the loss"
+    by = f"{what} is {exact:.4f} in fp32, {metrics.loss - exact:+.4f} by"
+    if trained_run.packed_weights:
+        held = trained_run.precision.parameters.bytes
+        whole = sum(weight.shard_bytes(held) for weight in trained_run.packed_weights)
         packed = sum(
-            p.size(held) for weight in told.packed for p in told.quantization.parts(weight)
+            p.shard_bytes(held)
+            for weight in trained_run.packed_weights
+            for p in trained_run.quantization.packed_parts(weight)
         )
         yield (
             f"packed matrices: {format_bytes(packed)} instead of {format_bytes(whole)}; "
             f"{by} packing",
             {"packed_bytes": packed, "whole_bytes": whole, "loss_in_fp32": exact},
         )
-    if told.fake_quantized:
-        integers, whole = told.bytes_of_integers
+    if trained_run.fake_quantized_weights:
+        integers, whole = trained_run.quantized_bytes
         yield (
             f"matrices in 4 bits, once exported: {format_bytes(integers)} instead of "
             f"{format_bytes(whole)}; {by} rounding",

@@ -40,23 +40,24 @@ def measure_preferences(
     module: ModelModule,
     reference: ModelModule,
     objective: DPO,
-    rows: Sequences,
+    dataset: Sequences,
     count: int,
     micro_batch: int,
-    tell: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> PreferenceMetrics:
-    """Returns how a whole model does on the first ``count`` pairs; ``tell`` hears of pairs done."""
-    count, device = min(count, len(rows)), next(module.parameters()).device
-    question = replace(objective.reference, loss_chunk=PIECE)
+    """Returns how a whole model does on the first ``count`` pairs; ``on_progress`` hears of pairs
+    done."""
+    count, device = min(count, len(dataset)), next(module.parameters()).device
+    question = replace(objective.reference_objective, loss_chunk=PIECE)
     for asked in (module, reference):
         question.apply(asked, in_forward=False)
     sums, done = torch.zeros(4, dtype=torch.float64, device=device), 0
-    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         inputs, labels = batch["inputs"].to(device), batch["labels"].to(device)
         own_B, said_B = module(inputs, labels), reference(inputs, labels)
         measured_3 = objective.loss(own_B, {"labels": labels, "reference": said_B})
         likelier = own_B[::2] > own_B[1::2]
         sums += torch.cat([measured_3.double(), likelier.sum().view(1).double()])
         done = min(done + micro_batch, count)
-        tell(done)
+        on_progress(done)
     return PreferenceMetrics(count, *(sums / count).tolist())

@@ -37,21 +37,24 @@ def measure_rewards(
     module: ModelModule,
     objective: GRPO,
     data: DataConfig,
-    rows: Sequences,
+    dataset: Sequences,
     count: int,
     micro_batch: int,
-    tell: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> RewardMetrics:
-    """Returns how a whole model answers the first ``count`` prompts; ``tell`` hears of them."""
-    count, device = min(count, len(rows)), next(module.parameters()).device
+    """Returns how a whole model answers the first ``count`` prompts; ``on_progress`` hears of
+    them."""
+    count, device = min(count, len(dataset)), next(module.parameters()).device
     answering = Rollout(objective, data)
     sums, done = torch.zeros(2, dtype=torch.float64, device=device), 0
-    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         given = {key: batch[key].to(device) for key in ("inputs", "labels")}
-        found = answering.likeliest(given, lambda asked, batch: ScaledLoss(asked).of(module, batch))
+        found = answering.generate_greedy(
+            given, lambda asked, batch: ScaledLoss(asked).compute(module, batch)
+        )
         real_B = (given["labels"] != IGNORED).any(1)
         right_B = (found["labels"] == given["labels"]).all(1)
         sums += torch.stack([found["reward"][real_B].sum(), right_B[real_B].sum()]).double()
         done = min(done + micro_batch, count)
-        tell(done)
+        on_progress(done)
     return RewardMetrics(count, *(sums / count).tolist())

@@ -34,7 +34,11 @@ class SamplingOptions:
 
 
 def sample_text(
-    told: TrainedRun, module: ModelModule, splits: DataSplits, prompt: str, drawing: SamplingOptions
+    trained_run: TrainedRun,
+    module: ModelModule,
+    splits: DataSplits,
+    prompt: str,
+    sampling: SamplingOptions,
 ) -> str:
     """Returns the prompt and what the model makes of it, until it ends the text, or its classes.
 
@@ -43,60 +47,68 @@ def sample_text(
     """
     if splits.tokenizer is None:
         reason, cure = "the run's data were token ids, not text", "leave out prompt"
-        raise ConfigError.one("prompt", prompt, reason, cure)
+        raise ConfigError.for_key("prompt", prompt, reason, cure)
     tokenizer = run_tokenizer(splits)
     last = end_tokens(tokenizer)
     text = prompt.encode("utf-8", "replace").decode("utf-8")
-    if told.data.classes:
-        return _class_probabilities(told, module, tokenizer.encode(text).ids)
-    drawn, count = (drawing.temperature, drawing.seed), drawing.tokens
-    if told.data.image_size:
-        pixels = _read_pixels(prompt, told.data.image_size)
+    if trained_run.data.classes:
+        return _class_probabilities(trained_run, module, tokenizer.encode(text).ids)
+    drawn, count = (sampling.temperature, sampling.seed), sampling.tokens
+    if trained_run.data.image_size:
+        pixels = _read_pixels(prompt, trained_run.data.image_size)
         tokens = (int(each) for each in captions.generate_captions(module, pixels, *drawn))
-        return str(tokenizer.decode(_take_until_end(last, tokens, min(count, told.model.context))))
-    if isinstance(told.data, Seq2SeqData):
-        question = tokenizer.encode(text + told.data.end_of_text, add_special_tokens=False).ids
+        return str(
+            tokenizer.decode(_take_until_end(last, tokens, min(count, trained_run.model.context)))
+        )
+    if isinstance(trained_run.data, Seq2SeqData):
+        question = tokenizer.encode(
+            text + trained_run.data.end_of_text, add_special_tokens=False
+        ).ids
         found = generate_answer(
-            module, question[: told.data.sequence - told.data.target_length], *drawn
+            module, question[: trained_run.data.sequence - trained_run.data.target_length], *drawn
         )
         return str(tokenizer.decode(_take_until_end(last, found, count)))
-    if isinstance(told.data, ChatData):
-        template = chat_template(told.data)
+    if isinstance(trained_run.data, ChatData):
+        template = chat_template(trained_run.data)
         text = prompt_text(template, text)
         template.close()
     begun = tokenizer.encode(text, add_special_tokens=False).ids
-    if not isinstance(told.data, ChatData) and getattr(told.data, "special_tokens", True):
+    if not isinstance(trained_run.data, ChatData) and getattr(
+        trained_run.data, "special_tokens", True
+    ):
         begun = special_ids(tokenizer)[0] + begun
     found = generate(
         module,
         begun,
-        told.model.context - told.adapter.ahead - told.adapter.before,
+        trained_run.model.context - trained_run.adapter.ahead - trained_run.adapter.before,
         *drawn,
     )
     return str(tokenizer.decode([*begun, *_take_until_end(last, found, count)]))
 
 
-def _read_pixels(file: str, side: int) -> torch.Tensor:
+def _read_pixels(file: str, image_size: int) -> torch.Tensor:
     """Returns the picture of a file; raises ``ConfigError`` where there is none."""
     try:
-        found_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), side)
+        found_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), image_size)
     except ValueError as error:
         cure = "give prompt=FILE of a picture, such as .png, .jpg or .npy"
-        raise ConfigError.one("prompt", file, str(error), cure) from error
+        raise ConfigError.for_key("prompt", file, str(error), cure) from error
     return torch.from_numpy(found_CHW.copy())[None]
 
 
-def _take_until_end(last: Container[int], tokens: Iterator[int], count: int) -> list[int]:
+def _take_until_end(end_token_ids: Container[int], tokens: Iterator[int], count: int) -> list[int]:
     """Returns up to so many tokens, and none of what ends a text."""
-    return list(takewhile(lambda token: token not in last, islice(tokens, count)))
+    return list(takewhile(lambda token: token not in end_token_ids, islice(tokens, count)))
 
 
-def _class_probabilities(told: TrainedRun, module: ModelModule, ids: list[int]) -> str:
+def _class_probabilities(trained_run: TrainedRun, module: ModelModule, ids: list[int]) -> str:
     """Returns how likely a text is of each class, the likeliest first."""
     if not ids:
-        raise ConfigError.one("prompt", "", "has no words", "set 'prompt=some text'")
-    tokens_1T = torch.tensor([ids[: told.data.sequence]], device=next(module.parameters()).device)
+        raise ConfigError.for_key("prompt", "", "has no words", "set 'prompt=some text'")
+    tokens_1T = torch.tensor(
+        [ids[: trained_run.data.sequence]], device=next(module.parameters()).device
+    )
     with torch.no_grad():
         shares = module(tokens_1T)[0, -1].float().softmax(-1).tolist()
-    ranked = sorted(zip(shares, told.data.classes, strict=True), reverse=True)
+    ranked = sorted(zip(shares, trained_run.data.classes, strict=True), reverse=True)
     return ", ".join(f"{name} {share:.1%}" for share, name in ranked)

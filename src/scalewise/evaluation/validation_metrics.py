@@ -51,32 +51,33 @@ class ClassificationMetrics(ValidationMetrics):
 @torch.no_grad()
 def measure_loss(
     module: ModelModule,
-    rows: Sequences,
+    dataset: Sequences,
     count: int,
     micro_batch: int,
-    tell: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> ValidationMetrics:
-    """Returns how a whole model does on the first ``count`` rows; ``tell`` hears of rows done."""
-    count = min(count, len(rows))
+    """Returns how a whole model does on the first ``count`` rows; ``on_progress`` hears of rows
+    done."""
+    count = min(count, len(dataset))
     device = next(module.parameters()).device
     module.loss, sums = _loss_sums, torch.zeros(2, dtype=torch.float64, device=device)
     labels = done = 0
-    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         there = {name: x_BT.to(device) for name, x_BT in batch.items()}
         sums += module(there["inputs"], there["labels"], there.get("places"))
         labels += int((batch["labels"] != IGNORED).sum())
         done = min(done + micro_batch, count)
-        tell(done)
+        on_progress(done)
     loss, hits = (sums / labels).tolist() if labels else (float("nan"), float("nan"))
     return ValidationMetrics(count, labels, loss, hits)
 
 
 @torch.no_grad()
 def logits_distance(
-    module: ModelModule, other: ModelModule, rows: Sequences, count: int, micro_batch: int
+    module: ModelModule, other_module: ModelModule, dataset: Sequences, count: int, micro_batch: int
 ) -> float:
     """Returns the mean distance of two models' logits over all labels of the first rows."""
-    count, device = min(count, len(rows)), next(other.parameters()).device
+    count, device = min(count, len(dataset)), next(other_module.parameters()).device
     apart, numbers = torch.zeros((), dtype=torch.float64, device=device), 0
     said: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
 
@@ -84,11 +85,11 @@ def logits_distance(
         said.append((head, x_BTW))
         return x_BTW.new_zeros(())
 
-    module.loss = other.loss = keep
-    for batch in ValidationLoader(rows, BatchShare(count, min(micro_batch, count))):
+    module.loss = other_module.loss = keep
+    for batch in ValidationLoader(dataset, BatchShare(count, min(micro_batch, count))):
         there = {name: x_BT.to(device) for name, x_BT in batch.items()}
         said.clear()
-        for asked in (module, other):
+        for asked in (module, other_module):
             asked(there["inputs"], there["labels"], there.get("places"))
         for at in range(0, batch["labels"].shape[1], PIECE):
             real_BT = there["labels"][:, at : at + PIECE] != IGNORED

@@ -36,20 +36,20 @@ INPUTS = "int8_asym_per_token"
 """What torchao calls inputs in 8 bits, each token by its own range."""
 
 
-def write_compressed(told: TrainedRun, to: Path) -> None:
+def write_compressed(trained_run: TrainedRun, target_folder: Path) -> None:
     """Writes weights and configuration, with the matrices that were rounded as integers."""
-    told.model.export(told.merged(), to)
-    tensors, names = load_file(to / SINGLE), _hf_names(told.model)
-    (to / SINGLE).unlink()  # tensors are mapped from it, and another takes its name
-    for name in (names[weight.name] for weight in told.fake_quantized):
+    trained_run.model.export(trained_run.read_merged_state_dict(), target_folder)
+    tensors, names = load_file(target_folder / SINGLE), _hf_names(trained_run.model)
+    (target_folder / SINGLE).unlink()  # tensors are mapped from it, and another takes its name
+    for name in (names[weight.name] for weight in trained_run.fake_quantized_weights):
         whole = tensors.pop(name)
-        found = to_torchao(whole, told.quantization.group)
+        found = to_torchao(whole, trained_run.quantization.group)
         tensors[f"{name}_packed"] = pack_int4(found.qdata)
         tensors[f"{name}_scale"] = found.scale
         tensors[f"{name}_shape"] = torch.tensor(whole.shape)
-    config = json.loads((to / "config.json").read_text("utf-8"))
+    config = json.loads((target_folder / "config.json").read_text("utf-8"))
     state_dict_adapter.save_folder(
-        tensors, config | {"quantization_config": _compression_config(told)}, to
+        tensors, config | {"quantization_config": _compression_config(trained_run)}, target_folder
     )
 
 
@@ -57,42 +57,43 @@ def _hf_names(model: ModelConfig) -> dict[str, str]:
     """Returns transformers' name of each weight that is one there too, by its own."""
     if isinstance(model, DecoderConfig):
         return {
-            piece.ours[0]: piece.theirs for piece in state_dict_adapter.iter_tensor_mappings(model)
+            piece.names[0]: piece.hf_name
+            for piece in state_dict_adapter.iter_tensor_mappings(model)
         }
     from scalewise.models.hf.causal_lm import CausalLMModule
 
-    module = model.shape(StageSlice(range(model.layers)))
+    module = model.build_meta(StageSlice(range(model.layers)))
     assert isinstance(module, CausalLMModule)
-    return {name: module.theirs(name) for name, _ in module.own_parameters()}
+    return {name: module.hf_name(name) for name, _ in module.own_parameters()}
 
 
-def to_torchao(whole: Tensor, group: int) -> Any:
+def to_torchao(weight: Tensor, group_size: int) -> Any:
     """Returns a matrix as torchao's tensor of integers, with a scale for each group."""
-    return IntxUnpackedToInt8Tensor.from_hp(whole.float(), (1, group), INT4)
+    return IntxUnpackedToInt8Tensor.from_hp(weight.float(), (1, group_size), INT4)
 
 
-def pack_int4(numbers: Tensor) -> Tensor:
+def pack_int4(values: Tensor) -> Tensor:
     """Returns integers of 4 bits, eight in one of 32."""
-    of_word = (numbers.int() - WEIGHTS.low).view(len(numbers), -1, PER_WORD)
-    return (of_word << _group_positions(numbers)).sum(-1, dtype=torch.int32)
+    of_word = (values.int() - WEIGHTS.low).view(len(values), -1, PER_WORD)
+    return (of_word << _group_positions(values)).sum(-1, dtype=torch.int32)
 
 
-def unpack_int4(words: Tensor) -> Tensor:
+def unpack_int4(packed: Tensor) -> Tensor:
     """Returns them in 8 bits each."""
-    of_word: Tensor = (words.unsqueeze(-1) >> _group_positions(words)) & (2**BITS - 1)
+    of_word: Tensor = (packed.unsqueeze(-1) >> _group_positions(packed)) & (2**BITS - 1)
     return (of_word + WEIGHTS.low).flatten(-2).to(torch.int8)
 
 
-def _group_positions(near: Tensor) -> Tensor:
-    return torch.arange(0, BITS * PER_WORD, BITS, dtype=torch.int32, device=near.device)
+def _group_positions(tensor: Tensor) -> Tensor:
+    return torch.arange(0, BITS * PER_WORD, BITS, dtype=torch.int32, device=tensor.device)
 
 
-def load_compressed(folder: Path, told: TrainedRun, device: torch.device) -> ModelModule:
+def load_compressed(folder: Path, trained_run: TrainedRun, device: torch.device) -> ModelModule:
     """Returns the model of a folder that was written, whose layers multiply by integers.
 
     Raises ``CheckpointError`` where a matrix that was trained to be integers is none.
     """
-    model, names = told.model, _hf_names(told.model)
+    model, names = trained_run.model, _hf_names(trained_run.model)
     held, integers = load_file(folder / SINGLE, device=str(device)), {}
     for ours, theirs in names.items():
         if f"{theirs}_packed" in held:
@@ -104,15 +105,17 @@ def load_compressed(folder: Path, told: TrainedRun, device: torch.device) -> Mod
                 scale,
                 torch.zeros_like(scale, dtype=torch.int8),
                 INT4,
-                (1, told.quantization.group),
+                (1, trained_run.quantization.group),
                 torch.float32,
-                INPUTS if told.quantization.rounds_inputs else None,
+                INPUTS if trained_run.quantization.rounds_inputs else None,
             )
             held[theirs] = tensor.dequantize()
-    if lacking := [weight.name for weight in told.fake_quantized if weight.name not in integers]:
+    if lacking := [
+        weight.name for weight in trained_run.fake_quantized_weights if weight.name not in integers
+    ]:
         reason = f"holds no integers of {lacking[0]}"
-        raise CheckpointError.one("", folder, reason, "export it anew")
-    module = model.shape(StageSlice(range(model.layers))).to_empty(device=device)
+        raise CheckpointError.for_key("", folder, reason, "export it anew")
+    module = model.build_meta(StageSlice(range(model.layers))).to_empty(device=device)
     module.init_buffers()
     if isinstance(model, DecoderConfig):
         state = state_dict_adapter.from_hf_state_dict(held, model, folder)
@@ -125,25 +128,31 @@ def load_compressed(folder: Path, told: TrainedRun, device: torch.device) -> Mod
     return module.float().eval()
 
 
-def measure_compressed(told: TrainedRun, folder: Path, held: Sequences | None) -> dict[str, float]:
+def measure_compressed(
+    trained_run: TrainedRun, folder: Path, validation_data: Sequences | None
+) -> dict[str, float]:
     """Returns what a folder saves and costs: bytes, and on held-out rows losses and logits.
 
     The file is read back. Logits are told apart from those as trained, and from those of fp32.
     """
     device = torch.device(this_machine().device.value)
     found: dict[str, float] = {
-        "layers": len(told.fake_quantized),
+        "layers": len(trained_run.fake_quantized_weights),
         "disk_bytes": (folder / SINGLE).stat().st_size,
-        "disk_bytes_in_fp32": FP32 * told.model.parameters,
+        "disk_bytes_in_fp32": FP32 * trained_run.model.num_parameters,
     }
-    if held is None:
+    if validation_data is None:
         return found
-    integers = load_compressed(folder, told, device)
+    integers = load_compressed(folder, trained_run, device)
     others = {
-        "as_trained": load_model.load_model(told, device).float(),
-        "in_fp32": load_model.load_model(told, device, exact=True).float(),
+        "as_trained": load_model.load_model(trained_run, device).float(),
+        "in_fp32": load_model.load_model(trained_run, device, unquantized=True).float(),
     }
-    rows = (held, told.trainer.validation_rows, int(told.trainer.micro_batch))
+    rows = (
+        validation_data,
+        trained_run.trainer.validation_rows,
+        int(trained_run.trainer.micro_batch),
+    )
     first = validation_metrics.measure_loss(integers, *rows)
     found |= {"rows": first.rows, "loss": first.loss}
     for kind, other in others.items():
@@ -152,9 +161,9 @@ def measure_compressed(told: TrainedRun, folder: Path, held: Sequences | None) -
     return found
 
 
-def _compression_config(told: TrainedRun) -> dict[str, Any]:
+def _compression_config(trained_run: TrainedRun) -> dict[str, Any]:
     """Returns how compressed-tensors is to read the integers."""
-    group = told.quantization.group
+    group = trained_run.quantization.group
     numbers = {"num_bits": BITS, "type": "int", "symmetric": True, "dynamic": False}
     inputs = {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True}
     return {
@@ -167,7 +176,7 @@ def _compression_config(told: TrainedRun) -> dict[str, Any]:
                 "format": FORM,  # else inputs that are rounded as well have it look for another
                 "weights": numbers | {"strategy": "group", "group_size": group},
                 "input_activations": inputs | {"strategy": "token"}
-                if told.quantization.rounds_inputs
+                if trained_run.quantization.rounds_inputs
                 else None,
             }
         },

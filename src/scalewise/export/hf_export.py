@@ -26,58 +26,69 @@ BEFORE_THE_TEXT = "what was trained stands before the text, and is no part of th
 UNPACKED = "matrices that were packed are as unpacked, which is what was trained beside"
 
 
-def write_export(told: TrainedRun, to: Path, form: AdapterExport) -> list[str]:
-    """Writes the folder ``to``: weights, configuration, tokenizer, card; returns what to tell.
+def write_export(
+    trained_run: TrainedRun, target_folder: Path, adapter_export: AdapterExport
+) -> list[str]:
+    """Writes the folder ``target_folder``: weights, configuration, tokenizer, card; returns what to
+    tell.
 
     That is what integers save and cost, and what the folder lacks. The folder appears whole or not
     at all.
 
     Raises ``ConfigError`` where the format has no place for it.
     """
-    averaged = ["weights are the moving average of those that were trained"] * told.averaged
+    averaged = [
+        "weights are the moving average of those that were trained"
+    ] * trained_run.is_averaged
     said: list[str] = []
-    with staging_folder(to) as partial:
-        if form is AdapterExport.alone:
-            _write_adapter(told, told.state(), partial, to / "base")
-        elif not told.adapter.merges:
-            raise ConfigError.one("adapter", form, BEFORE_THE_TEXT, "set adapter=alone")
-        elif told.fake_quantized:
-            said = _write_quantized(told, partial)
+    with staging_folder(target_folder) as partial:
+        if adapter_export is AdapterExport.alone:
+            _write_adapter(
+                trained_run, trained_run.read_state_dict(), partial, target_folder / "base"
+            )
+        elif not trained_run.adapter.merges:
+            raise ConfigError.for_key(
+                "adapter", adapter_export, BEFORE_THE_TEXT, "set adapter=alone"
+            )
+        elif trained_run.fake_quantized_weights:
+            said = _write_quantized(trained_run, partial)
         else:
-            told.model.export(told.merged(), partial)
-            if told.packed:
+            trained_run.model.export(trained_run.read_merged_state_dict(), partial)
+            if trained_run.packed_weights:
                 said = [UNPACKED]
         said = [*averaged, *said]
-        _name_classes(told, partial)
-        lacks = tokenizer_files.write_tokenizer_files(told, partial)
+        _name_classes(trained_run, partial)
+        lacks = tokenizer_files.write_tokenizer_files(trained_run, partial)
         status, summary = (
-            read_json(told.folder / f"{name}.json") for name in ("status", "summary")
+            read_json(trained_run.folder / f"{name}.json") for name in ("status", "summary")
         )
-        library = "peft" if form is AdapterExport.alone else "transformers"
-        write_text(partial / "README.md", model_card(status, summary, told.step, library, said))
+        library = "peft" if adapter_export is AdapterExport.alone else "transformers"
+        write_text(
+            partial / "README.md", model_card(status, summary, trained_run.step, library, said)
+        )
     return [*said, *lacks]
 
 
-def _name_classes(told: TrainedRun, to: Path) -> None:
+def _name_classes(trained_run: TrainedRun, target_folder: Path) -> None:
     """Calls the classes by their names in each configuration that numbers them."""
-    names = {str(number): name for number, name in enumerate(told.data.classes)}
-    for file in (to / "config.json", to / "base" / "config.json"):
+    names = {str(number): name for number, name in enumerate(trained_run.data.classes)}
+    for file in (target_folder / "config.json", target_folder / "base" / "config.json"):
         if names and "id2label" in (config := read_json(file)):
             ids = {name: int(number) for number, name in names.items()}
             write_json(file, config | {"id2label": names, "label2id": ids})
 
 
-def _write_quantized(told: TrainedRun, to: Path) -> list[str]:
+def _write_quantized(trained_run: TrainedRun, target_folder: Path) -> list[str]:
     """Writes integers, and what they save and cost to ``conversion.json`` too; returns that."""
     from scalewise.export import compressed_tensors
 
-    compressed_tensors.write_compressed(told, to)
+    compressed_tensors.write_compressed(trained_run, target_folder)
     try:
-        rows, why = told.splits().validation, "the run's data have no held-out rows"
+        rows, why = trained_run.load_splits().validation, "the run's data have no held-out rows"
     except (DataError, OSError) as error:
         rows, why = None, str(error)
-    found = compressed_tensors.measure_compressed(told, to, rows)
-    write_json(to / CONVERSION, found)
+    found = compressed_tensors.measure_compressed(trained_run, target_folder, rows)
+    write_json(target_folder / CONVERSION, found)
     said = [
         f"{found['layers']} matrices in 4 bits: {format_bytes(found['disk_bytes'])} on disk "
         f"instead of {format_bytes(found['disk_bytes_in_fp32'])} in fp32"
@@ -94,37 +105,45 @@ def _write_quantized(told: TrainedRun, to: Path) -> list[str]:
     ]
 
 
-def _write_adapter(told: TrainedRun, state: dict[str, Tensor], to: Path, base: Path) -> None:
-    """Writes an adapter; ``base`` is where a model that nobody else has will lie."""
-    model, adapter = told.model, told.adapter
+def _write_adapter(
+    trained_run: TrainedRun, state: dict[str, Tensor], target_folder: Path, base_model_path: Path
+) -> None:
+    """Writes an adapter; ``base_model_path`` is where a model that nobody else has will lie."""
+    model, adapter = trained_run.model, trained_run.adapter
     if isinstance(adapter, NoAdapterConfig):
         reason = "the run has trained no adapter"
-        raise ConfigError.one("adapter", AdapterExport.alone, reason, "set adapter=merged")
+        raise ConfigError.for_key("adapter", AdapterExport.alone, reason, "set adapter=merged")
     from scalewise.adapters import peft_export
 
     if isinstance(adapter, PiSSAAdapterConfig):
-        adapter, state = adapter.beside(state, model.build(told.seed).state_dict())
+        adapter, state = adapter.to_lora(state, model.build(trained_run.seed).state_dict())
     if isinstance(model, HuggingFaceConfig):
-        _write_hf(state, adapter, model, to, base)
+        _write_hf(state, adapter, model, target_folder, base_model_path)
         return
     assert isinstance(model, DecoderConfig)
-    peft_export.export_adapter(state, adapter, model, to, model.weights or str(base))
+    peft_export.export_adapter(
+        state, adapter, model, target_folder, model.weights or str(base_model_path)
+    )
     if model.weights is None:  # drawn from a seed: nobody else has it
         own = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
-        if whole := adapter.whole(model):
-            begun = model.build(told.seed).state_dict()
+        if whole := adapter.fully_trained_modules(model):
+            begun = model.build(trained_run.seed).state_dict()
             own |= {name: begun[name] for name in own if module_name(name) in whole}
-        state_dict_adapter.export_folder(own, model, to / "base")
+        state_dict_adapter.export_folder(own, model, target_folder / "base")
 
 
 def _write_hf(
-    state: dict[str, Tensor], adapter: AdapterConfig, model: HuggingFaceConfig, to: Path, base: Path
+    state: dict[str, Tensor],
+    adapter: AdapterConfig,
+    model: HuggingFaceConfig,
+    target_folder: Path,
+    base_model_path: Path,
 ) -> None:
     from scalewise.adapters import peft_export_hf
 
     fresh = model.init is InitKind.random
-    path = str(base) if fresh else model.path
-    peft_export_hf.export_hf_adapter(state, adapter, model, to, path)
+    path = str(base_model_path) if fresh else model.path
+    peft_export_hf.export_hf_adapter(state, adapter, model, target_folder, path)
     if fresh:  # drawn from a seed: nobody else has it
         own = {name: tensor for name, tensor in state.items() if not is_adapter_weight(name)}
-        model.export(own, to / "base")
+        model.export(own, target_folder / "base")

@@ -13,17 +13,18 @@ from scalewise.errors import ConfigError
 
 
 @contextmanager
-def staging_folder(to: Path) -> Iterator[Path]:
-    """Yields an empty sibling of ``to`` that takes its name by one rename at the end.
+def staging_folder(target_folder: Path) -> Iterator[Path]:
+    """Yields an empty sibling of ``target_folder`` that takes its name by one rename at the end.
 
     What an export that was killed has left there is removed. The sibling is locked meanwhile.
     Symbolic links at either name are not followed.
 
     Raises:
-        ConfigError: ``to`` is there and not an empty folder, cannot be made, or is being written.
+        ConfigError: ``target_folder`` is there and not an empty folder, cannot be made, or is being
+        written.
     """
-    check_target_free(to)
-    partial = to.with_name(f".partial-{to.name}")
+    check_target_free(target_folder)
+    partial = target_folder.with_name(f".partial-{target_folder.name}")
     try:
         if partial.is_symlink():
             partial.unlink()
@@ -31,19 +32,19 @@ def staging_folder(to: Path) -> Iterator[Path]:
         descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         reason, cure = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
-        raise ConfigError.one("to", str(to), reason, cure) from None
+        raise ConfigError.for_key("to", str(target_folder), reason, cure) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         reason, cure = "is being written by another export", "wait for it, or give to=FOLDER"
-        raise ConfigError.one("to", str(to), reason, cure) from None
+        raise ConfigError.for_key("to", str(target_folder), reason, cure) from None
     try:
         _is_empty(partial)
         yield partial
         _sync_files(partial)
-        check_target_free(to)
-        partial.rename(to)
+        check_target_free(target_folder)
+        partial.rename(target_folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -51,10 +52,15 @@ def staging_folder(to: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def check_target_free(to: Path) -> None:
-    """Raises ``ConfigError`` where something other than an empty folder has the name ``to``."""
-    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
-        raise ConfigError.one("to", str(to), "is there already", "give to=FOLDER, a new one")
+def check_target_free(target_folder: Path) -> None:
+    """Raises ``ConfigError`` where something other than an empty folder has the name
+    ``target_folder``."""
+    if target_folder.is_symlink() or (
+        target_folder.exists() and (not target_folder.is_dir() or any(target_folder.iterdir()))
+    ):
+        raise ConfigError.for_key(
+            "to", str(target_folder), "is there already", "give to=FOLDER, a new one"
+        )
 
 
 def _is_empty(folder: Path) -> None:

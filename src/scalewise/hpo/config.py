@@ -44,15 +44,15 @@ class SearchConfig:
     """Name in the storage; None: the only one there, or the sweep's."""
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> SearchConfig:
+    def from_options(cls, options: Mapping[str, Any]) -> SearchConfig:
         """Returns the search of a sweeper's options; an empty or absent one is as by default."""
         known = {entry.name for entry in fields(cls)}
         given = {k: v for k, v in options.items() if k in known and v is not None}
         return cls(**{key: value for key, value in given.items() if value or key != "objectives"})
 
-    def complaints(self, space: Sequence[Axis]) -> Iterator[ConfigIssue]:
+    def validate(self, space: Sequence[Axis]) -> Iterator[ConfigIssue]:
         """Yields what this search cannot do, over these axes."""
-        yield from self._of_numbers()
+        yield from self._number_issues()
         for key, value, known in (
             ("sampler", self.sampler, SAMPLERS),
             ("pruner", self.pruner, PRUNERS),
@@ -61,7 +61,7 @@ class SearchConfig:
                 yield ConfigIssue(
                     f"hydra.sweeper.{key}", value, "is not known", did_you_mean(value, known)
                 )
-        yield from self._of_objectives()
+        yield from self._objective_issues()
         if not space:
             cure = "give values: optimizer.lr=1e-4,1e-3 or 'optimizer.lr=interval(1e-4,1e-3)'"
             yield ConfigIssue("", "", "a search needs an axis to search along", cure)
@@ -70,7 +70,7 @@ class SearchConfig:
             yield from too_many("hydra.sweeper.sampler", "grid", grid_size(space))
         for axis in space:
             if isinstance(axis, IntervalAxis):
-                yield from axis.complaints()
+                yield from axis.validate()
                 if self.sampler == "grid" and axis.step is None:
                     cure = "list its values, or set hydra.sweeper.sampler=random"
                     yield ConfigIssue(axis.key, "interval", "has no grid", cure)
@@ -78,7 +78,7 @@ class SearchConfig:
             cure = "give a path: search.journal, or search.db for sqlite"
             yield ConfigIssue("hydra.sweeper.storage", self.storage, "is no file", cure)
 
-    def _of_numbers(self) -> Iterator[ConfigIssue]:
+    def _number_issues(self) -> Iterator[ConfigIssue]:
         if self.jobs < 1:
             yield ConfigIssue("hydra.sweeper.jobs", self.jobs, "must be 1 or more")
         if self.trials is not None and self.trials < 1:
@@ -87,7 +87,7 @@ class SearchConfig:
         if not 0 <= self.seed < 2**32:
             yield ConfigIssue("hydra.sweeper.seed", self.seed, "must be in [0, 2**32)")
 
-    def _of_objectives(self) -> Iterator[ConfigIssue]:
+    def _objective_issues(self) -> Iterator[ConfigIssue]:
         for group in ("objectives", "constraints"):
             if not isinstance(asked := getattr(self, group), Mapping):
                 cure = f"write '++hydra.sweeper.{group}={{val/loss: ...}}'"

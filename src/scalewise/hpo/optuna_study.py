@@ -43,79 +43,81 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 class OptunaSearch:
     """One search: its options, its axes and Optuna's study of them."""
 
-    search: SearchConfig
+    config: SearchConfig
     space: Sequence[Axis]
-    file: str
+    storage_file: str
     """The storage."""
-    optuna: optuna.Study
+    study: optuna.Study
 
     @property
-    def wanted(self) -> int:
+    def num_trials(self) -> int:
         """Returns how many trials there are to be."""
-        points = len(grid_points(self.space)) if self.search.sampler == "grid" else None
-        asked = self.search.trials or points or TRIALS
+        points = len(grid_points(self.space)) if self.config.sampler == "grid" else None
+        asked = self.config.trials or points or TRIALS
         return min(asked, points or asked)
 
     @property
-    def ended(self) -> list[FrozenTrial]:
+    def finished_trials(self) -> list[FrozenTrial]:
         """Returns the trials that say something of their settings, whether they failed or not."""
-        return [
-            t for t in self.optuna.get_trials() if t.state.is_finished() and not _lost_trials(t)
-        ]
+        return [t for t in self.study.get_trials() if t.state.is_finished() and not _lost_trials(t)]
 
-    def asked(self) -> list[Trial]:
+    def ask_trials(self) -> list[Trial]:
         """Returns the next trials, as many as are to run together and are still missing."""
-        running = sum(t.state is TrialState.RUNNING for t in self.optuna.get_trials(deepcopy=False))
-        missing = self.wanted - len(self.ended) - running
+        running = sum(t.state is TrialState.RUNNING for t in self.study.get_trials(deepcopy=False))
+        missing = self.num_trials - len(self.finished_trials) - running
         space = {axis.key: _axis_distribution(axis) for axis in self.space}
-        trials = [self.optuna.ask(space) for _ in range(min(self.search.jobs, missing))]
+        trials = [self.study.ask(space) for _ in range(min(self.config.jobs, missing))]
         for trial in trials:
             trial.set_user_attr(OWNER, _process_id())
         return trials
 
-    def begin(self, trial: Trial, sweep: Path, job: int, folder: Path) -> None:
+    def assign_job(self, trial: Trial, sweep: Path, job: int, folder: Path) -> None:
         """Notes which job a trial becomes, and tells the job where it may be pruned."""
         trial.set_user_attr(SWEEP, str(sweep))
         trial.set_user_attr(JOB, job)
-        if self.search.pruner != "none":
-            metric = next(iter(self.search.objectives))
-            name = self.optuna.study_name
-            TrialLink(self.file, name, trial.number, self.search.pruner, metric).write(folder)
+        if self.config.pruner != "none":
+            metric = next(iter(self.config.objectives))
+            name = self.study.study_name
+            TrialLink(self.storage_file, name, trial.number, self.config.pruner, metric).write(
+                folder
+            )
 
-    def tell(self, trial: Trial, ended: TrialOutcome) -> None:
+    def tell_outcome(self, trial: Trial, trial_outcome: TrialOutcome) -> None:
         """Tells Optuna how a trial ended: by its values, as pruned, or as failed."""
-        if ended.folder is not None:
-            trial.set_user_attr(FOLDER, str(ended.folder))
-        measured = [ended.metrics.get(key) for key in self.search.objectives]
-        bounded = {key: ended.metrics.get(key) for key in self.search.constraints}
+        if trial_outcome.folder is not None:
+            trial.set_user_attr(FOLDER, str(trial_outcome.folder))
+        measured = [trial_outcome.metrics.get(key) for key in self.config.objectives]
+        bounded = {key: trial_outcome.metrics.get(key) for key in self.config.constraints}
         values = [value for value in measured if value is not None]
         known = {key: value for key, value in bounded.items() if value is not None}
-        status, reason = ended.status, ended.reason
+        status, reason = trial_outcome.status, trial_outcome.reason
         if status == "ok" and (len(values) < len(measured) or len(known) < len(bounded)):
             lacking = [
-                key for key in (*self.search.objectives, *bounded) if key not in ended.metrics
+                key
+                for key in (*self.config.objectives, *bounded)
+                if key not in trial_outcome.metrics
             ]
             status, reason = "unmeasured", f"it measured no {', '.join(lacking)}"
         trial.set_user_attr(STATUS, status)
         trial.set_user_attr(REASON, reason)
         for key, value in known.items():
-            trial.set_constraint(key, value - self.search.constraints[key])
+            trial.set_constraint(key, value - self.config.constraints[key])
         if status == "ok":
-            self.optuna.tell(trial, values)
+            self.study.tell(trial, values)
         else:
             pruned = status == "pruned"
-            self.optuna.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
-        if ended.lost:
-            self.optuna.enqueue_trial(dict(trial.params))
+            self.study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+        if trial_outcome.is_lost:
+            self.study.enqueue_trial(dict(trial.params))
 
-    def reclaim(self) -> list[FrozenTrial]:
+    def reclaim_trials(self) -> list[FrozenTrial]:
         """Tells how the trials ended whose sweep has died; returns them.
 
         What had ended by itself counts; what was lost is waiting to run again.
         """
         left = [
             t
-            for t in self.optuna.get_trials(states=[TrialState.RUNNING])
+            for t in self.study.get_trials(states=[TrialState.RUNNING])
             if not _is_running(t.user_attrs.get(OWNER, ""))
         ]
         for trial in left:
@@ -123,22 +125,22 @@ class OptunaSearch:
             ended = TrialOutcome("waiting")
             if JOB in known:
                 ended = outcome.job_outcome(Path(known[SWEEP]), known[JOB])
-            self.tell(Trial(self.optuna, trial._trial_id), ended)
+            self.tell_outcome(Trial(self.study, trial._trial_id), ended)
         return left
 
 
-def open_study(search: SearchConfig, space: Sequence[Axis], sweep: Path) -> OptunaSearch:
+def open_study(config: SearchConfig, space: Sequence[Axis], sweep: Path) -> OptunaSearch:
     """Returns the study of a sweep: a new one, or that of its storage to go on with.
 
     Raises ``ConfigError`` where the study there sought something else.
     """
-    file = str(Path(search.storage).expanduser().absolute() if search.storage else sweep / JOURNAL)
+    file = str(Path(config.storage).expanduser().absolute() if config.storage else sweep / JOURNAL)
     kept = storage.open_storage(file)
     names = optuna.get_all_study_names(kept)
-    name = search.study or (names[0] if len(names) == 1 else sweep.parent.name)
+    name = config.study or (names[0] if len(names) == 1 else sweep.parent.name)
     asked = {
-        "objectives": dict(search.objectives),
-        "constraints": dict(search.constraints),
+        "objectives": dict(config.objectives),
+        "constraints": dict(config.constraints),
         "choices": {axis.key: list(axis.values) for axis in space if isinstance(axis, ChoiceAxis)},
         "axes": sorted(axis.key for axis in space),
     }
@@ -148,37 +150,37 @@ def open_study(search: SearchConfig, space: Sequence[Axis], sweep: Path) -> Optu
             if before.get(key) != value:
                 reason = f"the study {name} there has other {key}: {before.get(key)}"
                 cure = "give hydra.sweeper.study=NAME, or another storage"
-                raise ConfigError.one("hydra.sweeper.storage", file, reason, cure)
+                raise ConfigError.for_key("hydra.sweeper.storage", file, reason, cure)
     study = optuna.create_study(
         study_name=name,
         storage=kept,
-        directions=[StudyDirection[goal.upper()] for goal in search.objectives.values()],
+        directions=[StudyDirection[goal.upper()] for goal in config.objectives.values()],
         load_if_exists=True,
     )
-    made = OptunaSearch(search, space, file, study)
+    made = OptunaSearch(config, space, file, study)
     for key, value in asked.items():
         study.set_user_attr(key, value)
-    if search.sampler == "grid":
+    if config.sampler == "grid":
         for point in grid_points(space):
             study.enqueue_trial(point, skip_if_exists=True)
-    study.sampler = _build_sampler(search, len(study.get_trials(deepcopy=False)))
+    study.sampler = _build_sampler(config, len(study.get_trials(deepcopy=False)))
     return made
 
 
-def sample_points(search: SearchConfig, space: Sequence[Axis]) -> list[dict[str, Value]]:
+def sample_points(config: SearchConfig, space: Sequence[Axis]) -> list[dict[str, Value]]:
     """Returns points of a space as a search would begin, without a storage or a result."""
-    if search.sampler == "grid":
-        return grid_points(space)[: search.trials]
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(search.seed))
+    if config.sampler == "grid":
+        return grid_points(space)[: config.trials]
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(config.seed))
     distributions = {axis.key: _axis_distribution(axis) for axis in space}
-    return [study.ask(distributions).params for _ in range(search.trials or TRIALS)]
+    return [study.ask(distributions).params for _ in range(config.trials or TRIALS)]
 
 
-def _build_sampler(search: SearchConfig, trials: int) -> BaseSampler:
-    seed = search.seed + trials  # a search that goes on must not draw its first trials again
-    if search.sampler == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=search.jobs > 1)
-    if search.sampler == "nsga2":
+def _build_sampler(config: SearchConfig, num_trials: int) -> BaseSampler:
+    seed = config.seed + num_trials  # a search that goes on must not draw its first trials again
+    if config.sampler == "tpe":
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=config.jobs > 1)
+    if config.sampler == "nsga2":
         return optuna.samplers.NSGAIISampler(seed=seed)
     return optuna.samplers.RandomSampler(seed)
 
@@ -186,7 +188,7 @@ def _build_sampler(search: SearchConfig, trials: int) -> BaseSampler:
 def _axis_distribution(axis: Axis) -> BaseDistribution:
     if isinstance(axis, ChoiceAxis):
         return CategoricalDistribution(axis.values)
-    if axis.whole:
+    if axis.is_integer:
         low, high = int(axis.low), int(axis.high)
         return IntDistribution(low, high, log=axis.log, step=int(axis.step or 1))
     return FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)

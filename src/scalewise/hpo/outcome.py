@@ -24,7 +24,7 @@ class TrialOutcome:
     """Finite numbers of ``summary.json`` by key."""
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Returns whether it did not end by itself, so that it says nothing of its settings."""
         return self.status in UNENDED
 

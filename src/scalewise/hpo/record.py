@@ -20,57 +20,57 @@ LEAST = 4
 """Finished trials below which an importance would be a guess."""
 
 
-def write_record(study: OptunaSearch, sweep: Path) -> None:
+def write_record(optuna_search: OptunaSearch, sweep: Path) -> None:
     """Writes what is known so far into the sweep's folder."""
-    write_json(sweep / FILE, build_record(study, sweep))
+    write_json(sweep / FILE, build_record(optuna_search, sweep))
 
 
-def build_record(study: OptunaSearch, sweep: Path) -> dict[str, object]:
+def build_record(optuna_search: OptunaSearch, sweep: Path) -> dict[str, object]:
     """Returns the options, every trial, the best and what mattered.
 
     ``best`` are the numbers of the trials that none beats in all objectives, within the
     constraints. ``importance`` is by objective and axis, and adds up to 1 (PED-ANOVA; Watanabe,
     Bansal and Hutter, IJCAI 2023).
     """
-    search = study.search
+    search = optuna_search.config
     return {
-        "study": study.optuna.study_name,
-        "storage": study.file,
+        "study": optuna_search.study.study_name,
+        "storage": optuna_search.storage_file,
         "sampler": search.sampler,
         "pruner": search.pruner,
         "objectives": dict(search.objectives),
         "constraints": dict(search.constraints),
-        "wanted": study.wanted,
-        "best": [trial.number for trial in pareto_trials(study)],
-        "importance": axis_importance(study),
-        "trials": list(_trial_records(study, sweep)),
+        "wanted": optuna_search.num_trials,
+        "best": [trial.number for trial in pareto_trials(optuna_search)],
+        "importance": axis_importance(optuna_search),
+        "trials": list(_trial_records(optuna_search, sweep)),
     }
 
 
-def pareto_trials(study: OptunaSearch) -> list[FrozenTrial]:
+def pareto_trials(optuna_search: OptunaSearch) -> list[FrozenTrial]:
     """Returns the trials that no other beats, by the first objective; of one objective the first.
 
     A trial that breaks a constraint is none of them.
     """
-    goal = next(iter(study.search.objectives.values()))
+    goal = next(iter(optuna_search.config.objectives.values()))
     sign = 1 if goal == "minimize" else -1
-    front = sorted(study.optuna.best_trials, key=lambda trial: sign * trial.values[0])
-    return front if len(study.search.objectives) > 1 else front[:1]
+    front = sorted(optuna_search.study.best_trials, key=lambda trial: sign * trial.values[0])
+    return front if len(optuna_search.config.objectives) > 1 else front[:1]
 
 
-def axis_importance(study: OptunaSearch) -> dict[str, dict[str, float]]:
+def axis_importance(optuna_search: OptunaSearch) -> dict[str, dict[str, float]]:
     """Returns by objective how much of it each axis decided; empty for want of trials."""
-    done = study.optuna.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    done = optuna_search.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
     if len(done) < LEAST:
         return {}
     found = {}
-    for place, (key, goal) in enumerate(study.search.objectives.items()):
+    for place, (key, goal) in enumerate(optuna_search.config.objectives.items()):
         sign = 1 if goal == "minimize" else -1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of axes whose importance is no number, among others
             try:
                 found[key] = optuna.importance.get_param_importances(
-                    study.optuna,
+                    optuna_search.study,
                     evaluator=PedAnovaImportanceEvaluator(),
                     target=partial(_signed_value, place, sign),
                 )
@@ -79,12 +79,12 @@ def axis_importance(study: OptunaSearch) -> dict[str, dict[str, float]]:
     return found
 
 
-def _signed_value(place: int, sign: int, trial: FrozenTrial) -> float:
-    return sign * float(trial.values[place])
+def _signed_value(index: int, sign: int, trial: FrozenTrial) -> float:
+    return sign * float(trial.values[index])
 
 
-def _trial_records(study: OptunaSearch, sweep: Path) -> Iterator[dict[str, object]]:
-    for trial in study.optuna.get_trials(deepcopy=False):
+def _trial_records(optuna_search: OptunaSearch, sweep: Path) -> Iterator[dict[str, object]]:
+    for trial in optuna_search.study.get_trials(deepcopy=False):
         attributes = trial.user_attrs
         folder = attributes.get(FOLDER)
         if folder is not None and Path(folder).is_relative_to(sweep):

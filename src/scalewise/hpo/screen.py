@@ -35,8 +35,8 @@ class ScreeningDesign:
     seed: int = 1
     """Seed of the order in which the jobs run."""
 
-    def complaints(self, fixed: Sequence[str]) -> Iterator[ConfigIssue]:
-        """Yields what cannot be screened; ``fixed`` are keys that have one value."""
+    def validate(self, fixed_keys: Sequence[str]) -> Iterator[ConfigIssue]:
+        """Yields what cannot be screened; ``fixed_keys`` are keys that have one value."""
         key = "hydra.sweeper"
         if not isinstance(self.factors, Mapping) or not 2 <= len(self.factors) <= MOST:
             reason = f"a screen has 2 to {MOST} factors of two levels"
@@ -48,7 +48,7 @@ class ScreeningDesign:
             two = isinstance(levels, Sequence) and not isinstance(levels, str)
             if not two or len(levels) != 2 or levels[0] == levels[1]:
                 yield ConfigIssue(f"{key}.factors.{name}", levels, "is no list of two values")
-            if name in fixed:
+            if name in fixed_keys:
                 cure = f"leave it out, or +{key}.factors without it"
                 yield ConfigIssue(name, "", "is a factor of the screen", cure)
         if self.repeats < 1:
@@ -56,11 +56,11 @@ class ScreeningDesign:
         resolution = INTERACTIONS if self.interactions else MAIN_EFFECTS
         jobs = self.repeats * len(fractional_design(len(self.factors), resolution))
         yield from too_many(f"{key}.repeats", self.repeats, jobs)
-        if "seed" in fixed and self.repeats > 1:
+        if "seed" in fixed_keys and self.repeats > 1:
             cure = f"leave it out, or set {key}.repeats=1"
             yield ConfigIssue("seed", "", "each repeat has a seed of its own", cure)
 
-    def overrides(self) -> list[list[str]]:
+    def build_overrides(self) -> list[list[str]]:
         """Returns the overrides of each job, the first with every factor at rest.
 
         The others come in random order, so that a machine that slows down favours no level.
@@ -93,8 +93,8 @@ def fractional_design(factors: int, resolution: int) -> list[tuple[int, ...]]:
 
 
 def _design_generators(
-    base: int,
-    missing: int,
+    num_base_factors: int,
+    num_missing: int,
     resolution: int,
     candidates: Sequence[int],
     words: frozenset[int] = frozenset(),
@@ -105,31 +105,33 @@ def _design_generators(
     ``words`` are the products that are constant in the design so far; the shortest one's length is
     the resolution.
     """
-    if not missing:
+    if not num_missing:
         return chosen
     for place, of in enumerate(candidates):
-        word = of | 1 << (base + len(chosen))
+        word = of | 1 << (num_base_factors + len(chosen))
         longer = words | {word} | {known ^ word for known in words}
         if all(one.bit_count() >= resolution for one in longer):
             rest = candidates[place + 1 :]  # in which order they are chosen is all the same
-            found = _design_generators(base, missing - 1, resolution, rest, longer, (*chosen, of))
+            found = _design_generators(
+                num_base_factors, num_missing - 1, resolution, rest, longer, (*chosen, of)
+            )
             if found is not None:
                 return found
     return None
 
 
-def _factor_products(base: int, resolution: int) -> list[int]:
+def _factor_products(num_base_factors: int, resolution: int) -> list[int]:
     """Returns the products of base factors that a further one may be, the longest first."""
-    long = [bits for bits in range(1 << base) if bits.bit_count() >= resolution - 1]
+    long = [bits for bits in range(1 << num_base_factors) if bits.bit_count() >= resolution - 1]
     return sorted(long, key=lambda bits: (-bits.bit_count(), bits))
 
 
-def _design_rows(base: int) -> Iterator[tuple[int, ...]]:
-    for row in product((-1, 1), repeat=base):
+def _design_rows(num_base_factors: int) -> Iterator[tuple[int, ...]]:
+    for row in product((-1, 1), repeat=num_base_factors):
         yield row[::-1]  # the first factor changes fastest
 
 
-def _factor_level(row: Sequence[int], of: int) -> int:
+def _factor_level(row: Sequence[int], generator: int) -> int:
     """Returns a further factor's level: -1 where every factor is, as the sign may be chosen."""
-    signs = [level for place, level in enumerate(row) if of >> place & 1]
+    signs = [level for place, level in enumerate(row) if generator >> place & 1]
     return -1 if sum(level < 0 for level in signs) % 2 == len(signs) % 2 else 1

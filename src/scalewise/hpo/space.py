@@ -37,11 +37,11 @@ class IntervalAxis:
     """Distance of the values that are taken; None: any."""
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Returns whether only integers are taken."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what makes it no interval."""
         if not self.low < self.high:
             yield ConfigIssue(self.key, f"interval({self.low:g},{self.high:g})", "has no inside")

@@ -49,10 +49,10 @@ def open_storage(path: str) -> BaseStorage:
     return JournalStorage(JournalFileBackend(path))
 
 
-def build_pruner(name: str, first: int) -> BasePruner:
-    """Returns one of ``PRUNERS``; ``first`` is the step at which a trial is first judged."""
+def build_pruner(name: str, first_step: int) -> BasePruner:
+    """Returns one of ``PRUNERS``; ``first_step`` is the step at which a trial is first judged."""
     from optuna import pruners
 
     if name == "median":
         return pruners.MedianPruner()
-    return pruners.SuccessiveHalvingPruner(min_resource=first)
+    return pruners.SuccessiveHalvingPruner(min_resource=first_step)

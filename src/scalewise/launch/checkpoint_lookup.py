@@ -46,7 +46,7 @@ def find_checkpoint(
             return None
     if path is None:
         where = folder.parent if asked == "last" else asked
-        raise CheckpointError.one(
+        raise CheckpointError.for_key(
             "resume", asked, f"no whole checkpoint under {where}", "give a path, or resume=null"
         )
     path = path.absolute()
@@ -80,8 +80,8 @@ def locked_find_checkpoint(
         try:
             lock = locks.acquire_lock(path.parents[1])
         except InUseError as error:
-            cure = f"wait for it, or end it: {error.owner.cure}"
-            raise CheckpointError.one("resume", run.resume, str(error), cure) from None
+            cure = f"wait for it, or end it: {error.owner.kill_command}"
+            raise CheckpointError.for_key("resume", run.resume, str(error), cure) from None
         with lock:
             if _newest_first(folder, in_sweep) == known:
                 yield path
@@ -105,7 +105,7 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
         earlier["trainer"] = {"global_batch": _global_batch(earlier)}
     except (AttributeError, KeyError, TypeError, ValueError):
         reason = "is damaged: the batch of its trainer and parallelism is not there"
-        raise RecordError.of(folder / "resolved.yaml", reason) from None
+        raise RecordError.for_file(folder / "resolved.yaml", reason) from None
     now["trainer"] = {"global_batch": run.global_batch}
     own: Compared = (
         ("objective", ("_target_", "target", "arguments")),
@@ -120,7 +120,7 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
         ("data", None),
     )
     # How many rows a step of a user's module has, its loaders say alone.
-    for group, keys in (*(own if run.objective.of_user else ours), ("seed", None)):
+    for group, keys in (*(own if run.objective.is_user_defined else ours), ("seed", None)):
         if group not in earlier:  # written before there was such a group
             continue
         before, after = _group_values(earlier, group), _group_values(now, group)
@@ -136,42 +136,55 @@ def resume_issues(run: RunConfig, folder: Path) -> Iterator[ConfigIssue]:
                 continue
             if name in read_then:
                 if read_now.get(name) != read_then[name]:
-                    yield _content_issue(folder, name, after.get(key), same=same)
+                    yield _content_issue(folder, name, after.get(key), same_path=same)
             elif not same:
                 yield _run_issues(folder, name, after.get(key), before.get(key))
 
 
-def _content_issue(folder: Path, key: str, now: object, *, same: bool) -> ConfigIssue:
+def _content_issue(
+    folder: Path, key: str, current_value: object, *, same_path: bool
+) -> ConfigIssue:
     """Returns the complaint about input files of other content than those of a checkpoint."""
     reason = f"the checkpoint under {folder} was trained on files of other content"
-    if same:
+    if same_path:
         reason = f"its files have changed since the checkpoint under {folder} was trained on them"
-    return ConfigIssue(key, now, reason, f"give {key} with the same files, or resume=null")
+    return ConfigIssue(
+        key, current_value, reason, f"give {key} with the same files, or resume=null"
+    )
 
 
-def _run_issues(folder: Path, key: str, now: object, then: object) -> ConfigIssue:
-    reason = f"the checkpoint under {folder} was trained with {format_value(then)}"
-    fixes = [f"set {format_override(key, then)}"]
-    if isinstance(now, Mapping) or isinstance(then, Mapping):
-        fixes = [*_entries(key, now or {}, then or {})]
-    return ConfigIssue(key, now, reason, ", ".join([*fixes, "or resume=null"]))
+def _run_issues(
+    folder: Path, key: str, current_value: object, recorded_value: object
+) -> ConfigIssue:
+    reason = f"the checkpoint under {folder} was trained with {format_value(recorded_value)}"
+    fixes = [f"set {format_override(key, recorded_value)}"]
+    if isinstance(current_value, Mapping) or isinstance(recorded_value, Mapping):
+        fixes = [*_entries(key, current_value or {}, recorded_value or {})]
+    return ConfigIssue(key, current_value, reason, ", ".join([*fixes, "or resume=null"]))
 
 
-def _entries(key: str, now: Any, then: Any) -> Iterator[str]:
+def _entries(key: str, current_value: Any, recorded_value: Any) -> Iterator[str]:
     """Yields how the entries of a mapping become what they were."""
-    changed = {name: value for name, value in then.items() if now.get(name) != value}
+    changed = {
+        name: value for name, value in recorded_value.items() if current_value.get(name) != value
+    }
     if changed:
-        keys = {name: f"{key}.{name}" if name in now else f"+{key}.{name}" for name in changed}
+        keys = {
+            name: f"{key}.{name}" if name in current_value else f"+{key}.{name}" for name in changed
+        }
         yield "set " + " ".join(
             format_override(keys[name], value) for name, value in changed.items()
         )
-    if extra := [f"{key}.{name}" for name in now if name not in then]:
+    if extra := [f"{key}.{name}" for name in current_value if name not in recorded_value]:
         yield f"leave out {' and '.join(extra)}"
 
 
-def _global_batch(earlier: Mapping[str, Any]) -> int | None:
+def _global_batch(recorded_config: Mapping[str, Any]) -> int | None:
     """Returns the rows of one optimizer step of an earlier run; None if its layout is unknown."""
-    trainer, layout = _group_values(earlier, "trainer"), {**_group_values(earlier, "parallelism")}
+    trainer, layout = (
+        _group_values(recorded_config, "trainer"),
+        {**_group_values(recorded_config, "parallelism")},
+    )
     given: int | None = trainer.get("global_batch")
     if given is not None:
         return given
@@ -215,7 +228,7 @@ def _newest_first(folder: Path, in_sweep: bool) -> list[Path]:
     return sorted(found, key=lambda run: (run_start(run), run.name), reverse=True)
 
 
-def reject_running(asked: str, folder: Path) -> None:
+def reject_running(resume: str, folder: Path) -> None:
     """Raises ``CheckpointError`` if a process still runs or resumes the run in ``folder``."""
     holder = locks.lock_owner(folder)
     if holder is None:
@@ -226,16 +239,16 @@ def reject_running(asked: str, folder: Path) -> None:
             return
         holder = LockOwner(str(status["process"]), host)
     reason = f"{folder} is in use by {holder}"
-    cure = f"wait for it, or end it: {holder.cure}"
-    raise CheckpointError.one("resume", asked, reason, cure)
+    cure = f"wait for it, or end it: {holder.kill_command}"
+    raise CheckpointError.for_key("resume", resume, reason, cure)
 
 
-def _newest_checkpoint(asked: str, folder: Path, in_sweep: bool) -> Path | None:
+def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None:
     """Returns the newest whole checkpoint of the runs beside ``folder``."""
     damaged = False
     for earlier in _newest_first(folder, in_sweep):
-        reject_running(asked, earlier)
-        if asked == "auto" and read_json(earlier / "status.json").get("status") == "ok":
+        reject_running(resume, earlier)
+        if resume == "auto" and read_json(earlier / "status.json").get("status") == "ok":
             return None
         if found := _newest_whole_checkpoint(earlier / "checkpoints"):
             if damaged:

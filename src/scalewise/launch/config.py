@@ -43,12 +43,12 @@ class Launch:
     out of memory."""
 
     @property
-    def needs_process(self) -> bool:
+    def needs_own_process(self) -> bool:
         """Returns whether some limit asks for a process of its own."""
         limited = self.timeout is not None or self.memory_limit_gib is not None
         return limited or self.max_restarts > 0
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields limits that cannot hold."""
         for key in ("timeout", "memory_limit_gib"):
             value = getattr(self, key)
@@ -58,7 +58,7 @@ class Launch:
             yield ConfigIssue("launch.max_restarts", self.max_restarts, "must be 0 or more")
         if not self.grace > 0:
             yield ConfigIssue("launch.grace", self.grace, "must be positive")
-        if self.isolation is Isolation.none and self.needs_process:
+        if self.isolation is Isolation.none and self.needs_own_process:
             yield ConfigIssue(
                 "launch.isolation",
                 "none",

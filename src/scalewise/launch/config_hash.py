@@ -65,10 +65,10 @@ def _hash_values(values: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def is_same_job(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def is_same_job(varied: Mapping[str, str], other_varied: Mapping[str, str]) -> bool:
     """Returns whether two jobs of one hash are the same, by what their sweeps varied.
 
     A sweep may vary what the hash leaves out: ``launch.memory_limit_gib=1,2`` makes two jobs.
     """
-    shared = (key for key in one.keys() & other.keys() if key.split(".")[0] in LEFT_OUT)
-    return all(one[key] == other[key] for key in shared)
+    shared = (key for key in varied.keys() & other_varied.keys() if key.split(".")[0] in LEFT_OUT)
+    return all(varied[key] == other_varied[key] for key in shared)

@@ -30,14 +30,14 @@ TIMEOUT_GRACE = 5.0
 
 
 def run_ranks(
-    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+    run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
     """Returns how one attempt at a job ended; none of its processes is left.
 
-    ``facts``: what W&B is told; None: there is no tracking.
+    ``tracking_metadata``: what W&B is told; None: there is no tracking.
     """
     return run_entry(
-        run.world_size, train_as_rank, (run, folder, resume, facts), folder, run.launch
+        run.world_size, train_as_rank, (run, folder, resume, tracking_metadata), folder, run.launch
     )
 
 
@@ -85,18 +85,18 @@ def run_entry(
         with signals.ignore_signals():
             processes.terminate(processes.descendants(), grace=1.0)
             _show_cursor()
-    return watchdog.verdict(ending)
+    return watchdog.apply_timeout(ending)
 
 
 class _SignalForwarder:
     """Passes the first signal on to the ranks; a second SIGINT ends them without waiting."""
 
     def __init__(self) -> None:
-        self._passed = False
+        self._forwarded = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._passed:
-            self._passed = True
+        if not self._forwarded:
+            self._forwarded = True
             raise SignalException("a signal to the launcher", signal.Signals(number))
         if number == signal.SIGINT:
             processes.terminate(processes.descendants(), grace=0.0)
@@ -112,7 +112,7 @@ class Watchdog:
 
     def __enter__(self) -> None:
         if self._timeout is not None:
-            self._timer = threading.Timer(self._timeout, self._fire)
+            self._timer = threading.Timer(self._timeout, self._handle_timeout)
             self._timer.daemon = True
             self._timer.start()
 
@@ -120,13 +120,13 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def verdict(self, ending: Outcome) -> Outcome:
+    def apply_timeout(self, outcome: Outcome) -> Outcome:
         """Returns the ending, as a timeout if this was the cause."""
-        if not self._fired.is_set() or ending.exit_code == 0:
-            return ending
+        if not self._fired.is_set() or outcome.exit_code == 0:
+            return outcome
         reason = f"ran longer than launch.timeout={self._timeout:g} s"
-        if ending.status == "interrupted":
-            reason += f"; {ending.reason}"
+        if outcome.status == "interrupted":
+            reason += f"; {outcome.reason}"
         ranks, what = exit_reports.blocking_ranks(self._folder)
         if ranks:
             names = ", ".join(str(rank) for rank in ranks)
@@ -134,7 +134,7 @@ class Watchdog:
         rank = ranks[0] if len(ranks) == 1 else None
         return Outcome("timeout", reason, rank, exit_reports.rank_stacks(self._folder))
 
-    def _fire(self) -> None:
+    def _handle_timeout(self) -> None:
         self._fired.set()
         for rank in processes.rank_processes():
             with suppress(psutil.NoSuchProcess):
@@ -166,7 +166,7 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
             return Outcome("failed", f"rank {rank} was killed by {name}", rank)
     causes = [ending for ending in said if ending.status not in ("ok", "pruned", "interrupted")]
     if causes:
-        return min(causes, key=lambda cause: cause.bereft)
+        return min(causes, key=lambda cause: cause.peer_failure)
     if said and said[0].status == "interrupted":
         return said[0]
     rank, failure = error.get_first_failure()

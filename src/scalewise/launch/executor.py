@@ -20,7 +20,7 @@ class SweepTask:
     """One job of a sweep: its number, what it runs, and the folder that it is to have."""
 
     number: int
-    order: JobSpec
+    job_spec: JobSpec
     folder: Path
 
 
@@ -30,10 +30,10 @@ Began = Callable[[SweepTask], None]
 class Executor(Protocol):
     """What runs the jobs of a sweep."""
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
-        """Yields each task with how it ended, as they end; calls ``began`` as each starts.
+        """Yields each task with how it ended, as they end; calls ``on_start`` as each starts.
 
         No job stops another. After a signal to the sweep the task that it ended is yielded, and
         what had not begun is left out.
@@ -42,31 +42,31 @@ class Executor(Protocol):
 
 def preload_modules(tasks: Sequence[SweepTask]) -> list[str]:
     """Returns the modules that the ranks of some job import: its fork server may, once."""
-    return sorted({name for task in tasks for name in task.order.run.imports})
+    return sorted({name for task in tasks for name in task.job_spec.run.imports})
 
 
 class SequentialExecutor:
     """One job after the other, each in processes of its own."""
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended."""
-        if any(needs_own_process(task.order) for task in tasks):
+        if any(needs_own_process(task.job_spec) for task in tasks):
             processes.start_forkserver(preload_modules(tasks))
         for task in tasks:
-            result = execute_task(task, began)
+            result = execute_task(task, on_start)
             yield task, result
             if result.exit_code in INTERRUPTED:
                 return
 
 
-def execute_task(task: SweepTask, began: Began) -> Result:
+def execute_task(task: SweepTask, on_start: Began) -> Result:
     """Returns how a task ended; whatever is raised is an ending like others."""
     try:
         with signals.raise_on_signals("before the job began"):
-            began(task)
-            return execute(task.order, task.folder)
+            on_start(task)
+            return execute(task.job_spec, task.folder)
     except Exception as error:
         return failed_result(task, error)
 

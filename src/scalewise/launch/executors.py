@@ -23,7 +23,7 @@ def _packed_executor(slots: int | None = None) -> Executor:
 def _slurm(**options: Any) -> Executor:
     if find_spec("submitit") is None:
         cure = "pip install 'scalewise[slurm]'"
-        raise ConfigError.one("hydra/launcher", "slurm", "needs hydra-submitit-launcher", cure)
+        raise ConfigError.for_key("hydra/launcher", "slurm", "needs hydra-submitit-launcher", cure)
     from scalewise.launch.slurm import SlurmExecutor
 
     return SlurmExecutor(**options)
@@ -32,7 +32,7 @@ def _slurm(**options: Any) -> Executor:
 def _joblib(n_jobs: int = -1) -> Executor:
     if find_spec("joblib") is None:
         cure = "pip install 'scalewise[joblib]', or choose hydra/launcher=packed"
-        raise ConfigError.one("hydra/launcher", "joblib", "needs joblib", cure)
+        raise ConfigError.for_key("hydra/launcher", "joblib", "needs joblib", cure)
     from scalewise.launch.joblib_pool import JoblibExecutor
 
     return JoblibExecutor(n_jobs)

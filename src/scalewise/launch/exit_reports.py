@@ -43,16 +43,16 @@ def reserve_report(folder: Path, rank: int) -> None:
         atomic.reserve_space(folder / _FOLDER / f"{rank}.json", REPORT_BYTES)
 
 
-def write_report(folder: Path, rank: int, ending: Outcome) -> None:
+def write_report(folder: Path, rank: int, outcome: Outcome) -> None:
     """Leaves the word of one rank; a full disk costs the log's tail, or the word."""
-    for log_tail in (list(ending.log_tail), []):
+    for log_tail in (list(outcome.log_tail), []):
         word = {
             "time": time.time(),
-            "status": ending.status,
-            "reason": ending.reason,
+            "status": outcome.status,
+            "reason": outcome.reason,
             "log_tail": log_tail,
-            "signal_number": ending.signal_number,
-            "bereft": ending.bereft,
+            "signal_number": outcome.signal_number,
+            "bereft": outcome.peer_failure,
         }
         with report_errors(f"rank {rank} cannot write how it ended"):
             write_json(folder / _FOLDER / f"{rank}.json", word)
@@ -81,7 +81,7 @@ def lost_rank_reason(folder: Path, ranks: int) -> Outcome | None:
     """Returns why one of so many ranks was lost: what it said, else that it said nothing."""
     endings = read_reports(folder)
     for ending in endings:
-        if ending.status not in ("ok", "interrupted") and not ending.bereft:
+        if ending.status not in ("ok", "interrupted") and not ending.peer_failure:
             return ending
     silent = sorted(set(range(ranks)) - {ending.rank for ending in endings})
     if not silent:

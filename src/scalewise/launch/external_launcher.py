@@ -52,15 +52,17 @@ def exit_if_not_rank_0() -> None:
         sys.exit(EXIT_CODES["refused"])
 
 
-def adopt_slurm_step(environment: MutableMapping[str, str], least: int = 2) -> ConfigError | None:
-    """Says what srun says in the words of torchrun, if srun started ``least`` tasks or more.
+def adopt_slurm_step(
+    environment: MutableMapping[str, str], min_tasks: int = 2
+) -> ConfigError | None:
+    """Says what srun says in the words of torchrun, if srun started ``min_tasks`` tasks or more.
 
     Not for what ``sbatch`` runs without ``srun``: that is one process, whatever was allocated.
     Rank variables that are left over (a part of torchrun's, of a world of one) are removed: the
     process is alone. Returns an error where they name one of several ranks and the rest is absent.
     """
     tasks = _parse_count(environment, "SLURM_STEP_NUM_TASKS")
-    if tasks < least or all(name in environment for name in RANK_VARIABLES):
+    if tasks < min_tasks or all(name in environment for name in RANK_VARIABLES):
         return _check_rank_variables(environment)
     if absent := [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in environment]:
         return _incomplete_variables(environment, "SLURM_STEP_NUM_TASKS", absent)
@@ -90,7 +92,7 @@ def _out_of_range(environment: MutableMapping[str, str]) -> ConfigError | None:
             for key in RANK_VARIABLES:
                 environment.pop(key)
             cure = "start the ranks with torchrun or srun, or unset both for a run that is alone"
-            return ConfigError.one(name, value, f"is no rank of {ranks}={most}", cure)
+            return ConfigError.for_key(name, value, f"is no rank of {ranks}={most}", cure)
     return None
 
 
@@ -100,17 +102,17 @@ def _mpi_error(environment: MutableMapping[str, str]) -> ConfigError | None:
         if "SLURM_STEP_NUM_TASKS" not in environment and _parse_count(environment, name) >= least:
             reason = "mpirun started several processes, and each would be a run of its own"
             cure = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
-            return ConfigError.one(name, environment[name], reason, cure)
+            return ConfigError.for_key(name, environment[name], reason, cure)
     return None
 
 
 def _incomplete_variables(
-    environment: Mapping[str, str], name: str, absent: Sequence[str]
+    environment: Mapping[str, str], name: str, missing_names: Sequence[str]
 ) -> ConfigError:
-    are = "are" if len(absent) > 1 else "is"
-    reason = f"names one of several ranks, and {', '.join(absent)} {are} not set"
+    are = "are" if len(missing_names) > 1 else "is"
+    reason = f"names one of several ranks, and {', '.join(missing_names)} {are} not set"
     cure = f"start the ranks with torchrun or srun, or unset {name} for a run that is alone"
-    return ConfigError.one(name, environment[name], reason, cure)
+    return ConfigError.for_key(name, environment[name], reason, cure)
 
 
 def _parse_count(environment: Mapping[str, str], name: str) -> int:

@@ -37,68 +37,74 @@ from scalewise.run_config import RunConfig
 from scalewise.tracking.run_files import read_json
 
 
-def run_external_rank(order: JobSpec, folder: Path, *, again: bool = False) -> Result:
+def run_external_rank(job_spec: JobSpec, folder: Path, *, is_retry: bool = False) -> Result:
     """Trains as this process's rank and returns how it ended; rank 0 writes the job's status.
 
-    ``again``: after an earlier attempt in the same folder, from its last checkpoint. Raises
+    ``is_retry``: after an earlier attempt in the same folder, from its last checkpoint. Raises
     ``ConfigError`` where the job is refused, ``Interrupted`` for a signal before it has a folder.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size != order.run.world_size:
-        raise ConfigError.one(
+    if world_size != job_spec.run.world_size:
+        raise ConfigError.for_key(
             "parallelism",
-            order.run.choices.get("parallelism", ""),
-            f"is a layout of {order.run.world_size} ranks; {world_size} were started",
+            job_spec.run.choices.get("parallelism", ""),
+            f"is a layout of {job_spec.run.world_size} ranks; {world_size} were started",
         )
     with ExitStack() as locked:
-        return _run_rank_job(order, folder, rank, world_size, locked, again=again)
+        return _run_rank_job(job_spec, folder, rank, world_size, locked, is_retry=is_retry)
 
 
 def _run_rank_job(
-    order: JobSpec, folder: Path, rank: int, world_size: int, locked: ExitStack, *, again: bool
+    job_spec: JobSpec,
+    folder: Path,
+    rank: int,
+    world_size: int,
+    exit_stack: ExitStack,
+    *,
+    is_retry: bool,
 ) -> Result:
     status, own, resume = None, folder, None
     if rank == 0:
-        status, own, resume = _begin_job(order, folder, locked, again)
+        status, own, resume = _begin_job(job_spec, folder, exit_stack, is_retry)
     try:
         with signals.raise_on_signals("before training began"):
-            own, resume = _broadcast_job(order.run, own, resume)
+            own, resume = _broadcast_job(job_spec.run, own, resume)
             if own != folder:
                 with suppress(OSError):
                     folder.rmdir()  # Hydra made one for each rank
-            known = wandb_facts(order, status, own, resume, status.attempts) if status else {}
+            known = wandb_facts(job_spec, status, own, resume, status.attempts) if status else {}
             with signals.restore_handlers():
-                ending = run_attempt(with_wandb_group(order, own, resume), own, resume, known)
+                ending = run_attempt(with_wandb_group(job_spec, own, resume), own, resume, known)
     except Interrupted as error:
         ending = Outcome("interrupted", str(error), None, (), error.signal_number)
     except Exception as error:  # whatever it is, the job has a status
         ending = outcome_of_exception(error, rank)
         exit_reports.write_report(own, rank, ending)
-    if ending.bereft and status:
+    if ending.peer_failure and status:
         time.sleep(LAUNCHER_LOST_WAIT_S)  # until the others have left word
         ending = exit_reports.lost_rank_reason(own, world_size) or ending
     result = Result(ending.status, ending.reason, ending.exit_code, own, {})
     if status is not None:
-        result = finish_job(status, ending, order, status.attempts, own)
+        result = finish_job(status, ending, job_spec, status.attempts, own)
     if (ending.exit_code == 0 or ending.status == "interrupted") and dist.is_initialized():
         _wait_for_rank_0()
     return result
 
 
 def _begin_job(
-    order: JobSpec, folder: Path, locked: ExitStack, again: bool
+    job_spec: JobSpec, folder: Path, exit_stack: ExitStack, is_retry: bool
 ) -> tuple[Status, Path, Path | None]:
-    steps = prepare_job(order)
-    if not again:
-        folder, resume = claim_locked(order, folder, steps, locked)
-        return begin_job(order, folder, resume), folder, resume
+    steps = prepare_job(job_spec)
+    if not is_retry:
+        folder, resume = claim_locked(job_spec, folder, steps, exit_stack)
+        return begin_job(job_spec, folder, resume), folder, resume
     with suppress(InUseError):  # of an attempt that Slurm has ended, on a node that is gone
-        locked.enter_context(locks.acquire_lock(folder))
+        exit_stack.enter_context(locks.acquire_lock(folder))
     resume = store.newest_checkpoint(folder / "checkpoints")
     if resume is None:
-        with locked_resume_checkpoint(order, folder, steps) as resume:
+        with locked_resume_checkpoint(job_spec, folder, steps) as resume:
             pass
-    return begin_job(order, folder, resume, read_json(folder / "status.json")), folder, resume
+    return begin_job(job_spec, folder, resume, read_json(folder / "status.json")), folder, resume
 
 
 def _broadcast_job(run: RunConfig, folder: Path, resume: Path | None) -> tuple[Path, Path | None]:

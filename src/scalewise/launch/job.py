@@ -68,11 +68,11 @@ class JobSpec:
     """Name of the sweep that this job belongs to."""
     attempts: Sequence[Path] = ()
     """Folders of earlier attempts at it, the newest first: it goes on from their checkpoints."""
-    sizing: MicroBatchChoice | None = None
+    micro_batch_choice: MicroBatchChoice | None = None
     """How ``trainer.micro_batch=auto`` was settled; None: a number was given."""
 
 
-def execute(order: JobSpec, folder: Path) -> Result:
+def execute(job_spec: JobSpec, folder: Path) -> Result:
     """Runs one job into ``folder`` and returns how it ended.
 
     Raises ``ConfigError``, and leaves no folder, where its data or checkpoint are refused, and
@@ -82,21 +82,21 @@ def execute(order: JobSpec, folder: Path) -> Result:
         if external_launcher.is_external_rank():
             from scalewise.launch.external_rank import run_external_rank  # imports torch
 
-            return run_external_rank(order, folder)
-        if needs_own_process(order):
+            return run_external_rank(job_spec, folder)
+        if needs_own_process(job_spec):
             # It imports while this process looks at the data.
-            processes.start_forkserver(order.run.imports)
-        steps = prepare_job(order)
+            processes.start_forkserver(job_spec.run.imports)
+        steps = prepare_job(job_spec)
         with ExitStack() as locked:
-            folder, resume = claim_locked(order, folder, steps, locked)
-            status = begin_job(order, folder, resume)
-            ending, attempts = _run_attempts(order, folder, resume, status)
-            return finish_job(status, ending, order, attempts, folder)
+            folder, resume = claim_locked(job_spec, folder, steps, locked)
+            status = begin_job(job_spec, folder, resume)
+            ending, attempts = _run_attempts(job_spec, folder, resume, status)
+            return finish_job(status, ending, job_spec, attempts, folder)
 
 
-def prepare_job(order: JobSpec) -> int:
+def prepare_job(job_spec: JobSpec) -> int:
     """Prepares data and layout; returns the steps that there will be. Refuses what cannot run."""
-    run = order.run
+    run = job_spec.run
     if run.launch.refuse_unfit:
         from scalewise.planner.fit_check import reject_unfit
 
@@ -108,50 +108,50 @@ def prepare_job(order: JobSpec) -> int:
 
         instantiate_callbacks(run)  # their constructors check their arguments
     run.parallelism.prepare(run)
-    if run.objective.of_user:
+    if run.objective.is_user_defined:
         from scalewise.training import user_module  # imports Lightning
 
         user_module.import_classes(run)
         steps = run.trainer.max_steps or sys.maxsize  # its loaders are not asked here
     else:
         splits = run.data.prepare(run.model.vocabulary, run.seed)
-        steps = run.steps(len(splits.train))
+        steps = run.num_steps(len(splits.train))
     return steps
 
 
 def claim_locked(
-    order: JobSpec, folder: Path, steps: int, locked: ExitStack
+    job_spec: JobSpec, folder: Path, steps: int, exit_stack: ExitStack
 ) -> tuple[Path, Path | None]:
-    """Makes a folder for a job and locks it until ``locked`` closes.
+    """Makes a folder for a job and locks it until ``exit_stack`` closes.
 
     Returns the folder and the checkpoint to resume. Raises ``ConfigError`` where that cannot be
     used, or its run is in use.
     """
-    with locked_resume_checkpoint(order, folder, steps) as resume:
+    with locked_resume_checkpoint(job_spec, folder, steps) as resume:
         folder = claim_folder(folder)
-        locked.enter_context(locks.acquire_lock(folder))
+        exit_stack.enter_context(locks.acquire_lock(folder))
         return folder, resume
 
 
 @contextmanager
-def locked_resume_checkpoint(order: JobSpec, folder: Path, steps: int) -> Iterator[Path | None]:
+def locked_resume_checkpoint(job_spec: JobSpec, folder: Path, steps: int) -> Iterator[Path | None]:
     """Yields the checkpoint that a job of so many steps resumes, None without one."""
-    own = _own_checkpoint(order) if order.attempts else None
-    if own is not None or order.run.resume is None:
+    own = _own_checkpoint(job_spec) if job_spec.attempts else None
+    if own is not None or job_spec.run.resume is None:
         yield own
         return
     from scalewise.launch.checkpoint_lookup import locked_find_checkpoint
 
-    in_sweep = order.sweep is not None
-    with locked_find_checkpoint(order.run, folder, steps, in_sweep=in_sweep) as path:
+    in_sweep = job_spec.sweep is not None
+    with locked_find_checkpoint(job_spec.run, folder, steps, in_sweep=in_sweep) as path:
         yield path
 
 
-def _own_checkpoint(order: JobSpec) -> Path | None:
+def _own_checkpoint(job_spec: JobSpec) -> Path | None:
     """Returns the newest checkpoint of a job's own."""
     from scalewise.checkpoints import store
 
-    found = (store.newest_checkpoint(attempt / "checkpoints") for attempt in order.attempts)
+    found = (store.newest_checkpoint(attempt / "checkpoints") for attempt in job_spec.attempts)
     return next(filter(None, found), None)
 
 
@@ -167,37 +167,43 @@ def claim_folder(folder: Path) -> Path:
                 return own
     except OSError as error:
         reason = f"cannot be made: {error.strerror}"
-        raise ConfigError.one("hydra.run.dir", folder, reason, "run in another folder") from error
-    raise ConfigError.one("hydra.run.dir", folder, "holds a run already", "give another")
+        raise ConfigError.for_key(
+            "hydra.run.dir", folder, reason, "run in another folder"
+        ) from error
+    raise ConfigError.for_key("hydra.run.dir", folder, "holds a run already", "give another")
 
 
-def attempt_folders(planned: Path) -> tuple[Path, ...]:
+def attempt_folders(planned_folder: Path) -> tuple[Path, ...]:
     """Returns the folders of a job's attempts, the newest first."""
     found: list[Path] = []
-    place = planned
+    place = planned_folder
     while (place / "overrides.txt").exists():
         found.insert(0, place)
-        place = planned.with_name(f"{planned.name}-{len(found) + 1}")
+        place = planned_folder.with_name(f"{planned_folder.name}-{len(found) + 1}")
     return tuple(found)
 
 
 def begin_job(
-    order: JobSpec, folder: Path, resume: Path | None, earlier: Mapping[str, Any] | None = None
+    job_spec: JobSpec,
+    folder: Path,
+    resume: Path | None,
+    previous_status: Mapping[str, Any] | None = None,
 ) -> Status:
     """Writes what a job is before it starts, and returns its status.
 
-    ``earlier`` is the ``status.json`` of the attempt that this one follows. Raises ``ConfigError``
+    ``previous_status`` is the ``status.json`` of the attempt that this one follows. Raises
+    ``ConfigError``
     on a disk too full to write how the job ends; an exception leaves nothing that is new.
     """
     try:
-        return _write_first_status(order, folder, resume, earlier or {})
+        return _write_first_status(job_spec, folder, resume, previous_status or {})
     except BaseException as error:  # a signal as well
         exit_reports.remove_reports(folder)
-        if not earlier:
+        if not previous_status:
             _remove_claimed(folder)
         if (lacking := atomic.disk_full_reason(error)) is None:
             raise
-        raise ConfigError.one("hydra.run.dir", folder, *lacking) from error
+        raise ConfigError.for_key("hydra.run.dir", folder, *lacking) from error
 
 
 def _remove_claimed(folder: Path) -> None:
@@ -213,9 +219,9 @@ def _remove_claimed(folder: Path) -> None:
 
 
 def _write_first_status(
-    order: JobSpec, folder: Path, resume: Path | None, before: Mapping[str, Any]
+    job_spec: JobSpec, folder: Path, resume: Path | None, previous_status: Mapping[str, Any]
 ) -> Status:
-    run = order.run
+    run = job_spec.run
     lines = "".join(f"{line}\n" for line in run.overrides)
     write_text(folder / "overrides.txt", lines)
     write_text(folder / "resolved.yaml", yaml.safe_dump(run.as_dict(), sort_keys=False))
@@ -223,20 +229,23 @@ def _write_first_status(
     (folder / "checkpoints").mkdir(exist_ok=True)
     exit_reports.prepare_reports(folder)
     status = Status(
-        verb=order.verb,
+        verb=job_spec.verb,
         name=run.name,
         question=run.question,
-        command=order.command,
+        command=job_spec.command,
         choices=dict(run.choices),
         overrides=run.overrides,
-        varied=dict(order.varied),
-        changed=tuple(order.changed),
+        varied=dict(job_spec.varied),
+        changed=tuple(job_spec.changed),
         world_size=run.world_size,
         config_hash=config_hash(run),
-        started=before.get("started") or datetime.now(UTC).isoformat(timespec="milliseconds"),
-        attempts=before.get("attempts", 0) + 1,
+        started=previous_status.get("started")
+        or datetime.now(UTC).isoformat(timespec="milliseconds"),
+        attempts=previous_status.get("attempts", 0) + 1,
         resumed_from=str(resume) if resume else None,
-        micro_batch={} if order.sizing is None else _micro_batch_record(order.sizing),
+        micro_batch={}
+        if job_spec.micro_batch_choice is None
+        else _micro_batch_record(job_spec.micro_batch_choice),
         **git_state(),
     )
     status.reserve(folder)
@@ -244,27 +253,27 @@ def _write_first_status(
     return status
 
 
-def _micro_batch_record(found: MicroBatchChoice) -> dict[str, object]:
-    return {**asdict(found), "how": found.how}
+def _micro_batch_record(choice: MicroBatchChoice) -> dict[str, object]:
+    return {**asdict(choice), "how": choice.description}
 
 
-def needs_own_process(order: JobSpec) -> bool:
+def needs_own_process(job_spec: JobSpec) -> bool:
     """Returns whether a job leaves this process."""
-    launch = order.run.launch
+    launch = job_spec.run.launch
     if launch.isolation is Isolation.auto:
-        return order.run.world_size > 1 or launch.needs_process or order.sweep is not None
-    return launch.isolation is Isolation.process or order.run.world_size > 1
+        return job_spec.run.world_size > 1 or launch.needs_own_process or job_spec.sweep is not None
+    return launch.isolation is Isolation.process or job_spec.run.world_size > 1
 
 
 def _run_attempts(
-    order: JobSpec, folder: Path, resume: Path | None, status: Status
+    job_spec: JobSpec, folder: Path, resume: Path | None, status: Status
 ) -> tuple[Outcome, int]:
-    number, allowed = 0, order.run.launch.max_restarts + 1
+    number, allowed = 0, job_spec.run.launch.max_restarts + 1
     while True:
         number += 1
         try:
             with signals.raise_on_signals("before training began"):
-                ending = _run_attempt(order, folder, resume, status, number)
+                ending = _run_attempt(job_spec, folder, resume, status, number)
         except Exception as error:  # whatever it is, the job has a status
             ending = outcome_of_exception(error, None)
         if ending.status not in ("failed", "timeout") or number >= allowed:
@@ -276,36 +285,38 @@ def _run_attempts(
 
 
 def _run_attempt(
-    order: JobSpec, folder: Path, resume: Path | None, status: Status, number: int
+    job_spec: JobSpec, folder: Path, resume: Path | None, status: Status, number: int
 ) -> Outcome:
-    known = wandb_facts(order, status, folder, resume, number)
-    if not needs_own_process(order):
-        return _run_in_process(order, folder, resume, known)
+    known = wandb_facts(job_spec, status, folder, resume, number)
+    if not needs_own_process(job_spec):
+        return _run_in_process(job_spec, folder, resume, known)
     from scalewise.launch.elastic import run_ranks
 
-    return run_ranks(with_wandb_group(order, folder, resume), folder, resume, known)
+    return run_ranks(with_wandb_group(job_spec, folder, resume), folder, resume, known)
 
 
 def _run_in_process(
-    order: JobSpec, folder: Path, resume: Path | None, known: dict[str, object]
+    job_spec: JobSpec, folder: Path, resume: Path | None, tracking_metadata: dict[str, object]
 ) -> Outcome:
     from scalewise.launch.rank_worker import run_attempt
 
     with signals.restore_handlers():
-        return run_attempt(with_wandb_group(order, folder, resume), folder, resume, known)
+        return run_attempt(
+            with_wandb_group(job_spec, folder, resume), folder, resume, tracking_metadata
+        )
 
 
-def with_wandb_group(order: JobSpec, folder: Path, resume: Path | None) -> RunConfig:
+def with_wandb_group(job_spec: JobSpec, folder: Path, resume: Path | None) -> RunConfig:
     """Returns the run with a W&B group, where it names none.
 
     That is its sweep, else the group of the run that it resumes, else its own folder: each
     attempt is a W&B run of its own, and the group holds them together.
     """
-    run = order.run
+    run = job_spec.run
     if run.tracking.group is not None:
         return run
     own = f"{folder.parent.name}/{folder.name}"
-    group = order.sweep or (_wandb_group(resume.parents[1]) if resume else None) or own
+    group = job_spec.sweep or (_wandb_group(resume.parents[1]) if resume else None) or own
     return replace(run, tracking=replace(run.tracking, group=group))
 
 
@@ -315,7 +326,7 @@ def _wandb_group(folder: Path) -> str | None:
 
 
 def wandb_facts(
-    order: JobSpec, status: Status, folder: Path, resume: Path | None, attempt: int
+    job_spec: JobSpec, status: Status, folder: Path, resume: Path | None, attempt: int
 ) -> dict[str, object]:
     """Returns what W&B is told beside the config."""
     known = asdict(status)
@@ -324,19 +335,19 @@ def wandb_facts(
         **{key: known[key] for key in kept},
         "host": socket.gethostname(),
         "folder": str(folder),
-        "varied": dict(order.varied),
+        "varied": dict(job_spec.varied),
         "attempt": attempt,
         "resumed_from": str(resume) if resume else None,
     }
 
 
 def finish_job(
-    status: Status, ending: Outcome, order: JobSpec, attempts: int, folder: Path
+    status: Status, outcome: Outcome, job_spec: JobSpec, attempts: int, folder: Path
 ) -> Result:
     """Writes how a job ended, and returns it."""
     with signals.ignore_signals():
         with report_errors(f"status.json of {folder} stays as it is"):
-            status.ended_as(ending, order.run, attempts, folder).write(folder)
+            status.with_outcome(outcome, job_spec.run, attempts, folder).write(folder)
         exit_reports.remove_reports(folder)
     summary = read_json(folder / "summary.json")
-    return Result(ending.status, ending.reason, ending.exit_code, folder, summary)
+    return Result(outcome.status, outcome.reason, outcome.exit_code, folder, summary)

@@ -54,7 +54,7 @@ class JobProgress:
     attempts: int = 1
 
     @property
-    def under_way(self) -> bool:
+    def is_active(self) -> bool:
         """Returns whether it will go on by itself."""
         return self.state in ("queued", "running")
 
@@ -67,7 +67,7 @@ def read_progress(folder: Path) -> list[JobProgress]:
         states = slurm_cli.job_states() if known and slurm_cli.has_slurm() else None
         left = not known and sweep_record.is_abandoned_sweep(sweep)
         return [
-            _job_progress(folder, row, known.get(str(row["number"])), states, left=left)
+            _job_progress(folder, row, known.get(str(row["number"])), states, sweep_abandoned=left)
             for row in sweep.get("jobs", [])
         ]
     if status := sweep_record.read_final_record(folder / "status.json", sweep_record.is_lost):
@@ -76,7 +76,7 @@ def read_progress(folder: Path) -> list[JobProgress]:
     for name in ("sweep.json", "status.json"):
         load_json(folder / name)  # says what is damaged
     reason = f"{folder} is neither a run (status.json) nor a sweep (sweep.json)"
-    raise ConfigError.one("", "", reason, "scalewise status runs/NAME/TIMESTAMP")
+    raise ConfigError.for_key("", "", reason, "scalewise status runs/NAME/TIMESTAMP")
 
 
 def _job_progress(
@@ -85,12 +85,12 @@ def _job_progress(
     job: str | None,
     states: Mapping[str, str] | None,
     *,
-    left: bool,
+    sweep_abandoned: bool,
 ) -> JobProgress:
     planned = sweep / row.get("planned_folder", row["folder"])
     folder = next(iter(attempt_folders(planned)), sweep / row["folder"])
     status = sweep_record.read_final_record(folder / "status.json", sweep_record.is_lost)
-    goes_on = row["status"] in ("running", "waiting") and job is None and not left
+    goes_on = row["status"] in ("running", "waiting") and job is None and not sweep_abandoned
     if goes_on and status.get("status") == "interrupted":
         status = {}  # of an attempt before the one that is to begin
     state = status.get("status", "queued" if row["status"] == "running" else row["status"])
@@ -101,9 +101,9 @@ def _job_progress(
             state = "queued" if states[job] == "PENDING" or not status else "running"
         elif state in ("queued", "running"):
             state = "lost"
-    elif left and sweep_record.is_lost(status):
+    elif sweep_abandoned and sweep_record.is_lost(status):
         state = "lost"
-    elif left and state == "queued":
+    elif sweep_abandoned and state == "queued":
         state = "not_run"
     return _run_progress(folder, row["number"], row["varied"], status, state)
 

@@ -19,7 +19,7 @@ from scalewise.tracking.run_files import read_json, write_json
 
 def write_task(task: SweepTask, file: Path) -> None:
     """Writes a task, so that ``read`` returns an equal one."""
-    order = task.order
+    order = task.job_spec
     content = {
         "run": order.run.as_dict(),
         "command": order.command,
@@ -72,10 +72,10 @@ def restore_run(values: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**parts)
 
 
-def _convert_to_declared(hint: Any, value: Any) -> Any:
+def _convert_to_declared(declared_type: Any, value: Any) -> Any:
     """Returns a plain value as its field declares it: an enum by its name, a list as a tuple."""
     if isinstance(value, str):
-        for kind in (hint, *typing.get_args(hint)):
+        for kind in (declared_type, *typing.get_args(declared_type)):
             if isinstance(kind, type) and issubclass(kind, Enum) and value in kind.__members__:
                 return kind[value]
     return tuple(value) if isinstance(value, list) else value

@@ -29,12 +29,12 @@ class JoblibExecutor:
     def __init__(self, n_jobs: int = -1) -> None:
         if not isinstance(n_jobs, int) or n_jobs == 0:
             reason = "must be the jobs at once, or -1 for one a core"
-            raise ConfigError.one("hydra.launcher.n_jobs", n_jobs, reason)
+            raise ConfigError.for_key("hydra.launcher.n_jobs", n_jobs, reason)
         self._n_jobs = n_jobs
-        self._stopped = 0
+        self._stop_signal = 0
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end."""
         if not tasks:
@@ -48,7 +48,7 @@ class JoblibExecutor:
 
         def calls() -> Iterator[Any]:
             for task in tasks:
-                if self._stopped:
+                if self._stop_signal:
                     return
                 handed.append(task)
                 yield delayed(_run_job)(task)
@@ -65,13 +65,13 @@ class JoblibExecutor:
         with signals.forward_signals(self._stop):
             try:
                 ends = pool(calls())
-                _print_job_line(handed, began)
+                _print_job_line(handed, on_start)
                 for number, result in ends:
-                    _print_job_line(handed, began)
+                    _print_job_line(handed, on_start)
                     told |= result.exit_code in INTERRUPTED
                     yield left.pop(number), result
             except BrokenProcessPool:
-                if not self._stopped:
+                if not self._stop_signal:
                     for task in left.values():
                         reason = "a worker of joblib's died, and all jobs with it"
                         yield task, Result("failed", reason, 1, task.folder, {})
@@ -80,20 +80,20 @@ class JoblibExecutor:
                 get_reusable_executor(max_workers=workers).shutdown(wait=True, kill_workers=True)
         if left and not told:
             task = next(iter(left.values()))
-            reason = f"{signal.Signals(self._stopped).name} before the job began"
-            yield task, Result("interrupted", reason, 128 + self._stopped, task.folder, {})
+            reason = f"{signal.Signals(self._stop_signal).name} before the job began"
+            yield task, Result("interrupted", reason, 128 + self._stop_signal, task.folder, {})
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to the jobs under way; none starts after it."""
-        self._stopped = self._stopped or number
+        self._stop_signal = self._stop_signal or number
         for child in psutil.Process().children():
             if _is_worker(child):
                 child.send_signal(number)
 
 
-def _print_job_line(handed: deque[SweepTask], began: Began) -> None:
-    while handed:
-        began(handed.popleft())
+def _print_job_line(dispatched: deque[SweepTask], on_start: Began) -> None:
+    while dispatched:
+        on_start(dispatched.popleft())
 
 
 def _is_worker(process: psutil.Process) -> bool:

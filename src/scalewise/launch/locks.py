@@ -50,7 +50,7 @@ class LockOwner:
         return f"process {self.pid} on {self.host}"
 
     @property
-    def cure(self) -> str:
+    def kill_command(self) -> str:
         """Returns how to end the process, as a shell takes it."""
         kill = f"kill {self.pid}"
         return kill if self.host == socket.gethostname() else f"ssh {self.host} {kill}"
@@ -83,7 +83,7 @@ class FolderLock:
         self.release()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Returns whether the lock excludes other processes."""
         return self._descriptor is not None
 
@@ -101,7 +101,7 @@ class FolderLock:
 def acquire_lock(folder: Path) -> FolderLock:
     """Locks a folder for this process; raises ``InUseError`` if another process holds the lock.
 
-    The lock is not ``held`` where the folder is read-only or its file system has no locks.
+    The lock is not ``is_held`` where the folder is read-only or its file system has no locks.
     """
     deadline = time.monotonic() + PATIENCE
     while True:

@@ -56,11 +56,11 @@ def shorten_run(run: RunConfig) -> RunConfig:
             max_steps=PROBE_STEPS,
             max_tokens=None,
             max_epochs=None,
-            global_batch=run.rows_per_pass
+            global_batch=run.samples_per_forward
             * min(PROBE_PASSES[run.hardware.device], run.accumulation),
             validate_every=trainer.validate_every and PROBE_STEPS,
             validate_first=False,
-            validation_rows=min(trainer.validation_rows, run.rows_per_pass),
+            validation_rows=min(trainer.validation_rows, run.samples_per_forward),
             log_every=PROBE_STEPS + 1,
         ),
         checkpoint=replace(

@@ -31,14 +31,14 @@ SIMPLE_CHANGES = (
 def oom_suggestions(run: RunConfig) -> list[tuple[str, str]]:
     """Returns overrides that save memory and compose with the run, each with why."""
     try:
-        if run.objective.by_trace:
+        if run.objective.trace_only:
             return list(_is_simple(run))
         was, found = check_fit(run).peak, list(islice(_cheapest_changes(run), MAX_SUGGESTIONS))
     except Exception:  # a job's end is written, whatever the ledger makes of the job
         return []
     return [
         (
-            cure.line,
+            cure.override_text,
             f"Peak foreseen: {format_bytes(cure.fit.peak)} in place of {format_bytes(was)}.",
         )
         for cure in found
@@ -49,7 +49,7 @@ def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
     """Yields the cheapest change of each kind; where none does alone, the cheapest of several."""
     was = check_fit(run)
     most = was.peak * (
-        MIN_SAVING if was.verdict.good else 1.0
+        MIN_SAVING if was.status.is_acceptable else 1.0
     )  # what foresaw the death is believed
     on_cpu = run.hardware.device is DeviceKind.cpu
 
@@ -60,7 +60,7 @@ def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
         return fit if fit.peak <= most else None
 
     seen: set[frozenset[str]] = set()
-    for cure in suggest_fixes(run, judge, together=1):
+    for cure in suggest_fixes(run, judge, max_changes=1):
         kinds = cure.changes[0].kinds
         if kinds not in seen and _is_appendable(cure, run):
             seen.add(kinds)
@@ -71,14 +71,16 @@ def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
         )
 
 
-def _is_appendable(cure: SuggestedFix, run: RunConfig) -> bool:
+def _is_appendable(fix: SuggestedFix, run: RunConfig) -> bool:
     """Returns whether a line goes behind what was typed, of which no option then lacks a field."""
-    told = override_keys(cure.told)
+    told = override_keys(fix.overrides)
     options = tuple(f"{key}." for key in told)
     return not any(key.startswith(options) for key in override_keys(run.overrides) - told)
 
 
 def _is_simple(run: RunConfig) -> Iterator[tuple[str, str]]:
     for changes, why in SIMPLE_CHANGES:
-        lines = (change.line for change in changes(run) if not any(change.make(run).complaints()))
+        lines = (
+            change.override_text for change in changes(run) if not any(change.apply(run).validate())
+        )
         yield from ((line, why) for line in islice(lines, 1))

@@ -32,14 +32,14 @@ def outcome_of_exception(error: BaseException, rank: int | None) -> Outcome:
     if isinstance(error, Pruned):
         return Outcome("pruned", reason, rank)
     if isinstance(error, ConfigError):
-        return Outcome("refused", "; ".join(str(c) for c in error.complaints), rank)
+        return Outcome("refused", "; ".join(str(c) for c in error.issues), rank)
     if is_out_of_memory(error):
         return Outcome("out_of_memory", reason, rank, tail)
     if isinstance(error, ScalewiseError):
         return Outcome("failed", reason, rank)
     bereft = isinstance(error, RuntimeError) and any(sign in reason for sign in LOST_RANK)
     reason = "lost contact with another rank" if bereft else failures.describe_exception(error)
-    return Outcome("failed", reason, rank, tail, bereft=bereft)
+    return Outcome("failed", reason, rank, tail, peer_failure=bereft)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

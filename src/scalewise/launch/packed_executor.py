@@ -25,66 +25,66 @@ class PackedExecutor:
 
     def __init__(self, slots: int | None = None) -> None:
         if slots is not None and (not isinstance(slots, int) or slots < 1):
-            raise ConfigError.one("hydra.launcher.slots", slots, "must be 1 or more, or null")
+            raise ConfigError.for_key("hydra.launcher.slots", slots, "must be 1 or more, or null")
         self._slots = slots
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end."""
         machine = this_machine()
-        on_cuda = any(task.order.run.hardware.device is DeviceKind.cuda for task in tasks)
+        on_cuda = any(task.job_spec.run.hardware.device is DeviceKind.cuda for task in tasks)
         room = slot_scheduler.machine_slots(machine, self._slots, on_cuda=on_cuda)
         if on_cuda and len(room.slots) > len(machine.gpus):
             reason = f"is more than the {len(machine.gpus)} devices of this machine"
-            raise ConfigError.one("hydra.launcher.slots", self._slots, reason, "leave it out")
+            raise ConfigError.for_key("hydra.launcher.slots", self._slots, reason, "leave it out")
         waiting: list[tuple[SweepTask, JobDemand]] = []
         for task in tasks:
-            demand = slot_scheduler.job_demand(task.order.run, room)
-            if reason := slot_scheduler.rejection_reason(task.order.run, demand, room):
+            demand = slot_scheduler.job_demand(task.job_spec.run, room)
+            if reason := slot_scheduler.rejection_reason(task.job_spec.run, demand, room):
                 code = EXIT_CODES["refused"]
                 yield task, Result("refused", reason, code, task.folder, {})
             else:
                 waiting.append((task, demand))
         with SupervisorPool(preload_modules(tasks)) as crew, signals.forward_signals(crew.stop):
-            yield from _run_job(waiting, room, on_cuda, crew, began)
+            yield from _run_job(waiting, room, on_cuda, crew, on_start)
 
 
 def _run_job(
     waiting: list[tuple[SweepTask, JobDemand]],
-    room: SlotCapacity,
+    slot_capacity: SlotCapacity,
     on_cuda: bool,
-    crew: SupervisorPool,
-    began: Began,
+    pool: SupervisorPool,
+    on_start: Began,
 ) -> Iterator[tuple[SweepTask, Result]]:
-    slots, left = list(room.slots), room.memory
+    slots, left = list(slot_capacity.slots), slot_capacity.memory
     taken: dict[int, tuple[list[int], int]] = {}
     told = False
-    while crew.busy or (waiting and not crew.stopped):
+    while pool.is_busy or (waiting and not pool.stop_signal):
         free = SlotCapacity(tuple(slots), left)
         place = slot_scheduler.next_to_start([demand for _, demand in waiting], free)
-        if place is not None and not crew.stopped:
+        if place is not None and not pool.stop_signal:
             task, demand = waiting.pop(place)
             own, slots = slots[: demand.slots], slots[demand.slots :]
             left -= demand.memory
             taken[task.number] = own, demand.memory
             try:
-                began(task)
-                crew.start(task, _slot_devices(own, len(room.slots), on_cuda))
+                on_start(task)
+                pool.start(task, _slot_devices(own, len(slot_capacity.slots), on_cuda))
             except OSError as error:  # no process, pipe or disk space for it; others may find some
                 own, memory = taken.pop(task.number)
                 slots, left = sorted([*slots, *own]), left + memory
                 yield task, failed_result(task, error)
             continue
-        for task, result in crew.ended():
+        for task, result in pool.wait_for_results():
             own, memory = taken.pop(task.number)
             slots, left = sorted([*slots, *own]), left + memory
             told |= result.exit_code in INTERRUPTED
             yield task, result
     if waiting and not told:
         task, _ = waiting[0]
-        reason = f"{signal.Signals(crew.stopped).name} before the job began"
-        yield task, Result("interrupted", reason, 128 + crew.stopped, task.folder, {})
+        reason = f"{signal.Signals(pool.stop_signal).name} before the job began"
+        yield task, Result("interrupted", reason, 128 + pool.stop_signal, task.folder, {})
 
 
 def _slot_devices(slots: Sequence[int], count: int, on_cuda: bool) -> ResourceAffinity:

@@ -26,16 +26,16 @@ LAUNCHER_LOST_WAIT_S = 1.0
 
 
 def run_with_affinity(
-    seat: ResourceAffinity, entry: Callable[..., None], *arguments: object
+    affinity: ResourceAffinity, entry: Callable[..., None], *arguments: object
 ) -> None:
     """Calls ``entry(*arguments)`` where its launcher computes, and not where it was forked."""
-    set_affinity_and_threads(seat)
+    set_affinity_and_threads(affinity)
     rendezvous.use_loopback()
     entry(*arguments)
 
 
 def train_as_rank(
-    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+    run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> None:
     """Trains as one of the ranks; the rank comes from the environment, as torchrun sets it.
 
@@ -45,7 +45,7 @@ def train_as_rank(
 
     try:
         begin_rank(folder, run.launch.grace)
-        ending = run_attempt(run, folder, resume, facts)
+        ending = run_attempt(run, folder, resume, tracking_metadata)
     except Exception as error:  # before training was tried
         ending = outcome_of_exception(error, int(os.environ["RANK"]))
         exit_reports.write_report(folder, int(os.environ["RANK"]), ending)
@@ -62,15 +62,15 @@ def begin_rank(folder: Path, grace: float) -> None:
     _end_with_launcher(min(grace, ORPHAN_GRACE_S))
 
 
-def end_rank(ending: Outcome) -> None:
+def end_rank(outcome: Outcome) -> None:
     """Ends this process with its ending's exit code, unless all is well."""
-    if ending.bereft:
+    if outcome.peer_failure:
         time.sleep(LAUNCHER_LOST_WAIT_S)
-    if ending.exit_code != 0:
+    if outcome.exit_code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads of a broken process group would hold the interpreter back.
-        os._exit(ending.exit_code)
+        os._exit(outcome.exit_code)
 
 
 def _end_with_launcher(grace: float) -> None:

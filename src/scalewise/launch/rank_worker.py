@@ -19,30 +19,30 @@ from scalewise.training.signal_stop import STOP
 
 
 def run_attempt(
-    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+    run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
     """Returns how training in this process ended; never raises.
 
-    ``facts``: what W&B is told; None: there is no tracking.
+    ``tracking_metadata``: what W&B is told; None: there is no tracking.
     """
     with console.shield_streams():
-        return _run_guarded(run, folder, resume, facts)
+        return _run_guarded(run, folder, resume, tracking_metadata)
 
 
 def _run_guarded(
-    run: RunConfig, folder: Path, resume: Path | None, facts: dict[str, object] | None
+    run: RunConfig, folder: Path, resume: Path | None, tracking_metadata: dict[str, object] | None
 ) -> Outcome:
     place = RankInfo(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     session = NullSession()
     exit_reports.reserve_report(folder, place.rank)
-    STOP.begin(alone="RANK" not in os.environ)
+    STOP.start(has_no_launcher="RANK" not in os.environ)
     try:
-        if place.rank == 0 and facts is not None and run.tracking.tracks:
-            session = open_session(run, folder, facts)
+        if place.rank == 0 and tracking_metadata is not None and run.tracking.is_enabled:
+            session = open_session(run, folder, tracking_metadata)
             (folder / FACTS).parent.mkdir(exist_ok=True)
             write_json(folder / FACTS, session.facts)
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
@@ -50,7 +50,7 @@ def _run_guarded(
         fit_run(run, folder, place, resume, session)
         ending = Outcome("ok")
     except BaseException as error:
-        ending = outcome_of_exception(error, place.rank).after_signal(STOP.received)
+        ending = outcome_of_exception(error, place.rank).after_signal(STOP.received_signal)
     exit_reports.write_report(folder, place.rank, ending)
     session.finish(ending.status, ending.reason, ending.exit_code)
     return ending

@@ -25,18 +25,18 @@ def current_affinity() -> ResourceAffinity:
     return ResourceAffinity(frozenset(os.sched_getaffinity(0)), os.environ.get(VISIBLE_DEVICES))
 
 
-def set_affinity(seat: ResourceAffinity) -> None:
+def set_affinity(affinity: ResourceAffinity) -> None:
     """Moves this process there; before CUDA starts in it."""
-    if seat.gpus is not None:
-        os.environ[VISIBLE_DEVICES] = seat.gpus
-    if seat.cores != os.sched_getaffinity(0):
-        os.sched_setaffinity(0, seat.cores)
+    if affinity.gpus is not None:
+        os.environ[VISIBLE_DEVICES] = affinity.gpus
+    if affinity.cores != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, affinity.cores)
 
 
-def set_affinity_and_threads(seat: ResourceAffinity) -> None:
+def set_affinity_and_threads(affinity: ResourceAffinity) -> None:
     """Moves this process there, and lets torch compute on no more threads than it has cores."""
     import torch
 
-    set_affinity(seat)
-    if len(seat.cores) < torch.get_num_threads():
-        torch.set_num_threads(len(seat.cores))
+    set_affinity(affinity)
+    if len(affinity.cores) < torch.get_num_threads():
+        torch.set_num_threads(len(affinity.cores))

@@ -33,7 +33,7 @@ class SlotCapacity:
     memory: int
     """Main memory, bytes."""
 
-    def holds(self, demand: JobDemand) -> bool:
+    def can_fit(self, demand: JobDemand) -> bool:
         """Returns whether a job may start here."""
         return demand.slots <= len(self.slots) and demand.memory <= self.memory
 
@@ -43,19 +43,19 @@ def next_to_start(waiting: Sequence[JobDemand], free: SlotCapacity) -> int | Non
 
     A job that needs more than is free just now is overtaken, and starts when those are done.
     """
-    return next((place for place, demand in enumerate(waiting) if free.holds(demand)), None)
+    return next((place for place, demand in enumerate(waiting) if free.can_fit(demand)), None)
 
 
-def makespan(jobs: Sequence[tuple[JobDemand, float]], room: SlotCapacity) -> float:
+def makespan(jobs: Sequence[tuple[JobDemand, float]], slot_capacity: SlotCapacity) -> float:
     """Returns the seconds until the last job ends, each given with its own seconds.
 
     Jobs start as ``next_to_start`` has it; those that never fit are left out.
     """
-    waiting = [job for job in jobs if room.holds(job[0])]
+    waiting = [job for job in jobs if slot_capacity.can_fit(job[0])]
     running: list[tuple[float, JobDemand]] = []
-    now, slots, memory = 0.0, len(room.slots), room.memory
+    now, slots, memory = 0.0, len(slot_capacity.slots), slot_capacity.memory
     while waiting or running:
-        free = SlotCapacity(room.slots[:slots], memory)
+        free = SlotCapacity(slot_capacity.slots[:slots], memory)
         place = next_to_start([demand for demand, _ in waiting], free)
         if place is None:
             ended = min(running, key=lambda job: job[0])
@@ -74,28 +74,28 @@ def machine_slots(machine: Machine, slots: int | None, *, on_cuda: bool) -> Slot
     return SlotCapacity(tuple(range(slots or most)), machine.memory_bytes)
 
 
-def job_demand(run: RunConfig, room: SlotCapacity) -> JobDemand:
+def job_demand(run: RunConfig, slot_capacity: SlotCapacity) -> JobDemand:
     """Returns what a run takes: a slot for each of its ranks, on the CPU all slots at the most."""
-    if run.objective.by_trace:  # what it takes is not known before
-        return JobDemand(min(run.world_size, len(room.slots)), SUPERVISOR_BYTES)
+    if run.objective.trace_only:  # what it takes is not known before
+        return JobDemand(min(run.world_size, len(slot_capacity.slots)), SUPERVISOR_BYTES)
     besides = host_memory.node_memory(run).peak + SUPERVISOR_BYTES
     if run.hardware.device is DeviceKind.cuda:
         return JobDemand(run.world_size, besides)
     each = worst_rank.worst_rank_breakdown(run).peak
     if (limit := run.launch.memory_limit_gib) is not None:
         each = min(each, int(limit * GIB))
-    return JobDemand(min(run.world_size, len(room.slots)), run.world_size * each + besides)
+    return JobDemand(min(run.world_size, len(slot_capacity.slots)), run.world_size * each + besides)
 
 
-def rejection_reason(run: RunConfig, demand: JobDemand, room: SlotCapacity) -> str:
+def rejection_reason(run: RunConfig, demand: JobDemand, slot_capacity: SlotCapacity) -> str:
     """Returns why a job can never start in a room; empty where it can."""
-    if demand.slots > len(room.slots):
-        return f"needs {demand.slots} devices of {len(room.slots)} slots"
-    if demand.memory > room.memory:
-        needed, there = format_bytes(demand.memory), format_bytes(room.memory)
+    if demand.slots > len(slot_capacity.slots):
+        return f"needs {demand.slots} devices of {len(slot_capacity.slots)} slots"
+    if demand.memory > slot_capacity.memory:
+        needed, there = format_bytes(demand.memory), format_bytes(slot_capacity.memory)
         return f"needs {needed} of main memory; this machine has {there}"
     capacity = run.hardware.memory_gib
-    known = not run.objective.by_trace
+    known = not run.objective.trace_only
     if known and run.hardware.device is DeviceKind.cuda and capacity is not None:
         peak = worst_rank.worst_rank_breakdown(run).peak + int(run.hardware.context_gib * GIB)
         if peak > capacity * GIB:

@@ -50,24 +50,24 @@ class SlurmExecutor:
         self._timeouts = int(options.pop("max_num_timeout"))
         self._options = options
 
-    def results(
-        self, tasks: Sequence[SweepTask], began: Began
+    def iter_results(
+        self, tasks: Sequence[SweepTask], on_start: Began
     ) -> Iterator[tuple[SweepTask, Result]]:
         """Yields each task with how it ended, as they end.
 
         A signal ends the watching and no job: it raises ``Interrupted``, which says how to go on.
         """
-        if complaints := list(self._complaints(tasks)):
+        if complaints := list(self._validate(tasks)):
             raise ConfigError({str(complaint): complaint for complaint in complaints}.values())
         tasks = [replace(task, folder=_next_folder(task.folder)) for task in tasks]
-        jobs = self._submitted(tasks)
+        jobs = self._submit_all(tasks)
         for task in tasks:
-            began(task)
+            on_start(task)
         arrays = " ".join(sorted({job.partition("_")[0] for job in jobs.values()}))
         shown = command_line("status", [self._folder.parent])
         print_lines("", f"in Slurm's queue: {arrays}; {shown}")
         try:
-            yield from self._watched({jobs[task.number]: task for task in tasks})
+            yield from self._watch({jobs[task.number]: task for task in tasks})
         except Interrupted as error:
             report = command_line("report", [self._folder.parent])
             raise Interrupted(
@@ -76,14 +76,14 @@ class SlurmExecutor:
                 f"scancel {arrays} ends them; then: {report}",
             ) from None
 
-    def _complaints(self, tasks: Sequence[SweepTask]) -> Iterator[ConfigIssue]:
+    def _validate(self, tasks: Sequence[SweepTask]) -> Iterator[ConfigIssue]:
         if not slurm_cli.has_slurm():
             reason = "there is no sbatch here"
             cure = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
             yield ConfigIssue("hydra/launcher", "slurm", reason, cure)
         devices = self._options["gpus_per_node"]
-        for run in (task.order.run for task in tasks):
-            nodes = self._nodes_of(run)
+        for run in (task.job_spec.run for task in tasks):
+            nodes = self._count_nodes(run)
             if run.world_size % nodes:
                 reason = f"a run of {run.world_size} ranks is not spread evenly over {nodes} nodes"
                 yield ConfigIssue("hydra.launcher.nodes", self._nodes, reason)
@@ -101,27 +101,27 @@ class SlurmExecutor:
                 cure = "leave it out"
                 yield ConfigIssue("launch.max_restarts", run.launch.max_restarts, reason, cure)
 
-    def _nodes_of(self, run: RunConfig) -> int:
+    def _count_nodes(self, run: RunConfig) -> int:
         """Returns the nodes of a run: as many as asked for, or as its ranks need."""
         of_profile = run.hardware.devices_per_node if run.hardware.device == "cuda" else None
         each = self._options["gpus_per_node"] or of_profile or run.world_size
         return min(run.world_size, max(self._nodes, -(-run.world_size // each)))
 
-    def _submitted(self, tasks: Sequence[SweepTask]) -> dict[int, str]:
+    def _submit_all(self, tasks: Sequence[SweepTask]) -> dict[int, str]:
         """Submits jobs of like shape as one array each; returns Slurm's id of each job."""
         self._folder.mkdir(parents=True, exist_ok=True)
         shapes: dict[tuple[int, int, bool], list[SweepTask]] = {}
         for task in tasks:
             job_serialization.write_task(task, self._folder / f"{task.number}.json")
-            run = task.order.run
+            run = task.job_spec.run
             on_cuda = run.hardware.device is DeviceKind.cuda
-            shapes.setdefault((self._nodes_of(run), run.world_size, on_cuda), []).append(task)
+            shapes.setdefault((self._count_nodes(run), run.world_size, on_cuda), []).append(task)
         jobs: dict[int, str] = {}
         try:
             with signals.raise_on_signals("while the jobs were handed to Slurm"):
                 for (nodes, ranks, on_cuda), alike in shapes.items():
                     numbers = [task.number for task in alike]
-                    array = self._submit(numbers, nodes, ranks // nodes, on_cuda)
+                    array = self._submit_array(numbers, nodes, ranks // nodes, on_cuda)
                     jobs |= {number: f"{array}_{number}" for number in numbers}
         except BaseException:
             slurm_cli.cancel_jobs(jobs.values())  # all or none
@@ -131,7 +131,9 @@ class SlurmExecutor:
         write_json(file, {**known, **{str(n): job for n, job in jobs.items()}})
         return jobs
 
-    def _submit(self, numbers: Sequence[int], nodes: int, ranks_per_node: int, cuda: bool) -> str:
+    def _submit_array(
+        self, numbers: Sequence[int], nodes: int, ranks_per_node: int, on_cuda: bool
+    ) -> str:
         """Returns the id of an array whose elements are these jobs of the sweep."""
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -139,7 +141,7 @@ class SlurmExecutor:
         options = {_SBATCH.get(key, key): value for key, value in self._options.items()}
         most = options["array_parallelism"]
         further = options["additional_parameters"]
-        if cuda and not (options["gpus_per_node"] or options["gres"] or "gpus" in further):
+        if on_cuda and not (options["gpus_per_node"] or options["gres"] or "gpus" in further):
             options["gpus_per_node"] = ranks_per_node
         options |= {
             "nodes": nodes,
@@ -164,10 +166,10 @@ class SlurmExecutor:
         except (FailedJobError, FailedSubmissionError, ValueError) as error:
             said = [line for line in str(error).splitlines() if "error:" in line]
             reason = "; ".join(said) or " ".join(str(error).split())
-            raise ConfigError.one("hydra/launcher", "slurm", reason) from error
+            raise ConfigError.for_key("hydra/launcher", "slurm", reason) from error
         return str(job.job_id)
 
-    def _watched(self, jobs: Mapping[str, SweepTask]) -> Iterator[tuple[SweepTask, Result]]:
+    def _watch(self, jobs: Mapping[str, SweepTask]) -> Iterator[tuple[SweepTask, Result]]:
         waiting, gone = dict(jobs), dict[str, float]()
         began = answered = time.monotonic()
         while waiting:
@@ -187,15 +189,19 @@ class SlurmExecutor:
                 )
 
     def _has_ended(
-        self, task: SweepTask, job: str, states: Mapping[str, str] | None, gone: dict[str, float]
+        self,
+        task: SweepTask,
+        job: str,
+        states: Mapping[str, str] | None,
+        missing_since: dict[str, float],
     ) -> bool:
         """Returns whether a job has ended for good; writes how, where it could not itself."""
         status = read_json(task.folder / "status.json").get("status", "waiting")
         if states is None or job in states:
-            gone.pop(job, None)
+            missing_since.pop(job, None)
             return status not in ("waiting", "running", "interrupted")
         if status in ("waiting", "running"):
-            if time.monotonic() - gone.setdefault(job, time.monotonic()) < SETTLING_S:
+            if time.monotonic() - missing_since.setdefault(job, time.monotonic()) < SETTLING_S:
                 return False
             write_lost_status(task.folder, job, self._folder)
         return True
@@ -207,14 +213,14 @@ def _next_folder(folder: Path) -> Path:
     return next(own for own in tries if not own.exists())
 
 
-def write_lost_status(folder: Path, job: str, logs: Path) -> None:
+def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
     """Writes the status of a job that Slurm has no more and that left no word of its end."""
     status = read_json(folder / "status.json")
     if not status:
         return
     ending = exit_reports.lost_rank_reason(folder, int(str(status["world_size"])))
     state, reason = _slurm_state(job)
-    log = sorted(logs.glob(f"{job}_*_log.err"))
+    log = sorted(log_folder.glob(f"{job}_*_log.err"))
     tail = regular_files.read_text(log[0], errors="replace").splitlines()[-12:] if log else []
     name = _OUTCOMES.get(state, "failed")
     if ending is not None:

@@ -54,12 +54,12 @@ def cancel_jobs(jobs: Iterable[str]) -> None:
     _run_slurm_command("scancel", *jobs)
 
 
-def _run_slurm_command(*line: str) -> str | None:
+def _run_slurm_command(*command: str) -> str | None:
     """Returns what a command says; None where it fails again and again."""
     for attempt in range(ATTEMPTS):
         time.sleep(attempt)
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(  # noqa: S603 (Slurm's commands, and ids that it gave)
-                line, capture_output=True, text=True, timeout=WAIT, check=True
+                command, capture_output=True, text=True, timeout=WAIT, check=True
             ).stdout
     return None

@@ -27,7 +27,7 @@ from scalewise.tracking.run_files import read_json, write_json
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of this rank, once the job has a status or waits again."""
     folder, number, timeouts = Path(arguments[0]), int(arguments[1]), int(arguments[2])
-    incomplete = external_launcher.adopt_slurm_step(os.environ, least=1)
+    incomplete = external_launcher.adopt_slurm_step(os.environ, min_tasks=1)
     with console.shield_streams():
         try:
             if incomplete is not None:
@@ -56,11 +56,11 @@ def _run_rank(task: SweepTask) -> Result:
     again = requeued and (task.folder / "status.json").is_file()
     try:
         with signals.raise_on_signals("before training began"):
-            if complaints := list(task.order.run.machine_complaints()):
+            if complaints := list(task.job_spec.run.validate_machine()):
                 raise ConfigError(complaints)
             from scalewise.launch.external_rank import run_external_rank
 
-            return run_external_rank(task.order, task.folder, again=again)
+            return run_external_rank(task.job_spec, task.folder, is_retry=again)
     except Interrupted as error:
         ending = Outcome("interrupted", str(error), None, (), error.signal_number)
     except Exception as error:  # whatever it is, the job has a status
@@ -69,8 +69,8 @@ def _run_rank(task: SweepTask) -> Result:
         return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
     earlier = read_json(task.folder / "status.json")
     folder = task.folder if again else claim_folder(task.folder)
-    status = begin_job(task.order, folder, None, earlier)
-    return finish_job(status, ending, task.order, status.attempts, folder)
+    status = begin_job(task.job_spec, folder, None, earlier)
+    return finish_job(status, ending, task.job_spec, status.attempts, folder)
 
 
 def _write_report(folder: Path) -> None:
@@ -82,15 +82,16 @@ def _write_report(folder: Path) -> None:
             print_lines(f"report {page}")
 
 
-def _requeue_interrupted(count: Path, timeouts: int, result: Result) -> bool:
+def _requeue_interrupted(counter_file: Path, max_timeouts: int, result: Result) -> bool:
     """Lets an interrupted job wait in the queue again where it may; returns whether it does.
 
-    Prints what became of it. ``count`` is the file that knows how often its time was up so far.
+    Prints what became of it. ``counter_file`` is the file that knows how often its time was up so
+    far.
     """
     again = False
     warned = result.exit_code - 128 == signal.SIGUSR2
-    if warned and not _may_be_requeued(count, timeouts):
-        told = f"hydra.launcher.max_num_timeout={timeouts} is used up"
+    if warned and not _may_be_requeued(counter_file, max_timeouts):
+        told = f"hydra.launcher.max_num_timeout={max_timeouts} is used up"
         status = read_json(result.folder / "status.json")
         write_json(result.folder / "status.json", {**status, "reason": f"{result.reason}; {told}"})
     else:
@@ -99,24 +100,24 @@ def _requeue_interrupted(count: Path, timeouts: int, result: Result) -> bool:
     return again
 
 
-def _may_be_requeued(count: Path, timeouts: int) -> bool:
+def _may_be_requeued(counter_file: Path, max_timeouts: int) -> bool:
     """Counts that the time of a job was nearly up; returns whether it may have more."""
-    so_far = int(str(read_json(count).get("timeouts", 0)))
-    write_json(count, {"timeouts": so_far + 1})
-    return so_far < timeouts
+    so_far = int(str(read_json(counter_file).get("timeouts", 0)))
+    write_json(counter_file, {"timeouts": so_far + 1})
+    return so_far < max_timeouts
 
 
-def _requeue_outcome(warned: bool) -> tuple[bool, str]:
+def _requeue_outcome(time_limit_near: bool) -> tuple[bool, str]:
     """Returns whether an interrupted job waits in the queue again, and what became of it.
 
-    If it was ``warned`` of its time or is preempted: where somebody cancelled it, or Slurm itself
-    has requeued it, it is not running any more.
+    If it was ``time_limit_near`` of its time or is preempted: where somebody cancelled it, or Slurm
+    itself has requeued it, it is not running any more.
     """
     job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     facts = slurm_cli.job_facts(job)
     if facts.get("JobState") != "RUNNING":
         return False, f"Slurm says {facts.get('JobState', 'nothing')}"
-    if not warned and facts.get("PreemptTime", "None") == "None":
+    if not time_limit_near and facts.get("PreemptTime", "None") == "None":
         return False, "nobody asked for its place"
     again = slurm_cli.requeue_job(job)
     return again, "it waits in the queue again" if again else "Slurm did not requeue it"

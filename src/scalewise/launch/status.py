@@ -40,18 +40,18 @@ class Outcome:
     log_tail: tuple[str, ...] = ()
     """The last lines that rank wrote about it."""
     signal_number: int = 0
-    bereft: bool = False
+    peer_failure: bool = False
     """Whether the rank ended only because it lost another, which is the cause."""
 
-    def after_signal(self, number: int) -> Outcome:
+    def after_signal(self, signal_number: int) -> Outcome:
         """Returns how a job ended whose process had received a signal; 0: none.
 
         What fails then mostly fails by the signal: a compiler in the same process group ends too.
         """
-        if not number or self.status in ("ok", "pruned", "interrupted"):
+        if not signal_number or self.status in ("ok", "pruned", "interrupted"):
             return self
-        reason = f"{signal.Signals(number).name}, then {self.reason}"
-        return replace(self, status="interrupted", reason=reason, signal_number=number)
+        reason = f"{signal.Signals(signal_number).name}, then {self.reason}"
+        return replace(self, status="interrupted", reason=reason, signal_number=signal_number)
 
     @property
     def exit_code(self) -> int:
@@ -98,21 +98,21 @@ class Status:
         default_factory=lambda: {"mode": "disabled", "url": None, "folder": None}
     )
 
-    def ended_as(self, ending: Outcome, run: RunConfig, attempts: int, folder: Path) -> Status:
+    def with_outcome(self, outcome: Outcome, run: RunConfig, attempts: int, folder: Path) -> Status:
         """Returns the status of a job that ended so."""
         end = datetime.now(UTC)
         begun = datetime.fromisoformat(self.started)
         return replace(
             self,
-            status=ending.status,
-            reason=ending.reason,
-            exit_code=ending.exit_code,
+            status=outcome.status,
+            reason=outcome.reason,
+            exit_code=outcome.exit_code,
             ended=end.isoformat(timespec="milliseconds"),
             seconds=round((end - begun).total_seconds(), 3),
             attempts=attempts,
-            rank=ending.rank,
-            log_tail=ending.log_tail,
-            cures=_suggestions(ending, run, folder),
+            rank=outcome.rank,
+            log_tail=outcome.log_tail,
+            cures=_suggestions(outcome, run, folder),
             wandb=read_json(folder / FACTS) or self.wandb,
         )
 
@@ -130,9 +130,9 @@ class Status:
         )
 
 
-def _suggestions(ending: Outcome, run: RunConfig, folder: Path) -> tuple[dict[str, str], ...]:
+def _suggestions(outcome: Outcome, run: RunConfig, folder: Path) -> tuple[dict[str, str], ...]:
     with report_errors("no override is suggested"):
-        return tuple(suggested_overrides(ending, run, resumable=_saved_bytes(folder)))
+        return tuple(suggested_overrides(outcome, run, has_checkpoint=_saved_bytes(folder)))
     return ()
 
 
@@ -141,26 +141,26 @@ def _saved_bytes(folder: Path) -> bool:
 
 
 def suggested_overrides(
-    ending: Outcome, run: RunConfig, *, resumable: bool
+    outcome: Outcome, run: RunConfig, *, has_checkpoint: bool
 ) -> list[dict[str, str]]:
     """Returns overrides that may mend a failure, each with why.
 
-    ``resumable``: the run left a checkpoint.
+    ``has_checkpoint``: the run left a checkpoint.
     """
     found: list[tuple[str, str]] = []
-    if ending.status == "out_of_memory":
+    if outcome.status == "out_of_memory":
         found += oom_suggestions.oom_suggestions(run)
         if run.launch.memory_limit_gib is not None:
             found.append(("launch.memory_limit_gib=null", "Lifts the limit set for this job."))
-    elif ending.status == "timeout" and run.launch.timeout is not None:
+    elif outcome.status == "timeout" and run.launch.timeout is not None:
         longer = f"launch.timeout={run.launch.timeout * 2:g}"
         found.append((longer, "Twice the time, if it was slow and not stuck."))
         if run.checkpoint.every is None:
             found.append(("checkpoint.every=100", "Leaves something to resume from."))
-    elif "lower optimizer.lr" in ending.reason and not run.objective.of_user:
+    elif "lower optimizer.lr" in outcome.reason and not run.objective.is_user_defined:
         lr = getattr(run.optimizer, "lr", 0.0)
         found.append((f"optimizer.lr={lr / 3:.1g}", "A third of the learning rate."))
-    elif ending.status == "interrupted" and resumable:
+    elif outcome.status == "interrupted" and has_checkpoint:
         found.append(("resume=last", "Goes on from the newest checkpoint."))
     return [{"override": override, "why": why} for override, why in found]
 

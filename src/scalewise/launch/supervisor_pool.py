@@ -35,13 +35,13 @@ IDLE_GRACE = 2.0
 @dataclass(eq=False)
 class _SupervisorProcess:
     process: subprocess.Popen[str]
-    orders: Connection
-    mark: str
+    connection: Connection
+    marker: str
     task: SweepTask | None = None
     """The job under way."""
-    number: int = 0
+    job_number: int = 0
     """The job whose lines come: the last of them when it has ended."""
-    ready: bool = False
+    is_ready: bool = False
     """Whether it has imported what it needs, and handles signals."""
     signalled: bool = False
 
@@ -52,9 +52,9 @@ class SupervisorPool:
     def __init__(self, imports: Sequence[str] = ()) -> None:
         """``imports``: what the fork servers of its supervisors import besides."""
         self._imports = imports
-        self.stopped = 0
+        self.stop_signal = 0
         """The first signal that came."""
-        self._all: list[_SupervisorProcess] = []
+        self._supervisors: list[_SupervisorProcess] = []
 
     def __enter__(self) -> Self:
         return self
@@ -65,61 +65,61 @@ class SupervisorPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for supervisor in self._all:
-            supervisor.orders.close()
-        for supervisor in self._all:
+        for supervisor in self._supervisors:
+            supervisor.connection.close()
+        for supervisor in self._supervisors:
             with suppress(subprocess.TimeoutExpired):
                 supervisor.process.wait(IDLE_GRACE)
             processes.terminate(
-                processes.processes_with_variable(MARK, supervisor.mark), IDLE_GRACE
+                processes.processes_with_variable(MARK, supervisor.marker), IDLE_GRACE
             )
             supervisor.process.wait()
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Returns whether some job is under way."""
-        return any(supervisor.task for supervisor in self._all)
+        return any(supervisor.task for supervisor in self._supervisors)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to every job under way; none starts after it."""
-        self.stopped = self.stopped or number
-        for supervisor in self._all:
+        self.stop_signal = self.stop_signal or number
+        for supervisor in self._supervisors:
             if supervisor.task is not None:
-                self._pass(number, supervisor)
+                self._send_signal(number, supervisor)
 
-    def _pass(self, number: int, supervisor: _SupervisorProcess) -> None:
+    def _send_signal(self, number: int, supervisor: _SupervisorProcess) -> None:
         supervisor.signalled = True
-        supervisor.process.send_signal(number if supervisor.ready else signal.SIGTERM)
+        supervisor.process.send_signal(number if supervisor.is_ready else signal.SIGTERM)
 
-    def start(self, task: SweepTask, seat: ResourceAffinity) -> None:
+    def start(self, task: SweepTask, affinity: ResourceAffinity) -> None:
         """Starts a job in an idle supervisor, a new one where there is none."""
-        idle = (one for one in self._all if one.task is None and one.process.poll() is None)
-        supervisor = next(idle, None) or self._hired()
-        supervisor.task, supervisor.number = task, task.number
-        with suppress(BrokenPipeError):  # it was killed just now: ``ended`` tells
-            supervisor.orders.send((task, seat))
-        if self.stopped and not supervisor.signalled:  # a signal came while it was hired
-            self._pass(self.stopped, supervisor)
+        idle = (one for one in self._supervisors if one.task is None and one.process.poll() is None)
+        supervisor = next(idle, None) or self._start_supervisor()
+        supervisor.task, supervisor.job_number = task, task.number
+        with suppress(BrokenPipeError):  # it was killed just now: ``wait_for_results`` tells
+            supervisor.connection.send((task, affinity))
+        if self.stop_signal and not supervisor.signalled:  # a signal came while it was hired
+            self._send_signal(self.stop_signal, supervisor)
 
-    def ended(self) -> Iterator[tuple[SweepTask, Result]]:
+    def wait_for_results(self) -> Iterator[tuple[SweepTask, Result]]:
         """Waits until a job ends, and yields those that have."""
-        working = {one.orders: one for one in self._all if one.task}
+        working = {one.connection: one for one in self._supervisors if one.task}
         for ready in wait(list(working)):
             supervisor = working[ready]  # type: ignore[index]  # it is one of those waited for
             task = supervisor.task
             assert task is not None
             try:
-                result = supervisor.orders.recv()
+                result = supervisor.connection.recv()
             except (EOFError, ConnectionResetError):
-                self._all.remove(supervisor)
-                result = self._died(supervisor, task)
+                self._supervisors.remove(supervisor)
+                result = self._handle_death(supervisor, task)
             if result is None:
-                supervisor.ready = True
+                supervisor.is_ready = True
                 continue
             supervisor.task = None
             yield task, result
 
-    def _hired(self) -> _SupervisorProcess:
+    def _start_supervisor(self) -> _SupervisorProcess:
         ours, theirs = Pipe()
         mark = uuid.uuid4().hex
         process = subprocess.Popen(  # noqa: S603 (a list of our own words)
@@ -136,24 +136,28 @@ class SupervisorPool:
         theirs.close()
         supervisor = _SupervisorProcess(process, ours, mark)
         threading.Thread(target=_print_job_line, args=(supervisor,), daemon=True).start()
-        self._all.append(supervisor)
+        self._supervisors.append(supervisor)
         return supervisor
 
-    def _died(self, supervisor: _SupervisorProcess, task: SweepTask) -> Result:
+    def _handle_death(self, supervisor: _SupervisorProcess, task: SweepTask) -> Result:
         """Ends what a supervisor has left, and returns the result of its job."""
         process = supervisor.process
-        supervisor.orders.close()
+        supervisor.connection.close()
         code = process.wait()
-        processes.terminate(processes.processes_with_variable(MARK, supervisor.mark), ORPHAN_GRACE)
+        processes.terminate(
+            processes.processes_with_variable(MARK, supervisor.marker), ORPHAN_GRACE
+        )
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         ending = Outcome("failed", f"its supervising process died: {cause}")
-        if self.stopped:
-            name = signal.Signals(self.stopped).name
-            ending = Outcome("interrupted", f"{name} ended it at once", signal_number=self.stopped)
+        if self.stop_signal:
+            name = signal.Signals(self.stop_signal).name
+            ending = Outcome(
+                "interrupted", f"{name} ended it at once", signal_number=self.stop_signal
+            )
         return _write_lost_result(task, process.pid, ending)
 
 
-def _write_lost_result(task: SweepTask, pid: int, ending: Outcome) -> Result:
+def _write_lost_result(task: SweepTask, pid: int, outcome: Outcome) -> Result:
     """Returns the result of a job that nobody is left to write down, and writes it down."""
     for folder in attempt_folders(task.folder):
         content = read_json(folder / "status.json")
@@ -161,14 +165,14 @@ def _write_lost_result(task: SweepTask, pid: int, ending: Outcome) -> Result:
             continue
         if content["status"] == "running":
             end = {"ended": datetime.now(UTC).isoformat(timespec="milliseconds")}
-            end |= {key: getattr(ending, key) for key in ("status", "reason", "exit_code")}
+            end |= {key: getattr(outcome, key) for key in ("status", "reason", "exit_code")}
             content |= end
             write_json(folder / "status.json", content)
             exit_reports.remove_reports(folder)
         status, reason = str(content["status"]), str(content["reason"])
         code = int(str(content["exit_code"]))
         return Result(status, reason, code, folder, read_json(folder / "summary.json"))
-    return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
+    return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})
 
 
 def _print_job_line(supervisor: _SupervisorProcess) -> None:
@@ -176,5 +180,5 @@ def _print_job_line(supervisor: _SupervisorProcess) -> None:
     assert supervisor.process.stdout is not None
     with suppress(ValueError):  # closed
         for line in supervisor.process.stdout:
-            sys.stdout.write(f"{supervisor.number:>3} | {line.rstrip()}\n")
+            sys.stdout.write(f"{supervisor.job_number:>3} | {line.rstrip()}\n")
             sys.stdout.flush()

@@ -38,10 +38,10 @@ class ResumeRequest:
     sweep: str
     retry: tuple[str, ...] = ()
 
-    def refuse_run(self) -> NoReturn:
+    def reject_single_run(self) -> NoReturn:
         """Raises ``ConfigError``: it was asked for with the line of a single run."""
         cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
-        raise ConfigError.one("resume_sweep", self.sweep, "this line is a single run", cure)
+        raise ConfigError.for_key("resume_sweep", self.sweep, "this line is a single run", cure)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EarlierJob:
     number: int
     config_hash: str
     varied: Mapping[str, str]
-    planned: Path
+    planned_folder: Path
     """The folder of its first attempt; others are numbered: ``3``, ``3-2``."""
     attempts: tuple[Path, ...]
     """The folders that there are, the newest first."""
@@ -59,10 +59,12 @@ class EarlierJob:
     """How it ended for good; None where it is missing."""
 
 
-def parse_resume_request(words: Sequence[str]) -> tuple[ResumeRequest | None, list[str]]:
+def parse_resume_request(arguments: Sequence[str]) -> tuple[ResumeRequest | None, list[str]]:
     """Returns what the words of a command line ask for, and the other words."""
-    mine = [word.split("=", 1) for word in words if word.startswith(("resume_sweep=", "retry="))]
-    rest = [word for word in words if not word.startswith(("resume_sweep=", "retry="))]
+    mine = [
+        word.split("=", 1) for word in arguments if word.startswith(("resume_sweep=", "retry="))
+    ]
+    rest = [word for word in arguments if not word.startswith(("resume_sweep=", "retry="))]
     given = dict(mine)
     retry = tuple(filter(None, given.get("retry", "").split(",")))
     complaints = [
@@ -80,43 +82,45 @@ def parse_resume_request(words: Sequence[str]) -> tuple[ResumeRequest | None, li
     return (ResumeRequest(given["resume_sweep"], retry) if mine else None), rest
 
 
-def resumed_folder(asked: str, fresh: Path) -> Path:
-    """Returns the folder of the sweep that is asked for; ``fresh`` would be that of a new one.
+def resumed_folder(sweep: str, new_folder: Path) -> Path:
+    """Returns the folder of the sweep that is asked for; ``new_folder`` would be that of a new one.
 
     Raises ``ConfigError`` where there is none, or it still runs.
     """
-    if asked == "last":
-        found = [file.parent for file in fresh.parent.glob("*/sweep.json")]
+    if sweep == "last":
+        found = [file.parent for file in new_folder.parent.glob("*/sweep.json")]
         folder = max(found, key=sweep_start, default=None)
         if folder is None:
-            reason = f"there is no sweep under {fresh.parent}"
-            raise ConfigError.one("resume_sweep", asked, reason, "give its folder")
+            reason = f"there is no sweep under {new_folder.parent}"
+            raise ConfigError.for_key("resume_sweep", sweep, reason, "give its folder")
     else:
-        folder = Path(asked).expanduser().absolute()
+        folder = Path(sweep).expanduser().absolute()
     record = load_json(folder / "sweep.json")
     if not record:
         reason = "holds no readable sweep.json"
-        raise ConfigError.one("resume_sweep", asked, f"{folder} {reason}", "give a sweep's folder")
+        raise ConfigError.for_key(
+            "resume_sweep", sweep, f"{folder} {reason}", "give a sweep's folder"
+        )
     if any(not {"config_hash", "planned_folder"} <= set(row) for row in record.get("jobs", [])):
         reason = f"{folder} was written by a version that could not resume sweeps"
-        raise ConfigError.one("resume_sweep", asked, reason, "run it anew")
-    _reject_running(asked, folder, record)
-    _reject_queued(asked, folder)
+        raise ConfigError.for_key("resume_sweep", sweep, reason, "run it anew")
+    _reject_running(sweep, folder, record)
+    _reject_queued(sweep, folder)
     release_reserved(folder)
     return folder
 
 
-def lock_sweep(key: str, asked: str, folder: Path) -> FolderLock:
+def lock_sweep(key: str, value: str, folder: Path) -> FolderLock:
     """Locks the sweep in ``folder``; raises ``ConfigError`` if another process drives it.
 
-    ``key`` and ``asked`` are the override that chose the folder.
+    ``key`` and ``value`` are the override that chose the folder.
     """
     try:
         return locks.acquire_lock(folder)
     except InUseError as error:
         reason = f"{folder} is driven by {error.owner}"
-        cure = f"wait for it, or end it: {error.owner.cure}"
-        raise ConfigError.one(key, asked, reason, cure) from None
+        cure = f"wait for it, or end it: {error.owner.kill_command}"
+        raise ConfigError.for_key(key, value, reason, cure) from None
 
 
 def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
@@ -126,12 +130,12 @@ def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
 
 
 def match_jobs(
-    wanted: Sequence[tuple[str, Mapping[str, str]]], known: Sequence[EarlierJob]
+    requested_jobs: Sequence[tuple[str, Mapping[str, str]]], known_jobs: Sequence[EarlierJob]
 ) -> list[EarlierJob | None]:
     """Returns for each wanted job, by hash and what it varies, the one that it is; each once."""
-    left = list(known)
+    left = list(known_jobs)
     found: list[EarlierJob | None] = []
-    for digest, varied in wanted:
+    for digest, varied in requested_jobs:
         fits = (
             job for job in left if job.config_hash == digest and is_same_job(job.varied, varied)
         )
@@ -143,14 +147,14 @@ def match_jobs(
 
 
 def renumber_tasks(
-    tasks: Sequence[SweepTask], known: list[EarlierJob], folder: Path
+    tasks: Sequence[SweepTask], known_jobs: list[EarlierJob], folder: Path
 ) -> tuple[list[SweepTask], dict[int, Result]]:
     """Returns the tasks under the numbers that they have in ``folder``, and results that are kept.
 
-    A job that is new gets a further number. What is found is taken out of ``known``.
+    A job that is new gets a further number. What is found is taken out of ``known_jobs``.
     """
-    wanted = [(config_hash(task.order.run), task.order.varied) for task in tasks]
-    found = match_jobs(wanted, known)
+    wanted = [(config_hash(task.job_spec.run), task.job_spec.varied) for task in tasks]
+    found = match_jobs(wanted, known_jobs)
     numbers = (row["number"] for row in read_json(folder / "sweep.json").get("jobs", []))
     further = 1 + max(numbers, default=-1)
     own: list[SweepTask] = []
@@ -160,9 +164,9 @@ def renumber_tasks(
             own.append(replace(task, number=further, folder=folder / str(further)))
             further += 1
             continue
-        known.remove(job)
-        order = replace(task.order, attempts=job.attempts)
-        own.append(SweepTask(job.number, order, job.planned))
+        known_jobs.remove(job)
+        order = replace(task.job_spec, attempts=job.attempts)
+        own.append(SweepTask(job.number, order, job.planned_folder))
         if job.result is not None:
             kept[job.number] = job.result
     return own, kept
@@ -205,17 +209,17 @@ def _kept_result(attempt: Path) -> Result:
     )
 
 
-def _reject_running(asked: str, folder: Path, record: Mapping[str, Any]) -> None:
+def _reject_running(sweep: str, folder: Path, record: Mapping[str, Any]) -> None:
     """Refuses a sweep whose process, or one of whose jobs, lives."""
     process = record.get("process", {})
     if not {"pid", "host", "started"} <= set(process):
         reason = f"{folder / 'sweep.json'} does not say which process ran it"
-        raise ConfigError.one("resume_sweep", asked, reason, "put a copy of it back")
+        raise ConfigError.for_key("resume_sweep", sweep, reason, "put a copy of it back")
     host = process["host"]
     if record.get("ended") is None and host != socket.gethostname():
         reason = f"{folder} was not ended by its process {process['pid']} on {host}"
         cure = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
-        raise ConfigError.one("resume_sweep", asked, reason, cure)
+        raise ConfigError.for_key("resume_sweep", sweep, reason, cure)
     if host != socket.gethostname():
         return
     living = {}
@@ -229,10 +233,12 @@ def _reject_running(asked: str, folder: Path, record: Mapping[str, Any]) -> None
     if living:
         (pid, what), *_ = living.items()
         reason = f"{what} still runs, as process {pid}"
-        raise ConfigError.one("resume_sweep", asked, reason, f"wait for it, or end it: kill {pid}")
+        raise ConfigError.for_key(
+            "resume_sweep", sweep, reason, f"wait for it, or end it: kill {pid}"
+        )
 
 
-def _reject_queued(asked: str, folder: Path) -> None:
+def _reject_queued(sweep: str, folder: Path) -> None:
     """Refuses a sweep of which Slurm has jobs: they would run twice."""
     known = slurm_cli.sweep_job_ids(folder)
     if not known or not slurm_cli.has_slurm():
@@ -245,4 +251,4 @@ def _reject_queued(asked: str, folder: Path) -> None:
         if states is None:
             reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
         cure = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
-        raise ConfigError.one("resume_sweep", asked, reason, cure)
+        raise ConfigError.for_key("resume_sweep", sweep, reason, cure)

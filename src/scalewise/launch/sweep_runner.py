@@ -26,24 +26,24 @@ RESERVED_BYTES = 65536
 def execute_all(
     tasks: Sequence[SweepTask],
     folder: Path,
-    engine: Executor,
+    executor: Executor,
     *,
     command: str,
     question: str,
-    announce: Callable[[SweepTask, int], None],
-    report: Callable[[SweepTask, Result], None],
-    kept: Mapping[int, Result] | None = None,
+    on_start: Callable[[SweepTask, int], None],
+    on_end: Callable[[SweepTask, Result], None],
+    kept_results: Mapping[int, Result] | None = None,
 ) -> list[Result]:
     """Runs jobs into their folders and returns how each ended; none stops the others.
 
-    ``kept`` holds the results of jobs that ended before, by number: those do not run. Keeps
+    ``kept_results`` holds the results of jobs that ended before, by number: those do not run. Keeps
     ``sweep.json`` in ``folder`` true at any moment. A signal ends the sweep: what had not begun
     is noted as ``interrupted``. Where the engine refuses them all, the record is as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left: dict[str, Any] = read_json(folder / "sweep.json")
     record = _sweep_record(folder, left, command, question)
-    results = dict(kept or {})
+    results = dict(kept_results or {})
     rows = {row["number"]: row for row in record["jobs"]}
     for task in tasks:
         rows[task.number] = _waiting_row(task, folder)
@@ -55,20 +55,20 @@ def execute_all(
     def began(task: SweepTask) -> None:
         rows[task.number]["status"] = "running"
         _write_record(folder, record)
-        announce(task, len(tasks))
+        on_start(task, len(tasks))
 
     ended: list[Result] = []
     left_to_run = [task for task in tasks if task.number not in results]
     try:
         with signals.raise_on_signals("between the jobs of the sweep"):
             _write_first_record(folder, record)
-            for task, result in engine.results(left_to_run, began):
+            for task, result in executor.iter_results(left_to_run, began):
                 ended.append(result)
                 results[task.number] = result
                 _note_result(rows[task.number], result, folder)
                 _write_record(folder, record)
                 with report_errors(f"job {task.number} is not told of"):
-                    report(task, result)
+                    on_end(task, result)
     except ConfigError:
         atomic.release_space(folder / "sweep.json")
         if not ended:
@@ -106,7 +106,7 @@ def execute_all(
 def claim_sweep_folder(folder: Path) -> FolderLock:
     """Makes and locks ``folder``, or a numbered one beside it, where no other sweep is."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError.one("hydra.sweep.dir", folder, "is a file", "give a folder")
+        raise ConfigError.for_key("hydra.sweep.dir", folder, "is a file", "give a folder")
     for number in range(1, 1000):
         own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         new = not own.exists()
@@ -117,11 +117,11 @@ def claim_sweep_folder(folder: Path) -> FolderLock:
             continue
         except OSError as error:
             reason, cure = f"cannot be made: {error.strerror}", "run in another folder"
-            raise ConfigError.one("hydra.sweep.dir", own, reason, cure) from error
-        if (new or lock.held) and not (own / "sweep.json").exists():
+            raise ConfigError.for_key("hydra.sweep.dir", own, reason, cure) from error
+        if (new or lock.is_held) and not (own / "sweep.json").exists():
             return lock
         lock.release()
-    raise ConfigError.one("hydra.sweep.dir", folder, "holds a sweep already", "give another")
+    raise ConfigError.for_key("hydra.sweep.dir", folder, "holds a sweep already", "give another")
 
 
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
@@ -138,21 +138,22 @@ def _write_first_record(folder: Path, record: Mapping[str, Any]) -> None:
     except OSError as error:
         if (lacking := atomic.disk_full_reason(error)) is None:
             raise
-        raise ConfigError.one("hydra.sweep.dir", folder, *lacking) from error
+        raise ConfigError.for_key("hydra.sweep.dir", folder, *lacking) from error
 
 
-def _restore_record(folder: Path, left: dict[str, Any]) -> None:
+def _restore_record(folder: Path, previous_record: dict[str, Any]) -> None:
     """Makes the record what it was before a sweep of which no job may run."""
-    if left:
-        write_json(folder / "sweep.json", left)
+    if previous_record:
+        write_json(folder / "sweep.json", previous_record)
     else:
         (folder / "sweep.json").unlink(missing_ok=True)
 
 
 def _sweep_record(
-    folder: Path, left: dict[str, Any], command: str, question: str
+    folder: Path, previous_record: dict[str, Any], command: str, question: str
 ) -> dict[str, Any]:
-    """Returns the sweep's record, as it was ``left`` or new, under way in this process."""
+    """Returns the sweep's record, as it was ``previous_record`` or new, under way in this
+    process."""
     begun: dict[str, Any] = {
         "name": folder.parent.name,
         "question": question,
@@ -163,9 +164,9 @@ def _sweep_record(
         "jobs": [],
     }
     now = {"question": question, "command": command, "ended": None, "process": process_identity()}
-    if left and left["process"] != now["process"]:
-        _update_from_folders(left["jobs"], folder)
-    return {**begun, **left, **now}
+    if previous_record and previous_record["process"] != now["process"]:
+        _update_from_folders(previous_record["jobs"], folder)
+    return {**begun, **previous_record, **now}
 
 
 def _update_from_folders(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -188,9 +189,9 @@ def _waiting_row(task: SweepTask, folder: Path) -> dict[str, Any]:
         "number": task.number,
         "folder": place,
         "planned_folder": place,
-        "config_hash": config_hash(task.order.run),
-        "overrides": list(task.order.run.overrides),
-        "varied": dict(task.order.varied),
+        "config_hash": config_hash(task.job_spec.run),
+        "overrides": list(task.job_spec.run.overrides),
+        "varied": dict(task.job_spec.varied),
         "status": "waiting",
     }
 

@@ -41,7 +41,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self.messages: Counter[Message] = Counter()
+        self.counts: Counter[Message] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -56,7 +56,7 @@ class CollectiveCounter(TorchDispatchMode):
         space, _, name = str(func.name()).partition("::")
         if space in ("c10d", "_c10d_functional") and name.split(".")[0] in KINDS:
             kind, place = KINDS[name.split(".")[0]]
-            self.messages[
+            self.counts[
                 kind, _group_ranks(args), _message_bytes(result if place < 0 else args[place])
             ] += 1
         return result
@@ -76,7 +76,7 @@ def _group_ranks(arguments: Sequence[Any]) -> tuple[int, ...]:
     return ()
 
 
-def _message_bytes(held: Any) -> int:
-    if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
-    return sum(_message_bytes(each) for each in held)
+def _message_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_message_bytes(each) for each in value)

@@ -39,7 +39,7 @@ class StrategyBuffers:
         """Returns buffers on the way of gradients that an earlier micro batch may have left."""
         return []
 
-    def resized(self) -> list[torch.Tensor]:
+    def resizable(self) -> list[torch.Tensor]:
         """Returns tensors whose storage grows and shrinks with no operator to tell of it."""
         return []
 
@@ -52,50 +52,53 @@ class MemoryProbe:
         module: nn.Module,
         optimizer: Optimizer,
         device: torch.device,
-        holdings: StrategyBuffers | None = None,
+        strategy_buffers: StrategyBuffers | None = None,
         *,
         averages: Iterable[torch.Tensor] = (),
         compiled: bool = False,
     ) -> None:
-        """``holdings`` knows of tensors that are not where torch keeps them.
+        """``strategy_buffers`` knows of tensors that are not where torch keeps them.
 
         ``averages``: moving averages of the weights, which last from step to step.
         ``compiled``: whether some of what runs is code of a compiler, and no operator tells of it.
         """
         self._module, self._optimizer, self._device = module, optimizer, device
-        self._holdings, self._averages = holdings or StrategyBuffers(), list(averages)
+        self._strategy_buffers, self._averages = (
+            strategy_buffers or StrategyBuffers(),
+            list(averages),
+        )
         self._live: LiveBytes | ProfiledAllocations | None = None
         if device.type != "cuda":
             counted = ProfiledAllocations if compiled else LiveBytes
-            self._live = counted(self._holdings.resized())
-        self._found: dict[str, int] = {}
+            self._live = counted(self._strategy_buffers.resizable())
+        self._measured: dict[str, int] = {}
         self._peak = 0
 
     def start(self) -> None:
         """Begins, before forward."""
         lasting = [*self._parameters(), *_optimizer_states(self._optimizer), *self._averages]
-        self._lasting = storage_bytes(lasting)
-        self._buckets = 0
+        self._persistent_bytes = storage_bytes(lasting)
+        self._bucket_bytes = 0
         if self._live is None:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._live.follow([*self._gradients(), *self._holdings.buckets()])
+            self._live.track([*self._gradients(), *self._strategy_buffers.buckets()])
             self._live.__enter__()
-        self._before = self._without_gradients()
+        self._start_bytes = self._bytes_without_gradients()
 
     def before_backward(self) -> None:
         """Takes the activations: what forward left alive; of several calls the most counts."""
-        kept = self._without_gradients() - self._before
-        self._found["activations"] = max(kept, self._found.get("activations", 0))
+        kept = self._bytes_without_gradients() - self._start_bytes
+        self._measured["activations"] = max(kept, self._measured.get("activations", 0))
 
     def before_optimizer(self) -> None:
         """Takes the gradients, which are all there now."""
         gradients = self._gradients()
-        self._found["gradients"] = storage_bytes(gradients)
+        self._measured["gradients"] = storage_bytes(gradients)
         if self._live is not None:  # what no operator made since lies where it always does
-            self._buckets = self._found["gradients"] - self._live.bytes_among(gradients)
+            self._bucket_bytes = self._measured["gradients"] - self._live.tracked_bytes(gradients)
 
-    def most(self) -> int:
+    def take_phase_peak(self) -> int:
         """Returns the most that operators had made and kept since the last call, on the CPU."""
         assert self._live is not None
         part = self._live.take_peak()
@@ -103,22 +106,22 @@ class MemoryProbe:
         return part
 
     @property
-    def lasting(self) -> int:
+    def persistent_bytes(self) -> int:
         """Returns what is there throughout the step: weights, state, gradients from before."""
-        return self._lasting + self._buckets
+        return self._persistent_bytes + self._bucket_bytes
 
     def finish(self) -> dict[str, int]:
         """Returns bytes by ``memory/..._bytes`` key, after the optimizer's step."""
         if self._live is None:
             self._peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            self.most()
-            self._peak += self.lasting
+            self.take_phase_peak()
+            self._peak += self.persistent_bytes
             self._live.__exit__(None, None, None)
         found = {
             "parameters": storage_bytes(self._parameters()),
             "optimizer": storage_bytes(_optimizer_states(self._optimizer)),
-            **self._found,
+            **self._measured,
             "peak": self._peak,
             "host_peak": host_peak_bytes(),
         }
@@ -129,33 +132,37 @@ class MemoryProbe:
         if self._live is not None:
             self._live.__exit__(None, None, None)
 
-    def _without_gradients(self) -> int:
+    def _bytes_without_gradients(self) -> int:
         gradients = self._gradients()
         if self._live is None:
             return torch.cuda.memory_allocated(self._device) - storage_bytes(gradients)
-        return self._live.now - self._live.watched - self._live.bytes_among(gradients)
+        return (
+            self._live.current_bytes
+            - self._live.resizable_bytes
+            - self._live.tracked_bytes(gradients)
+        )
 
     def _parameters(self) -> list[torch.Tensor]:
         own = [*self._module.parameters(), *self._module.buffers()]
-        return [*own, *self._holdings.parameters()]
+        return [*own, *self._strategy_buffers.parameters()]
 
     def _gradients(self) -> list[torch.Tensor]:
         own = [p.grad for p in self._module.parameters() if p.grad is not None]
-        return [*own, *self._holdings.gradients()]
+        return [*own, *self._strategy_buffers.gradients()]
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operators allocate while it is active.
 
-    ``resized`` are tensors from before that change their size in between. Scratch space inside
+    ``resizable`` are tensors from before that change their size in between. Scratch space inside
     one operator is not seen.
     """
 
-    def __init__(self, resized: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, resizable: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self._resized = [tensor.untyped_storage() for tensor in resized]
-        self._counted = self._peak = 0
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._resizable = [tensor.untyped_storage() for tensor in resizable]
+        self._counted_bytes = self._peak = 0
+        self._live_storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._sent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,52 +172,52 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in iter_plain_tensors(tree_leaves(result)):
             if storage_key(tensor) not in known:
-                self._add(tensor.untyped_storage())
+                self._track_storage(tensor.untyped_storage())
         self._sent |= func.namespace in SENDS
-        if self._sent and self.now > self._peak:
+        if self._sent and self.current_bytes > self._peak:
             time.sleep(LETTING_GO)
             self._sent = False
-        self._peak = max(self._peak, self.now)
+        self._peak = max(self._peak, self.current_bytes)
         return result
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors from before as long as they live."""
         for tensor in iter_plain_tensors(tensors):
-            self._add(tensor.untyped_storage())
-        self._peak = max(self._peak, self.now)
+            self._track_storage(tensor.untyped_storage())
+        self._peak = max(self._peak, self.current_bytes)
 
     @property
-    def watched(self) -> int:
+    def resizable_bytes(self) -> int:
         """Returns the bytes that tensors from before have now."""
-        return sum(storage.nbytes() for storage in self._resized)
+        return sum(storage.nbytes() for storage in self._resizable)
 
     @property
-    def now(self) -> int:
+    def current_bytes(self) -> int:
         """Returns the bytes that are alive."""
-        return self._counted + self.watched
+        return self._counted_bytes + self.resizable_bytes
 
     def take_peak(self) -> int:
         """Returns the largest count since the last call."""
-        peak, self._peak = max(self._peak, self.now), self.now
+        peak, self._peak = max(self._peak, self.current_bytes), self.current_bytes
         return peak
 
-    def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
+    def tracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
         keys = {storage_key(tensor) for tensor in iter_plain_tensors(tensors)}
-        return sum(size for key, (_, size) in self._alive.items() if key in keys)
+        return sum(size for key, (_, size) in self._live_storages.items() if key in keys)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._alive or not storage.nbytes():
+        if key in self._live_storages or not storage.nbytes():
             return
         size = storage.nbytes()
 
         def forget(_: object) -> None:
-            del self._alive[key]
-            self._counted -= size
+            del self._live_storages[key]
+            self._counted_bytes -= size
 
-        self._alive[key] = (weakref.ref(storage, forget), size)
-        self._counted += size
+        self._live_storages[key] = (weakref.ref(storage, forget), size)
+        self._counted_bytes += size
 
 
 def host_peak_bytes() -> int:

@@ -41,85 +41,89 @@ class ProfiledAllocations:
     between ends the profiler's record, and begins another.
     """
 
-    def __init__(self, resized: Iterable[torch.Tensor] = ()) -> None:
-        """``resized`` are tensors from before that change their size in between."""
-        self._resized = [tensor.untyped_storage() for tensor in resized]
-        self._before: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._alive: dict[int, int] = {}
-        self._held = self._peak = 0
-        self._records = False
+    def __init__(self, resizable: Iterable[torch.Tensor] = ()) -> None:
+        """``resizable`` are tensors from before that change their size in between."""
+        self._resizable = [tensor.untyped_storage() for tensor in resizable]
+        self._preexisting: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._live_allocations: dict[int, int] = {}
+        self._base_bytes = self._peak = 0
+        self._recording = False
 
     def __enter__(self) -> ProfiledAllocations:
         silence_profiler()
-        self._begin()
+        self._start_recording()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end()
+        self._stop_recording()
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts tensors from before as long as they live."""
         for tensor in iter_plain_tensors(tensors):
             storage = tensor.untyped_storage()
-            self._before[storage_key(tensor)] = (weakref.ref(storage), storage.nbytes())
+            self._preexisting[storage_key(tensor)] = (weakref.ref(storage), storage.nbytes())
 
     @property
-    def watched(self) -> int:
+    def resizable_bytes(self) -> int:
         """Returns the bytes that tensors from before have now."""
-        return sum(storage.nbytes() for storage in self._resized)
+        return sum(storage.nbytes() for storage in self._resizable)
 
     @property
-    def now(self) -> int:
+    def current_bytes(self) -> int:
         """Returns the bytes that are alive."""
-        self._settle()
-        return sum(self._alive.values()) + self._from_before()
+        self._restart_recording()
+        return sum(self._live_allocations.values()) + self._preexisting_bytes()
 
     def take_peak(self) -> int:
         """Returns the largest count since the last call."""
-        now = self.now
+        now = self.current_bytes
         peak, self._peak = max(self._peak, now), now
         return peak
 
-    def bytes_among(self, tensors: Iterable[torch.Tensor]) -> int:
+    def tracked_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of those tensors that are counted here already."""
-        self._settle()
+        self._restart_recording()
         storages = {
             storage_key(tensor): tensor.untyped_storage() for tensor in iter_plain_tensors(tensors)
         }
         return sum(
             storage.nbytes()
             for key, storage in storages.items()
-            if key in self._before or storage.data_ptr() in self._alive
+            if key in self._preexisting or storage.data_ptr() in self._live_allocations
         )
 
-    def _settle(self) -> None:
-        if self._records:
-            self._end()
-            self._begin()
+    def _restart_recording(self) -> None:
+        if self._recording:
+            self._stop_recording()
+            self._start_recording()
 
-    def _begin(self) -> None:
-        self._held = self._from_before()
+    def _start_recording(self) -> None:
+        self._base_bytes = self._preexisting_bytes()
         _prepare_profiler(CONFIG, ACTIVITIES)
         _enable_profiler(CONFIG, ACTIVITIES, SCOPES)  # type: ignore[call-arg]  # torch's stub lacks it
-        self._records = True
+        self._recording = True
 
-    def _end(self) -> None:
-        self._records = False
+    def _stop_recording(self) -> None:
+        self._recording = False
         events = _disable_profiler().experimental_event_tree()
-        count = sum(self._alive.values())
-        self._peak = max(self._peak, count + self._held)
+        count = sum(self._live_allocations.values())
+        self._peak = max(self._peak, count + self._base_bytes)
         for place, size in _iter_allocations(events):
             if size > 0:
-                self._alive[place] = size
+                self._live_allocations[place] = size
                 count += size
             else:
-                count -= self._alive.pop(place, 0)
-            self._peak = max(self._peak, count + self._held)
+                count -= self._live_allocations.pop(place, 0)
+            self._peak = max(self._peak, count + self._base_bytes)
 
-    def _from_before(self) -> int:
+    def _preexisting_bytes(self) -> int:
         """Returns the bytes that are alive of what was there before."""
-        followed = sum(size for storage, size in self._before.values() if storage() is not None)
-        resized = (each for each in self._resized if each.data_ptr() not in self._alive)
+        followed = sum(
+            size for storage, size in self._preexisting.values() if storage() is not None
+        )
+        resized = (
+            each for each in self._resizable if each.data_ptr() not in self._live_allocations
+        )
         return followed + sum(storage.nbytes() for storage in resized)
 
 

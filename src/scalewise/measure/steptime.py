@@ -23,7 +23,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-        self._ended: list[list[tuple[str, float | torch.cuda.Event]]] = []
+        self._finished_steps: list[list[tuple[str, float | torch.cuda.Event]]] = []
 
     def mark(self, phase: str) -> None:
         """Says that ``phase`` begins now."""
@@ -32,15 +32,15 @@ class StepTimer:
     def end_step(self) -> None:
         """Says that an optimizer step ended and the next began, with callbacks first."""
         self.mark("optimizer")
-        self._ended.append(self._marks)
+        self._finished_steps.append(self._marks)
         self._marks = self._marks[-1:]
 
     def drain(self) -> list[dict[str, float]]:
         """Returns the seconds of each phase marked in it, for every step ended since the last."""
-        if self._cuda and self._ended:
+        if self._cuda and self._finished_steps:
             torch.cuda.synchronize()
-        steps = [self._seconds(marks) for marks in self._ended]
-        self._ended = []
+        steps = [self._seconds(marks) for marks in self._finished_steps]
+        self._finished_steps = []
         return steps
 
     def _now(self) -> float | torch.cuda.Event:

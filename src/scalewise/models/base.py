@@ -28,7 +28,8 @@ class Weight:
     ``name`` is its name in the module's ``state_dict``; ``role`` one of ``embedding``,
     ``position``, ``attention``, ``feedforward``, ``norm``, ``bias``, ``head``, ``scale`` (an
     adapter's vector); ``layer`` the block it belongs to, None outside the blocks. A tied weight is
-    listed once. ``bytes`` are those of an element that has a format of its own; None: the run's.
+    listed once. ``element_bytes`` are those of an element that has a format of its own; None: the
+    run's.
     """
 
     name: str
@@ -36,20 +37,20 @@ class Weight:
     role: str
     layer: int | None = None
     trainable: bool = True
-    bytes: int | None = None
+    element_bytes: int | None = None
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         """Returns the number of elements."""
         return prod(self.shape)
 
-    def share(self, ranks: int) -> int:
+    def shard_numel(self, ranks: int) -> int:
         """Returns the elements that one of ``ranks`` holds of a weight cut by its rows."""
         return ceil(self.shape[0] / ranks) * prod(self.shape[1:])
 
-    def size(self, held: int, ranks: int = 1) -> int:
-        """Returns the bytes of that share; ``held``: of an element in the run's format."""
-        return self.share(ranks) * (self.bytes or held)
+    def shard_bytes(self, element_bytes: int, ranks: int = 1) -> int:
+        """Returns the bytes of that share; ``element_bytes``: of an element in the run's format."""
+        return self.shard_numel(ranks) * (self.element_bytes or element_bytes)
 
 
 class TPStyle(StrEnum):
@@ -68,11 +69,11 @@ class TPStyle(StrEnum):
     """The matrix that gives logits by its rows, if it has one of its own: dim 0."""
     tokens = "tokens"
     """A norm, whole on every rank: sequence parallelism gives it some of the tokens."""
-    places = "places"
+    positions = "places"
     """A table of positions, whole on every rank."""
-    ahead = "ahead"
+    prompt = "ahead"
     """Vectors before the tokens of rows, whole on every rank: each goes on with some of both."""
-    whole = "whole"
+    replicated = "whole"
     """A linear layer that every rank has and computes with all of the tokens."""
 
 
@@ -81,8 +82,8 @@ class StageSlice:
     """Some consecutive layers, with what stands before the first and after the last of all."""
 
     layers: range
-    first: bool = True
-    last: bool = True
+    is_first: bool = True
+    is_last: bool = True
 
 
 class ModelConfig(ABC):
@@ -103,21 +104,21 @@ class ModelConfig(ABC):
     """Modules that its ranks import and that take long, as those of an adapter."""
 
     @property
-    def encodes(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Returns whether an encoder reads what its decoder answers."""
         return False
 
     @property
-    def outputs(self) -> int:
+    def output_size(self) -> int:
         """Returns the logits of a token."""
         return self.classes or self.vocabulary
 
     @property
-    def pretrained(self) -> str | None:
+    def pretrained_path(self) -> str | None:
         """Returns where the weights lie that it begins with; None: fresh ones."""
         return None
 
-    def tokenizer(self) -> Path | None:
+    def find_tokenizer_file(self) -> Path | None:
         """Returns the tokenizer.json beside these weights; None where there is none."""
         return None
 
@@ -141,7 +142,7 @@ class ModelConfig(ABC):
         """Returns the features of all keys of one token."""
 
     @abstractmethod
-    def census(self) -> tuple[Weight, ...]:
+    def weight_census(self) -> tuple[Weight, ...]:
         """Returns every trainable tensor once, in the order of the module's parameters."""
 
     @abstractmethod
@@ -152,37 +153,38 @@ class ModelConfig(ABC):
         decoder writes the last ``target`` where there is an encoder to read the others.
         """
 
-    def share(self, name: str, sequence: int, target: int) -> float:
+    def token_fraction(self, name: str, sequence: int, target: int) -> float:
         """Returns the share of a row's tokens that a matrix multiplies, the head by any name."""
         return 1.0
 
-    def unreached(self, trained: Collection[str], sequence: int) -> float:
-        """Returns the flops per token of backward where it does not come: before all ``trained``.
+    def skipped_backward_flops(self, trained_names: Collection[str], sequence: int) -> float:
+        """Returns the flops per token of backward where it does not come: before all
+        ``trained_names``.
 
         Gradients of the frozen matrices of blocks are left out.
         """
         return 0.0
 
     @abstractmethod
-    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
+    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
         """Returns the operators that a pass runs, part by part."""
 
     @abstractmethod
-    def tensor_split(self) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Returns how each module with weights is cut, by name; ``*`` stands for every layer."""
 
     @property
     @abstractmethod
-    def adapter_targets(self) -> tuple[str, ...]:
+    def lora_targets(self) -> tuple[str, ...]:
         """Returns the linear layers of a block that low-rank adapters change by default."""
 
     @property
     @abstractmethod
-    def scaled_targets(self) -> tuple[str, ...]:
+    def ia3_targets(self) -> tuple[str, ...]:
         """Returns the linear layers of a block that learnt scales change by default."""
 
     @abstractmethod
-    def tensor_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> dict[str, int]:
         """Returns the sizes that tensor parallelism divides, by field."""
 
     @property
@@ -190,12 +192,12 @@ class ModelConfig(ABC):
         """Returns the weights that both the first and the last layer use."""
         return frozenset()
 
-    def stages(self, count: int, sequence: int) -> tuple[StageSlice, ...]:
+    def split_stages(self, count: int, sequence: int) -> tuple[StageSlice, ...]:
         """Returns parts of which the costliest is as cheap as can be; the last has the head.
 
         The others share the layers evenly that the last leaves them.
         """
-        head = 6.0 * self.outputs * self.width
+        head = 6.0 * self.output_size * self.width
         worth = head / ((self.flops(sequence) - head) / self.layers)  # of the head, in layers
 
         def costliest(last: int) -> float:
@@ -213,19 +215,19 @@ class ModelConfig(ABC):
         )
 
     @abstractmethod
-    def shallow(self, layers: int) -> Self:
+    def with_layers(self, layers: int) -> Self:
         """Returns the same model with as many layers."""
 
     @abstractmethod
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what is contradictory inside this spec."""
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what of a run a sound model does not go with."""
         yield from ()
 
     @abstractmethod
-    def shape(self, part: StageSlice) -> ModelModule:
+    def build_meta(self, stage: StageSlice) -> ModelModule:
         """Returns the module on the meta device, or a part of it; names are those of the whole.
 
         The whole is ``tokens_BT -> logits_BTV`` (B rows, T tokens, V vocabulary); a part that is
@@ -233,7 +235,7 @@ class ModelConfig(ABC):
         """
 
     @abstractmethod
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Gives a materialized module, sharded or not, the weights that a run starts with."""
 
     def build(self, seed: int) -> ModelModule:
@@ -244,10 +246,10 @@ class ModelConfig(ABC):
         import torch
 
         device = torch.get_default_device()
-        module = self.shape(StageSlice(range(self.layers)))
+        module = self.build_meta(StageSlice(range(self.layers)))
         if device.type != "meta":
             module.to_empty(device=device)
-            self.fill(module, seed)
+            self.init_weights(module, seed)
         return module
 
     @abstractmethod
@@ -258,6 +260,6 @@ class ModelConfig(ABC):
         """
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Returns the number of parameters."""
-        return sum(weight.count for weight in self.census())
+        return sum(weight.numel for weight in self.weight_census())

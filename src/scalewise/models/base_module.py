@@ -15,14 +15,15 @@ class ModelModule(nn.Module):
     """A model or a part of it; made on the meta device and cut there.
 
     ``forward(x, labels_BT=None, places_BS=None)``: a last part that was given ``loss`` returns the
-    summed loss of the labels instead of logits. ``joined`` makes a rank's part of the tokens whole
+    summed loss of the labels instead of logits. ``gather_tokens`` makes a rank's part of the tokens
+    whole
     for it. ``places_BS`` are those of whole rows where several texts lie in one: each attends to
     itself alone, and begins at place 0.
     """
 
     loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] | None = None
     """Takes what gives logits, ``x_BTW`` and ``labels_BT``."""
-    joined: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
+    gather_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda x_BTW: x_BTW)
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter | PackedMatrix]]:
         """Yields the model's parameters by their names, whatever an adapter has put around them.
@@ -46,19 +47,19 @@ class ModelModule(nn.Module):
         """Yields what is read to make logits of what ``loss`` is given."""
 
     @abstractmethod
-    def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
+    def replace_attention(self, make: Callable[[float], nn.Module]) -> None:
         """Puts another attention into every block; ``make`` is told its dropout."""
 
     @abstractmethod
-    def put_ahead(self, tokens: int) -> None:
+    def add_prompt_tokens(self, tokens: int) -> None:
         """Puts so many vectors, made on the meta device, before the embedded tokens of rows."""
 
     @abstractmethod
-    def put_before(self, tokens: int) -> None:
+    def add_prefix_kv(self, tokens: int) -> None:
         """Puts so many keys and values, made on the meta device, before those of each layer."""
 
     @abstractmethod
-    def hold_places(self, places_T: Tensor) -> None:
+    def set_position_ids(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have: 0, 1, 2... unless rows are shared out."""
 
     def init_buffers(self) -> None:

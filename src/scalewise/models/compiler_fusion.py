@@ -9,112 +9,131 @@ from scalewise.models.op_graph import Op, OpGraph, OpWork, RecordedPart
 FEW = 32
 """What is so many times smaller than the largest tensor is a sum over features: it is kept."""
 
-CASTING = (OpWork.pointwise, OpWork.product_fp8)
+CASTING = (OpWork.pointwise, OpWork.matmul_fp8)
 """What reads by kernels of pointwise operators: products of 8 bits are given casts."""
 
 
-def fuse(tape: OpGraph, *, again: bool = False) -> OpGraph:
+def fuse(graph: OpGraph, *, full_recompute: bool = False) -> OpGraph:
     """Returns a tape that keeps what torch's min-cut partitioner does.
 
     What products read is in memory anyway, so that it is kept, once if it was made twice. What
     pointwise operators wrote for others like them, backward makes again in its own kernels, and
     keeps what these begin with, or what was made of it where that is less.
 
-    ``again``: whether backward makes all of it again, and then in its kernels what only products of
+    ``full_recompute``: whether backward makes all of it again, and then in its kernels what only
+    products of
     weights' gradients read. With products of 8 bits it is the tape itself: less than what is found,
     but nothing is nearer.
     """
-    if isinstance(tape, RecordedPart):
-        return tape
-    if again and any(operator.work is OpWork.product_fp8 for operator in tape.operators):
-        return tape
-    return _Fuser(tape, again).fused()
+    if isinstance(graph, RecordedPart):
+        return graph
+    if full_recompute and any(operator.work is OpWork.matmul_fp8 for operator in graph.operators):
+        return graph
+    return _Fuser(graph, full_recompute).build_fused_graph()
 
 
 class _Fuser:
-    def __init__(self, tape: OpGraph, again: bool) -> None:
-        self._tape, self._again = tape, again
-        self._few = max(tape.sizes, default=0) // FEW
-        self._writer = {place: op for op in tape.operators for place in op.writes}
-        products = [op for op in tape.operators if op.work not in CASTING]
-        self._read = {place for op in products for place in op.saved}
-        self._twin: dict[tuple[tuple[int, ...], int], int] = {}
-        self._kept = {0}
-        for operator in tape.operators:
+    def __init__(self, graph: OpGraph, full_recompute: bool) -> None:
+        self._graph, self._full_recompute = graph, full_recompute
+        self._small_bytes = max(graph.sizes, default=0) // FEW
+        self._producers = {place: op for op in graph.operators for place in op.writes}
+        products = [op for op in graph.operators if op.work not in CASTING]
+        self._matmul_saved = {place for op in products for place in op.saved}
+        self._duplicates: dict[tuple[tuple[int, ...], int], int] = {}
+        self._saved = {0}
+        for operator in graph.operators:
             if operator.work is OpWork.pointwise:
-                self._kept.update(*map(self._sources, operator.saved))
+                self._saved.update(*map(self._find_saved_sources, operator.saved))
 
-    def fused(self) -> OpGraph:
+    def build_fused_graph(self) -> OpGraph:
         """Returns the tape."""
-        tape, inside = self._tape, self._inside()
-        late = self._late() if self._again else frozenset()
-        operators = [self._compiled(each, late) for each in _kernel_order(tape.operators, inside)]
-        return OpGraph(tape.sizes, tape.trained, operators, inside)
+        tape, inside = self._graph, self._find_fused_intermediates()
+        late = self._find_gradient_only_tensors() if self._full_recompute else frozenset()
+        operators = [self._compile_op(each, late) for each in _kernel_order(tape.operators, inside)]
+        return OpGraph(tape.sizes, tape.requires_grad, operators, inside)
 
-    def _late(self) -> frozenset[int]:
+    def _find_gradient_only_tensors(self) -> frozenset[int]:
         """Returns what kernels make beside gradients, as the products that read it run no more."""
         wanted: set[int] = set()
         late = set()
-        for operator in reversed(self._tape.operators):
+        for operator in reversed(self._graph.operators):
             if operator.work in CASTING:
-                wanted.update(each for place in operator.saved for each in self._sources(place))
-                late.update(self._read.intersection(operator.writes) - wanted)
+                wanted.update(
+                    each for place in operator.saved for each in self._find_saved_sources(place)
+                )
+                late.update(self._matmul_saved.intersection(operator.writes) - wanted)
             elif operator.work is OpWork.attention:
                 wanted.update(operator.saved)
             if not wanted.isdisjoint(operator.writes):
                 wanted.update(operator.reads)
-        return frozenset(place for place in late if self._once(place) == place)
+        return frozenset(place for place in late if self._deduplicate(place) == place)
 
-    def _inside(self) -> frozenset[int]:
+    def _find_fused_intermediates(self) -> frozenset[int]:
         """Returns what pointwise operators write and only they read, but for what comes out."""
-        products = [op for op in self._tape.operators if op.work not in CASTING]
+        products = [op for op in self._graph.operators if op.work not in CASTING]
         others = {place for op in products for place in (*op.reads, *op.saved)}
-        out = self._tape.operators[-1].writes[0]
-        made = (place for place in self._writer if self._pointwise(place))
+        out = self._graph.operators[-1].writes[0]
+        made = (place for place in self._producers if self._is_pointwise(place))
         return frozenset(place for place in made if place not in others and place != out)
 
-    def _compiled(self, operator: Op, late: frozenset[int]) -> Op:
+    def _compile_op(self, operator: Op, gradient_only: frozenset[int]) -> Op:
         if operator.work not in CASTING:
-            once = tuple(map(self._once, operator.saved))
-            rounds = operator.work is OpWork.product and sum(operator.casts) > 0
+            once = tuple(map(self._deduplicate, operator.saved))
+            rounds = operator.work is OpWork.matmul and sum(operator.cast_bytes) > 0
             # Rounding is pointwise: a kernel makes it without the steps between.
-            scratch = 0 if rounds else operator.scratch
-            return replace(operator, saved=once, scratch=scratch)
-        begun = dict.fromkeys(each for place in operator.saved for each in self._sources(place))
-        if operator.work is OpWork.product_fp8:
+            scratch = 0 if rounds else operator.backward_scratch
+            return replace(operator, saved=once, backward_scratch=scratch)
+        begun = dict.fromkeys(
+            each for place in operator.saved for each in self._find_saved_sources(place)
+        )
+        if operator.work is OpWork.matmul_fp8:
             return replace(operator, saved=(*begun,))
-        made = late.intersection(operator.writes)
-        return replace(operator, saved=(*begun, *made), scratch=0, kernel=True, anew=bool(made))
+        made = gradient_only.intersection(operator.writes)
+        return replace(
+            operator,
+            saved=(*begun, *made),
+            backward_scratch=0,
+            is_fused=True,
+            forbids_inplace=bool(made),
+        )
 
-    def _pointwise(self, place: int) -> bool:
-        writer = self._writer.get(place)
-        return writer is not None and writer.work is OpWork.pointwise and place == writer.writes[0]
+    def _is_pointwise(self, tensor: int) -> bool:
+        writer = self._producers.get(tensor)
+        return writer is not None and writer.work is OpWork.pointwise and tensor == writer.writes[0]
 
-    def _once(self, place: int) -> int:
+    def _deduplicate(self, tensor: int) -> int:
         """Returns a product's input, or the one that was made of the same before."""
-        if not self._pointwise(place) or not self._writer[place].reads:  # such as a weight's cast
-            return place
-        if len(self._writer[place].writes) > 1:  # drawn with a mask of its own
-            return place
-        made = (self._writer[place].reads, self._tape.sizes[place])
-        return self._twin.setdefault(made, place)
+        if (
+            not self._is_pointwise(tensor) or not self._producers[tensor].reads
+        ):  # such as a weight's cast
+            return tensor
+        if len(self._producers[tensor].writes) > 1:  # drawn with a mask of its own
+            return tensor
+        made = (self._producers[tensor].reads, self._graph.sizes[tensor])
+        return self._duplicates.setdefault(made, tensor)
 
-    def _sources(self, place: int) -> set[int]:
+    def _find_saved_sources(self, tensor: int) -> set[int]:
         """Returns what is kept so that a place is there, or can be made again."""
-        size, sizes = self._tape.sizes[place], self._tape.sizes
-        there = size <= self._few or place in self._read or place in self._kept
-        if there or not self._pointwise(place):
-            return {place}
-        begun = {each for read in self._writer[place].reads for each in self._sources(read)}
-        if self._again:
+        size, sizes = self._graph.sizes[tensor], self._graph.sizes
+        there = size <= self._small_bytes or tensor in self._matmul_saved or tensor in self._saved
+        if there or not self._is_pointwise(tensor):
+            return {tensor}
+        begun = {
+            each
+            for read in self._producers[tensor].reads
+            for each in self._find_saved_sources(read)
+        }
+        if self._full_recompute:
             return begun
         more = sum(
-            sizes[each] for each in begun - self._read - self._kept if sizes[each] > self._few
+            sizes[each]
+            for each in begun - self._matmul_saved - self._saved
+            if sizes[each] > self._small_bytes
         )
-        return {place} if more > size else begun
+        return {tensor} if more > size else begun
 
 
-def _kernel_order(operators: list[Op], inside: frozenset[int]) -> list[Op]:
+def _kernel_order(operators: list[Op], fused_intermediates: frozenset[int]) -> list[Op]:
     """Returns operators in the order of kernels: what is inside of one comes right before it."""
     read = {place for operator in operators for place in operator.reads}
     waiting: dict[int, Op] = {}
@@ -127,7 +146,7 @@ def _kernel_order(operators: list[Op], inside: frozenset[int]) -> list[Op]:
         order.append(operator)
 
     for operator in operators:
-        if operator.writes[0] in inside & read:
+        if operator.writes[0] in fused_intermediates & read:
             waiting[operator.writes[0]] = operator
         else:
             run(operator)

@@ -21,11 +21,11 @@ class PackedMatrix(ABC):
 
     @property
     @abstractmethod
-    def place(self) -> Tensor:
+    def storage_tensor(self) -> Tensor:
         """Returns a tensor that lies where the matrix does, sharded as it is."""
 
     @abstractmethod
-    def pack(self, whole: Tensor) -> None:
+    def pack(self, matrix: Tensor) -> None:
         """Packs a matrix; of sharded tensors each rank takes its own."""
 
 
@@ -37,7 +37,9 @@ def init_normal(name: str, parameter: nn.Parameter | PackedMatrix, seed: int, st
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     # The mesh's kind of device draws, though an offloaded shard lies on the host.
-    sharded = parameter.place if isinstance(parameter, PackedMatrix) else cast(Tensor, parameter)
+    sharded = (
+        parameter.storage_tensor if isinstance(parameter, PackedMatrix) else cast(Tensor, parameter)
+    )
     device: str | torch.device = sharded.device
     if isinstance(sharded, DTensor):
         device = sharded.device_mesh.device_type
@@ -47,20 +49,20 @@ def init_normal(name: str, parameter: nn.Parameter | PackedMatrix, seed: int, st
 
 
 @torch.no_grad()
-def copy_into(parameter: Tensor | PackedMatrix, whole: Tensor) -> None:
+def copy_into(parameter: Tensor | PackedMatrix, source: Tensor) -> None:
     """Copies a whole tensor into a parameter, or this rank's part of it into its shard.
 
-    Nothing is sent: every rank holds ``whole`` and takes its own.
+    Nothing is sent: every rank holds ``source`` and takes its own.
     """
     if isinstance(parameter, PackedMatrix):
-        parameter.pack(whole)
+        parameter.pack(source)
     elif isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         parameter.to_local().copy_(
-            distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+            distribute_tensor(source, mesh, placements, src_data_rank=None).to_local()
         )
     else:
-        parameter.copy_(whole)
+        parameter.copy_(source)
 
 
 @torch.no_grad()

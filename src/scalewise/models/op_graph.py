@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 class OpWork(StrEnum):
     """What an operator is bound by."""
 
-    product = "product"
+    matmul = "product"
     """Matrix products: the tensor cores."""
-    product_fp8 = "product_fp8"
+    matmul_fp8 = "product_fp8"
     """Matrix products of numbers of 8 bits: the tensor cores, faster."""
     attention = "attention"
     """Products inside a fused attention kernel."""
     pointwise = "pointwise"
     """Reads and writes: the memory's bandwidth."""
-    message = "message"
+    communication = "message"
     """What other ranks send: the links."""
 
 
@@ -33,73 +33,84 @@ class OpWork(StrEnum):
 class ForwardSpec:
     """One pass of one rank through a model: shapes and formats.
 
-    ``stream``: bytes of a number between layers; ``compute``: in matrix products; ``held``: of a
-    weight's gradient. ``casts``: whether products cast what they read (autocast). ``on_cpu``:
+    ``residual_element_bytes``: bytes of a number between layers; ``compute_element_bytes``: in
+    matrix products; ``gradient_element_bytes``: of a
+    weight's gradient. ``autocast``: whether products cast what they read (autocast). ``on_cpu``:
     whether norms are taken apart into their arithmetic, as torch does without a kernel of its own.
     ``loss_chunk``: tokens whose logits exist at a time; 0: all; ``loss_in_forward``: whether
-    gradients are taken with the loss of these. ``table``: bytes of a number of
-    the rotations. ``tensor``: ranks that share every matrix out; ``cut_tokens``: whether they share
-    the tokens out in between, ``cut_loss``: and the logits in the loss. ``context``: ranks that
-    share the tokens of a row out; ``gathers``: whether each has the keys of all (else some heads).
-    ``frozen``: whether the model's own weights are not trained, but for the modules that are
-    trained ``whole``; ``adapted``: layers that have
-    matrices of ``rank`` beside them, a ``dropout`` of what these read, and ``magnitudes`` of their
-    rows or not; ``scaled``: layers whose outputs, or inputs if they end a sublayer, are multiplied
-    by a vector; ``packed``: layers whose matrices are unpacked for each product, with
-    ``scale_bytes`` of scales for each number. ``loss``: bytes of a number in the loss.
-    ``ahead``: vectors that are trained, before the tokens of a row, and that blocks read as such;
-    ``before``: keys and values that are trained, before those of a layer.
-    ``every_second``: whether selective recomputation keeps every second product alone, as
-    torchtitan's does. ``packing``: whether several texts lie in a row, which do not see each other.
-    ``in_fp8``: layers that cast what they multiply to 8 bits. ``fake_quantized``: layers that round
-    their matrices to integers and back, with a scale for each ``group``, and if ``rounds_inputs``
-    what these multiply. ``compiled``: whether a compiler makes kernels of blocks.
+    gradients are taken with the loss of these. ``rope_element_bytes``: bytes of a number of
+    the rotations. ``tensor_ranks``: ranks that share every matrix out; ``sequence_parallel``:
+    whether they share
+    the tokens out in between, ``loss_parallel``: and the logits in the loss. ``context_ranks``:
+    ranks that
+    share the tokens of a row out; ``gathers_keys``: whether each has the keys of all (else some
+    heads).
+    ``has_frozen_weights``: whether the model's own weights are not trained, but for the modules
+    that are trained ``fully_trained_modules``; ``adapted_layers``: layers that have
+    matrices of ``adapter_rank`` beside them, a ``adapter_dropout`` of what these read, and
+    ``has_magnitudes`` of their
+    rows or not; ``scaled_layers``: layers whose outputs, or inputs if they end a sublayer, are
+    multiplied
+    by a vector; ``packed_layers``: layers whose matrices are unpacked for each product, with
+    ``scale_bytes`` of scales for each number. ``loss_element_bytes``: bytes of a number in the
+    loss.
+    ``prompt_tokens``: vectors that are trained, before the tokens of a row, and that blocks read as
+    such;
+    ``prefix_tokens``: keys and values that are trained, before those of a layer.
+    ``saves_alternate_matmuls``: whether selective recomputation keeps every second product alone,
+    as torchtitan's does. ``sequence_packing``: whether several texts lie in a row, which do not see
+    each other.
+    ``fp8_layers``: layers that cast what they multiply to 8 bits. ``fake_quantized_layers``: layers
+    that round
+    their matrices to integers and back, with a scale for each ``quantization_group``, and if
+    ``rounds_inputs``
+    what these multiply. ``is_compiled``: whether a compiler makes kernels of blocks.
     """
 
-    rows: int
-    tokens: int
-    stream: int
-    compute: int
-    held: int
-    casts: bool
+    sequences: int
+    tokens_per_sequence: int
+    residual_element_bytes: int
+    compute_element_bytes: int
+    gradient_element_bytes: int
+    autocast: bool
     on_cpu: bool
     loss_chunk: int = 0
     loss_in_forward: bool = False
-    table: int = 4
-    tensor: int = 1
-    cut_tokens: bool = False
-    cut_loss: bool = False
-    context: int = 1
-    gathers: bool = False
-    frozen: bool = False
-    whole: tuple[str, ...] = ()
-    adapted: tuple[str, ...] = ()
-    rank: int = 0
-    dropout: float = 0.0
-    magnitudes: bool = False
-    scaled: tuple[str, ...] = ()
-    packed: tuple[str, ...] = ()
+    rope_element_bytes: int = 4
+    tensor_ranks: int = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    context_ranks: int = 1
+    gathers_keys: bool = False
+    has_frozen_weights: bool = False
+    fully_trained_modules: tuple[str, ...] = ()
+    adapted_layers: tuple[str, ...] = ()
+    adapter_rank: int = 0
+    adapter_dropout: float = 0.0
+    has_magnitudes: bool = False
+    scaled_layers: tuple[str, ...] = ()
+    packed_layers: tuple[str, ...] = ()
     scale_bytes: float = 0.0
-    loss: int = 4
-    every_second: bool = False
-    packing: bool = False
-    ahead: int = 0
-    before: int = 0
-    in_fp8: tuple[str, ...] = ()
-    fake_quantized: tuple[str, ...] = ()
-    group: int = 0
+    loss_element_bytes: int = 4
+    saves_alternate_matmuls: bool = False
+    sequence_packing: bool = False
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    fp8_layers: tuple[str, ...] = ()
+    fake_quantized_layers: tuple[str, ...] = ()
+    quantization_group: int = 0
     rounds_inputs: bool = False
-    compiled: bool = False
+    is_compiled: bool = False
 
     @property
-    def places(self) -> int:
+    def num_tokens(self) -> int:
         """Returns the tokens of all rows."""
-        return self.rows * self.tokens
+        return self.sequences * self.tokens_per_sequence
 
     @property
-    def between(self) -> int:
+    def residual_tokens(self) -> int:
         """Returns the tokens of all rows that this rank has between sublayers."""
-        return self.places // (self.tensor if self.cut_tokens else 1)
+        return self.num_tokens // (self.tensor_ranks if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
@@ -107,15 +118,19 @@ class Op:
     """One operator. Tensors are places in ``Tape.sizes``.
 
     ``saved``: what backward reads. ``gradients``: the inputs that get a gradient, in the order in
-    which it is made; ``shares``: whether those of the output's format are given its own.
-    ``weight``: bytes of the weight's gradient as computed, and as held; ``weight_first``: whether
-    that is made before the inputs'. ``forward_scratch``, ``scratch``: bytes that either direction
-    needs besides. ``casts``: bytes that it reads and writes in either direction to make numbers of
-    8 bits or fewer. ``packed``: whether its matrix is unpacked anew, so that backward reads nothing
-    of forward. ``kept_by_selective``: whether selective recomputation keeps the results.
-    ``hands_over``: whether what it saved are the gradients. ``kernel``: whether backward is part of
-    a compiler's kernel, which reads all that arrives for it, ``anew``: and of this writes nothing
-    over that it reads for several gradients.
+    which it is made; ``shares_gradient``: whether those of the output's format are given its own.
+    ``weight_gradient_bytes``: bytes of the weight's gradient as computed, and as held;
+    ``weight_gradient_first``: whether
+    that is made before the inputs'. ``forward_scratch``, ``backward_scratch``: bytes that either
+    direction
+    needs besides. ``cast_bytes``: bytes that it reads and writes in either direction to make
+    numbers of
+    8 bits or fewer. ``unpacks_weight``: whether its matrix is unpacked anew, so that backward reads
+    nothing of forward. ``saved_by_selective``: whether selective recomputation keeps the results.
+    ``saves_gradients``: whether what it saved are the gradients. ``is_fused``: whether backward is
+    part of
+    a compiler's kernel, which reads all that arrives for it, ``forbids_inplace``: and of this
+    writes nothing over that it reads for several gradients.
     ``flops`` of forward; backward makes ``backward_flops``.
     """
 
@@ -124,53 +139,54 @@ class Op:
     writes: tuple[int, ...]
     saved: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
-    shares: bool = False
-    weight: tuple[int, int] = (0, 0)
-    weight_first: bool = True
+    shares_gradient: bool = False
+    weight_gradient_bytes: tuple[int, int] = (0, 0)
+    weight_gradient_first: bool = True
     forward_scratch: int = 0
-    scratch: int = 0
-    casts: tuple[int, int] = (0, 0)
-    packed: bool = False
-    kept_by_selective: bool = False
-    hands_over: bool = False
-    kernel: bool = False
-    anew: bool = False
+    backward_scratch: int = 0
+    cast_bytes: tuple[int, int] = (0, 0)
+    unpacks_weight: bool = False
+    saved_by_selective: bool = False
+    saves_gradients: bool = False
+    is_fused: bool = False
+    forbids_inplace: bool = False
     flops: float = 0.0
     backward_flops: float = 0.0
 
     @property
-    def reads_back(self) -> bool:
+    def backward_reads_forward(self) -> bool:
         """Returns whether backward reads what forward has left: a result, or a product's weight."""
-        multiplies = self.work in (OpWork.product, OpWork.product_fp8)
-        return bool(self.saved) or (multiplies and not self.packed)
+        multiplies = self.work in (OpWork.matmul, OpWork.matmul_fp8)
+        return bool(self.saved) or (multiplies and not self.unpacks_weight)
 
 
 @dataclass
 class OpGraph:
     """The operators of a part of a model, in order, and the bytes of every tensor.
 
-    ``inside``: tensors that are in no memory unless saved: the kernel that makes them reads them.
+    ``fused_intermediates``: tensors that are in no memory unless saved: the kernel that makes them
+    reads them.
     """
 
     sizes: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
     operators: list[Op] = field(default_factory=list)
-    inside: frozenset[int] = frozenset()
+    fused_intermediates: frozenset[int] = frozenset()
 
-    def moved(self, places: Iterable[int]) -> int:
+    def count_moved_bytes(self, tensors: Iterable[int]) -> int:
         """Returns the bytes of those that are read from memory, or written to it."""
-        return sum(self.sizes[place] for place in places if place not in self.inside)
+        return sum(self.sizes[place] for place in tensors if place not in self.fused_intermediates)
 
-    def tensor(self, size: int, *, trained: bool = True) -> int:
+    def add_tensor(self, size: int, *, requires_grad: bool = True) -> int:
         """Returns the place of a new tensor of ``size`` bytes.
 
-        ``trained``: whether backward has to give it a gradient.
+        ``requires_grad``: whether backward has to give it a gradient.
         """
         self.sizes.append(size)
-        self.trained.append(trained)
+        self.requires_grad.append(requires_grad)
         return len(self.sizes) - 1
 
-    def add(
+    def add_op(
         self,
         work: OpWork,
         reads: Sequence[int],
@@ -178,29 +194,30 @@ class OpGraph:
         *,
         saved: Iterable[int] = (),
         gradients: Sequence[int] | None = None,
-        weight: tuple[int, int] = (0, 0),
-        weight_first: bool = True,
-        extra: Sequence[int] = (),
+        weight_gradient_bytes: tuple[int, int] = (0, 0),
+        weight_gradient_first: bool = True,
+        extra_output_bytes: Sequence[int] = (),
         saves_output: bool = False,
-        shares: bool = False,
+        shares_gradient: bool = False,
         forward_scratch: int = 0,
-        scratch: int = 0,
-        casts: tuple[int, int] = (0, 0),
-        packed: bool = False,
-        kept_by_selective: bool = False,
-        hands_over: bool = False,
+        backward_scratch: int = 0,
+        cast_bytes: tuple[int, int] = (0, 0),
+        unpacks_weight: bool = False,
+        saved_by_selective: bool = False,
+        saves_gradients: bool = False,
         flops: float = 0.0,
         backward_flops: float = 0.0,
     ) -> int:
         """Appends an operator and returns the place of what it writes, of ``size`` bytes.
 
-        ``extra``: bytes of further outputs that backward alone reads. The rest is ``Operator``'s.
+        ``extra_output_bytes``: bytes of further outputs that backward alone reads. The rest is
+        ``Operator``'s.
         """
         wanted = reads if gradients is None else gradients
-        asked = tuple(place for place in wanted if self.trained[place])
-        trained = bool(asked or weight[0])
-        written = self.tensor(size, trained=trained)
-        others = tuple(self.tensor(each, trained=False) for each in extra)
+        asked = tuple(place for place in wanted if self.requires_grad[place])
+        trained = bool(asked or weight_gradient_bytes[0])
+        written = self.add_tensor(size, requires_grad=trained)
+        others = tuple(self.add_tensor(each, requires_grad=False) for each in extra_output_bytes)
         kept = (*saved, *others, *((written,) if saves_output else ())) if trained else ()
         self.operators.append(
             Op(
@@ -209,15 +226,15 @@ class OpGraph:
                 (written, *others),
                 saved=kept,
                 gradients=asked,
-                shares=shares,
-                weight=weight,
-                weight_first=weight_first,
+                shares_gradient=shares_gradient,
+                weight_gradient_bytes=weight_gradient_bytes,
+                weight_gradient_first=weight_gradient_first,
                 forward_scratch=forward_scratch,
-                scratch=scratch,
-                casts=casts,
-                packed=packed,
-                kept_by_selective=kept_by_selective,
-                hands_over=hands_over,
+                backward_scratch=backward_scratch,
+                cast_bytes=cast_bytes,
+                unpacks_weight=unpacks_weight,
+                saved_by_selective=saved_by_selective,
+                saves_gradients=saves_gradients,
                 flops=flops,
                 backward_flops=backward_flops,
             )
@@ -229,41 +246,43 @@ class OpGraph:
 class BackwardMode:
     """How a part goes through a pass.
 
-    ``recompute``: what backward makes a second time. ``fresh``: whether weights have no gradient
+    ``recompute``: what backward makes a second time. ``fresh_gradients``: whether weights have no
+    gradient
     yet, so that the one made here stays. ``offload``: whether what is kept is brought back when
-    backward first reads it. ``stepped``: bytes that the optimizer takes for each byte of a weight's
-    gradient, before it drops that; below 0: later.
+    backward first reads it. ``step_scratch_ratio``: bytes that the optimizer takes for each byte of
+    a weight's gradient, before it drops that; below 0: later.
     """
 
     recompute: Recompute
-    fresh: bool
+    fresh_gradients: bool
     offload: bool = False
-    stepped: float = -1
+    step_scratch_ratio: float = -1
 
 
 @dataclass(kw_only=True)
 class RecordedPart(OpGraph):
     """A part whose memory is found by running it; its operators tell of its time alone.
 
-    ``play`` gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak`` and
+    ``measure`` gives what a ``Replay`` has, bytes: ``kept``, ``forward_peak``, ``backward_peak``
+    and
     ``gradients``.
     """
 
-    play: Callable[[BackwardMode], tuple[int, int, int, int]]
+    measure: Callable[[BackwardMode], tuple[int, int, int, int]]
 
 
 @dataclass(frozen=True)
 class ModelOpGraphs:
     """The parts of a model: what comes before its layers, one of these, the head, and the loss.
 
-    ``start`` is the first layer, which keeps less where nothing before it is trained. The first
-    tensor of a part but ``first`` is what it reads. ``loss`` is None where ``last`` takes
-    the loss of pieces. ``shared``: bytes that all layers read and none makes again.
+    ``first_block`` is the first layer, which keeps less where nothing before it is trained. The
+    first tensor of a part but ``embedding`` is what it reads. ``loss`` is None where ``head`` takes
+    the loss of pieces. ``shared_bytes``: bytes that all layers read and none makes again.
     """
 
-    first: OpGraph
-    start: OpGraph
+    embedding: OpGraph
+    first_block: OpGraph
     block: OpGraph
-    last: OpGraph
+    head: OpGraph
     loss: OpGraph | None
-    shared: int
+    shared_bytes: int

@@ -26,7 +26,7 @@ AGAIN = "download or copy the folder again"
 LFS_POINTER = b"version https://git-lfs"
 
 
-def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[Path]:
+def weight_files(folder: Path, key: str, value: object, fix: str) -> list[Path]:
     """Returns the files that ``PreTrainedModel.from_pretrained`` reads from a local folder.
 
     The file that ``config.json`` names comes first, then ``model.safetensors``, then the shards of
@@ -45,17 +45,17 @@ def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[
     if (folder / ADAPTER).is_file():
         reason = f"holds an adapter ({ADAPTER}), which transformers would add to the weights"
         cure = f"merge the adapter into the weights, or move {ADAPTER} out of the folder"
-        raise CheckpointError.one(key, value, reason, cure)
+        raise CheckpointError.for_key(key, value, reason, cure)
     name = _named_in_config(folder) or next(
         (name for name in (SINGLE, INDEX) if (folder / name).is_file()), None
     )
     if name is None:
         reason = f"has no weights as safetensors (neither {SINGLE} nor {INDEX})"
-        raise CheckpointError.one(key, value, reason, otherwise)
+        raise CheckpointError.for_key(key, value, reason, fix)
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()) and ".." in Path(name).parts:
         reason = f"names weights outside of it in config.json ({EXPLICIT}={name})"
-        raise CheckpointError.one(key, value, reason, f"remove {EXPLICIT} from config.json")
+        raise CheckpointError.for_key(key, value, reason, f"remove {EXPLICIT} from config.json")
     if not name.endswith(".index.json"):
         return [file]
     try:
@@ -63,7 +63,7 @@ def weight_files(folder: Path, key: str, value: object, otherwise: str) -> list[
         shards = sorted({str(shard) for shard in listed})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         reason = f"{name} is no index of shards ({type(error).__name__})"
-        raise CheckpointError.one(key, value, reason, AGAIN) from error
+        raise CheckpointError.for_key(key, value, reason, AGAIN) from error
     return [folder / shard for shard in shards]
 
 
@@ -89,16 +89,16 @@ class SafetensorsFiles:
         self._key, self._value = key, value
         self._handles: dict[str, Any] = {}
         for file in files:
-            handle = self._opened(file)
+            handle = self._open(file)
             self._handles |= dict.fromkeys(handle.keys(), handle)
 
-    def _opened(self, file: Path) -> Any:
+    def _open(self, file: Path) -> Any:
         try:
             regular_files.check_regular(file)
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             reason, cure = _open_error(file, error)
-            raise CheckpointError.one(self._key, self._value, reason, cure) from error
+            raise CheckpointError.for_key(self._key, self._value, reason, cure) from error
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.precision import FloatFormat
 from scalewise.torch_compile import CompileScope
@@ -29,11 +30,13 @@ class ObjectiveConfig(ABC):
     """A loss as a spec: the sum over a batch of what is measured, to be divided into means.
 
     ``pairs``: whether a row of the data is two sequences, one preferred to the other.
-    ``measures``: what a loss holds besides itself, by the end of a metric's key. ``of_user``:
+    ``extra_metrics``: what a loss holds besides itself, by the end of a metric's key.
+    ``is_user_defined``:
     whether it is a module of the user's, which decides about model, data and optimizer as well.
-    ``encodes``: whether an encoder reads what a decoder answers. ``pictures``: whether what is read
-    are pictures. ``is_sum``: whether one number is all that adds up over tokens. ``by_trace``:
-    whether plans know it by a trace alone; ``known``: as what.
+    ``needs_encoder_decoder``: whether an encoder reads what a decoder answers. ``reads_images``:
+    whether what is read
+    are pictures. ``is_scalar``: whether one number is all that adds up over tokens. ``trace_only``:
+    whether plans know it by a trace alone; ``model_kind``: as what.
     """
 
     loss_chunk: int | None = None
@@ -41,32 +44,32 @@ class ObjectiveConfig(ABC):
     null: all."""
 
     pairs: ClassVar[bool] = False
-    measures: ClassVar[tuple[str, ...]] = ()
-    of_user: ClassVar[bool] = False
-    encodes: ClassVar[bool] = False
-    pictures: ClassVar[bool] = False
-    is_sum: ClassVar[bool] = False
-    by_trace: ClassVar[bool] = False
-    known: ClassVar[str] = ""
+    extra_metrics: ClassVar[tuple[str, ...]] = ()
+    is_user_defined: ClassVar[bool] = False
+    needs_encoder_decoder: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False
+    is_scalar: ClassVar[bool] = False
+    trace_only: ClassVar[bool] = False
+    model_kind: ClassVar[str] = ""
 
     @property
-    def answers_per_row(self) -> int:
+    def rollouts_per_sample(self) -> int:
         """Returns how often the model itself answers each row; 0: it reads what is there."""
         return 0
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def metric_keys(self) -> tuple[str, ...]:
         """Returns the ends of the keys of all that a loss holds."""
-        return ("loss", *self.measures)
+        return ("loss", *self.extra_metrics)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.loss_chunk is not None and self.loss_chunk < 1:
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, "must be 1 or more, or null")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data of another kind than this objective reads, and a head of another."""
-        chosen = run.choices.get("data", type(run.data).__name__)
+        chosen = run.choices.get("data", option_name(run.data))
         if run.data.pairs:
             reason = "has rows of two answers each, which another objective compares"
             yield ConfigIssue("data", chosen, reason, "set objective=dpo, or data=chat")
@@ -84,8 +87,8 @@ class ObjectiveConfig(ABC):
             cure = "set model.classes=null, or objective=classification"
             yield ConfigIssue("model.classes", run.model.classes, reason, cure)
 
-    def of_ledger(self, run: RunConfig, what: str) -> Iterator[ConfigIssue]:
-        """Yields what of a run asks the ledger, which knows nothing of ``what``."""
+    def validate_planning(self, run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
+        """Yields what of a run asks the ledger, which knows nothing of ``subject``."""
         planned = {
             "plan.search": (run.plan.search.value, "none"),
             "plan.fit": (run.plan.fit.value, "none"),
@@ -93,11 +96,11 @@ class ObjectiveConfig(ABC):
         }
         for key, (value, neutral) in planned.items():
             if value != neutral:
-                reason = f"asks the ledger, and {what} is known only by trace"
+                reason = f"asks the ledger, and {subject} is known only by trace"
                 yield ConfigIssue(key, value, reason, f"set {format_override(key, neutral)}")
 
     @property
-    def reference(self) -> ObjectiveConfig | None:
+    def reference_objective(self) -> ObjectiveConfig | None:
         """Returns what the model as it was at first is asked about a batch; None: nothing."""
         return None
 
@@ -107,21 +110,21 @@ class ObjectiveConfig(ABC):
         return self
 
     @abstractmethod
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns what adds up over tokens whose labels are not ``IGNORED``, in fp32."""
 
-    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns the sum over a batch from what ``summed`` gave of all its tokens.
+    def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns the sum over a batch from what ``token_sums`` gave of all its tokens.
 
-        A scalar, or a vector of the loss and, after it, the ``measures``.
+        A scalar, or a vector of the loss and, after it, the ``extra_metrics``.
         """
-        return summed
+        return token_sums
 
-    def count(self, labels_BT: Tensor) -> Tensor:
+    def count_targets(self, labels_BT: Tensor) -> Tensor:
         """Returns how many the loss of a batch is summed over, and divided by: labels, or pairs."""
         return (labels_BT != IGNORED).sum()
 
-    def in_forward(self, run: RunConfig) -> bool:
+    def takes_gradients_in_forward(self, run: RunConfig) -> bool:
         """Returns whether the gradients of a loss in pieces are taken with it, in forward.
 
         Then no logits are made twice. fp16 scales a loss before gradients, a compiler cannot see
@@ -129,8 +132,8 @@ class ObjectiveConfig(ABC):
         """
         return (
             self.loss_chunk is not None
-            and self.is_sum
-            and run.parallelism.backward_is_next
+            and self.is_scalar
+            and run.parallelism.backward_follows_forward
             and run.precision.compute is not FloatFormat.fp16
             and run.compile.scope is not CompileScope.whole
         )
@@ -139,9 +142,9 @@ class ObjectiveConfig(ABC):
         """Has a module take the sums itself where they are taken in pieces."""
         if self.loss_chunk is not None:
             weights = module.head_parameters if in_forward else None
-            module.loss = partial(self.in_pieces, weights=weights)
+            module.loss = partial(self.chunked_loss, weights=weights)
 
-    def in_pieces(
+    def chunked_loss(
         self,
         head: Callable[[Tensor], Tensor],
         x_BTW: Tensor,
@@ -159,7 +162,7 @@ class ObjectiveConfig(ABC):
         )
 
         def piece(x_BCW: Tensor, labels_BC: Tensor) -> Tensor:
-            return self.summed(head(x_BCW), labels_BC)
+            return self.sum_over_tokens(head(x_BCW), labels_BC)
 
         assert self.loss_chunk is not None
         if weights is None:

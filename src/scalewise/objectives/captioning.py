@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.seq2seq import Seq2Seq
 
@@ -23,18 +23,18 @@ class Captioning(Seq2Seq):
     token that starts the text.
     """
 
-    pictures = True
-    known = "a model that reads pictures"
+    reads_images = True
+    model_kind = "a model that reads pictures"
 
-    def of_another_kind(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_kind(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a model or data without pictures, or with those of another size."""
         reads, shows = run.model.image_size, run.data.image_size
         if not reads:
-            chosen = run.choices.get("model", type(run.model).__name__)
+            chosen = run.choices.get("model", option_name(run.model))
             cure = "set model=hf model.path=FOLDER of a model as BLIP-2, or objective=causal_lm"
             yield ConfigIssue("model", chosen, "reads no pictures", cure)
         if not shows:
-            chosen = run.choices.get("data", type(run.data).__name__)
+            chosen = run.choices.get("data", option_name(run.data))
             cure = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
             yield ConfigIssue("data", chosen, "has no pictures", cure)
         if reads and shows and reads != shows:

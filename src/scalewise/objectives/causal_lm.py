@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class CausalLM(ObjectiveConfig):
     """Next-token prediction: cross-entropy, in nats."""
 
-    is_sum: ClassVar[bool] = True
+    is_scalar: ClassVar[bool] = True
 
     label_smoothing: float = 0.0
     """Fraction of the target probability that is spread over the whole vocabulary."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         if not 0 <= self.label_smoothing < 1:
             yield ConfigIssue(
                 "objective.label_smoothing", self.label_smoothing, "is a share, in [0, 1)"
@@ -37,7 +37,7 @@ class CausalLM(ObjectiveConfig):
         """Returns the same without label smoothing."""
         return replace(self, label_smoothing=0.0)
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the cross-entropy of all labels, a scalar."""
         from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.causal_lm import CausalLM
 
@@ -25,13 +25,13 @@ class Classification(CausalLM):
     ``...ForSequenceClassification``.
     """
 
-    measures = ("accuracy",)
-    is_sum = False
+    extra_metrics = ("accuracy",)
+    is_scalar = False
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without classes, a head that has not one for each, or one that is frozen."""
         if not (number := len(run.data.classes)):
-            chosen = run.choices.get("data", type(run.data).__name__)
+            chosen = run.choices.get("data", option_name(run.data))
             reason, cure = "has no classes", "set data=corpus_classes, or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, cure)
         elif run.model.classes != number:
@@ -48,9 +48,9 @@ class Classification(CausalLM):
             cure = f"set {head}" if trains else f"set adapter=lora {head}"
             yield ConfigIssue("adapter", run.choices.get("adapter"), reason, cure)
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the cross-entropy of all labels, and how many are the likeliest class."""
         import torch
 
         right = (logits_BTV.detach().argmax(-1) == labels_BT).sum()
-        return torch.stack([super().summed(logits_BTV, labels_BT), right])
+        return torch.stack([super().sum_over_tokens(logits_BTV, labels_BT), right])

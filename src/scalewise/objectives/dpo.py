@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import LogProbabilities
@@ -33,33 +33,33 @@ class DPO(LogProbabilities):
     """Strength of the penalty for moving away from the reference model."""
 
     pairs = True
-    measures = ("reward_margin", "reward_accuracy")
+    extra_metrics = ("reward_margin", "reward_accuracy")
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         if not self.beta > 0:
             cure = "set objective.beta=0.1"
             yield ConfigIssue("objective.beta", self.beta, "must be positive", cure)
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without pairs."""
         if not run.data.pairs:
-            chosen = run.choices.get("data", type(run.data).__name__)
+            chosen = run.choices.get("data", option_name(run.data))
             reason = "has no pairs of answers to compare"
             cure = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, cure)
 
     @property
-    def reference(self) -> LogProbabilities:
+    def reference_objective(self) -> LogProbabilities:
         """Returns the question of what it thought of each answer."""
         return LogProbabilities(self.loss_chunk)
 
-    def count(self, labels_BT: Tensor) -> Tensor:
+    def count_targets(self, labels_BT: Tensor) -> Tensor:
         """Returns the pairs that have labels; others fill batches up."""
-        return self._real(labels_BT).sum()
+        return self._real_pairs(labels_BT).sum()
 
-    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns sums over the pairs: the loss, the margins, and how often a margin is positive.
 
         A margin is the reward of the chosen answer over that of the rejected one, beta times what
@@ -69,12 +69,12 @@ class DPO(LogProbabilities):
         import torch
         from torch.nn import functional as F
 
-        gained_P2 = (summed - batch["reference"]).view(-1, 2)
+        gained_P2 = (token_sums - batch["reference"]).view(-1, 2)
         margin_P = self.beta * (gained_P2[:, 0] - gained_P2[:, 1])
         seen_P = margin_P.detach()
         right_P = (seen_P.sign() + 1) / 2
         measured_3P = torch.stack([-F.logsigmoid(margin_P), seen_P, right_P])
-        return torch.where(self._real(batch["labels"]), measured_3P, 0.0).sum(1)
+        return torch.where(self._real_pairs(batch["labels"]), measured_3P, 0.0).sum(1)
 
-    def _real(self, labels_BT: Tensor) -> Tensor:
+    def _real_pairs(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT != IGNORED).view(len(labels_BT) // 2, -1).any(1)

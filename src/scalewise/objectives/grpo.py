@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.objectives.base import IGNORED
 from scalewise.objectives.likelihood import TokenLogProbabilities
@@ -38,24 +38,24 @@ class GRPO(TokenLogProbabilities):
     beta: float = 0.0
     """Weight of the KL penalty against the reference, which is the model without its adapter."""
 
-    measures = ("reward",)
+    extra_metrics = ("reward",)
 
     @property
-    def answers_per_row(self) -> int:
+    def rollouts_per_sample(self) -> int:
         """Returns ``answers``."""
         return self.answers
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def metric_keys(self) -> tuple[str, ...]:
         """Returns the ends of the keys of all that a loss holds."""
-        return (*super().keys, "kl") if self.beta else super().keys
+        return (*super().metric_keys, "kl") if self.beta else super().metric_keys
 
     @property
-    def reference(self) -> TokenLogProbabilities | None:
+    def reference_objective(self) -> TokenLogProbabilities | None:
         """Returns the question of what it thinks of each token; None where it costs nothing."""
         return TokenLogProbabilities() if self.beta else None
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if self.loss_chunk is not None:
             reason = "sums over tokens, and this loss weighs each by its answer's reward"
@@ -67,10 +67,10 @@ class GRPO(TokenLogProbabilities):
             cure = "set objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", cure)
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without answers to check, and a reference that is nowhere."""
-        if not run.data.answer:
-            chosen = run.choices.get("data", type(run.data).__name__)
+        if not run.data.answer_length:
+            chosen = run.choices.get("data", option_name(run.data))
             reason = "has no answers that can be checked"
             cure = "set data=reversal, or objective=causal_lm"
             yield ConfigIssue("data", chosen, reason, cure)
@@ -79,17 +79,17 @@ class GRPO(TokenLogProbabilities):
             cure = "set adapter=lora, or objective.beta=0"
             yield ConfigIssue("objective.beta", self.beta, reason, cure)
 
-    def count(self, labels_BT: Tensor) -> Tensor:
+    def count_targets(self, labels_BT: Tensor) -> Tensor:
         """Returns the answers that have labels; others fill batches up."""
         return (labels_BT != IGNORED).any(1).sum()
 
-    def advantages(self, reward_B: Tensor) -> Tensor:
+    def compute_advantages(self, reward_B: Tensor) -> Tensor:
         """Returns how much better an answer is than its group, in the group's deviations."""
         reward_PG = reward_B.view(-1, self.answers)
         apart_PG = reward_PG - reward_PG.mean(1, keepdim=True)
         return (apart_PG / (reward_PG.std(1, keepdim=True) + EQUAL)).flatten()
 
-    def loss(self, summed: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, token_sums: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns sums over the answers: the loss, the rewards, and the KL where it is paid for.
 
         The advantages of a group add up to 0, so that a loss of them would say nothing: what is
@@ -99,12 +99,12 @@ class GRPO(TokenLogProbabilities):
 
         real_BT = batch["labels"] != IGNORED
         tokens_B = real_BT.sum(1).clamp(min=1)
-        ratio_BT = (summed - summed.detach()).exp()
+        ratio_BT = (token_sums - token_sums.detach()).exp()
         lost_B1, advantage_B1 = 1 - batch["reward"][:, None], batch["advantage"][:, None]
         loss_BT = lost_B1 - advantage_B1 * (ratio_BT - 1)
         measured = [batch["reward"]]
         if self.beta:
-            gap_BT = batch["reference"] - summed
+            gap_BT = batch["reference"] - token_sums
             kl_BT = gap_BT.exp() - gap_BT - 1
             loss_BT = loss_BT + self.beta * kl_BT
             measured.append((kl_BT.detach() * real_BT).sum(1) / tokens_B)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TokenLogProbabilities(ObjectiveConfig):
     """Log-probability of each token."""
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the log-probability of each label, ``logp_BT``; 0 where there is none."""
         from torch.nn import functional as F
 
@@ -35,17 +35,17 @@ class TokenLogProbabilities(ObjectiveConfig):
 class LogProbabilities(TokenLogProbabilities):
     """Log-probability of each sequence."""
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the log-probability of each sequence's labels, ``logp_B``."""
-        return super().summed(logits_BTV, labels_BT).sum(1)
+        return super().sum_over_tokens(logits_BTV, labels_BT).sum(1)
 
 
 @dataclass(frozen=True)
 class NextToken(ObjectiveConfig):
     """What a model thinks may follow one place of each sequence."""
 
-    place: int = 0
+    position: int = 0
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns ``logits_BV`` of the place."""
-        return logits_BTV[:, self.place].float()
+        return logits_BTV[:, self.position].float()

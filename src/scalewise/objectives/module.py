@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from scalewise.activation_checkpointing import Recompute
 from scalewise.adapters.config import NoAdapterConfig
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.objectives.base import ObjectiveConfig
 from scalewise.precision import FloatFormat
@@ -40,25 +40,25 @@ class UserModule(ObjectiveConfig):
     held_out: str = "val_loss"
     """Name under which the module logs its validation loss."""
 
-    of_user = True
-    by_trace = True
+    is_user_defined = True
+    trace_only = True
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a loss in pieces: a module takes its own."""
         if self.loss_chunk is not None:
             reason, cure = "a module of yours takes its own loss", "set objective.loss_chunk=null"
             yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, cure)
 
-    def summed(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Raises ``NotImplementedError``: a module takes its own loss."""
         raise NotImplementedError
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what would pass the module by, and the layouts that it cannot be laid over."""
         yield from _group_issues(run)
         yield from _trainer_issues(run.trainer)
         yield from _parallelism_issues(run)
-        yield from self.of_ledger(run, "a module of yours")
+        yield from self.validate_planning(run, "a module of yours")
 
 
 @register_option("model", "module")
@@ -74,29 +74,29 @@ class ModuleDecides:
     imports: ClassVar[tuple[str, ...]] = ()
     """None that is known: its own packages are imported in its ranks."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields nothing: there is nothing to set."""
         yield from ()
 
-    machine_complaints = complaints
+    validate_machine = validate
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # pickle and copy ask whether there is such a method
             raise AttributeError(name)
         reason = "knows nothing of a module of yours, which is planned only by trace"
-        raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
+        raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
 
 
 def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields options of the suite beside a module of the user's, and ``module`` without one."""
     for group, usual in USUAL.items():
         spec = getattr(run, group)
-        decided = spec.of_user if group == "data" else isinstance(spec, ModuleDecides)
-        chosen = run.choices.get(group, type(spec).__name__)
-        if decided and not run.objective.of_user:
+        decided = spec.is_user_defined if group == "data" else isinstance(spec, ModuleDecides)
+        chosen = run.choices.get(group, option_name(spec))
+        if decided and not run.objective.is_user_defined:
             cure = f"set objective=module, or {group}={usual}"
             yield ConfigIssue(group, chosen, "goes with a module of yours alone", cure)
-        elif run.objective.of_user and not decided:
+        elif run.objective.is_user_defined and not decided:
             reason = f"is not read by objective=module: a module of yours has its own {group}"
             yield ConfigIssue(group, chosen, reason, f"leave it out, or set {group}=module")
 
@@ -141,7 +141,7 @@ def _trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
 
 def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     layout = run.parallelism
-    yield from layout.complaints_on(run.hardware.device)
+    yield from layout.validate_on_device(run.hardware.device)
     sizes = getattr(layout, "sizes", {})
     for axis in LENGTHS:
         if sizes.get(axis, 1) > 1:
@@ -154,7 +154,7 @@ def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             cure = f"set parallelism.{key}={'false' if value is True else 'none'}"
             yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
     scales = run.precision.compute is not FloatFormat.fp16
-    if not scales and (sizes or layout.flattens_weights):
+    if not scales and (sizes or layout.flattens_parameters):
         chosen = run.choices.get("precision", "fp16")
         reason = "no gradients are scaled in this layout"
         yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")

@@ -33,9 +33,9 @@ class AdamBase(OptimizerConfig):
     epsilon: float = 1e-8
     """Constant added to the root of the second moment."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         yield from betas_issues(self, "beta1", "beta2")
         if not self.epsilon > 0:
             yield ConfigIssue("optimizer.epsilon", self.epsilon, "must be positive")
@@ -53,11 +53,11 @@ class AdamWConfig(AdamBase, FixedStateOptimizerConfig):
     parallelism=ddp."""
 
     @property
-    def slots(self) -> int:
+    def state_slots(self) -> int:
         """Returns 2: both moments."""
         return 2
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's AdamW, or one that steps in host memory."""
         from torch import optim
 
@@ -81,13 +81,13 @@ class PagedAdamWConfig(AdamBase):
     packages = ("bitsandbytes",)
     elementwise = False
     uses_whole_weights = True
-    pages = True
+    pages_state = True
 
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of both moments, in fp32 whatever the format of the weight."""
-        return 2 * weight.share(shards) * FP32
+        return 2 * weight.shard_numel(shards) * FP32
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's AdamW stepping by bitsandbytes' kernel.
 
         What that makes on the CPU, some 12 bytes for each number of one weight, nobody counts.
@@ -118,24 +118,24 @@ class _LowBitAdamWConfig(AdamBase):
     def block(self) -> int:
         """Returns the numbers that share a scale in fp32."""
 
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of two moments' codes, scales and tables; small ones stay whole."""
-        numbers = weight.share(shards)
-        if not self._is_coded(numbers):
-            return 2 * numbers * held
+        numbers = weight.shard_numel(shards)
+        if not self._is_quantized(numbers):
+            return 2 * numbers * element_bytes
         table = FP32 << self.bits
         return 2 * (numbers * self.bits // 8 + numbers // self.block * FP32 + table)
 
-    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of what torchao makes on its way to codes, uncompiled, as measured."""
-        numbers = weight.share(shards)
-        cast = FP32 if held < FP32 else 0
-        return numbers * (SEARCHED + cast) if self._is_coded(numbers) else 0
+        numbers = weight.shard_numel(shards)
+        cast = FP32 if element_bytes < FP32 else 0
+        return numbers * (SEARCHED + cast) if self._is_quantized(numbers) else 0
 
-    def _is_coded(self, numbers: int) -> bool:
-        return numbers >= SMALLEST and numbers % self.block == 0
+    def _is_quantized(self, numel: int) -> bool:
+        return numel >= SMALLEST and numel % self.block == 0
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torchao's AdamW."""
         from scalewise.optimizers import low_bit_adam
 

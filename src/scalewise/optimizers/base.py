@@ -42,7 +42,7 @@ class OptimizerConfig(ABC):
     """What it needs beside torch."""
     elementwise = True
     """Whether it moves every number by itself, so that weights may come flattened and cut."""
-    averages = False
+    averages_weights = False
     """Whether it trains at one place and is judged at another, an average of its way."""
     uses_whole_weights = False
     """Whether it looks at matrices as such, so that a rank must have them whole."""
@@ -50,27 +50,27 @@ class OptimizerConfig(ABC):
     """Whether it gathers those from their shards by itself."""
     offload = False
     """Whether its state lies in host memory, where it steps."""
-    pages = False
+    pages_state = False
     """Whether its state goes to host memory, piece by piece, where the device has no room."""
 
     @abstractmethod
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of state for what one of ``shards`` ranks has of a weight.
 
-        ``held``: bytes of a number of the weight.
+        ``element_bytes``: bytes of a number of the weight.
         """
 
-    def gathers(self, weight: Weight) -> bool:
+    def gathers_update(self, weight: Weight) -> bool:
         """Returns whether it gathers a weight's update from the shards of it."""
         return False
 
-    def averaged(
+    def average_weights(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Returns the weights to judge, of those trained and the state, both by name."""
         return dict(weights)
 
-    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes that stepping a weight takes on the CPU for as long as it lasts.
 
         0 stands for less than the gradients take that backward has just made.
@@ -78,29 +78,31 @@ class OptimizerConfig(ABC):
         return 0
 
     @abstractmethod
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns the torch optimizer over parameter groups."""
 
-    def build(self, held: Iterable[tuple[Weight, nn.Parameter]]) -> optim.Optimizer:
+    def build(self, named_weights: Iterable[tuple[Weight, nn.Parameter]]) -> optim.Optimizer:
         """Returns the torch optimizer over the parameters that require a gradient."""
-        return self.over(self.groups(held))
+        return self.build_from_groups(self.build_parameter_groups(named_weights))
 
-    def groups(self, held: Iterable[tuple[Weight, nn.Parameter]]) -> list[dict[str, Any]]:
+    def build_parameter_groups(
+        self, named_weights: Iterable[tuple[Weight, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
         """Returns parameter groups, one for all weights of the same settings.
 
         Stepped in backward, each weight is one of its own.
         """
         alike: dict[tuple[object, ...], list[nn.Parameter]] = {}
         settings: dict[tuple[object, ...], dict[str, object]] = {}
-        for weight, parameter in held:
+        for weight, parameter in named_weights:
             if parameter.requires_grad:
-                found = self.settings(weight)
+                found = self.group_settings(weight)
                 key = (*found.items(), weight.name * self.in_backward)
                 alike.setdefault(key, []).append(parameter)
                 settings[key] = found
         return [{"params": alike[key], **settings[key]} for key in alike]
 
-    def settings(self, weight: Weight) -> dict[str, object]:
+    def group_settings(self, weight: Weight) -> dict[str, object]:
         """Returns what a weight's group says: its rate and its decay."""
         spared = any(re.search(pattern, weight.name) for pattern in self.no_decay)
         decays = len(weight.shape) >= 2 and weight.role != "scale" and not spared
@@ -110,7 +112,7 @@ class OptimizerConfig(ABC):
                 factor *= by
         return {"lr": self.lr * factor, "weight_decay": self.weight_decay if decays else 0.0}
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates that cannot train and patterns that cannot be read."""
         if not (isfinite(self.lr) and self.lr > 0):
             yield ConfigIssue("optimizer.lr", self.lr, "must be a positive number")
@@ -127,14 +129,14 @@ class OptimizerConfig(ABC):
                 key = f"optimizer.lr_factors.{pattern}"
                 yield ConfigIssue(key, factor, "must be 0 or more", "leave the weights out of it")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields patterns that no trained weight bears, and what a step in backward comes before.
 
         A layout says for itself whether a gradient is whole by then.
         """
         if self.in_backward:
-            yield from self._too_late(run)
-        names = [weight.name for weight in run.census() if weight.trainable]
+            yield from self._validate_in_backward(run)
+        names = [weight.name for weight in run.weight_census() if weight.trainable]
         for key, patterns in (("lr_factors", self.lr_factors), ("no_decay", self.no_decay)):
             for pattern in patterns:
                 if not any(re.search(pattern, name) for name in names):
@@ -142,11 +144,11 @@ class OptimizerConfig(ABC):
                     cure = f"the first are {', '.join(names[:3])}" if names else ""
                     yield ConfigIssue(f"optimizer.{key}", pattern, reason, cure)
 
-    def _too_late(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def _validate_in_backward(self, run: RunConfig) -> Iterator[ConfigIssue]:
         key = "optimizer.in_backward"
         if run.accumulation > 1:
             reason = f"steps before the gradients of {run.accumulation} micro batches are summed up"
-            cure = f"set trainer.global_batch={run.rows_per_pass}"
+            cure = f"set trainer.global_batch={run.samples_per_forward}"
             yield ConfigIssue(key, True, reason, cure)
         if run.trainer.clip_norm is not None:
             reason = "steps before the norm of the whole gradient is known"
@@ -154,11 +156,11 @@ class OptimizerConfig(ABC):
         if run.precision.compute is FloatFormat.fp16:
             reason = "steps before a scaled gradient is known to be finite"
             yield ConfigIssue(key, True, reason, "set precision=bf16_mixed")
-        if self.averages:
+        if self.averages_weights:
             reason = "would count the steps of weights that have none"
             yield ConfigIssue(key, True, reason, "set optimizer=adamw")
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields packages that are not installed."""
         for package in self.packages:
             if find_spec(package) is None:
@@ -173,12 +175,12 @@ class FixedStateOptimizerConfig(OptimizerConfig):
 
     @property
     @abstractmethod
-    def slots(self) -> int:
+    def state_slots(self) -> int:
         """Returns how many numbers of state are held for each parameter."""
 
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
-        """Returns the bytes of ``slots`` numbers in the format of the weight."""
-        return self.slots * weight.share(shards) * held
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
+        """Returns the bytes of ``state_slots`` numbers in the format of the weight."""
+        return self.state_slots * weight.shard_numel(shards) * element_bytes
 
 
 def betas_issues(optimizer: OptimizerConfig, *keys: str) -> Iterator[ConfigIssue]:

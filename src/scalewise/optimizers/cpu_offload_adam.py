@@ -38,20 +38,20 @@ class CPUOffloadAdamW(AdamW):
         )
         for one, _ in pairwise(chain(coming, (None,))):
             assert one is not None
-            self._step(one)
+            self._step_parameter(one)
         return loss
 
-    def _step(self, one: PendingTransfer) -> None:
-        state, group = self.state[one.parameter], one.group
+    def _step_parameter(self, transfer: PendingTransfer) -> None:
+        state, group = self.state[transfer.parameter], transfer.group
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for slot in ("exp_avg", "exp_avg_sq"):
-                state[slot] = torch.zeros_like(one.weight)
+                state[slot] = torch.zeros_like(transfer.weight)
         beta1, beta2 = group["betas"]
-        one.wait()
+        transfer.wait()
         adamw(
-            [one.weight],
-            [one.gradient],
+            [transfer.weight],
+            [transfer.gradient],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
@@ -65,7 +65,7 @@ class CPUOffloadAdamW(AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        one.parameter.copy_(one.weight, non_blocking=True)
+        transfer.parameter.copy_(transfer.weight, non_blocking=True)
 
 
 class PendingTransfer:
@@ -78,14 +78,14 @@ class PendingTransfer:
             _start_transfer(parameter.detach()),
             _start_transfer(parameter.grad),
         )
-        self._mark: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
         if parameter.is_cuda:
-            self._mark = torch.cuda.current_stream(parameter.device).record_event()
+            self._event = torch.cuda.current_stream(parameter.device).record_event()
 
     def wait(self) -> None:
         """Returns when both are there."""
-        if self._mark is not None:
-            self._mark.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def _start_transfer(tensor: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ class ShardedMuon(Muon):
             held: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
             self._init_group(group, *held)
             for parameter, gradient, momentum in zip(*held, strict=True):
-                self._move(parameter, gradient, momentum, group)
+                self._update_parameter(parameter, gradient, momentum, group)
         return loss
 
-    def _move(
+    def _update_parameter(
         self, parameter: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]
     ) -> None:
         momentum.lerp_(gradient, 1 - group["momentum"])

@@ -71,7 +71,7 @@ def _local_tensor(tensor: Tensor) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _restore_scales(encoded: Any, numbers: Tensor) -> None:
+def _restore_scales(encoded: Any, moments: Tensor) -> None:
     """Finds the scale of each block that decodes to other numbers than those it was made from.
 
     torchao scales a block so that its largest magnitude becomes 1. The codes of signed moments
@@ -83,7 +83,7 @@ def _restore_scales(encoded: Any, numbers: Tensor) -> None:
         return
     bits, size = (8 if isinstance(encoded, OptimState8bit) else 4), encoded.block_size
     quantize = quantize_8bit_with_qmap if bits == 8 else quantize_4bit_with_qmap
-    wanted = numbers.reshape(-1, size)
+    wanted = moments.reshape(-1, size)
     decoded = encoded.dequantize(torch.float32).reshape(-1, size)
     codes = encoded.codes.view(-1, size * bits // 8)
     for rows in (decoded != wanted).any(1).nonzero()[:, 0].split(CHUNK // size):

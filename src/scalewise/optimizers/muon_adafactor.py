@@ -40,23 +40,23 @@ class AdafactorConfig(OptimizerConfig):
     elementwise = False
     uses_whole_weights = True
 
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of a row's and a column's means, or of a vector's squares."""
         if len(weight.shape) < 2:
-            return weight.share(shards) * held
+            return weight.shard_numel(shards) * element_bytes
         *batch, rows, columns = weight.shape
         each = rows + columns
         for size in batch:
             each *= size
-        return each * held
+        return each * element_bytes
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         if not self.beta2_decay <= 0:
             yield ConfigIssue("optimizer.beta2_decay", self.beta2_decay, "must be 0 or less")
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's Adafactor."""
         from torch import optim
 
@@ -91,30 +91,30 @@ class MuonConfig(OptimizerConfig):
         """Returns whether a weight is orthogonalized: a matrix of a block."""
         return weight.role in HIDDEN and len(weight.shape) == 2
 
-    def state_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def state_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of a momentum for hidden matrices, of two moments for the rest."""
-        return (1 if self.is_hidden(weight) else 2) * weight.share(shards) * held
+        return (1 if self.is_hidden(weight) else 2) * weight.shard_numel(shards) * element_bytes
 
-    def gathers(self, weight: Weight) -> bool:
+    def gathers_update(self, weight: Weight) -> bool:
         """Returns whether a weight is orthogonalized, for which all of its update is needed."""
         return self.is_hidden(weight)
 
-    def scratch_bytes(self, weight: Weight, shards: int, held: int) -> int:
+    def scratch_bytes(self, weight: Weight, shards: int, element_bytes: int) -> int:
         """Returns the bytes of an update that is gathered, and of what it becomes."""
-        return weight.count * (held + BF16) if shards > 1 and self.is_hidden(weight) else 0
+        return weight.numel * (element_bytes + BF16) if shards > 1 and self.is_hidden(weight) else 0
 
-    def settings(self, weight: Weight) -> dict[str, object]:
+    def group_settings(self, weight: Weight) -> dict[str, object]:
         """Returns rate, decay, and whether the weight is orthogonalized."""
-        return {**super().settings(weight), "hidden": self.is_hidden(weight)}
+        return {**super().group_settings(weight), "hidden": self.is_hidden(weight)}
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         yield from betas_issues(self, "momentum", "beta1", "beta2")
         if not self.epsilon > 0:
             yield ConfigIssue("optimizer.epsilon", self.epsilon, "must be positive")
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns Muon and torch's AdamW as one optimizer; of one kind of group, that one."""
         from torch import optim
 

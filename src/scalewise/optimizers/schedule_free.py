@@ -37,17 +37,17 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
 
     packages = ("schedulefree",)
     elementwise = False
-    averages = True
+    averages_weights = True
 
     @property
-    def slots(self) -> int:
+    def state_slots(self) -> int:
         """Returns 2: the place it steps from, and the second moment."""
         return 2
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a schedule that falls, and shared state."""
-        yield from super().complaints_with(run)
-        if run.schedule.falls:
+        yield from super().validate_with(run)
+        if run.schedule.decays:
             chosen = run.choices.get("schedule", type(run.schedule).__name__.lower())
             reason = "lowers a rate that schedule_free averages over"
             yield ConfigIssue("schedule", chosen, reason, "set schedule=constant")
@@ -55,7 +55,7 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
             reason = "is for optimizers that train where they are judged"
             yield ConfigIssue("optimizer.shard", True, reason, "set optimizer.shard=false")
 
-    def averaged(
+    def average_weights(
         self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Returns the average x, of which ``weights`` y = beta1 x + (1 - beta1) z are a part."""
@@ -67,7 +67,7 @@ class ScheduleFreeConfig(AdamBase, FixedStateOptimizerConfig):
             for name, y in weights.items()
         }
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns the authors' AdamW, in training mode."""
         from schedulefree import AdamWScheduleFree
 

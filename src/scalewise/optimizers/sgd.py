@@ -29,20 +29,20 @@ class SGDConfig(FixedStateOptimizerConfig):
     """L2 penalty that is added to the gradient of matrices."""
 
     @property
-    def slots(self) -> int:
+    def state_slots(self) -> int:
         """Returns 1 with momentum, else 0."""
         return 1 if self.momentum else 0
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates out of range and Nesterov without momentum."""
-        yield from super().complaints()
+        yield from super().validate()
         yield from betas_issues(self, "momentum")
         if self.nesterov and not self.momentum:
             yield ConfigIssue(
                 "optimizer.nesterov", True, "needs momentum", "set optimizer.momentum=0.9"
             )
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns torch's SGD."""
         from torch import optim
 
@@ -65,16 +65,16 @@ class LionConfig(FixedStateOptimizerConfig):
     """Decay rate of the momentum."""
 
     @property
-    def slots(self) -> int:
+    def state_slots(self) -> int:
         """Returns 1: the momentum."""
         return 1
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields rates and decays out of range."""
-        yield from super().complaints()
+        yield from super().validate()
         yield from betas_issues(self, "beta1", "beta2")
 
-    def over(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
+    def build_from_groups(self, groups: Iterable[dict[str, Any]]) -> optim.Optimizer:
         """Returns a Lion."""
         from scalewise.optimizers import implementations
 

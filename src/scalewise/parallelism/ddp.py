@@ -47,8 +47,8 @@ class CommHook(StrEnum):
 class DDPConfig(ParallelismConfig):
     """DistributedDataParallel: replicas of the model average gradients (Li et al., 2020)."""
 
-    shares_optimizer_out = True
-    offloads_optimizer = True
+    supports_optimizer_sharding = True
+    supports_optimizer_offload = True
 
     replicas: int | None = None
     """Number of ranks; null: all devices of the machine, or two ranks on the CPU."""
@@ -81,13 +81,13 @@ class DDPConfig(ParallelismConfig):
         reason = "averages the weights of one rank, and with post_local_sgd each trains its own"
         return reason, "set parallelism.comm_hook=none"
 
-    def settle(self, devices: int | None) -> Self:
+    def resolve(self, devices: int | None) -> Self:
         """Returns the layout with ``replicas`` filled in."""
         if self.replicas is not None:
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout."""
         for key in ("replicas", "powersgd_rank", "averaging_period"):
             value = getattr(self, key)
@@ -101,7 +101,7 @@ class DDPConfig(ParallelismConfig):
             cure = f"set parallelism.lossless_steps={least}"
             yield ConfigIssue("parallelism.lossless_steps", self.lossless_steps, reason, cure)
 
-    def complaints_on(self, device: DeviceKind) -> Iterator[ConfigIssue]:
+    def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields a hook that gloo lacks."""
         if self.comm_hook is CommHook.bf16 and device is DeviceKind.cpu:
             yield ConfigIssue(
@@ -111,10 +111,10 @@ class DDPConfig(ParallelismConfig):
                 "set parallelism.comm_hook=fp16",
             )
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields hooks that the device or the optimizer rules out."""
-        yield from super().complaints_with(run)
-        yield from self.complaints_on(run.hardware.device)
+        yield from super().validate_with(run)
+        yield from self.validate_on_device(run.hardware.device)
         hook = self.comm_hook
         if hook is CommHook.post_local_sgd and run.optimizer.shard:
             yield ConfigIssue(
@@ -128,7 +128,8 @@ class DDPConfig(ParallelismConfig):
                 "parallelism.static_graph",
                 True,
                 f"torch's DDP fails on a static graph with {run.accumulation} micro batches a step",
-                f"set parallelism.static_graph=false, or trainer.global_batch={run.rows_per_pass}",
+                "set parallelism.static_graph=false, or "
+                f"trainer.global_batch={run.samples_per_forward}",
             )
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
@@ -142,42 +143,49 @@ class DDPConfig(ParallelismConfig):
             return ()
         half = self.comm_hook in (CommHook.fp16, CommHook.bf16, CommHook.fp16_powersgd)
         each = 2 if half else run.precision.parameters.bytes
-        trained = [weight for weight in run.census() if weight.trainable]
-        numbers = {"gradients": sum(weight.count for weight in trained)}
+        trained = [weight for weight in run.weight_census() if weight.trainable]
+        numbers = {"gradients": sum(weight.numel for weight in trained)}
         if self.comm_hook.is_powersgd:
-            numbers = self._factors(trained)
+            numbers = self._powersgd_numel(trained)
         return tuple(
-            Collective(CollectiveKind.all_reduce, ("replicate",), count * each, 1, what, hides=True)
+            Collective(
+                CollectiveKind.all_reduce, ("replicate",), count * each, 1, what, overlaps=True
+            )
             for what, count in numbers.items()
             if count
         )
 
-    def _factors(self, census: Iterable[Weight]) -> dict[str, int]:
+    def _powersgd_numel(self, weights: Iterable[Weight]) -> dict[str, int]:
         """Returns the numbers that PowerSGD sends: n x m becomes n x rank and rank x m.
 
         What would shrink to no less than half is sent whole (Vogels et al., 2019, section 3).
         """
         whole = left = right = 0
-        for weight in census:
-            n, m = weight.shape[0], weight.count // weight.shape[0]
+        for weight in weights:
+            n, m = weight.shape[0], weight.numel // weight.shape[0]
             rank = min(n, m, self.powersgd_rank)
             if 2 * (n + m) * rank < n * m:
                 left, right = left + n * rank, right + m * rank
             else:
-                whole += weight.count
+                whole += weight.numel
         return {"gradients": whole, "left factors": left, "right factors": right}
 
-    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
+    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything, gradients in buckets, and the state shared out if asked."""
         from scalewise.parallelism.rank_memory import replicated_memory
 
         states = self.world_size if run.optimizer.shard else 1
         copied = self.world_size > 1 and not self.gradient_as_bucket_view
-        copies = copied * run.trained * run.precision.parameters.bytes
+        copies = copied * run.trainable_parameters * run.precision.parameters.bytes
         buckets = self.gradient_as_bucket_view
-        return replace(replicated_memory(run), buckets=buckets, states=states, copies=copies)
+        return replace(
+            replicated_memory(run),
+            has_persistent_buckets=buckets,
+            state_shards=states,
+            bucket_copy_bytes=copies,
+        )
 
-    def strategy(self, device: DeviceKind) -> ParallelStrategy:
+    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's DDP over NCCL or, on the CPU, gloo."""
         from scalewise.strategies.ddp import DataParallelStrategy
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.optimizers import AdamWConfig
@@ -49,7 +49,7 @@ class DeepSpeedConfig(ParallelismConfig):
     Offload is ZeRO-Offload (Ren et al., 2021) and ZeRO-Infinity (Rajbhandari et al., 2021).
     """
 
-    flattens_weights = True
+    flattens_parameters = True
 
     stage: int = 2
     """What is partitioned: 1 optimizer state, 2 gradients as well, 3 parameters as well."""
@@ -83,24 +83,24 @@ class DeepSpeedConfig(ParallelismConfig):
         return self.replicas or DEFAULT_CPU_RANKS
 
     @property
-    def backward_is_next(self) -> bool:
+    def backward_follows_forward(self) -> bool:
         """Returns whether weights stay between forward and backward, as stage 3's do not."""
         return self.stage < 3
 
     @property
-    def extensions(self) -> tuple[str, ...]:
+    def native_extensions(self) -> tuple[str, ...]:
         """Returns the native code of DeepSpeed that has to be compiled for this layout."""
         optimizer, parameters = self.offload_optimizer, self.offload_parameters
         on_disk = OffloadTarget.nvme in (optimizer, parameters)
         return ("cpu_adam",) * (optimizer is not OffloadTarget.none) + ("async_io",) * on_disk
 
-    def settle(self, devices: int | None) -> Self:
+    def resolve(self, devices: int | None) -> Self:
         """Returns the layout with ``replicas`` filled in."""
         if self.replicas is not None:
             return self
         return replace(self, replicas=DEFAULT_CPU_RANKS if devices is None else devices)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout, and what only stage 3 can do."""
         if self.stage not in (1, 2, 3):
             yield ConfigIssue("parallelism.stage", self.stage, "ZeRO has stages 1, 2 and 3")
@@ -123,9 +123,9 @@ class DeepSpeedConfig(ParallelismConfig):
                 "set parallelism.hierarchical=1",
             )
         if self.stage < 3:
-            yield from self._of_lower_stages()
+            yield from self._validate_lower_stages()
 
-    def _of_lower_stages(self) -> Iterator[ConfigIssue]:
+    def _validate_lower_stages(self) -> Iterator[ConfigIssue]:
         if self.offload_optimizer is OffloadTarget.nvme:
             reason = f"stage {self.stage} keeps optimizer state in memory"
             cure = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
@@ -142,7 +142,7 @@ class DeepSpeedConfig(ParallelismConfig):
                 cure = f"set parallelism.stage=3, or {format_override(f'parallelism.{key}', none)}"
                 yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
 
-    def complaints_on(self, device: DeviceKind) -> Iterator[ConfigIssue]:
+    def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields kernels that the CPU lacks."""
         for key in ("quantized_weights", "quantized_gradients"):
             if getattr(self, key) and device is DeviceKind.cpu:
@@ -151,9 +151,9 @@ class DeepSpeedConfig(ParallelismConfig):
                     f"parallelism.{key}", True, reason, f"set parallelism.{key}=false"
                 )
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields numbers, optimizers and callbacks that DeepSpeed cannot carry."""
-        yield from super().complaints_with(run)
+        yield from super().validate_with(run)
         if self.stage == 3 and run.compile.scope is not CompileScope.none:
             yield ConfigIssue(
                 "compile.scope",
@@ -173,11 +173,11 @@ class DeepSpeedConfig(ParallelismConfig):
         if offloaded is not OffloadTarget.none and steps_elsewhere:
             yield ConfigIssue(
                 "optimizer",
-                run.choices.get("optimizer", type(run.optimizer).__name__),
+                run.choices.get("optimizer", option_name(run.optimizer)),
                 f"offload_optimizer={offloaded} steps with DeepSpeedCPUAdam, which is AdamW",
                 "set optimizer=adamw, or parallelism.offload_optimizer=none",
             )
-        yield from self.complaints_on(run.hardware.device)
+        yield from self.validate_on_device(run.hardware.device)
 
     @property
     def averaging_conflict(self) -> tuple[str, str] | None:
@@ -185,13 +185,13 @@ class DeepSpeedConfig(ParallelismConfig):
         reason = "averages the weights of the module, and DeepSpeed's masters would undo it"
         return reason, f"set parallelism={'fsdp' if self.stage == 3 else 'ddp'}"
 
-    def machine_complaints(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_machine(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what has to be installed first."""
         if importlib.util.find_spec("deepspeed") is None:
             chosen = run.choices.get("parallelism", "deepspeed")
             cure = "pip install 'scalewise[deepspeed]'"
             yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", cure)
-        if "async_io" in self.extensions and ctypes.util.find_library("aio") is None:
+        if "async_io" in self.native_extensions and ctypes.util.find_library("aio") is None:
             key = "offload_optimizer"
             if self.offload_optimizer is not OffloadTarget.nvme:
                 key = "offload_parameters"
@@ -209,9 +209,9 @@ class DeepSpeedConfig(ParallelismConfig):
         if self.world_size == 1:
             return ()
         passes, precision = run.accumulation, run.precision
-        trained = whole = run.trained
+        trained = whole = run.trainable_parameters
         if self.stage == 3:
-            whole = sum(weight.count for weight in run.census())
+            whole = sum(weight.numel for weight in run.weight_census())
         sent = trained * precision.parameters.bytes
         if self.quantized_gradients:
             sent = trained // 2  # int4
@@ -226,12 +226,14 @@ class DeepSpeedConfig(ParallelismConfig):
                 sent,
                 reduced,
                 "gradients",
-                hides=self.overlap_comm,
+                overlaps=self.overlap_comm,
             ),
-            Collective(CollectiveKind.all_gather, axes, gathered, gathers, "weights", hides=late),
+            Collective(
+                CollectiveKind.all_gather, axes, gathered, gathers, "weights", overlaps=late
+            ),
         )
 
-    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
+    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything that the stage does not share out."""
         from scalewise.parallelism.rank_memory import ZeroMemory, forward_spec, replicated_memory
 
@@ -242,34 +244,38 @@ class DeepSpeedConfig(ParallelismConfig):
             buckets = 2 if stage == 3 else 1
         return replace(
             replicated_memory(run),
-            shape=forward_spec(run, run.sequences_per_pass, run.data.sequence, cast=True),
+            forward_spec=forward_spec(
+                run, run.sequences_per_forward, run.data.sequence, casts_weights=True
+            ),
             zero=ZeroMemory(
                 stage,
-                weights=precision.compute.bytes,
-                masters=precision.parameters.bytes,
-                summed=summed.bytes,
-                bucket=self._bucket(run.trained),
-                buckets=buckets,
-                live=LIVE if stage == 3 else 0,
-                threshold=self.keep_whole_below if stage == 3 else 0,
+                weight_element_bytes=precision.compute.bytes,
+                master_element_bytes=precision.parameters.bytes,
+                gradient_element_bytes=summed.bytes,
+                bucket_elements=self._bucket_elements(run.trainable_parameters),
+                num_buckets=buckets,
+                max_live_elements=LIVE if stage == 3 else 0,
+                persistence_threshold=self.keep_whole_below if stage == 3 else 0,
             ),
-            states=ranks,
-            gradients=ranks if stage >= 2 else 1,
-            parameters=ranks if stage == 3 else 1,
+            state_shards=ranks,
+            gradient_shards=ranks if stage >= 2 else 1,
+            parameter_shards=ranks if stage == 3 else 1,
             states_on_host=self.offload_optimizer is not OffloadTarget.none,
             parameters_on_host=self.offload_parameters is not OffloadTarget.none,
             states_on_disk=self.offload_optimizer is OffloadTarget.nvme,
             parameters_on_disk=self.offload_parameters is OffloadTarget.nvme,
         )
 
-    def config(self, run: RunConfig, nvme: str, parameters: int, trained: int) -> dict[str, Any]:
-        """Returns what DeepSpeed calls its JSON config; ``nvme`` is this rank's own folder.
+    def build_config(
+        self, run: RunConfig, nvme_folder: str, num_parameters: int, num_trained: int
+    ) -> dict[str, Any]:
+        """Returns what DeepSpeed calls its JSON config; ``nvme_folder`` is this rank's own folder.
 
-        ``parameters`` are the numbers of the model, ``trained`` those that have gradients.
+        ``num_parameters`` are the numbers of the model, ``num_trained`` those that have gradients.
 
         The layout scales losses itself: DeepSpeed is told of accumulation and divides by nothing.
         """
-        elements = self._bucket(trained)
+        elements = self._bucket_elements(num_trained)
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": self.overlap_comm,
@@ -279,7 +285,7 @@ class DeepSpeedConfig(ParallelismConfig):
         }
         if self.stage == 3:
             zero |= {
-                "stage3_prefetch_bucket_size": self._bucket(parameters),
+                "stage3_prefetch_bucket_size": self._bucket_elements(num_parameters),
                 "stage3_param_persistence_threshold": self.keep_whole_below,
                 "memory_efficient_linear": False,  # would replace torch's linear for good
                 "zero_hpz_partition_size": self.hierarchical,
@@ -291,22 +297,24 @@ class DeepSpeedConfig(ParallelismConfig):
             ("offload_param", self.offload_parameters),
         ):
             if place is not OffloadTarget.none:
-                zero[key] = {"device": place.value, "nvme_path": nvme}
+                zero[key] = {"device": place.value, "nvme_path": nvme_folder}
         if self.offload_parameters is OffloadTarget.nvme:  # DeepSpeed's default buffers take 2 GB
-            zero["offload_param"]["buffer_size"] = max(weight.count for weight in run.census())
+            zero["offload_param"]["buffer_size"] = max(
+                weight.numel for weight in run.weight_census()
+            )
         return {
             "train_micro_batch_size_per_gpu": run.micro_batch,
             "gradient_accumulation_steps": run.accumulation,
             "gradient_clipping": run.trainer.clip_norm or 0.0,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
-            **self._numbers(run),
+            **self._dtype_config(run),
         }
 
-    def _bucket(self, parameters: int) -> int:
-        return min(int(self.bucket_mib * MIB / 4), max(parameters, 1024))
+    def _bucket_elements(self, num_parameters: int) -> int:
+        return min(int(self.bucket_mib * MIB / 4), max(num_parameters, 1024))
 
-    def _numbers(self, run: RunConfig) -> Mapping[str, Any]:
+    def _dtype_config(self, run: RunConfig) -> Mapping[str, Any]:
         """Returns the formats: bf16 weights with fp32 masters, or bf16 throughout.
 
         Micro batches are summed up in fp32, but in bf16 by stage 1: DeepSpeed would otherwise
@@ -331,13 +339,13 @@ class DeepSpeedConfig(ParallelismConfig):
 
     def prepare(self, run: RunConfig) -> None:
         """Compiles DeepSpeed's native code where this machine has not done so yet."""
-        if self.extensions:
+        if self.native_extensions:
             from scalewise.strategies import deepspeed_ops
 
-            for name in self.extensions:
+            for name in self.native_extensions:
                 deepspeed_ops.build_extension(name, run.hardware.device)
 
-    def strategy(self, device: DeviceKind) -> ParallelStrategy:
+    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's DeepSpeed strategy, on CUDA or the CPU."""
         from scalewise.strategies.deepspeed import ScalewiseDeepSpeedStrategy
 

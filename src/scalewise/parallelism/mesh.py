@@ -52,7 +52,7 @@ class PipelineSchedule(StrEnum):
     """Two stages per rank in a V, with weight gradients computed in the bubble."""
 
     @property
-    def interleaved(self) -> bool:
+    def is_interleaved(self) -> bool:
         """Returns whether a rank holds several stages."""
         return self not in (PipelineSchedule.gpipe, PipelineSchedule.one_f_one_b)
 
@@ -63,7 +63,7 @@ class PipelineSchedule(StrEnum):
         return self in kinds
 
     @property
-    def folded(self) -> bool:
+    def is_v_shaped(self) -> bool:
         """Returns whether stages run through the ranks and back: rank 0 has first and last."""
         return self is PipelineSchedule.zbv_zero_bubble
 
@@ -129,42 +129,42 @@ class MeshConfig(ParallelismConfig):
         """Returns ``replicate`` x ``shards``."""
         return self.sizes.get("replicate", 1) * self.sizes.get("shards", 1)
 
-    def data_rank(self, rank: int) -> int:
+    def data_parallel_rank(self, rank: int) -> int:
         """Returns the place among the replicas and shards."""
         inner = self.sizes.get("context", 1) * self.sizes.get("tensor", 1)
         return rank // inner % self.data_parallel_size
 
-    def drawing_rank(self, rank: int) -> int:
+    def dropout_rank(self, rank: int) -> int:
         """Returns the place on every axis but ``tensor``, whose ranks hold the same activations."""
         return rank // self.sizes.get("tensor", 1)
 
     @property
-    def averaged_over(self) -> int:
+    def gradient_averaging_size(self) -> int:
         """Returns ``replicate`` x ``shards`` x ``context``."""
         return self.data_parallel_size * self.sizes.get("context", 1)
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Returns the stages of the whole pipeline."""
-        return self.sizes.get("pipeline", 1) * self.stages_on_a_rank
+        return self.sizes.get("pipeline", 1) * self.resolved_stages_per_rank
 
     @property
-    def stages_on_a_rank(self) -> int:
+    def resolved_stages_per_rank(self) -> int:
         """Returns the stages that each pipeline rank holds."""
-        return self.stages_per_rank or (2 if self.pipeline_schedule.interleaved else 1)
+        return self.stages_per_rank or (2 if self.pipeline_schedule.is_interleaved else 1)
 
     @property
-    def pieces(self) -> int:
+    def num_pipeline_micro_batches(self) -> int:
         """Returns the pieces that a micro batch passes the pipeline in."""
-        return self.pipeline_micro_batches or self.stages
+        return self.pipeline_micro_batches or self.num_stages
 
     @property
-    def uncounted(self) -> str:
+    def unmodeled_memory(self) -> str:
         """Returns what a schedule that splits its backward keeps between the halves."""
         split = self.sizes.get("pipeline", 1) > 1 and self.pipeline_schedule.splits_backward
         return "what a backward keeps whose gradients of weights come later" * split
 
-    def settle(self, devices: int | None) -> Self:
+    def resolve(self, devices: int | None) -> Self:
         """Returns the layout with the ``auto`` size filled in."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
         if len(open_axes) != 1:
@@ -174,7 +174,7 @@ class MeshConfig(ParallelismConfig):
         filled: dict[str, Any] = {open_axes[0]: size}
         return replace(self, **filled)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields sizes that are no layout, and schedules that no pipeline runs."""
         open_axes = [axis for axis in AXES if getattr(self, axis) == AUTO]
         for axis in open_axes[1:]:
@@ -190,47 +190,49 @@ class MeshConfig(ParallelismConfig):
             value = getattr(self, key)
             if value is not None and value < 1:
                 yield ConfigIssue(f"parallelism.{key}", value, "must be 1 or more, or null")
-        schedule, each = self.pipeline_schedule, self.stages_on_a_rank
-        if (each != 2) if schedule.folded else (each > 1) != schedule.interleaved:
-            wanted = "2" if schedule.folded else "2 or more" if schedule.interleaved else "1"
+        schedule, each = self.pipeline_schedule, self.resolved_stages_per_rank
+        if (each != 2) if schedule.is_v_shaped else (each > 1) != schedule.is_interleaved:
+            wanted = (
+                "2" if schedule.is_v_shaped else "2 or more" if schedule.is_interleaved else "1"
+            )
             reason = f"{schedule.name} wants {wanted} stages on a rank"
             cure = "set parallelism.stages_per_rank=null"
             yield ConfigIssue("parallelism.stages_per_rank", each, reason, cure)
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields sizes that do not divide what they cut, and what the axes rule out."""
         from scalewise.parallelism.mesh_validation import mesh_issues
 
-        yield from super().complaints_with(run)
+        yield from super().validate_with(run)
         yield from mesh_issues(self, run)
 
     @property
-    def sums_late(self) -> bool:
+    def reduces_after_backward(self) -> bool:
         """Returns whether pieces of a batch are summed up, or shards on their way to the host."""
         return self.sizes["pipeline"] > 1 or self.cpu_offload
 
     @property
-    def backward_is_next(self) -> bool:
+    def backward_follows_forward(self) -> bool:
         """Returns whether no stage has passes that wait."""
         return self.sizes["pipeline"] == 1
 
     @property
-    def cuts_weights(self) -> bool:
+    def shards_parameters(self) -> bool:
         """Returns whether shards or tensor parallelism leave a rank pieces of matrices."""
         return self.sizes["shards"] * self.sizes["context"] * self.sizes["tensor"] > 1
 
     @property
-    def shards_alone(self) -> bool:
+    def has_gatherable_shards(self) -> bool:
         """Returns whether weights are cut by rows alone, and stay on the device."""
         return self.sizes["tensor"] == 1 and not self.cpu_offload
 
-    def stages_of(self, rank: int) -> list[int]:
+    def stage_indices(self, rank: int) -> list[int]:
         """Returns the stages that a rank holds: in a loop over the ranks, or there and back."""
         ranks = self.sizes["pipeline"]
         place = rank // (self.world_size // ranks)
-        if self.pipeline_schedule.folded:
-            return [place, self.stages - 1 - place]
-        return list(range(place, self.stages, ranks))
+        if self.pipeline_schedule.is_v_shaped:
+            return [place, self.num_stages - 1 - place]
+        return list(range(place, self.num_stages, ranks))
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step, axis by axis."""
@@ -238,7 +240,7 @@ class MeshConfig(ParallelismConfig):
 
         return mesh_collectives(self, run, rank)
 
-    def group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
+    def describe_group(self, axes: Sequence[str], devices_per_node: int | None) -> tuple[int, bool]:
         """Returns how many ranks a message along ``axes`` joins, and whether it leaves a node.
 
         Ranks lie in a node one after the other, those that differ along the last axis first.
@@ -254,23 +256,23 @@ class MeshConfig(ParallelismConfig):
             return 1, False
         return joined, devices_per_node is not None and reach > devices_per_node
 
-    def unlike_ranks(self, run: RunConfig) -> tuple[int, ...]:
+    def distinct_ranks(self, run: RunConfig) -> tuple[int, ...]:
         """Returns a rank of each kind of place in the pipeline; of like ones the earliest.
 
         Ends and numbers of layers make the kind. The earlier has more passes that await backward.
         """
         from scalewise.parallelism.rank_partition import split_stages
 
-        stages = split_stages(run.model, self.stages, run.data.sequence)
+        stages = split_stages(run.model, self.num_stages, run.data.sequence)
         kinds: dict[object, int] = {}
         for place in range(self.sizes["pipeline"]):
             rank = place * self.world_size // self.sizes["pipeline"]
-            held = [stages[index] for index in self.stages_of(rank)]
-            kind = tuple((len(part.layers), part.first, part.last) for part in held)
+            held = [stages[index] for index in self.stage_indices(rank)]
+            kind = tuple((len(part.layers), part.is_first, part.is_last) for part in held)
             kinds.setdefault(kind, rank)
         return tuple(kinds.values())
 
-    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
+    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns a rank's stages, cut by tensor parallelism and shared out by shards."""
         from scalewise.parallelism.rank_memory import FSDPMemory, RankMemory, forward_spec
         from scalewise.parallelism.rank_partition import partition_of
@@ -282,39 +284,43 @@ class MeshConfig(ParallelismConfig):
         mixed = compute < parameters
         gathering = FSDPMemory(
             shards,
-            whole=compute if mixed else parameters,
-            reduced=4 if mixed else parameters,
-            keeps=not self.reshard_after_forward,
-            ahead=self.prefetch,
-            whole_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
-            replicas=sizes["replicate"] > 1,
+            gathered_element_bytes=compute if mixed else parameters,
+            reduced_element_bytes=4 if mixed else parameters,
+            keeps_unsharded=not self.reshard_after_forward,
+            prefetch=self.prefetch,
+            has_unsharded_gradients=run.accumulation > 1 and not self.reduce_each_micro_batch,
+            has_replicas=sizes["replicate"] > 1,
         )
         block, rest = share.weights_by_kind()
         return RankMemory(
-            share.parts,
+            share.stages,
             replace(
-                forward_spec(run, share.rows, share.tokens, cast=sharded and mixed),
-                tensor=sizes["tensor"],
-                cut_tokens=self.sequence_parallel and sizes["tensor"] > 1,
-                cut_loss=self.loss_parallel and sizes["tensor"] > 1,
-                context=sizes["context"],
-                gathers=self.attention is ContextAttention.gather,
+                forward_spec(
+                    run, share.sequences, share.tokens_per_sequence, casts_weights=sharded and mixed
+                ),
+                tensor_ranks=sizes["tensor"],
+                sequence_parallel=self.sequence_parallel and sizes["tensor"] > 1,
+                loss_parallel=self.loss_parallel and sizes["tensor"] > 1,
+                context_ranks=sizes["context"],
+                gathers_keys=self.attention is ContextAttention.gather,
             ),
             block,
             rest,
-            parameters=shards,
-            gradients=shards,
-            states=shards,
-            in_flight=self._in_flight(rank),
-            pieces=self.pieces if sizes["pipeline"] > 1 else 1,
-            places=sizes["pipeline"],
-            gathering=gathering if sharded else None,
+            parameter_shards=shards,
+            gradient_shards=shards,
+            state_shards=shards,
+            in_flight=self._max_in_flight(rank),
+            num_pipeline_micro_batches=self.num_pipeline_micro_batches
+            if sizes["pipeline"] > 1
+            else 1,
+            pipeline_ranks=sizes["pipeline"],
+            fsdp=gathering if sharded else None,
             states_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
-            states_paged=run.optimizer.pages and run.hardware.device is DeviceKind.cuda,
+            states_paged=run.optimizer.pages_state and run.hardware.device is DeviceKind.cuda,
             parameters_on_host=self.cpu_offload and run.hardware.device is DeviceKind.cuda,
         )
 
-    def _in_flight(self, rank: int) -> int:
+    def _max_in_flight(self, rank: int) -> int:
         """Returns the passes, of one stage each, that await their backward on a rank at the most.
 
         GPipe: all. 1F1B: one for each stage from here to the last (Narayanan et al., 2019). With
@@ -325,12 +331,12 @@ class MeshConfig(ParallelismConfig):
         if ranks == 1:
             return 1
         if self.pipeline_schedule is PipelineSchedule.gpipe:
-            return self.pieces
+            return self.num_pipeline_micro_batches
         after = ranks - 1 - rank // (self.world_size // ranks)
-        each = self.stages_on_a_rank
+        each = self.resolved_stages_per_rank
         if each == 1:
-            return min(after + 1, self.pieces)
-        return min(2 * after + (each - 1) * ranks + 1, self.pieces * each)
+            return min(after + 1, self.num_pipeline_micro_batches)
+        return min(2 * after + (each - 1) * ranks + 1, self.num_pipeline_micro_batches * each)
 
     def ranks_along(self, axes: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` along ``axes`` alone, itself among them."""
@@ -348,7 +354,7 @@ class MeshConfig(ParallelismConfig):
             rank, places[axis] = divmod(rank, self.sizes[axis])
         return places
 
-    def strategy(self, device: DeviceKind) -> ParallelStrategy:
+    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns one strategy on Lightning's ``ModelParallelStrategy`` for all five axes."""
         if self.world_size == 1:
             from scalewise.strategies.single import SingleDevice

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from scalewise.activation_checkpointing import Recompute
+from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.objectives import CausalLM
@@ -57,7 +58,7 @@ def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     apart = "parallelism.context shares rows out without the vectors before them"
     for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
         if tokens and mesh.sizes[axis] > 1:
-            chosen = run.choices.get("adapter", type(run.adapter).__name__)
+            chosen = run.choices.get("adapter", option_name(run.adapter))
             cure = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
             yield ConfigIssue("adapter", chosen, reason, cure)
 
@@ -66,7 +67,7 @@ def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     ranks = mesh.sizes["tensor"]
     if ranks == 1:
         return
-    for name, size in run.model.tensor_sizes().items():
+    for name, size in run.model.tensor_parallel_sizes().items():
         if size % ranks:
             yield ConfigIssue(
                 "parallelism.tensor",
@@ -119,29 +120,30 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if mesh.sizes["pipeline"] == 1:
         return
     layers = run.model.layers
-    if mesh.stages > layers:
+    if mesh.num_stages > layers:
         yield ConfigIssue(
             "parallelism.pipeline",
             mesh.sizes["pipeline"],
-            f"makes {mesh.stages} stages of {layers} layers",
-            f"set parallelism.pipeline={max(1, layers * mesh.sizes['pipeline'] // mesh.stages)}",
+            f"makes {mesh.num_stages} stages of {layers} layers",
+            "set parallelism.pipeline="
+            f"{max(1, layers * mesh.sizes['pipeline'] // mesh.num_stages)}",
         )
         return
-    if mesh.pieces < mesh.stages:
+    if mesh.num_pipeline_micro_batches < mesh.num_stages:
         yield ConfigIssue(
             "parallelism.pipeline_micro_batches",
-            mesh.pieces,
-            f"cannot fill {mesh.stages} stages",
-            f"set parallelism.pipeline_micro_batches={mesh.stages}",
+            mesh.num_pipeline_micro_batches,
+            f"cannot fill {mesh.num_stages} stages",
+            f"set parallelism.pipeline_micro_batches={mesh.num_stages}",
         )
-    if run.micro_batch % mesh.pieces:
+    if run.micro_batch % mesh.num_pipeline_micro_batches:
         yield ConfigIssue(
             "trainer.micro_batch",
             run.micro_batch,
-            f"does not fall into {mesh.pieces} pieces for the pipeline",
-            f"set trainer.micro_batch={mesh.pieces}",
+            f"does not fall into {mesh.num_pipeline_micro_batches} pieces for the pipeline",
+            f"set trainer.micro_batch={mesh.num_pipeline_micro_batches}",
         )
-    selective = Recompute.selective in run.memory.of_model(run.model.layers)
+    selective = Recompute.selective in run.memory.count_by_recompute(run.model.layers)
     if selective and mesh.pipeline_schedule.splits_backward:
         yield ConfigIssue(
             "memory.recompute",
@@ -161,7 +163,7 @@ def _pipeline_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
 def _pair_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     if not run.objective.pairs:
         return
-    chosen = run.choices.get("objective", type(run.objective).__name__)
+    chosen = run.choices.get("objective", option_name(run.objective))
     reasons = {
         "context": "asks how likely a whole answer is, of which each context rank has some tokens",
         "pipeline": "compares a batch with what a reference said of it, which no stage passes on",
@@ -182,9 +184,9 @@ def _classification_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigI
 
 
 def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
-    if not run.objective.answers_per_row:
+    if not run.objective.rollouts_per_sample:
         return
-    chosen = run.choices.get("objective", type(run.objective).__name__)
+    chosen = run.choices.get("objective", option_name(run.objective))
     reasons = {
         "tensor": "draws the next token from all its logits, of which each tensor rank has some",
         "context": "reads all of an answer so far, of which each context rank has some tokens",
@@ -194,10 +196,10 @@ def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _without(
-    mesh: MeshConfig, reasons: Mapping[str, str], key: str, value: object
+    mesh: MeshConfig, reason_by_axis: Mapping[str, str], key: str, value: object
 ) -> Iterator[ConfigIssue]:
     """Yields why each axis does not go with what ``key`` chooses."""
-    for axis, reason in reasons.items():
+    for axis, reason in reason_by_axis.items():
         if mesh.sizes[axis] > 1:
             yield ConfigIssue(key, value, reason, f"set parallelism=fsdp parallelism.{axis}=1")
 

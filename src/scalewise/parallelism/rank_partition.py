@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 class RankStages:
     """The parts of a model that one rank has: one, or the stages of a pipeline."""
 
-    parts: tuple[StageSlice, ...]
+    stages: tuple[StageSlice, ...]
 
     @property
-    def first(self) -> bool:
+    def has_embedding(self) -> bool:
         """Returns whether the embedding is here."""
-        return any(part.first for part in self.parts)
+        return any(part.is_first for part in self.stages)
 
     @property
-    def last(self) -> bool:
+    def has_head(self) -> bool:
         """Returns whether the head is here."""
-        return any(part.last for part in self.parts)
+        return any(part.is_last for part in self.stages)
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """Returns the blocks of this rank."""
-        return sum(len(part.layers) for part in self.parts)
+        return sum(len(part.layers) for part in self.stages)
 
 
 @dataclass(frozen=True)
@@ -48,40 +48,49 @@ class RankPartition(RankStages):
     run: RunConfig
 
     @property
-    def passes(self) -> int:
+    def forward_passes(self) -> int:
         """Returns how often a step goes through each layer."""
-        pieces = self.mesh.pieces if self.mesh.sizes["pipeline"] > 1 else 1
+        pieces = self.mesh.num_pipeline_micro_batches if self.mesh.sizes["pipeline"] > 1 else 1
         return self.run.accumulation * pieces
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Returns the rows of one pass, those of pairs two by two."""
-        return self.run.sequences_per_pass * self.run.accumulation // self.passes
+        return self.run.sequences_per_forward * self.run.accumulation // self.forward_passes
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_sequence(self) -> int:
         """Returns the tokens of a row, before sequence parallelism."""
         return self.run.data.sequence // self.mesh.sizes["context"]
 
     @property
-    def activation(self) -> int:
+    def activation_element_bytes(self) -> int:
         """Returns the bytes of one number between layers."""
         return self.run.precision.compute.bytes
 
     @property
-    def residual(self) -> int:
+    def residual_bytes(self) -> int:
         """Returns the bytes of ``x_BTW`` between two layers."""
-        return self.embedded // self.tokens * (self.tokens + self.run.adapter.ahead)
+        return (
+            self.embedding_bytes
+            // self.tokens_per_sequence
+            * (self.tokens_per_sequence + self.run.adapter.ahead)
+        )
 
     @property
-    def embedded(self) -> int:
+    def embedding_bytes(self) -> int:
         """Returns the bytes of the embedded tokens, without what an adapter puts before them."""
-        return self.rows * self.tokens * self.run.model.width * self.activation
+        return (
+            self.sequences
+            * self.tokens_per_sequence
+            * self.run.model.width
+            * self.activation_element_bytes
+        )
 
     @property
-    def recomputed(self) -> Counter[Recompute]:
+    def recomputed_layers(self) -> Counter[Recompute]:
         """Returns the layers that run forward twice, by how much of them does."""
-        found = Counter(self.run.memory.of_parts(self.parts))
+        found = Counter(self.run.memory.recompute_per_layer(self.stages))
         del found[Recompute.nothing]
         return found
 
@@ -90,19 +99,19 @@ class RankPartition(RankStages):
         run = self.run
         tensor = self.mesh.sizes["tensor"]
         block, rest = _shard_by_kind(run.quantization, run.adapter, run.model, tensor)
-        return block, tuple(filter(self._has, rest))
+        return block, tuple(filter(self._stores, rest))
 
-    def _has(self, weight: Weight) -> bool:
+    def _stores(self, weight: Weight) -> bool:
         tied = self.run.model.tied_weights
-        return any(_is_in_stage(part, weight, tied) for part in self.parts)
+        return any(_is_in_stage(part, weight, tied) for part in self.stages)
 
     @property
-    def halves(self) -> dict[str, AdaptedHalf]:
+    def adapted_halves(self) -> dict[str, AdaptedHalf]:
         """Returns how many layers of each half of a block are changed, in their order."""
         return _adapted_halves(self.run.adapter, self.run.model)
 
     @property
-    def table(self) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Returns how tensor parallelism cuts each module."""
         return _module_table(self.run.adapter, self.run.model)
 
@@ -111,39 +120,44 @@ class RankPartition(RankStages):
 class AdaptedHalf:
     """The adapted layers of a block's attention, or of its feedforward, and those scaled.
 
-    ``whole``: layers trained themselves; ``norm``: whether the norm before them is; ``before``:
-    whether keys and values are learnt that stand before others.
+    ``fully_trained_layers``: layers trained themselves; ``trains_norm``: whether the norm before
+    them is; ``has_prefix``: whether keys and values are learnt that stand before others.
     """
 
-    columns: int = 0
-    rows: int = 0
-    scaled: int = 0
-    whole: int = 0
-    norm: bool = False
-    before: bool = False
+    adapted_column_layers: int = 0
+    adapted_row_layers: int = 0
+    scaled_layers: int = 0
+    fully_trained_layers: int = 0
+    trains_norm: bool = False
+    has_prefix: bool = False
 
     @property
-    def inside(self) -> bool:
+    def trains_before_output(self) -> bool:
         """Returns whether something is trained before the last product, or beside it."""
-        return bool(self.columns or self.scaled or self.whole or self.before)
+        return bool(
+            self.adapted_column_layers
+            or self.scaled_layers
+            or self.fully_trained_layers
+            or self.has_prefix
+        )
 
 
 def partition_of(mesh: MeshConfig, run: RunConfig, rank: int) -> RankPartition:
     """Returns what a rank of a mesh works on."""
-    stages = split_stages(run.model, mesh.stages, run.data.sequence)
-    return RankPartition(tuple(stages[index] for index in mesh.stages_of(rank)), mesh, run)
+    stages = split_stages(run.model, mesh.num_stages, run.data.sequence)
+    return RankPartition(tuple(stages[index] for index in mesh.stage_indices(rank)), mesh, run)
 
 
 # A search asks for the shares of thousands of runs that differ in little.
 @lru_cache(maxsize=64)
 def _module_table(adapter: AdapterConfig, model: ModelConfig) -> dict[str, TPStyle]:
-    return adapter.tensor_split(model)
+    return adapter.tensor_parallel_styles(model)
 
 
 @lru_cache(maxsize=256)
 def split_stages(model: ModelConfig, count: int, sequence: int) -> Sequence[StageSlice]:
     """Returns the parts of a model that is cut into ``count`` stages."""
-    return model.stages(count, sequence)
+    return model.split_stages(count, sequence)
 
 
 @lru_cache(maxsize=256)
@@ -162,39 +176,41 @@ def _shard_by_kind(
 @lru_cache(maxsize=64)
 def _adapted_halves(adapter: AdapterConfig, model: ModelConfig) -> dict[str, AdaptedHalf]:
     halves: dict[str, AdaptedHalf] = {}
-    for name, how in model.tensor_split().items():
+    for name, how in model.tensor_parallel_styles().items():
         block, _, layer = name.partition("blocks.*.")
         if block or how not in (TPStyle.column, TPStyle.row):
             continue
         first = layer.split(".")[0]
-        half = halves.setdefault(first, AdaptedHalf(norm=f"{first}_norm" in adapter.whole(model)))
-        half.before |= adapter.before > 0 and first == "attention"
-        adapted = layer in adapter.adapted(model)
-        half.scaled += layer in adapter.scaled(model)
-        half.whole += layer in adapter.whole(model)
-        half.columns += adapted and how is TPStyle.column
-        half.rows += adapted and how is TPStyle.row
+        half = halves.setdefault(
+            first, AdaptedHalf(trains_norm=f"{first}_norm" in adapter.fully_trained_modules(model))
+        )
+        half.has_prefix |= adapter.before > 0 and first == "attention"
+        adapted = layer in adapter.adapted_layers(model)
+        half.scaled_layers += layer in adapter.scaled_layers(model)
+        half.fully_trained_layers += layer in adapter.fully_trained_modules(model)
+        half.adapted_column_layers += adapted and how is TPStyle.column
+        half.adapted_row_layers += adapted and how is TPStyle.row
     return halves
 
 
-def _is_in_stage(part: StageSlice, weight: Weight, tied: frozenset[str]) -> bool:
+def _is_in_stage(stage: StageSlice, weight: Weight, tied: frozenset[str]) -> bool:
     if weight.layer is not None:
-        return weight.layer in part.layers
+        return weight.layer in stage.layers
     if weight.role in ("embedding", "position"):
-        return part.first or (part.last and weight.name in tied)
-    return part.last
+        return stage.is_first or (stage.is_last and weight.name in tied)
+    return stage.is_last
 
 
-def tp_style(weight: Weight, table: Mapping[str, TPStyle]) -> TPStyle | None:
+def tp_style(weight: Weight, tp_styles: Mapping[str, TPStyle]) -> TPStyle | None:
     """Returns how a table says that the module of a weight is cut."""
     module = weight.name.rpartition(".")[0]
     pattern = module if weight.layer is None else module.replace(f".{weight.layer}.", ".*.", 1)
-    return table.get(pattern)
+    return tp_styles.get(pattern)
 
 
-def shard_weight(weight: Weight, table: Mapping[str, TPStyle], ranks: int) -> Weight:
+def shard_weight(weight: Weight, tp_styles: Mapping[str, TPStyle], ranks: int) -> Weight:
     """Returns the part of a weight that one tensor-parallel rank holds."""
-    side, shape = tp_style(weight, table), weight.shape
+    side, shape = tp_style(weight, tp_styles), weight.shape
     if side in (TPStyle.column, TPStyle.vocabulary, TPStyle.head):
         shape = (shape[0] // ranks, *shape[1:])
     elif side is TPStyle.row and len(shape) > 1:

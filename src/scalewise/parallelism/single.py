@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SingleConfig(ParallelismConfig):
     """One device without communication."""
 
-    offloads_optimizer = True
+    supports_optimizer_offload = True
 
     @property
     def world_size(self) -> int:
@@ -28,17 +28,17 @@ class SingleConfig(ParallelismConfig):
         return 1
 
     @property
-    def sums_late(self) -> bool:
+    def reduces_after_backward(self) -> bool:
         """Returns False."""
         return False
 
-    def holds(self, run: RunConfig, rank: int = 0) -> RankMemory:
+    def rank_memory(self, run: RunConfig, rank: int = 0) -> RankMemory:
         """Returns everything."""
         from scalewise.parallelism.rank_memory import replicated_memory
 
         return replicated_memory(run)
 
-    def strategy(self, device: DeviceKind) -> ParallelStrategy:
+    def build_strategy(self, device: DeviceKind) -> ParallelStrategy:
         """Returns Lightning's single-device strategy."""
         from scalewise.strategies.single import SingleDevice
 

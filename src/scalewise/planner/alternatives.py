@@ -24,17 +24,17 @@ class Alternative:
     """A neighbour: the choice that differs, and why it is not better."""
 
     choice: str
-    what: str
-    why: str
+    value: str
+    reason: str
 
 
-def neighbor_alternatives(found: SearchResult) -> tuple[Alternative, ...]:
+def neighbor_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
     """Returns the runs that differ from the best in one choice, each with its best micro batch."""
-    best = found.best
+    best = result.best
     if best is None:
         return ()
     own, groups = _neighbor_choices(best), dict[tuple[str, Any], list[SearchCandidate]]()
-    for other in found.candidates:
+    for other in result.candidates:
         theirs = _neighbor_choices(other)
         apart = [name for name in own if theirs[name] != own[name]]
         others = [name for name in apart if name != ROWS]
@@ -42,10 +42,10 @@ def neighbor_alternatives(found: SearchResult) -> tuple[Alternative, ...]:
             (name,) = others or apart
             if name not in (ROWS, LAYOUT) or _is_neighbor(own[name], theirs[name]):
                 groups.setdefault((name, theirs[name]), []).append(other)
-    rank = found.rank
+    rank = result.rank_by
 
     def order(other: SearchCandidate) -> tuple[bool, tuple[float, float]]:
-        return not other.good, other.cost(rank if other.good else RankBy.memory)
+        return not other.is_acceptable, other.cost(rank if other.is_acceptable else RankBy.memory)
 
     leaders = [(name, min(alike, key=order)) for (name, _), alike in groups.items()]
     leaders.sort(key=lambda it: (it[0] != LAYOUT, it[0], order(it[1])))
@@ -55,9 +55,9 @@ def neighbor_alternatives(found: SearchResult) -> tuple[Alternative, ...]:
     ]
     refused = [
         Alternative(
-            LAYOUT, layout_enumeration.layout_text(run.parallelism), str(next(run.complaints()))
+            LAYOUT, layout_enumeration.layout_text(run.parallelism), str(next(run.validate()))
         )
-        for run in _rejected_neighbors(found, best)
+        for run in _rejected_neighbors(result, best)
     ]
     return (*lost, *refused)
 
@@ -67,9 +67,9 @@ def _neighbor_choices(candidate: SearchCandidate) -> Choices:
     return {
         LAYOUT: layout_enumeration.axis_sizes(run.parallelism),
         ROWS: (layout_enumeration.sequences_per_forward(run),),
-        "memory": run.memory.described(run.model.layers),
+        "memory": run.memory.describe(run.model.layers),
         "loss": run.objective.loss_chunk,
-        "training": candidate.training,
+        "training": candidate.training_overrides,
     }
 
 
@@ -86,33 +86,33 @@ def _choice_text(name: str, candidate: SearchCandidate) -> str:
     if name == ROWS:
         return str(layout_enumeration.sequences_per_forward(run))
     if name == "training":
-        return " ".join(candidate.training) or "as asked"
+        return " ".join(candidate.training_overrides) or "as asked"
     return str(_neighbor_choices(candidate)[name])
 
 
-def _rejected_neighbors(found: SearchResult, best: SearchCandidate) -> Iterator[RunConfig]:
+def _rejected_neighbors(result: SearchResult, best: SearchCandidate) -> Iterator[RunConfig]:
     """Yields runs of layouts near the best that cannot run, whatever their micro batch."""
     own = layout_enumeration.axis_sizes(best.run.parallelism)
     tried = {
-        layout_enumeration.axis_sizes(candidate.run.parallelism) for candidate in found.candidates
+        layout_enumeration.axis_sizes(candidate.run.parallelism) for candidate in result.candidates
     }
-    for _, layout in layout_enumeration.enumerate_layouts(found.asked, frozenset()):
+    for _, layout in layout_enumeration.enumerate_layouts(result.base_run, frozenset()):
         run, sizes = replace(best.run, parallelism=layout), layout_enumeration.axis_sizes(layout)
-        if sizes not in tried and _is_neighbor(own, sizes) and any(layout.complaints_with(run)):
+        if sizes not in tried and _is_neighbor(own, sizes) and any(layout.validate_with(run)):
             yield run
 
 
 def _reason_worse(best: SearchCandidate, other: SearchCandidate, rank: RankBy) -> str:
     """Returns the largest thing that makes ``other`` worse than ``best``, or what it would gain."""
-    host = other.fit.host
-    if host is not None and other.fit.verdict is FitStatus.host_out_of_memory:
-        what = max(host.lines, key=lambda line: line.most).what
+    host = other.fit.host_breakdown
+    if host is not None and other.fit.status is FitStatus.host_out_of_memory:
+        what = max(host.entries, key=lambda line: line.max_bytes).name
         capacity = format_bytes(other.fit.host_capacity)
         return f"a node needs {format_bytes(host.peak)} of {capacity}: {what}"
-    if not other.good:
+    if not other.is_acceptable:
         least, _, most = other.fit.reserved
         verb, size = "needs", least
-        if other.fit.verdict is FitStatus.borderline:
+        if other.fit.status is FitStatus.borderline:
             verb, size = "may need", most
         there = format_bytes(other.fit.capacity or 0)
         return f"{verb} {format_bytes(size)} of {there}: {_grown_entry(best, other)}"
@@ -123,7 +123,7 @@ def _reason_worse(best: SearchCandidate, other: SearchCandidate, rank: RankBy) -
         return f"{more:+.0%} memory: {_grown_entry(best, other)}"
     share = _slowed_part(best, other)
     text = f"{more:+.0%} {rank.value}"
-    if other.training != best.training:
+    if other.training_overrides != best.training_overrides:
         text += ", trained otherwise"
     return f"{text}: {share}" if share else text
 
@@ -137,17 +137,17 @@ def _grown_entry(best: SearchCandidate, other: SearchCandidate) -> str:
 
 
 def _bytes_at_peak(candidate: SearchCandidate) -> dict[str, int]:
-    ledger = candidate.fit.ledger
-    return {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
+    ledger = candidate.fit.breakdown
+    return {line.name: line.bytes.get(ledger.peak_phase, 0) for line in ledger.entries}
 
 
 def _slowed_part(best: SearchCandidate, other: SearchCandidate) -> str:
     """Returns the part of the step that grew most, and its share."""
-    if best.step is None or other.step is None:
+    if best.step_time is None or other.step_time is None:
         return ""
-    before, now = best.step.parts(), other.step.parts()
+    before, now = best.step_time.parts(), other.step_time.parts()
     grown = {what: seconds - before.get(what, 0.0) for what, seconds in now.items()}
     what = max(grown, key=lambda part: grown[part])
     if grown[what] <= 0:
         return ""
-    return f"{what} {now[what] / other.step.seconds:.0%} of the step"
+    return f"{what} {now[what] / other.step_time.seconds:.0%} of the step"

@@ -50,7 +50,7 @@ def resolve_auto_checkpointing(run: RunConfig) -> tuple[RunConfig, tuple[str, ..
         return least, _overrides(least.memory)  # the device lacks memory, as the verdict will say
     reason = f"is less than the {format_bytes(peak)} that are left when all blocks compute again"
     cure = f"set memory.budget_gib={_round_up_gib(peak)}, or a smaller trainer.micro_batch"
-    raise ConfigError.one("memory.budget_gib", budget, reason, cure)
+    raise ConfigError.for_key("memory.budget_gib", budget, reason, cure)
 
 
 def _candidates_within_budget(run: RunConfig, budget: float | None) -> Iterator[RunConfig]:
@@ -65,38 +65,38 @@ def _candidates_within_budget(run: RunConfig, budget: float | None) -> Iterator[
             for n in range(1, run.model.layers + 1)
         )
         least = next((way for way in ways if _is_within_budget(way, budget)), None)
-        if least is not None and not any(least.complaints()):
+        if least is not None and not any(least.validate()):
             yield least
 
 
 def _with_checkpointing(
-    run: RunConfig, recompute: Recompute, otherwise: Recompute, count: int
+    run: RunConfig, recompute: Recompute, other_recompute: Recompute, count: int
 ) -> RunConfig:
     if count == run.model.layers:
         return replace(run, memory=FixedCheckpointing(recompute))
     every = round(run.model.layers / count, DIGITS)
-    return replace(run, memory=FixedCheckpointing(recompute, every, otherwise))
+    return replace(run, memory=FixedCheckpointing(recompute, every, other_recompute))
 
 
 def _is_within_budget(run: RunConfig, budget: float | None) -> bool:
     """Returns whether a run fits a budget, and its device, of which a budget may say too much."""
     fit = check_fit(run)
     if budget is None:
-        return fit.verdict.good
-    return fit.ledger.peak <= budget * GIB and not fit.verdict.bad
+        return fit.status.is_acceptable
+    return fit.breakdown.peak <= budget * GIB and not fit.status.is_out_of_memory
 
 
-def _overrides(chosen: object) -> tuple[str, ...]:
-    assert isinstance(chosen, FixedCheckpointing)
-    if chosen.recompute is Recompute.nothing:
+def _overrides(checkpointing: object) -> tuple[str, ...]:
+    assert isinstance(checkpointing, FixedCheckpointing)
+    if checkpointing.recompute is Recompute.nothing:
         return ("memory=none",)
-    told = [f"memory=checkpoint_{chosen.recompute}"]
-    if chosen.every > 1 and chosen.recompute is Recompute.full:
+    told = [f"memory=checkpoint_{checkpointing.recompute}"]
+    if checkpointing.every > 1 and checkpointing.recompute is Recompute.full:
         told = ["memory=checkpoint_every_n"]
-    if chosen.every > 1:
-        told.append(f"memory.every={chosen.every:g}")
-    if chosen.otherwise is not Recompute.nothing:
-        told.append(f"memory.otherwise={chosen.otherwise}")
+    if checkpointing.every > 1:
+        told.append(f"memory.every={checkpointing.every:g}")
+    if checkpointing.otherwise is not Recompute.nothing:
+        told.append(f"memory.otherwise={checkpointing.otherwise}")
     return tuple(told)
 
 

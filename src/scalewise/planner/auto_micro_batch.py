@@ -27,10 +27,10 @@ class MicroBatchOption:
     """A run with a micro batch of its own, and what the ledger says of it."""
 
     run: RunConfig
-    verdict: FitStatus
+    status: FitStatus
 
     @property
-    def rows(self) -> int:
+    def micro_batch(self) -> int:
         """Returns the micro batch."""
         return self.run.micro_batch
 
@@ -54,12 +54,12 @@ class MicroBatchChoice:
     """Why nothing was tried."""
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def overrides(self) -> tuple[str, ...]:
         """Returns what is typed to get it."""
         return (f"{SIZE}={self.rows}",)
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """Returns how it was found, in words."""
         tried = ", ".join(f"{trial.rows} {trial.status}" for trial in self.trials)
         return f"ledger: {self.verdict}; " + (f"tried: {tried}" if tried else self.untried)
@@ -71,13 +71,13 @@ def micro_batch_options(run: RunConfig) -> tuple[MicroBatchOption, ...]:
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     tried = (replace(run, trainer=replace(run.trainer, micro_batch=size)) for size in sizes)
     return tuple(
-        MicroBatchOption(it, check_fit(it).verdict) for it in tried if not any(it.complaints())
+        MicroBatchOption(it, check_fit(it).status) for it in tried if not any(it.validate())
     )
 
 
-def choose_by_plan(found: Sequence[MicroBatchOption]) -> int:
+def choose_by_plan(options: Sequence[MicroBatchOption]) -> int:
     """Returns the place of the largest that fits, and of the smallest where none does."""
-    return max((place for place, way in enumerate(found) if way.verdict.good), default=0)
+    return max((place for place, way in enumerate(options) if way.status.is_acceptable), default=0)
 
 
 def resolve_auto_micro_batch(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -86,45 +86,45 @@ def resolve_auto_micro_batch(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]
         return run, ()
     found = micro_batch_options(run)
     way = found[choose_by_plan(found)]
-    return way.run, MicroBatchChoice(way.rows, way.verdict).told
+    return way.run, MicroBatchChoice(way.micro_batch, way.status).overrides
 
 
 def choose_by_probes(
-    run: RunConfig, ends: Callable[[RunConfig], str] | None, untried: str = ""
+    run: RunConfig, run_probe: Callable[[RunConfig], str] | None, skip_reason: str = ""
 ) -> MicroBatchChoice:
     """Returns the largest micro batch that runs, looked for from the one that the ledger says.
 
-    ``ends`` tries a run and returns its status; None: the ledger alone, and ``untried`` says why.
-    Raises ``ConfigError`` where there is no memory for the smallest.
+    ``run_probe`` tries a run and returns its status; None: the ledger alone, and ``skip_reason``
+    says why. Raises ``ConfigError`` where there is no memory for the smallest.
     """
     found = micro_batch_options(run)
     place = choose_by_plan(found)
-    if found[place].verdict.bad:
-        raise _is_too_large(found[0].run, f"{found[0].verdict} by the ledger")
-    if ends is None:
-        return MicroBatchChoice(found[place].rows, found[place].verdict, untried=untried)
+    if found[place].status.is_out_of_memory:
+        raise _is_too_large(found[0].run, f"{found[0].status} by the ledger")
+    if run_probe is None:
+        return MicroBatchChoice(found[place].micro_batch, found[place].status, untried=skip_reason)
     trials: list[ProbeResult] = []
 
     def fits(way: MicroBatchOption) -> bool:
-        trials.append(ProbeResult(way.rows, ends(way.run)))
+        trials.append(ProbeResult(way.micro_batch, run_probe(way.run)))
         return trials[-1].status == "ok"
 
     if fits(found[place]):
         larger = found[place + 1 :]
-        while larger and not larger[0].verdict.bad and fits(larger[0]):
+        while larger and not larger[0].status.is_out_of_memory and fits(larger[0]):
             place, larger = place + 1, larger[1:]
-    while trials[-1].status == OUT and trials[-1].rows == found[place].rows:
+    while trials[-1].status == OUT and trials[-1].rows == found[place].micro_batch:
         if place == 0:
             raise _is_too_large(found[0].run, "it ran out of memory when it was tried")
         place -= 1
         fits(found[place])
-    return MicroBatchChoice(found[place].rows, found[place].verdict, tuple(trials))
+    return MicroBatchChoice(found[place].micro_batch, found[place].status, tuple(trials))
 
 
-def _is_too_large(run: RunConfig, why: str) -> ConfigError:
+def _is_too_large(run: RunConfig, cause: str) -> ConfigError:
     fit, change = check_fit(run), suggest_fix(run)
     needed, there = format_bytes(fit.reserved[0]), format_bytes(fit.capacity or 0)
-    reason = f"a micro batch of {run.micro_batch} needs {needed} of {there}: {why}"
-    return ConfigError.one(
-        SIZE, AUTO, reason, f"set {change.line}" if change else "see `scalewise plan`"
+    reason = f"a micro batch of {run.micro_batch} needs {needed} of {there}: {cause}"
+    return ConfigError.for_key(
+        SIZE, AUTO, reason, f"set {change.override_text}" if change else "see `scalewise plan`"
     )

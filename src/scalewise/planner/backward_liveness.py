@@ -12,8 +12,10 @@ Buffers = tuple[int, ...]
 class BackwardLiveness:
     """Counts bytes through the operators, in reverse.
 
-    ``saves``: how often each tensor is saved. ``leftover``: bytes that nothing in it lets go.
-    ``fresh``, ``stepped``: see ``Way``. ``away``: what is brought back where it is first read.
+    ``save_counts``: how often each tensor is saved. ``leftover_bytes``: bytes that nothing in it
+    lets go.
+    ``fresh_gradients``, ``step_scratch_ratio``: see ``Way``. ``offloaded``: what is brought back
+    where it is first read.
 
     A gradient is one buffer, or what a compiler's kernel is yet to make it of: several buffers, and
     tokens of operators whose saved tensors it reads. These are held until the kernel ends.
@@ -21,148 +23,172 @@ class BackwardLiveness:
 
     def __init__(
         self,
-        tape: OpGraph,
-        saves: Mapping[int, int],
-        leftover: int,
+        graph: OpGraph,
+        save_counts: Mapping[int, int],
+        leftover_bytes: int,
         *,
-        fresh: bool,
-        away: frozenset[int] = frozenset(),
-        stepped: float,
+        fresh_gradients: bool,
+        offloaded: frozenset[int] = frozenset(),
+        step_scratch_ratio: float,
     ) -> None:
-        self._tape, self._fresh, self._stepped = tape, fresh and stepped < 0, stepped
-        self._saves, self._away = dict(saves), set(away)
-        self.now = leftover + sum(tape.sizes[place] for place in saves if place not in away)
-        self.peak = self.held = 0
-        self._gradient: dict[int, Buffers] = {}
-        self._sizes: list[int] = []
-        self._owners: list[int] = []
-        self._tokens: dict[int, Op] = {}
-        self._split: set[int] = set()  # buffers that a kernel makes several gradients of
-        self._done: set[int] = set()  # tokens of kernels that write over no split buffer any more
-        kernels = [operator for operator in tape.operators if operator.kernel]
-        others = [operator for operator in tape.operators if not operator.kernel]
+        self._graph, self._fresh_gradients, self._step_scratch_ratio = (
+            graph,
+            fresh_gradients and step_scratch_ratio < 0,
+            step_scratch_ratio,
+        )
+        self._save_counts, self._offloaded = dict(save_counts), set(offloaded)
+        self.current_bytes = leftover_bytes + sum(
+            graph.sizes[place] for place in save_counts if place not in offloaded
+        )
+        self.peak = self.gradient_bytes = 0
+        self._gradient_buffers: dict[int, Buffers] = {}
+        self._buffer_sizes: list[int] = []
+        self._reference_counts: list[int] = []
+        self._kernel_tokens: dict[int, Op] = {}
+        self._multi_gradient_buffers: set[int] = (
+            set()
+        )  # buffers that a kernel makes several gradients of
+        self._inplace_forbidden_tokens: set[int] = (
+            set()
+        )  # tokens of kernels that write over no split buffer any more
+        kernels = [operator for operator in graph.operators if operator.is_fused]
+        others = [operator for operator in graph.operators if not operator.is_fused]
         read = {place for operator in others for place in (*operator.reads, *operator.saved)}
-        self._of_kernels = {place for operator in kernels for place in operator.writes}
-        self._inner = self._of_kernels - read
+        self._kernel_outputs = {place for operator in kernels for place in operator.writes}
+        self._kernel_intermediates = self._kernel_outputs - read
 
     def run(self, operators: Sequence[Op]) -> None:
         """Goes through the last operators of the tape, from the gradient of what comes out."""
-        tape = self._tape
+        tape = self._graph
         output = tape.operators[-1].writes[0]
-        self._gradient[output] = (self._make(tape.sizes[output]),)
+        self._gradient_buffers[output] = (self._allocate(tape.sizes[output]),)
         for operator in reversed(operators):
-            if operator.writes[0] in self._gradient:
-                self._through(operator)
+            if operator.writes[0] in self._gradient_buffers:
+                self._run_op(operator)
 
-    def _through(self, operator: Op) -> None:
-        sizes = self._tape.sizes
-        arrived = self._gradient.pop(operator.writes[0])
-        for place in self._away.intersection(operator.saved):
+    def _run_op(self, operator: Op) -> None:
+        sizes = self._graph.sizes
+        arrived = self._gradient_buffers.pop(operator.writes[0])
+        for place in self._offloaded.intersection(operator.saved):
             self._grow(sizes[place])
-        self._away.difference_update(operator.saved)
-        if operator.hands_over:
-            self._let_go(operator)
-        computed, held = operator.weight
-        if computed and operator.weight_first:
+        self._offloaded.difference_update(operator.saved)
+        if operator.saves_gradients:
+            self._release_saved(operator)
+        computed, held = operator.weight_gradient_bytes
+        if computed and operator.weight_gradient_first:
             self._grow(computed)
-        make = self._by_kernel if operator.kernel else self._one_by_one
+        make = self._fused_gradients if operator.is_fused else self._unfused_gradients
         made = [*make(operator, arrived)]
-        if computed and not operator.weight_first:
+        if computed and not operator.weight_gradient_first:
             self._grow(computed)
-        self.peak = max(self.peak, self.now + operator.scratch)
-        self._drop(arrived)
-        if not operator.hands_over and not operator.kernel:
-            self._let_go(operator)
+        self.peak = max(self.peak, self.current_bytes + operator.backward_scratch)
+        self._release(arrived)
+        if not operator.saves_gradients and not operator.is_fused:
+            self._release_saved(operator)
         for place, buffers in made:
-            self._add(place, buffers)
+            self._accumulate(place, buffers)
         if computed:
             if held != computed:
                 self._grow(held)
-                self.now -= computed
-            self.peak = max(self.peak, self.now + round(held * max(0.0, self._stepped)))
-            self.held += held * self._fresh
-            self.now -= held * (not self._fresh)
+                self.current_bytes -= computed
+            self.peak = max(
+                self.peak, self.current_bytes + round(held * max(0.0, self._step_scratch_ratio))
+            )
+            self.gradient_bytes += held * self._fresh_gradients
+            self.current_bytes -= held * (not self._fresh_gradients)
 
-    def _one_by_one(self, operator: Op, arrived: Buffers) -> Iterator[tuple[int, Buffers]]:
+    def _unfused_gradients(
+        self, operator: Op, output_gradient: Buffers
+    ) -> Iterator[tuple[int, Buffers]]:
         for place in operator.gradients:
-            size = self._tape.sizes[place]
-            shared = operator.shares and size == self._sizes[arrived[0]]
-            yield place, self._own(arrived) if shared else (self._make(size),)
+            size = self._graph.sizes[place]
+            shared = operator.shares_gradient and size == self._buffer_sizes[output_gradient[0]]
+            yield place, self._retain(output_gradient) if shared else (self._allocate(size),)
 
-    def _by_kernel(self, operator: Op, arrived: Buffers) -> Iterator[tuple[int, Buffers]]:
+    def _fused_gradients(
+        self, operator: Op, output_gradient: Buffers
+    ) -> Iterator[tuple[int, Buffers]]:
         """Yields gradients: of what is in no memory, all that a kernel makes them of."""
-        token = self._make(0)
-        self._tokens[token] = operator
-        if operator.anew:
-            self._done.add(token)
+        token = self._allocate(0)
+        self._kernel_tokens[token] = operator
+        if operator.forbids_inplace:
+            self._inplace_forbidden_tokens.add(token)
         if len(operator.gradients) > 1:
-            self._split.update(arrived)
-        begun = (*arrived, token)
-        as_it_is = arrived if operator.shares and len(arrived) == 1 else ()
+            self._multi_gradient_buffers.update(output_gradient)
+        begun = (*output_gradient, token)
+        as_it_is = output_gradient if operator.shares_gradient and len(output_gradient) == 1 else ()
         shared = as_it_is
         for place in operator.gradients:
-            if place in self._inner:
-                yield place, self._own(as_it_is or begun)
+            if place in self._kernel_intermediates:
+                yield place, self._retain(as_it_is or begun)
             elif shared:
-                yield place, self._own(shared)
+                yield place, self._retain(shared)
             else:
-                written = (self._written(place, begun),)
-                shared = written if operator.shares else ()
+                written = (self._choose_buffer(place, begun),)
+                shared = written if operator.shares_gradient else ()
                 yield place, written
-        self._drop((token,))
+        self._release((token,))
 
-    def _written(self, place: int, begun: Buffers) -> int:
+    def _choose_buffer(self, tensor: int, kernel_buffers: Buffers) -> int:
         """Returns the buffer that a kernel writes a gradient to, which it may have read."""
-        size, before = self._tape.sizes[place], self._gradient.get(place, ())
-        if len(before) == 1 and place not in self._of_kernels and self._owners[before[0]] == 1:
-            del self._gradient[place]
+        size, before = self._graph.sizes[tensor], self._gradient_buffers.get(tensor, ())
+        if (
+            len(before) == 1
+            and tensor not in self._kernel_outputs
+            and self._reference_counts[before[0]] == 1
+        ):
+            del self._gradient_buffers[tensor]
             return before[0]
-        over = self._done.isdisjoint(begun)
-        for each in begun:
-            free = self._owners[each] == 1 and (over or each not in self._split)
-            if free and self._sizes[each] == size:
-                if each in self._split:
-                    self._done.update(self._tokens.keys() & begun)
-                return self._own((each,))[0]
-        return self._make(size)
+        over = self._inplace_forbidden_tokens.isdisjoint(kernel_buffers)
+        for each in kernel_buffers:
+            free = self._reference_counts[each] == 1 and (
+                over or each not in self._multi_gradient_buffers
+            )
+            if free and self._buffer_sizes[each] == size:
+                if each in self._multi_gradient_buffers:
+                    self._inplace_forbidden_tokens.update(
+                        self._kernel_tokens.keys() & kernel_buffers
+                    )
+                return self._retain((each,))[0]
+        return self._allocate(size)
 
-    def _add(self, place: int, buffers: Buffers) -> None:
+    def _accumulate(self, tensor: int, buffers: Buffers) -> None:
         """Adds to the gradient of a place what one of its readers gives."""
-        before = self._gradient.get(place)
-        if before is not None and place in self._of_kernels:
+        before = self._gradient_buffers.get(tensor)
+        if before is not None and tensor in self._kernel_outputs:
             buffers = (*before, *buffers)
         elif before is not None:
-            total = self._make(self._tape.sizes[place])
-            self._drop(before)
-            self._drop(buffers)
+            total = self._allocate(self._graph.sizes[tensor])
+            self._release(before)
+            self._release(buffers)
             buffers = (total,)
-        self._gradient[place] = buffers
+        self._gradient_buffers[tensor] = buffers
 
-    def _let_go(self, operator: Op) -> None:
+    def _release_saved(self, operator: Op) -> None:
         for place in operator.saved:
-            self._saves[place] -= 1
-            if not self._saves[place]:
-                self.now -= self._tape.sizes[place]
+            self._save_counts[place] -= 1
+            if not self._save_counts[place]:
+                self.current_bytes -= self._graph.sizes[place]
 
-    def _make(self, size: int) -> int:
-        self._sizes.append(size)
-        self._owners.append(1)
+    def _allocate(self, size: int) -> int:
+        self._buffer_sizes.append(size)
+        self._reference_counts.append(1)
         self._grow(size)
-        return len(self._sizes) - 1
+        return len(self._buffer_sizes) - 1
 
-    def _own(self, buffers: Buffers) -> Buffers:
+    def _retain(self, buffers: Buffers) -> Buffers:
         for buffer in buffers:
-            self._owners[buffer] += 1
+            self._reference_counts[buffer] += 1
         return buffers
 
-    def _drop(self, buffers: Buffers) -> None:
+    def _release(self, buffers: Buffers) -> None:
         for buffer in buffers:
-            self._owners[buffer] -= 1
-            if not self._owners[buffer]:
-                self.now -= self._sizes[buffer]
-                if buffer in self._tokens:
-                    self._let_go(self._tokens[buffer])
+            self._reference_counts[buffer] -= 1
+            if not self._reference_counts[buffer]:
+                self.current_bytes -= self._buffer_sizes[buffer]
+                if buffer in self._kernel_tokens:
+                    self._release_saved(self._kernel_tokens[buffer])
 
     def _grow(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self.current_bytes += size
+        self.peak = max(self.peak, self.current_bytes)

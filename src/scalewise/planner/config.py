@@ -70,6 +70,6 @@ class PlanConfig:
     fit: UnfitPolicy = UnfitPolicy.none
     """What ``train`` does with a run that does not fit."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields nothing: every option can be had."""
         yield from ()

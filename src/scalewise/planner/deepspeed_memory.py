@@ -23,65 +23,97 @@ if TYPE_CHECKING:
 class DeepSpeedDeviceMemory(DeviceMemory):
     """Weights at work, masters that are stepped, gradients in buckets on their way to one rank."""
 
-    def __init__(self, run: RunConfig, holds: RankMemory, moment: PipelineMoment) -> None:
-        assert holds.zero is not None
-        self.zero = holds.zero
+    def __init__(self, run: RunConfig, rank_memory: RankMemory, moment: PipelineMoment) -> None:
+        assert rank_memory.zero is not None
+        self.zero = rank_memory.zero
         # From stage 2 a gradient leaves for its bucket as soon as it is made.
-        super().__init__(run, replace(holds, buckets=holds.buckets or self.zero.stage > 1), moment)
+        super().__init__(
+            run,
+            replace(
+                rank_memory,
+                has_persistent_buckets=rank_memory.has_persistent_buckets or self.zero.stage > 1,
+            ),
+            moment,
+        )
 
     @property
-    def gradient_bytes(self) -> int:
+    def gradient_element_bytes(self) -> int:
         """Returns the bytes of a number of a gradient that waits for the step."""
-        return self.zero.summed
+        return self.zero.gradient_element_bytes
 
-    def _of_parameters(self, number: FloatFormat) -> MemoryEntry:
-        return super()._of_parameters(self.run.precision.compute)
+    def _parameter_entry(self, dtype: FloatFormat) -> MemoryEntry:
+        return super()._parameter_entry(self.run.precision.compute)
 
-    def _lasting(self) -> Iterator[MemoryEntry]:
-        run, holds, zero = self.run, self.holds, self.zero
-        yield from super()._lasting()
+    def _persistent_entries(self) -> Iterator[MemoryEntry]:
+        run, holds, zero = self.run, self.rank_memory, self.zero
+        yield from super()._persistent_entries()
         if not holds.states_on_host:
-            count = holds.numbers(holds.states, trained=True)
-            formula = f"{count:,} x {zero.masters} B"
+            count = holds.numel(holds.state_shards, trained=True)
+            formula = f"{count:,} x {zero.master_element_bytes} B"
             reason = f"a copy in {run.precision.parameters} that the optimizer steps"
-            yield constant_entry("masters", count * zero.masters, ALL_PHASES, formula, reason)
-        if zero.threshold:
-            weights = (*holds.block * holds.layers, *holds.rest)
-            whole = sum(each.count for each in weights if each.count < zero.threshold)
+            yield constant_entry(
+                "masters", count * zero.master_element_bytes, ALL_PHASES, formula, reason
+            )
+        if zero.persistence_threshold:
+            weights = (*holds.block_weights * holds.num_layers, *holds.other_weights)
+            whole = sum(each.numel for each in weights if each.numel < zero.persistence_threshold)
             reason = "too small to be shared out: parallelism.keep_whole_below"
-            formula = f"{whole:,} x {zero.weights} B"
-            yield constant_entry("small weights", whole * zero.weights, ALL_PHASES, formula, reason)
+            formula = f"{whole:,} x {zero.weight_element_bytes} B"
+            yield constant_entry(
+                "small weights", whole * zero.weight_element_bytes, ALL_PHASES, formula, reason
+            )
 
-    def _gradients(self) -> Iterator[MemoryEntry]:
-        holds, zero, run = self.holds, self.zero, self.run
-        share = holds.numbers(holds.states, trained=True)
-        formula = f"{share:,} x {zero.summed} B"
+    def _gradient_entries(self) -> Iterator[MemoryEntry]:
+        holds, zero, run = self.rank_memory, self.zero, self.run
+        share = holds.numel(holds.state_shards, trained=True)
+        formula = f"{share:,} x {zero.gradient_element_bytes} B"
         if zero.stage == 1:
-            yield from self._of_first_stage()
+            yield from self._stage1_gradient_entries()
         elif not holds.states_on_host:
             reason = "those of this rank's share"
-            yield constant_entry("gradients", share * zero.summed, self._shared, formula, reason)
+            yield constant_entry(
+                "gradients",
+                share * zero.gradient_element_bytes,
+                self._gradient_shard_phases,
+                formula,
+                reason,
+            )
         again = run.accumulation > 1 and zero.stage == 2
-        if again and zero.summed == zero.weights == zero.masters and not holds.states_on_host:
+        if (
+            again
+            and zero.gradient_element_bytes
+            == zero.weight_element_bytes
+            == zero.master_element_bytes
+            and not holds.states_on_host
+        ):
             reason = "before they are added to those of other passes"
             yield constant_entry(
-                "gradients of this pass", share * zero.summed, self._sent, formula, reason
+                "gradients of this pass",
+                share * zero.gradient_element_bytes,
+                self._reduction_phases,
+                formula,
+                reason,
             )
-        yield from self._buckets()
-        if zero.live:
-            yield self._gathered_weights()
+        yield from self._bucket_entries()
+        if zero.max_live_elements:
+            yield self._gathered_weights_entry()
 
-    def _of_first_stage(self) -> Iterator[MemoryEntry]:
+    def _stage1_gradient_entries(self) -> Iterator[MemoryEntry]:
         """Gradients stay where they are, or leave for buckets as they are made."""
-        holds, zero = self.holds, self.zero
-        trained, each = holds.numbers(1, trained=True), zero.summed
-        ends = [w for w in holds.rest if w.role in ("embedding", "position")]
-        if self.stays or zero.buckets == 1 or zero.bucket >= trained:
-            yield from super()._gradients()
+        holds, zero = self.rank_memory, self.zero
+        trained, each = holds.numel(1, trained=True), zero.gradient_element_bytes
+        ends = [w for w in holds.other_weights if w.role in ("embedding", "position")]
+        if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
+            yield from super()._gradient_entries()
         else:
-            weights = (*holds.block * holds.layers, *(w for w in holds.rest if w not in ends))
-            large = shard_elements((w for w in weights if w.count > zero.bucket), trained=True)
-            kept = holds.numbers(holds.states, trained=True) + large
+            weights = (
+                *holds.block_weights * holds.num_layers,
+                *(w for w in holds.other_weights if w not in ends),
+            )
+            large = shard_elements(
+                (w for w in weights if w.numel > zero.bucket_elements), trained=True
+            )
+            kept = holds.numel(holds.state_shards, trained=True) + large
             reason = "of this rank's share, and those that no bucket holds"
             phases = dict.fromkeys(AFTER_HEAD, kept * each) | {StepPhase.optimizer: trained * each}
             yield MemoryEntry("gradients", phases, f"{kept:,} x {each} B", reason)
@@ -92,57 +124,74 @@ class DeepSpeedDeviceMemory(DeviceMemory):
         )
 
     @property
-    def _shared(self) -> tuple[StepPhase, ...]:
+    def _gradient_shard_phases(self) -> tuple[StepPhase, ...]:
         """Returns when a rank has room for its share: in stage 2 from the first full bucket on."""
         if self.zero.stage == 3 or self.run.accumulation > 1:
             return ALL_PHASES
-        block = shard_elements(self.holds.block, trained=True)
+        block = shard_elements(self.rank_memory.block_weights, trained=True)
         made = {  # with those of the block at work
-            phase: self.head_weights + (done + 1) * block
-            for phase, (_, done) in self.blocks.items()
+            phase: self.head_numel + (done + 1) * block
+            for phase, (_, done) in self.blocks_by_phase.items()
         }
-        full = (phase for phase in AFTER_HEAD[:-1] if made[phase] >= self.zero.bucket)
+        full = (phase for phase in AFTER_HEAD[:-1] if made[phase] >= self.zero.bucket_elements)
         return (*full, StepPhase.reduce_rest, StepPhase.optimizer)
 
     @property
-    def _begun(self) -> tuple[StepPhase, ...]:
+    def _bucket_phases(self) -> tuple[StepPhase, ...]:
         """Returns when there are buckets: those of stages 1 and 2 from the first gradient on."""
         return AFTER_HEAD if self.zero.stage < 3 else BACKWARD
 
     @property
-    def _sent(self) -> tuple[StepPhase, ...]:
+    def _reduction_phases(self) -> tuple[StepPhase, ...]:
         """Returns when buckets are sent: one that takes all, when backward has ended."""
-        takes_all = self.zero.bucket >= self.holds.numbers(1, trained=True)
-        return (StepPhase.reduce_rest,) if takes_all else self._begun
+        takes_all = self.zero.bucket_elements >= self.rank_memory.numel(1, trained=True)
+        return (StepPhase.reduce_rest,) if takes_all else self._bucket_phases
 
-    def _buckets(self) -> Iterator[MemoryEntry]:
+    def _bucket_entries(self) -> Iterator[MemoryEntry]:
         """Gradients on their way to the ranks that step them."""
-        zero, ranks, trained = self.zero, self.holds.states, self.holds.numbers(1, trained=True)
-        bucket = min(zero.bucket, trained)
-        formula, reason = f"{zero.buckets} x {bucket:,} x {zero.weights} B", "filled, then reduced"
-        yield constant_entry(
-            "buckets", zero.buckets * bucket * zero.weights, self._begun, formula, reason
+        zero, ranks, trained = (
+            self.zero,
+            self.rank_memory.state_shards,
+            self.rank_memory.numel(1, trained=True),
         )
-        weights = (*self.holds.block, *self.holds.rest)
+        bucket = min(zero.bucket_elements, trained)
+        formula, reason = (
+            f"{zero.num_buckets} x {bucket:,} x {zero.weight_element_bytes} B",
+            "filled, then reduced",
+        )
+        yield constant_entry(
+            "buckets",
+            zero.num_buckets * bucket * zero.weight_element_bytes,
+            self._bucket_phases,
+            formula,
+            reason,
+        )
+        weights = (*self.rank_memory.block_weights, *self.rank_memory.other_weights)
         # What no bucket can hold is sent by itself.
-        whole = max(bucket, max((w.count for w in weights if w.trainable), default=0))
+        whole = max(bucket, max((w.numel for w in weights if w.trainable), default=0))
         sent = whole - whole // ranks if zero.stage == 2 else 0
         if zero.stage == 3 and bucket == trained:
             sent = whole  # gradients are joined; those of a part when it is not at its most
-        if zero.masters > zero.weights and zero.stage < 3:
+        if zero.master_element_bytes > zero.weight_element_bytes and zero.stage < 3:
             sent += whole
         reason = "what a reduction makes of a bucket"
-        formula = f"{sent:,} x {zero.masters} B"
+        formula = f"{sent:,} x {zero.master_element_bytes} B"
         yield constant_entry(
-            "buckets on their way", sent * zero.masters, self._sent, formula, reason
+            "buckets on their way",
+            sent * zero.master_element_bytes,
+            self._reduction_phases,
+            formula,
+            reason,
         )
 
-    def _gathered_weights(self) -> MemoryEntry:
+    def _gathered_weights_entry(self) -> MemoryEntry:
         """Stage 3: what is whole stays so while no more than ``live`` numbers are."""
-        zero, holds = self.zero, self.holds
-        weights = (*holds.block * holds.layers, *holds.rest)
-        large = sum(each.count for each in weights if each.count >= zero.threshold)
-        whole = min(large, max(zero.live, shard_elements(holds.block)))
+        zero, holds = self.zero, self.rank_memory
+        weights = (*holds.block_weights * holds.num_layers, *holds.other_weights)
+        large = sum(each.numel for each in weights if each.numel >= zero.persistence_threshold)
+        whole = min(large, max(zero.max_live_elements, shard_elements(holds.block_weights)))
         reason = "gathered for their next use, up to 1e9 numbers"
-        formula = f"{whole:,} x {zero.weights} B"
-        return constant_entry("gathered weights", whole * zero.weights, PASSES, formula, reason)
+        formula = f"{whole:,} x {zero.weight_element_bytes} B"
+        return constant_entry(
+            "gathered weights", whole * zero.weight_element_bytes, PASSES, formula, reason
+        )

@@ -34,12 +34,12 @@ class FitStatus(StrEnum):
     """The hardware profile tells of no memory."""
 
     @property
-    def good(self) -> bool:
+    def is_acceptable(self) -> bool:
         """Returns whether nothing speaks against the run."""
         return self in (FitStatus.fits, FitStatus.unknown)
 
     @property
-    def bad(self) -> bool:
+    def is_out_of_memory(self) -> bool:
         """Returns whether the run would surely end for want of memory."""
         return self in (FitStatus.out_of_memory, FitStatus.host_out_of_memory)
 
@@ -61,42 +61,42 @@ SCATTERED = 0.1
 class FitReport:
     """A ledger against the memory of a device, bytes."""
 
-    ledger: MemoryBreakdown
+    breakdown: MemoryBreakdown
     capacity: int | None
-    context: int
+    context_bytes: int
     on_cpu: bool
-    beside: int = 0
+    process_overhead: int = 0
     """What the process may take of a limit besides tensors, at the most."""
-    host: MemoryBreakdown | None = None
+    host_breakdown: MemoryBreakdown | None = None
     """The main memory of a node; None where the profile tells of none."""
     host_capacity: int = 0
-    traced: int | None = None
+    traced_peak: int | None = None
     """The peak of a trace, which goes before the ledger's."""
-    uncounted: str = ""
+    unmodeled_memory: str = ""
     """What the ledger leaves out."""
 
     @property
     def peak(self) -> int:
         """Returns what tensors hold on the device at the most."""
-        return self.ledger.peak if self.traced is None else self.traced
+        return self.breakdown.peak if self.traced_peak is None else self.traced_peak
 
     @property
     def reserved(self) -> tuple[int, int, int]:
         """Returns what the device is asked for: least, usually, most."""
         low, mean, high = (1.0, 1.0, 1.0) if self.on_cpu else RESERVED
-        if self.uncounted and self.traced is None:
+        if self.unmodeled_memory and self.traced_peak is None:
             high *= UNCOUNTED
         factors = (low, mean, high)
-        least, usual, most = (int(self.peak * factor) + self.context for factor in factors)
-        return least, usual, most + self.beside
+        least, usual, most = (int(self.peak * factor) + self.context_bytes for factor in factors)
+        return least, usual, most + self.process_overhead
 
     @property
-    def verdict(self) -> FitStatus:
+    def status(self) -> FitStatus:
         """Returns ``fits`` if the most does, ``out_of_memory`` if not even the least does."""
         least, _, most = self.reserved
         if self.capacity is not None and least > self.capacity:
             return FitStatus.out_of_memory
-        if self.host is not None and self.host.peak > self.host_capacity:
+        if self.host_breakdown is not None and self.host_breakdown.peak > self.host_capacity:
             return FitStatus.host_out_of_memory
         if self.capacity is None:
             return FitStatus.unknown
@@ -114,13 +114,13 @@ def check_fit(run: RunConfig) -> FitReport:
     fit = compare_with_hardware(run, worst_rank.worst_rank_breakdown(run))
     limited = on_cpu and run.launch.memory_limit_gib is not None
     beside = _process_overhead(run, fit.peak) if limited else 0
-    fit = replace(fit, beside=beside, uncounted=run.parallelism.uncounted)
+    fit = replace(fit, process_overhead=beside, unmodeled_memory=run.parallelism.unmodeled_memory)
     if node is None or on_cpu:  # there the devices are the node
         return fit
-    return replace(fit, host=host_memory.node_memory(run), host_capacity=int(node * GIB))
+    return replace(fit, host_breakdown=host_memory.node_memory(run), host_capacity=int(node * GIB))
 
 
-def compare_with_hardware(run: RunConfig, ledger: MemoryBreakdown) -> FitReport:
+def compare_with_hardware(run: RunConfig, breakdown: MemoryBreakdown) -> FitReport:
     """Returns how a ledger stands against the memory of a run's devices."""
     hardware = run.hardware
     on_cpu = hardware.device is DeviceKind.cpu
@@ -130,23 +130,23 @@ def compare_with_hardware(run: RunConfig, ledger: MemoryBreakdown) -> FitReport:
     limit = run.launch.memory_limit_gib
     if limit is not None:
         capacity = min(capacity or int(limit * GIB), int(limit * GIB))
-    return FitReport(ledger, capacity, int(hardware.context_gib * GIB), on_cpu)
+    return FitReport(breakdown, capacity, int(hardware.context_gib * GIB), on_cpu)
 
 
 def reject_unfit(run: RunConfig) -> None:
     """Raises ``ConfigError``, with the ledger's words, for a run that is surely out of memory."""
     fit = check_fit(run)
-    if not fit.verdict.bad:
+    if not fit.status.is_out_of_memory:
         return
-    ledger, needed, capacity = fit.ledger, fit.reserved[0], fit.capacity
-    if fit.verdict is FitStatus.host_out_of_memory and fit.host is not None:
-        ledger, needed, capacity = fit.host, fit.host.peak, fit.host_capacity
-    largest = sorted(ledger.lines, key=lambda line: -line.bytes.get(ledger.fullest, 0))[:SAID]
+    ledger, needed, capacity = fit.breakdown, fit.reserved[0], fit.capacity
+    if fit.status is FitStatus.host_out_of_memory and fit.host_breakdown is not None:
+        ledger, needed, capacity = fit.host_breakdown, fit.host_breakdown.peak, fit.host_capacity
+    largest = sorted(ledger.entries, key=lambda line: -line.bytes.get(ledger.peak_phase, 0))[:SAID]
     parts = ", ".join(
-        f"{line.what} {format_bytes(line.bytes.get(ledger.fullest, 0))}" for line in largest
+        f"{line.name} {format_bytes(line.bytes.get(ledger.peak_phase, 0))}" for line in largest
     )
-    reason = f"{fit.verdict}: {format_bytes(needed)} of {format_bytes(capacity or 0)} ({parts})"
-    raise ConfigError.one("launch.refuse_unfit", True, reason, "see `scalewise plan`")
+    reason = f"{fit.status}: {format_bytes(needed)} of {format_bytes(capacity or 0)} ({parts})"
+    raise ConfigError.for_key("launch.refuse_unfit", True, reason, "see `scalewise plan`")
 
 
 def _process_overhead(run: RunConfig, peak: int) -> int:
@@ -154,8 +154,8 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
 
     A save copies the rank's weights and state once, while gradients may be there still.
     """
-    holds, each = run.parallelism.holds(run), run.precision.parameters.bytes
-    saved = holds.weight_bytes(each, holds.parameters) + holds.state_bytes(run)
+    holds, each = run.parallelism.rank_memory(run), run.precision.parameters.bytes
+    saved = holds.weight_bytes(each, holds.parameter_shards) + holds.state_bytes(run)
     checkpoint = run.checkpoint
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return PROCESS_BYTES + int(SCATTERED * peak) + saved * saves

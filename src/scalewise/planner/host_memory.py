@@ -25,7 +25,7 @@ ID_BYTES = 8
 
 def node_memory(run: RunConfig) -> MemoryBreakdown:
     """Returns what the ranks of one node take of its memory besides their devices'."""
-    return MemoryBreakdown(tuple(line for line in _node_entries(run) if line.most))
+    return MemoryBreakdown(tuple(line for line in _node_entries(run) if line.max_bytes))
 
 
 def ranks_per_node(run: RunConfig) -> int:
@@ -35,52 +35,54 @@ def ranks_per_node(run: RunConfig) -> int:
 
 def checkpoint_bytes(run: RunConfig) -> int:
     """Returns the bytes of one checkpoint: every weight, and the optimizer's state."""
-    census, held = run.census(), run.precision.parameters.bytes
+    census, held = run.weight_census(), run.precision.parameters.bytes
     trained = [weight for weight in census if weight.trainable]
     state = sum(run.optimizer.state_bytes(weight, 1, held) for weight in trained)
-    return sum(weight.size(held) for weight in census) + state
+    return sum(weight.shard_bytes(held) for weight in census) + state
 
 
 def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
-    ranks, holds = ranks_per_node(run), run.parallelism.holds(run)
+    ranks, holds = ranks_per_node(run), run.parallelism.rank_memory(run)
     each = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _node_entry("processes", ranks, each, "Python, torch and its libraries")
     held, zero = run.precision.parameters.bytes, holds.zero
-    states = held * holds.numbers(holds.states, trained=True)
+    states = held * holds.numel(holds.state_shards, trained=True)
     if holds.states_on_host and not holds.states_on_disk:
         size = holds.state_bytes(run)
         yield _node_entry("offloaded optimizer state", ranks, size, "stepped on the host")
         if zero is not None:
             yield _node_entry("offloaded masters", ranks, states, "the weights that the host steps")
-        if holds.streamed:
-            size, reason = 4 * held * holds.largest, "a weight that is stepped, and the next"
+        if holds.streams_weights:
+            size, reason = 4 * held * holds.largest_numel, "a weight that is stepped, and the next"
             yield _node_entry("weights and gradients", ranks, size, reason)
         else:
-            size = held * holds.numbers(holds.gradients, trained=True)
+            size = held * holds.numel(holds.gradient_shards, trained=True)
             yield _node_entry("offloaded gradients", ranks, size, "what the host steps by")
     if holds.states_paged:
         reason = "where the device has no room for it"
         yield _node_entry("paged optimizer state", ranks, holds.state_bytes(run), reason)
     if holds.parameters_on_host and not holds.parameters_on_disk:
-        size = holds.weight_bytes(zero.weights if zero else held, holds.parameters)
+        size = holds.weight_bytes(
+            zero.weight_element_bytes if zero else held, holds.parameter_shards
+        )
         yield _node_entry(
             "offloaded parameters", ranks, size, "gathered from there, block by block"
         )
     if holds.parameters_on_host:
         reason = "moving average of the weights"
-        yield _node_entry("offloaded average", ranks, holds.average_bytes(run), reason)
+        yield _node_entry("offloaded average", ranks, holds.ema_bytes(run), reason)
     if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, holds)):
-        passes = -(-holds.in_flight // len(holds.parts))
+        passes = -(-holds.in_flight // len(holds.stages))
         yield _node_entry(
             "offloaded activations", ranks, passes * size, "until backward reads them"
         )
     if run.checkpoint.background:
-        size = holds.weight_bytes(held, holds.parameters) + holds.state_bytes(run)
+        size = holds.weight_bytes(held, holds.parameter_shards) + holds.state_bytes(run)
         yield _node_entry("checkpoint on its way", ranks, size, "a copy that a thread writes")
-    rows = run.sequences_per_pass * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
+    rows = run.sequences_per_forward * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _node_entry("rows", ranks, rows, "of the loader, as token ids")
 
 
-def _node_entry(what: str, ranks: int, each: int, reason: str) -> MemoryEntry:
-    formula = f"{ranks} x {format_bytes(each)}"
-    return MemoryEntry(what, dict.fromkeys(ALL_PHASES, ranks * each), formula, reason)
+def _node_entry(name: str, ranks: int, bytes_per_rank: int, reason: str) -> MemoryEntry:
+    formula = f"{ranks} x {format_bytes(bytes_per_rank)}"
+    return MemoryEntry(name, dict.fromkeys(ALL_PHASES, ranks * bytes_per_rank), formula, reason)

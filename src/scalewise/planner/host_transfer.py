@@ -45,7 +45,7 @@ class HostTransferTime:
     activations: float
 
 
-def rank_traffic(run: RunConfig, holds: RankMemory) -> HostTraffic:
+def rank_traffic(run: RunConfig, rank_memory: RankMemory) -> HostTraffic:
     """Returns the bytes that a rank moves off its device and back.
 
     Weights come before each forward and, where they were dropped meanwhile, each backward; the
@@ -54,31 +54,47 @@ def rank_traffic(run: RunConfig, holds: RankMemory) -> HostTraffic:
     (Ren et al., 2021) do so alike; of the latter, weights that stay on the device come back once.
     AdamW with ``offload`` has the weights on the device alone: they go there and back.
     """
-    zero, state = holds.zero, holds.state_bytes(run)
+    zero, state = rank_memory.zero, rank_memory.state_bytes(run)
     held = run.precision.parameters.bytes
-    moved = zero.weights if zero else held  # DeepSpeed's masters stay where they are stepped
-    share = holds.numbers(holds.states, trained=True)
-    weights, stepped = holds.weight_bytes(moved, holds.parameters), held * share
-    passes = run.accumulation * holds.pieces
+    moved = (
+        zero.weight_element_bytes if zero else held
+    )  # DeepSpeed's masters stay where they are stepped
+    share = rank_memory.numel(rank_memory.state_shards, trained=True)
+    weights, stepped = rank_memory.weight_bytes(moved, rank_memory.parameter_shards), held * share
+    passes = run.accumulation * rank_memory.num_pipeline_micro_batches
     link = host = disk = 0
-    gathering = holds.gathering
-    if holds.parameters_on_host:
-        uses = 1 if gathering and gathering.keeps else 2 + run.passes_asked
+    gathering = rank_memory.fsdp
+    if rank_memory.parameters_on_host:
+        uses = 1 if gathering and gathering.keeps_unsharded else 2 + run.extra_forward_passes
         link += weights * passes * uses
-    if holds.states_on_host:
-        late = holds.streamed or (gathering is not None and gathering.whole_gradients)
-        link += moved * holds.numbers(holds.gradients, trained=True) * (1 if late else passes)
-        link += (2 if holds.streamed else not holds.parameters_on_host) * moved * share
+    if rank_memory.states_on_host:
+        late = rank_memory.streams_weights or (
+            gathering is not None and gathering.has_unsharded_gradients
+        )
+        link += (
+            moved
+            * rank_memory.numel(rank_memory.gradient_shards, trained=True)
+            * (1 if late else passes)
+        )
+        link += (
+            (2 if rank_memory.streams_weights else not rank_memory.parameters_on_host)
+            * moved
+            * share
+        )
         host = stepped * (2 + 1) + 2 * state  # weights and state there and back, and gradients
-    if holds.parameters_on_disk:
+    if rank_memory.parameters_on_disk:
         disk += weights * passes * 2 + moved * share
-    if holds.states_on_disk:
+    if rank_memory.states_on_disk:
         disk += 2 * (state + stepped * (zero is not None))
-    paged = 2 * state if holds.states_paged and not _paged_state_fits(run, holds, state) else 0
-    return HostTraffic(link, host, disk, 2 * passes * offloaded_bytes(run, holds), paged)
+    paged = (
+        2 * state
+        if rank_memory.states_paged and not _paged_state_fits(run, rank_memory, state)
+        else 0
+    )
+    return HostTraffic(link, host, disk, 2 * passes * offloaded_bytes(run, rank_memory), paged)
 
 
-def _paged_state_fits(run: RunConfig, holds: RankMemory, state: int) -> bool:
+def _paged_state_fits(run: RunConfig, rank_memory: RankMemory, state_bytes: int) -> bool:
     """Returns whether a device holds paged state beside all else; it stays there then.
 
     Elsewhere each step reads all of it in one order, and what was used longest ago goes first: the
@@ -88,16 +104,17 @@ def _paged_state_fits(run: RunConfig, holds: RankMemory, state: int) -> bool:
     if hardware.memory_gib is None:
         return True
     return (
-        state + breakdown_of(run, holds).peak <= (hardware.memory_gib - hardware.context_gib) * GIB
+        state_bytes + breakdown_of(run, rank_memory).peak
+        <= (hardware.memory_gib - hardware.context_gib) * GIB
     )
 
 
-def transfer_seconds(run: RunConfig, holds: RankMemory) -> HostTransferTime:
+def transfer_seconds(run: RunConfig, rank_memory: RankMemory) -> HostTransferTime:
     """Returns the time of a rank's traffic; a rate that the profile lacks takes none.
 
     The ranks of a node share its memory and its disk. On the CPU the device is the host.
     """
-    hardware, traffic = run.hardware, rank_traffic(run, holds)
+    hardware, traffic = run.hardware, rank_traffic(run, rank_memory)
     ranks = ranks_per_node(run)
     if hardware.device is DeviceKind.cpu:
         return HostTransferTime(
@@ -116,7 +133,7 @@ def transfer_seconds(run: RunConfig, holds: RankMemory) -> HostTransferTime:
 
 def missing_rates(run: RunConfig) -> tuple[str, ...]:
     """Returns the rates that the profile lacks for what the run moves off its devices."""
-    traffic, hardware = rank_traffic(run, run.parallelism.holds(run)), run.hardware
+    traffic, hardware = rank_traffic(run, run.parallelism.rank_memory(run)), run.hardware
     rates = {
         "host_link_gb_per_s": traffic.link + traffic.activations + traffic.paged,
         "host_memory_gb_per_s": traffic.host,
@@ -127,5 +144,5 @@ def missing_rates(run: RunConfig) -> tuple[str, ...]:
     return tuple(name for name, moved in rates.items() if moved and not getattr(hardware, name))
 
 
-def _seconds_over(moved: int, gb_per_s: float | None, share: float = 1.0) -> float:
-    return moved / (gb_per_s * share * GIGA) if gb_per_s else 0.0
+def _seconds_over(moved_bytes: int, gb_per_s: float | None, efficiency: float = 1.0) -> float:
+    return moved_bytes / (gb_per_s * efficiency * GIGA) if gb_per_s else 0.0

@@ -8,6 +8,7 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from scalewise.config.registry import option_name
 from scalewise.errors import ConfigIssue
 from scalewise.parallelism.base import ParallelismConfig
 from scalewise.parallelism.ddp import DDPConfig
@@ -24,19 +25,19 @@ ALONE = {"shards": "fsdp", "tensor": "tensor", "context": "context", "pipeline":
 
 def available_devices(run: RunConfig) -> int:
     """Returns how many devices a search may use: the profile's, or those that the run uses."""
-    return run.hardware.devices or run.world_size
+    return run.hardware.total_devices or run.world_size
 
 
 def enumerate_layouts(
-    run: RunConfig, typed: frozenset[str]
+    run: RunConfig, fixed_keys: frozenset[str]
 ) -> Iterator[tuple[tuple[str, ...], ParallelismConfig]]:
     """Yields each layout with what is typed for it, on all devices, on half of them, and so on.
 
     Where the devices are no power of two, powers of two below their number are tried as well.
 
-    Sizes that were ``typed`` are held; the mesh's other fields are as in ``run``.
+    Sizes that were ``fixed_keys`` are held; the mesh's other fields are as in ``run``.
     """
-    base, held = _base_mesh(run, typed)
+    base, held = _base_mesh(run, fixed_keys)
     for count in _device_counts(available_devices(run)):
         for factors in _factorizations(count, len(AXES)):
             named = dict(zip(AXES, factors, strict=True))
@@ -45,19 +46,19 @@ def enumerate_layouts(
                 yield layout_overrides(layout), layout
 
 
-def layout_issues(run: RunConfig, typed: frozenset[str]) -> Iterator[ConfigIssue]:
-    """Yields sizes that were ``typed`` and that take more devices than there are."""
-    _, held = _base_mesh(run, typed)
+def layout_issues(run: RunConfig, fixed_keys: frozenset[str]) -> Iterator[ConfigIssue]:
+    """Yields sizes that were ``fixed_keys`` and that take more devices than there are."""
+    _, held = _base_mesh(run, fixed_keys)
     if run.plan.search is not PlanSearch.memory and prod(held.values()) > available_devices(run):
         reason = f"a search keeps to what is typed, and there are {available_devices(run)} devices"
         for axis, size in held.items():
             yield ConfigIssue(f"parallelism.{axis}", size, reason, "leave it to the search")
 
 
-def _base_mesh(run: RunConfig, typed: frozenset[str]) -> tuple[MeshConfig, dict[str, int]]:
+def _base_mesh(run: RunConfig, fixed_keys: frozenset[str]) -> tuple[MeshConfig, dict[str, int]]:
     """Returns the mesh that layouts are made of, and its sizes that stay."""
     base = run.parallelism if isinstance(run.parallelism, MeshConfig) else MeshConfig()
-    return base, {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in typed}
+    return base, {axis: base.sizes[axis] for axis in AXES if f"parallelism.{axis}" in fixed_keys}
 
 
 def layout_overrides(layout: ParallelismConfig) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def layout_text(layout: ParallelismConfig) -> str:
     if isinstance(layout, MeshConfig):
         used = [f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1]
         return " x ".join(used) or "single"
-    name = type(layout).__name__.lower()
+    name = option_name(layout)
     return name if layout.world_size == 1 else f"{name} {layout.world_size}"
 
 
@@ -94,7 +95,7 @@ def axis_sizes(layout: ParallelismConfig) -> tuple[int, ...]:
 
 def sequences_per_forward(run: RunConfig) -> int:
     """Returns the rows that a rank passes through the model together."""
-    pieces = run.parallelism.pieces if is_pipeline(run.parallelism) else 1
+    pieces = run.parallelism.num_pipeline_micro_batches if is_pipeline(run.parallelism) else 1
     return run.micro_batch // pieces
 
 
@@ -112,22 +113,22 @@ def _layout_of_sizes(base: MeshConfig, sizes: dict[str, Any]) -> ParallelismConf
     return replace(base, **sizes)
 
 
-def _device_counts(most: int) -> list[int]:
-    counts = {1 << power for power in range(most.bit_length())} | {most}
-    while not most % 2:
-        most //= 2
-        counts.add(most)
+def _device_counts(max_devices: int) -> list[int]:
+    counts = {1 << power for power in range(max_devices.bit_length())} | {max_devices}
+    while not max_devices % 2:
+        max_devices //= 2
+        counts.add(max_devices)
     return sorted(counts, reverse=True)
 
 
-def _factorizations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(count: int, num_factors: int) -> Iterator[tuple[int, ...]]:
     """Yields each way to write ``count`` as a product of so many factors, in order."""
-    if parts == 1:
+    if num_factors == 1:
         yield (count,)
         return
     for first in range(1, count + 1):
         if count % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(count // first, parts - 1))
+            yield from ((first, *rest) for rest in _factorizations(count // first, num_factors - 1))
 
 
 def _axes_text(value: object) -> str:

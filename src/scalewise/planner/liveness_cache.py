@@ -20,65 +20,90 @@ NOTHING = PartLiveness(0, 0, 0, 0)
 
 
 @lru_cache(maxsize=1024)
-def model_op_graphs(model: ModelConfig, shape: ForwardSpec, again: bool = False) -> ModelOpGraphs:
+def model_op_graphs(
+    model: ModelConfig, forward_spec: ForwardSpec, full_recompute: bool = False
+) -> ModelOpGraphs:
     """Returns the tapes of a model; the many layouts of a search share few shapes.
 
-    ``again``: whether backward computes all of a block a second time.
+    ``full_recompute``: whether backward computes all of a block a second time.
     """
-    found = model.tapes(shape)
-    if not shape.compiled:
+    found = model.build_op_graphs(forward_spec)
+    if not forward_spec.is_compiled:
         return found
-    start, block = (fuse(tape, again=again) for tape in (found.start, found.block))
-    return replace(found, start=start, block=block)
+    start, block = (
+        fuse(tape, full_recompute=full_recompute) for tape in (found.first_block, found.block)
+    )
+    return replace(found, first_block=start, block=block)
 
 
 @lru_cache(maxsize=1024)
 def block_liveness(
     model: ModelConfig,
-    shape: ForwardSpec,
+    forward_spec: ForwardSpec,
     recompute: Recompute,
-    fresh: bool,
+    fresh_gradients: bool,
     offload: bool = False,
-    stepped: float = -1,
+    step_scratch_ratio: float = -1,
 ) -> PartLiveness:
     """Returns any block but the first of all."""
-    block = model_op_graphs(model, shape, recompute is Recompute.full).block
-    return simulate_part(block, recompute, fresh=fresh, offload=offload, stepped=stepped)
+    block = model_op_graphs(model, forward_spec, recompute is Recompute.full).block
+    return simulate_part(
+        block,
+        recompute,
+        fresh_gradients=fresh_gradients,
+        offload=offload,
+        step_scratch_ratio=step_scratch_ratio,
+    )
 
 
 @lru_cache(maxsize=1024)
 def first_block_liveness(
     model: ModelConfig,
-    shape: ForwardSpec,
+    forward_spec: ForwardSpec,
     recompute: Recompute,
-    fresh: bool,
+    fresh_gradients: bool,
     offload: bool = False,
-    stepped: float = -1,
+    step_scratch_ratio: float = -1,
 ) -> PartLiveness:
     """Returns the first block of all."""
-    start = model_op_graphs(model, shape, recompute is Recompute.full).start
-    return simulate_part(start, recompute, fresh=fresh, offload=offload, stepped=stepped)
+    start = model_op_graphs(model, forward_spec, recompute is Recompute.full).first_block
+    return simulate_part(
+        start,
+        recompute,
+        fresh_gradients=fresh_gradients,
+        offload=offload,
+        step_scratch_ratio=step_scratch_ratio,
+    )
 
 
-def offloaded_bytes(run: RunConfig, holds: RankMemory) -> int:
+def offloaded_bytes(run: RunConfig, rank_memory: RankMemory) -> int:
     """Returns the bytes that one pass through each part of a rank leaves away from its device."""
     if not run.memory.offload:
         return 0
     return sum(
-        block_liveness(run.model, holds.shape, recompute, fresh=True, offload=True).away
-        for recompute in run.memory.of_parts(holds.parts)
+        block_liveness(
+            run.model, rank_memory.forward_spec, recompute, fresh_gradients=True, offload=True
+        ).offloaded_bytes
+        for recompute in run.memory.recompute_per_layer(rank_memory.stages)
     )
 
 
 @lru_cache(maxsize=1024)
 def ends_liveness(
-    model: ModelConfig, shape: ForwardSpec, fresh: bool, stepped: float = -1
+    model: ModelConfig,
+    forward_spec: ForwardSpec,
+    fresh_gradients: bool,
+    step_scratch_ratio: float = -1,
 ) -> tuple[PartLiveness, PartLiveness, PartLiveness]:
     """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
-    tapes = model_op_graphs(model, shape)
-    ends = min(stepped, 0.0) if model.tied_weights else stepped  # then stepped after both
+    tapes = model_op_graphs(model, forward_spec)
+    ends = (
+        min(step_scratch_ratio, 0.0) if model.tied_weights else step_scratch_ratio
+    )  # then stepped after both
     return (
-        simulate_part(tapes.first, given=(), fresh=fresh, stepped=ends),
-        simulate_part(tapes.last, fresh=fresh, stepped=ends),
-        simulate_part(tapes.loss, fresh=fresh) if tapes.loss else NOTHING,
+        simulate_part(
+            tapes.embedding, inputs=(), fresh_gradients=fresh_gradients, step_scratch_ratio=ends
+        ),
+        simulate_part(tapes.head, fresh_gradients=fresh_gradients, step_scratch_ratio=ends),
+        simulate_part(tapes.loss, fresh_gradients=fresh_gradients) if tapes.loss else NOTHING,
     )

@@ -45,13 +45,13 @@ ALL_PHASES = tuple(StepPhase)
 class MemoryEntry:
     """Bytes of one purpose on one device, by the phases in which they are there."""
 
-    what: str
+    name: str
     bytes: Mapping[StepPhase, int]
     formula: str
     reason: str
 
     @property
-    def most(self) -> int:
+    def max_bytes(self) -> int:
         """Returns the bytes of the phase that has most of it."""
         return max(self.bytes.values(), default=0)
 
@@ -60,11 +60,13 @@ class MemoryEntry:
 class MemoryBreakdown:
     """All lines of one device."""
 
-    lines: tuple[MemoryEntry, ...]
+    entries: tuple[MemoryEntry, ...]
     phases: Mapping[StepPhase, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        sums = {phase: sum(line.bytes.get(phase, 0) for line in self.lines) for phase in StepPhase}
+        sums = {
+            phase: sum(line.bytes.get(phase, 0) for line in self.entries) for phase in StepPhase
+        }
         object.__setattr__(self, "phases", sums)
 
     @property
@@ -73,6 +75,6 @@ class MemoryBreakdown:
         return max(self.phases.values())
 
     @property
-    def fullest(self) -> StepPhase:
+    def peak_phase(self) -> StepPhase:
         """Returns the phase of the peak."""
         return max(self.phases, key=lambda phase: self.phases[phase])

@@ -10,22 +10,22 @@ def override_keys(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(_override_key(line) for line in overrides)
 
 
-def replace_overrides(given: Iterable[str], told: Iterable[str]) -> list[str]:
-    """Returns the line that trains as ``given``, but for what is ``told``.
+def replace_overrides(overrides: Iterable[str], replacements: Iterable[str]) -> list[str]:
+    """Returns the line that trains as ``overrides``, but for what is ``replacements``.
 
     An option that is told takes the fields of the one before it along. What was asked of the
     planner is left out.
     """
-    told = list(told)
-    keys = override_keys(told)
+    replacements = list(replacements)
+    keys = override_keys(replacements)
     groups = ("plan.", *(f"{key}." for key in keys if "." not in key))
     kept = [
         line
-        for line in given
+        for line in overrides
         if _override_key(line) not in keys and not _override_key(line).startswith(groups)
     ]
-    return [*kept, *told]
+    return [*kept, *replacements]
 
 
-def _override_key(line: str) -> str:
-    return line.lstrip("+~").split("=")[0]
+def _override_key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]

@@ -43,7 +43,7 @@ def blocks_by_phase(layers: int) -> dict[StepPhase, tuple[int, int]]:
 
 
 def constant_entry(
-    what: str, size: int, phases: tuple[StepPhase, ...], formula: str, reason: str
+    name: str, size: int, phases: tuple[StepPhase, ...], formula: str, reason: str
 ) -> MemoryEntry:
     """Returns a line of as many bytes in each of its phases."""
-    return MemoryEntry(what, dict.fromkeys(phases, size), formula, reason)
+    return MemoryEntry(name, dict.fromkeys(phases, size), formula, reason)

@@ -23,42 +23,46 @@ class Plan:
 
     run: RunConfig
     fit: FitReport
-    step: StepTime | None
-    told: tuple[str, ...] = ()
+    step_time: StepTime | None
+    overrides: tuple[str, ...] = ()
     """What is typed to get it, where it is not the run that was asked about."""
-    tracer: FitCheck | None = None
+    trace_fit_check: FitCheck | None = None
     """What judges changes of a run that is known by trace alone; None: nobody does."""
 
     @cached_property
-    def cure(self) -> SuggestedFix | None:
+    def suggested_fix(self) -> SuggestedFix | None:
         """Returns the smallest change that makes it fit; None where it fits, or nothing helps."""
-        if self.fit.verdict.good:
+        if self.fit.status.is_acceptable:
             return None
-        if self.run.objective.by_trace:
-            return None if self.tracer is None else suggest_fix(self.run, self.tracer)
+        if self.run.objective.trace_only:
+            return (
+                None
+                if self.trace_fit_check is None
+                else suggest_fix(self.run, self.trace_fit_check)
+            )
         return suggest_fix(self.run)
 
     @property
-    def interval(self) -> tuple[float, float] | None:
+    def step_seconds_range(self) -> tuple[float, float] | None:
         """Returns the shortest and the longest step, seconds."""
-        if self.step is None:
+        if self.step_time is None:
             return None
-        hardware, seconds = self.run.hardware, self.step.seconds
+        hardware, seconds = self.run.hardware, self.step_time.seconds
         return seconds * hardware.step_shortest, seconds * hardware.step_longest
 
     @property
     def tokens_per_s(self) -> float | None:
         """Returns tokens/s of all devices."""
-        return None if self.step is None else self.run.tokens_per_step / self.step.seconds
+        return None if self.step_time is None else self.run.tokens_per_step / self.step_time.seconds
 
     @property
     def mfu(self) -> float | None:
         """Returns the model's flops over the devices' peak."""
         run = self.run
         peak = run.hardware.peak_flops(run.precision.peak_kind)
-        if self.step is None or not peak:
+        if self.step_time is None or not peak:
             return None
-        return run.flops_per_step / run.world_size / self.step.seconds / peak
+        return run.flops_per_step / run.world_size / self.step_time.seconds / peak
 
     def seconds_for(self, tokens: float) -> float | None:
         """Returns the time to train on so many tokens."""
@@ -91,14 +95,14 @@ def plan_record(run: RunConfig) -> dict[str, object]:
     Memory is bytes of the fullest device, by line at its peak and by phase; ``collectives`` are
     those that the layout declares for rank 0 and one step. Of what is known by trace nothing is.
     """
-    if run.objective.by_trace:
+    if run.objective.trace_only:
         return {}
     fit, step = check_fit(run), predict_step_time(run)
-    ledger = fit.ledger
-    at_peak = {line.what: line.bytes.get(ledger.fullest, 0) for line in ledger.lines}
+    ledger = fit.breakdown
+    at_peak = {line.name: line.bytes.get(ledger.peak_phase, 0) for line in ledger.entries}
     return {
         **predicted_metrics(run),
-        "fullest": ledger.fullest.value,
+        "fullest": ledger.peak_phase.value,
         "ledger": {what: size for what, size in at_peak.items() if size},
         "phases": {phase.value: size for phase, size in ledger.phases.items() if size},
         "step_parts": {} if step is None else step.parts(),
@@ -106,7 +110,7 @@ def plan_record(run: RunConfig) -> dict[str, object]:
             {
                 "kind": sent.kind.value,
                 "axes": list(sent.axes),
-                "what": sent.what,
+                "what": sent.name,
                 "bytes": sent.bytes,
                 "count": sent.count,
             }
@@ -132,10 +136,10 @@ def predicted_metrics(run: RunConfig) -> dict[str, float | None]:
 
     A time that cannot be told is None; what is known only by trace is not foreseen.
     """
-    if run.objective.by_trace:
+    if run.objective.trace_only:
         return {}
     step = predict_step_time(run)
     return {
-        "plan/peak_bytes": check_fit(run).ledger.peak,
+        "plan/peak_bytes": check_fit(run).breakdown.peak,
         "plan/step_s": None if step is None else step.seconds,
     }

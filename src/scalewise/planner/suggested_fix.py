@@ -37,10 +37,10 @@ class RunChange:
     another training most. ``kinds``: of two changes of one kind only one can be made.
     """
 
-    line: str
+    override_text: str
     cost: float
     kinds: frozenset[str]
-    make: Callable[[RunConfig], RunConfig]
+    apply: Callable[[RunConfig], RunConfig]
 
 
 @dataclass(frozen=True)
@@ -52,33 +52,33 @@ class SuggestedFix:
     fit: FitReport
 
     @property
-    def line(self) -> str:
+    def override_text(self) -> str:
         """Returns what changes on the command line."""
-        return " ".join(change.line for change in self.changes)
+        return " ".join(change.override_text for change in self.changes)
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def overrides(self) -> tuple[str, ...]:
         """Returns the same, override by override."""
-        return tuple(self.line.split())
+        return tuple(self.override_text.split())
 
 
 FitCheck = Callable[["RunConfig"], FitReport | None]
 """How a run stands against its hardware; None: that cannot be told."""
 
 
-def suggest_fix(run: RunConfig, judge: FitCheck = check_fit) -> SuggestedFix | None:
+def suggest_fix(run: RunConfig, check: FitCheck = check_fit) -> SuggestedFix | None:
     """Returns the cheapest changes under which ``run`` fits its hardware; None: none were found."""
-    return next(suggest_fixes(run, judge), None)
+    return next(suggest_fixes(run, check), None)
 
 
 def suggest_fixes(
-    run: RunConfig, judge: FitCheck = check_fit, together: int = TOGETHER
+    run: RunConfig, check: FitCheck = check_fit, max_changes: int = TOGETHER
 ) -> Iterator[SuggestedFix]:
     """Yields the changes under which ``run`` fits, the cheapest first, so many at once at most."""
     tried = list(memory_saving_changes(run))
     bundles = [
         bundle
-        for count in range(1, together + 1)
+        for count in range(1, max_changes + 1)
         for bundle in combinations(tried, count)
         if len(frozenset().union(*(change.kinds for change in bundle)))
         == sum(len(change.kinds) for change in bundle)
@@ -86,10 +86,10 @@ def suggest_fixes(
     for bundle in sorted(bundles, key=lambda bundle: sum(change.cost for change in bundle)):
         changed = run
         for change in bundle:
-            changed = change.make(changed)
-        if any(changed.complaints()):
+            changed = change.apply(changed)
+        if any(changed.validate()):
             continue
-        if (fit := judge(changed)) is not None and fit.verdict.good:
+        if (fit := check(changed)) is not None and fit.status.is_acceptable:
             yield SuggestedFix(bundle, changed, fit)
 
 
@@ -127,7 +127,7 @@ def micro_batch_changes(run: RunConfig) -> Iterator[RunChange]:
 def _memory_changes(run: RunConfig) -> Iterator[RunChange]:
     costs = {Recompute.selective: 2.0, Recompute.full: 3.0}
     order = list(Recompute)
-    least = min(map(order.index, run.memory.of_model(run.model.layers)))
+    least = min(map(order.index, run.memory.count_by_recompute(run.model.layers)))
     for recompute, cost in costs.items():
         if order.index(recompute) > least:
             memory = FixedCheckpointing(recompute)
@@ -148,7 +148,7 @@ def _memory_changes(run: RunConfig) -> Iterator[RunChange]:
 
 
 def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
-    held, most, rows = run.parallelism, run.hardware.devices, run.global_batch
+    held, most, rows = run.parallelism, run.hardware.total_devices, run.global_batch
     if isinstance(held, SingleConfig | DDPConfig | MeshConfig):
         shards = held.sizes["shards"] if isinstance(held, MeshConfig) else 1
         others = held.world_size // shards if isinstance(held, MeshConfig) else 1
@@ -188,11 +188,11 @@ def _layout_changes(run: RunConfig) -> Iterator[RunChange]:
 
 
 def _optimizer_changes(run: RunConfig) -> Iterator[RunChange]:
-    apart = run.parallelism.offloads_optimizer and run.hardware.device is DeviceKind.cuda
+    apart = run.parallelism.supports_optimizer_offload and run.hardware.device is DeviceKind.cuda
     if apart and isinstance(run.optimizer, AdamWConfig) and not run.optimizer.offload:
         optimizer, kinds = replace(run.optimizer, offload=True), frozenset({"optimizer"})
         yield RunChange("optimizer.offload=true", 7, kinds, _with_changes(optimizer=optimizer))
 
 
-def _with_changes(**parts: Any) -> Callable[[RunConfig], RunConfig]:
-    return lambda run: replace(run, **parts)
+def _with_changes(**changed_groups: Any) -> Callable[[RunConfig], RunConfig]:
+    return lambda run: replace(run, **changed_groups)

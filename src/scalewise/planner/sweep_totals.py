@@ -28,7 +28,7 @@ class SweepTotals:
 
 def sum_plans(plans: Sequence[Plan]) -> SweepTotals:
     """Returns the sums over the plans of a sweep."""
-    tried = [plan for plan in plans if not plan.fit.verdict.bad]
+    tried = [plan for plan in plans if not plan.fit.status.is_out_of_memory]
     timed = [(plan, tokens) for plan in tried if (tokens := training_tokens(plan)) is not None]
     prices = [price for plan, tokens in timed if (price := plan.dollars_for(tokens)) is not None]
     return SweepTotals(
@@ -37,12 +37,12 @@ def sum_plans(plans: Sequence[Plan]) -> SweepTotals:
         sum(plan.seconds_for(tokens) or 0.0 for plan, tokens in timed),
         sum(prices) if prices else None,
         len(tried) - len(timed),
-        sum(plan.step is None and not plan.run.objective.by_trace for plan in tried),
+        sum(plan.step_time is None and not plan.run.objective.trace_only for plan in tried),
     )
 
 
 def training_tokens(plan: Plan) -> int | None:
     """Returns the tokens that a run of known speed trains on; None: epochs of unknown length."""
-    if plan.step is None or plan.run.trainer.max_epochs is not None:
+    if plan.step_time is None or plan.run.trainer.max_epochs is not None:
         return None
-    return plan.run.tokens_per_step * plan.run.steps(rows=0)
+    return plan.run.tokens_per_step * plan.run.num_steps(samples=0)

@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 
 def device_breakdown(run: RunConfig, rank: int = 0) -> MemoryBreakdown:
     """Returns the ledger of one rank's device at the last micro batch of a step."""
-    return breakdown_of(run, run.parallelism.holds(run, rank))
+    return breakdown_of(run, run.parallelism.rank_memory(run, rank))
 
 
-def breakdown_of(run: RunConfig, holds: RankMemory) -> MemoryBreakdown:
+def breakdown_of(run: RunConfig, rank_memory: RankMemory) -> MemoryBreakdown:
     """Returns the same of a rank that holds this."""
-    kind = DeviceMemory if holds.zero is None else DeepSpeedDeviceMemory
-    devices = [kind(run, holds, moment) for moment in iter_peak_moments(holds)]
+    kind = DeviceMemory if rank_memory.zero is None else DeepSpeedDeviceMemory
+    devices = [kind(run, rank_memory, moment) for moment in iter_peak_moments(rank_memory)]
     ledgers = [
-        MemoryBreakdown(tuple(line for line in device.lines() if line.most)) for device in devices
+        MemoryBreakdown(tuple(line for line in device.iter_entries() if line.max_bytes))
+        for device in devices
     ]
     return max(ledgers, key=lambda ledger: ledger.peak)
 
 
 def worst_rank_breakdown(run: RunConfig) -> MemoryBreakdown:
     """Returns the ledger of the rank whose device is fullest."""
-    ranks = run.parallelism.unlike_ranks(run)
+    ranks = run.parallelism.distinct_ranks(run)
     return max((device_breakdown(run, rank) for rank in ranks), key=lambda ledger: ledger.peak)

@@ -55,7 +55,7 @@ class Precision:
     tf32: bool = False
     """Whether fp32 matmuls may run as TF32 on CUDA (10 mantissa bits)."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a pair of formats that no Lightning precision plugin runs."""
         if (self.parameters, self.compute) not in _LIGHTNING:
             known = ", ".join(f"{held}/{used}" for held, used in _LIGHTNING)
@@ -66,15 +66,15 @@ class Precision:
                 f"parameters/compute may be {known}",
             )
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what the formats do not go with."""
         yield from ()
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields packages that are not installed."""
         yield from ()
 
-    def in_fp8(self, model: ModelConfig) -> tuple[str, ...]:
+    def fp8_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers that multiply in 8 bits, by name within a block: none."""
         return ()
 
@@ -86,11 +86,11 @@ class Precision:
         """Returns which peak of a hardware profile a matrix product runs against."""
         return "tf32" if self.compute is FloatFormat.fp32 and self.tf32 else self.compute.value
 
-    def plugin(self) -> LightningPrecision:
+    def lightning_precision(self) -> LightningPrecision:
         """Returns the name by which Lightning's Trainer knows this precision."""
         return _LIGHTNING[self.parameters, self.compute]
 
-    def set_matmul(self) -> None:
+    def set_matmul_precision(self) -> None:
         """Sets how this process multiplies fp32 matrices on CUDA."""
         import torch
 

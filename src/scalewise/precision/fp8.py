@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.hardware import DeviceKind
 from scalewise.models.base import ModelConfig
@@ -50,14 +50,14 @@ class Float8(Precision):
     recipe: ScalingRecipe = ScalingRecipe.tensorwise
     """Which elements share a scale."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields formats that do not go together."""
-        yield from super().complaints()
+        yield from super().validate()
         if self.compute is FloatFormat.fp16:
             reason = "has no room for gradients beside those of 8 bits, which are not scaled for it"
             yield ConfigIssue("precision.compute", "fp16", reason, "set precision.compute=bf16")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields devices, shapes and layouts that torchao's layers do not go with."""
         layout, chosen = run.parallelism, run.choices.get("precision", "fp8")
         if run.hardware.fp8_tflops == 0:
@@ -67,11 +67,11 @@ class Float8(Precision):
             reason = f"is not divisible by {DIM_MULTIPLE}, and fp8 products sum over tokens"
             cure = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
             yield ConfigIssue("data.sequence", run.data.sequence, reason, cure)
-        if not self.in_fp8(run.model):
+        if not self.fp8_layers(run.model):
             reason = f"no linear layer of the model has features that {DIM_MULTIPLE} divides"
             yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
-        if run.is_frozen:
-            adapter = run.choices.get("adapter", type(run.adapter).__name__)
+        if run.has_frozen_weights:
+            adapter = run.choices.get("adapter", option_name(run.adapter))
             reason = "freezes matrices, whose gradients torchao's fp8 layers make all the same"
             yield ConfigIssue("adapter", adapter, reason, "set precision=bf16_mixed")
         if isinstance(layout, MeshConfig):
@@ -85,16 +85,16 @@ class Float8(Precision):
             reason = "casts weights by itself, and knows nothing of fp8"
             yield ConfigIssue("parallelism", option, reason, "set parallelism=fsdp")
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that torchao is not installed."""
         if find_spec("torchao") is None:
             reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
             yield ConfigIssue("precision", "fp8", reason, cure)
 
-    def in_fp8(self, model: ModelConfig) -> tuple[str, ...]:
+    def fp8_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers of a block whose features can be multiplied in 8 bits."""
         linear = target_modules.linear_layers(model)
-        blocks = (weight for weight in model.census() if weight.layer is not None)
+        blocks = (weight for weight in model.weight_census() if weight.layer is not None)
         sizes = {target_modules.layer_name(weight): weight.shape for weight in blocks}
         return tuple(
             name for name in linear if not any(size % DIM_MULTIPLE for size in sizes[name])
@@ -110,8 +110,8 @@ class Float8(Precision):
 
         if device is DeviceKind.cuda and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
             reason = f"{torch.cuda.get_device_name()} has no fp8 products"
-            raise ConfigError.one("precision", "fp8", reason, "set precision=bf16_mixed")
-        names = self.in_fp8(model)
+            raise ConfigError.for_key("precision", "fp8", reason, "set precision=bf16_mixed")
+        names = self.fp8_layers(model)
         recipe = Float8LinearConfig.from_recipe_name(self.recipe.value)
         config = replace(recipe, emulate=device is DeviceKind.cpu)
         for block in module.layers():

@@ -10,7 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigError, ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.parallelism.deepspeed import DeepSpeedConfig
@@ -35,22 +35,24 @@ FP32 = 4
 class BitsAndBytesConfig(QuantizationConfig):
     """Packs the linear layers of all blocks; embeddings, norms and the head stay as they are."""
 
-    def packed(self, model: ModelConfig) -> tuple[str, ...]:
+    def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns every linear layer of a block."""
         return target_modules.linear_layers(model)
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what trains, cuts or reads the matrices themselves."""
-        name = run.choices.get("quantization", type(self).__name__)
+        name = run.choices.get("quantization", option_name(self))
         layout = run.parallelism
-        if not run.is_frozen:
+        if not run.has_frozen_weights:
             reason = "packed matrices cannot be trained, and nothing else would be"
             yield ConfigIssue("quantization", name, reason, "add adapter=lora")
-        elif run.adapter.reads_matrices:
-            chosen = run.choices.get("adapter", type(run.adapter).__name__)
+        elif run.adapter.reads_base_weights:
+            chosen = run.choices.get("adapter", option_name(run.adapter))
             reason = f"is made of whole matrices, which quantization={name} packs"
             yield ConfigIssue("adapter", chosen, reason, "set adapter=lora")
-        if both := {*run.adapter.whole(run.model)} & {*self.packed(run.model)}:
+        if both := {*run.adapter.fully_trained_modules(run.model)} & {
+            *self.packed_layers(run.model)
+        }:
             reason = f"describes {min(both)}, which quantization={name} packs"
             cure = "leave it out, or set quantization=none"
             yield ConfigIssue("adapter.trained", run.adapter.trained, reason, cure)
@@ -66,60 +68,65 @@ class BitsAndBytesConfig(QuantizationConfig):
             reason = f"bitsandbytes, which unpacks for quantization={name}, is not compiled"
             yield ConfigIssue("compile", str(run.compile.scope), reason, "set compile=none")
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that bitsandbytes is not installed."""
         if find_spec("bitsandbytes") is None:
             reason, cure = "needs bitsandbytes, which is not installed", "pip install bitsandbytes"
-            yield ConfigIssue("quantization", type(self).__name__, reason, cure)
+            yield ConfigIssue("quantization", option_name(self), reason, cure)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Puts layers that pack what is put into them in the place of the linear ones.
 
         Raises ``ConfigError`` without bitsandbytes.
         """
-        if complaints := [*self.machine_complaints()]:
+        if complaints := [*self.validate_machine()]:
             raise ConfigError(complaints)
 
         def packing(held: nn.Linear) -> nn.Module:
             out, into = held.weight.shape
-            return self.layer(into, out, bias=held.bias is not None)
+            return self.build_layer(into, out, bias=held.bias is not None)
 
-        replace_layers(module, self.packed(model), packing)
+        replace_layers(module, self.packed_layers(model), packing)
 
     @abstractmethod
-    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
         """Returns a layer on the meta device."""
 
-    def unpacked(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def unpack_state_dict(
+        self, state: Mapping[str, Tensor], model: ModelConfig
+    ) -> dict[str, Tensor]:
         """Returns the tensors of a checkpoint with every matrix whole, in fp32 where packed."""
         found = dict(state)
-        for weight in filter(lambda weight: self.is_packed(weight, model), model.census()):
-            layer = self._like(weight)
+        for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
+            layer = self._build_layer_like(weight)
             held = {
-                part.name.rpartition(".")[2]: found.pop(part.name) for part in self.parts(weight)
+                part.name.rpartition(".")[2]: found.pop(part.name)
+                for part in self.packed_parts(weight)
             }
             layer.load_state_dict(held, assign=True)
             found[weight.name] = _full_weight(layer)
         return found
 
-    def rounded(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def round_state_dict(
+        self, state: Mapping[str, Tensor], model: ModelConfig
+    ) -> dict[str, Tensor]:
         """Returns a model's tensors as packing leaves them, in fp32 where packed."""
         found = dict(state)
-        for weight in filter(lambda weight: self.is_packed(weight, model), model.census()):
-            layer = self._like(weight).to_empty(device=found[weight.name].device)
+        for weight in filter(lambda weight: self.is_packed(weight, model), model.weight_census()):
+            layer = self._build_layer_like(weight).to_empty(device=found[weight.name].device)
             layer.pack(found[weight.name])
             found[weight.name] = _full_weight(layer)
         return found
 
-    def _like(self, weight: Weight) -> PackedLinear:
+    def _build_layer_like(self, weight: Weight) -> PackedLinear:
         out, into = weight.shape
-        return self.layer(into, out, bias=False)
+        return self.build_layer(into, out, bias=False)
 
 
 def _full_weight(layer: PackedLinear) -> Tensor:
     import torch
 
-    return layer.unpacked(torch.float32)
+    return layer.unpack(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -137,27 +144,29 @@ class FourBitConfig(BitsAndBytesConfig):
         """Returns the bytes of a number: unpacked scales, and those before their mean is added."""
         return 2 * FP32 / BLOCK if self.double else 0.0
 
-    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+    def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns the codes, their scales and, of scales that are packed, theirs and the mean."""
         stem = weight.name.removesuffix("weight")
-        scales = ceil(weight.count / BLOCK)
+        scales = ceil(weight.numel / BLOCK)
         of_scales = (ceil(scales / SCALES) + 1, FP32)
         shapes: dict[str, tuple[int, ...]] = {
-            "weight": (ceil(weight.count / 2),),
+            "weight": (ceil(weight.numel / 2),),
             "scale": (scales,) if self.double else (scales, FP32),
         }
         if self.double:
             shapes["scale_of_scales"] = of_scales
         return tuple(
-            replace(weight, name=f"{stem}{kind}", shape=shape, bytes=1)
+            replace(weight, name=f"{stem}{kind}", shape=shape, element_bytes=1)
             for kind, shape in shapes.items()
         )
 
-    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
         """Returns a layer on the meta device."""
         from scalewise.quantization.packed_linear import FourBitLinear
 
-        return FourBitLinear(into, out, bias=bias, code=self.code, double=self.double)
+        return FourBitLinear(
+            in_features, out_features, bias=bias, code=self.code, packs_scales=self.double
+        )
 
 
 @register_option("quantization", "nf4")
@@ -185,23 +194,23 @@ class Int8Config(BitsAndBytesConfig):
     """Outlier threshold: features with a larger input are multiplied in 16 bits on CUDA; 0: no
     outliers."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if not self.threshold >= 0:
             cure = "set quantization.threshold=6.0, or 0"
             yield ConfigIssue("quantization.threshold", self.threshold, "is below zero", cure)
 
-    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+    def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns the numbers and the scale of each row."""
         stem = weight.name.removesuffix("weight")
         shapes = {"weight": weight.shape, "scale": (weight.shape[0], FP32)}
         return tuple(
-            replace(weight, name=f"{stem}{kind}", shape=shape, bytes=1)
+            replace(weight, name=f"{stem}{kind}", shape=shape, element_bytes=1)
             for kind, shape in shapes.items()
         )
 
-    def layer(self, into: int, out: int, *, bias: bool) -> PackedLinear:
+    def build_layer(self, in_features: int, out_features: int, *, bias: bool) -> PackedLinear:
         """Returns a layer on the meta device."""
         from scalewise.quantization.packed_linear import Int8Linear
 
-        return Int8Linear(into, out, bias=bias, threshold=self.threshold)
+        return Int8Linear(in_features, out_features, bias=bias, threshold=self.threshold)

@@ -30,56 +30,60 @@ class QuantizationConfig:
     rounds_inputs: bool = False
     """Whether what such a matrix multiplies is rounded as well."""
 
-    def packed(self, model: ModelConfig) -> tuple[str, ...]:
+    def packed_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers whose matrices are packed, by name within a block: none."""
         return ()
 
-    def fake_quantized(self, model: ModelConfig) -> tuple[str, ...]:
+    def fake_quantized_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns those whose matrices are trained, and rounded for each product: none."""
         return ()
 
-    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+    def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns what is held of a matrix that is packed, or exported of one that is rounded."""
         return (weight,)
 
-    def stored(self, weight: Weight, model: ModelConfig) -> tuple[Weight, ...]:
+    def stored_weights(self, weight: Weight, model: ModelConfig) -> tuple[Weight, ...]:
         """Returns what is held of any weight of an adapted model."""
-        return self.parts(weight) if self.is_packed(weight, model) else (weight,)
+        return self.packed_parts(weight) if self.is_packed(weight, model) else (weight,)
 
     def is_packed(self, weight: Weight, model: ModelConfig) -> bool:
         """Returns whether a weight of the model is one of the packed matrices."""
-        return _is_layer_weight(weight, self.packed(model))
+        return _is_layer_weight(weight, self.packed_layers(model))
 
     def is_fake_quantized(self, weight: Weight, model: ModelConfig) -> bool:
         """Returns whether a weight of the model is one of the matrices rounded for a product."""
-        return _is_layer_weight(weight, self.fake_quantized(model))
+        return _is_layer_weight(weight, self.fake_quantized_layers(model))
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         yield from ()
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what packed or rounded matrices do not go with."""
         yield from ()
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields packages that are not installed."""
         yield from ()
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Puts layers that pack or round in the place of others, on the meta device: none."""
 
-    def unpacked(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def unpack_state_dict(
+        self, state: Mapping[str, Tensor], model: ModelConfig
+    ) -> dict[str, Tensor]:
         """Returns the tensors of a checkpoint with every matrix whole, in fp32 where packed."""
         return dict(state)
 
-    def rounded(self, state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    def round_state_dict(
+        self, state: Mapping[str, Tensor], model: ModelConfig
+    ) -> dict[str, Tensor]:
         """Returns a model's tensors as packing leaves them, in fp32 where packed."""
         return dict(state)
 
 
 def replace_layers(
-    module: ModelModule, names: Iterable[str], made: Callable[[nn.Linear], nn.Module]
+    module: ModelModule, names: Iterable[str], build_layer: Callable[[nn.Linear], nn.Module]
 ) -> None:
     """Puts what is made of each of these linear layers, on the meta device, in its place."""
     from torch import nn
@@ -88,7 +92,7 @@ def replace_layers(
         for name in names:
             held = block.get_submodule(name)
             assert isinstance(held, nn.Linear)
-            block.set_submodule(name, made(held))
+            block.set_submodule(name, build_layer(held))
 
 
 def _is_layer_weight(weight: Weight, names: tuple[str, ...]) -> bool:
@@ -110,7 +114,7 @@ def weight_census(
 ) -> tuple[Weight, ...]:
     """Returns every tensor that is held of an adapted model; a search asks a thousand times."""
     weights = unpacked_census(adapter, model)
-    return tuple(part for weight in weights for part in quantization.stored(weight, model))
+    return tuple(part for weight in weights for part in quantization.stored_weights(weight, model))
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ class IntegerRange:
     high: int
     mapping: MappingType
 
-    def scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns scale and zero point of each row of the last dim, in fp32."""
         ends = torch.stack([x.amin(-1), x.amax(-1)], -1).float()
         scale, zero = choose_qparams_affine(
@@ -39,18 +39,19 @@ class IntegerRange:
         )
         return scale, zero
 
-    def rounded(self, x: Tensor, group: int) -> Tensor:
-        """Returns ``x`` as integers would have it, with a scale for each ``group`` of a row."""
-        x_G = x.reshape(*x.shape[:-1], -1, group)
-        scale, zero = self.scale(x_G)
+    def fake_quantize(self, x: Tensor, group_size: int) -> Tensor:
+        """Returns ``x`` as integers would have it, with a scale for each ``group_size`` of a
+        row."""
+        x_G = x.reshape(*x.shape[:-1], -1, group_size)
+        scale, zero = self.compute_scale(x_G)
         inverse = 1.0 / scale
         found = x_G.mul(inverse).round_().add_(zero).clamp_(self.low, self.high)
         return found.sub_(zero).mul_(scale).flatten(-2).to(x.dtype)
 
-    def handed_on(self, gradient: Tensor, x: Tensor, group: int) -> Tensor:
+    def backward(self, gradient: Tensor, x: Tensor, group_size: int) -> Tensor:
         """Returns the gradient of ``x`` for that of what it is rounded to: 0 where cut off."""
-        x_G = x.reshape(*x.shape[:-1], -1, group)
-        scale, zero = self.scale(x_G)
+        x_G = x.reshape(*x.shape[:-1], -1, group_size)
+        scale, zero = self.compute_scale(x_G)
         inverse = 1.0 / scale
         level = x_G.mul(inverse).round_().add_(zero)
         outside = (level < self.low).logical_or_(level > self.high)
@@ -64,11 +65,14 @@ INPUTS = IntegerRange(-128, 127, MappingType.ASYMMETRIC)
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """``x W^T`` of W rounded to 4 bits and, with ``inputs``, of x to 8; made on the meta device."""
+    """``x W^T`` of W rounded to 4 bits and, with ``rounds_inputs``, of x to 8; made on the meta
+    device."""
 
-    def __init__(self, into: int, out: int, group: int, *, inputs: bool) -> None:
-        super().__init__(into, out, bias=False, device="meta")
-        self.group, self.rounds_inputs = group, inputs
+    def __init__(
+        self, in_features: int, out_features: int, group: int, *, rounds_inputs: bool
+    ) -> None:
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.group, self.rounds_inputs = group, rounds_inputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the product in the format of products."""
@@ -84,19 +88,19 @@ class _FakeQuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, group: int, inputs: bool, of: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, group: int, rounds_inputs: bool, dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.inputs, ctx.of = group, inputs, of
-        read = (INPUTS.rounded(x, x.shape[-1]) if inputs else x).to(of)
-        return F.linear(read, WEIGHTS.rounded(weight, group).to(of))
+        ctx.group, ctx.inputs, ctx.of = group, rounds_inputs, dtype
+        read = (INPUTS.fake_quantize(x, x.shape[-1]) if rounds_inputs else x).to(dtype)
+        return F.linear(read, WEIGHTS.fake_quantize(weight, group).to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
-        of_x = gradient @ WEIGHTS.rounded(weight, ctx.group).to(ctx.of)
-        of_x = INPUTS.handed_on(of_x, x, x.shape[-1]) if ctx.inputs else of_x.to(x.dtype)
-        read = (INPUTS.rounded(x, x.shape[-1]) if ctx.inputs else x).to(ctx.of)
+        of_x = gradient @ WEIGHTS.fake_quantize(weight, ctx.group).to(ctx.of)
+        of_x = INPUTS.backward(of_x, x, x.shape[-1]) if ctx.inputs else of_x.to(x.dtype)
+        read = (INPUTS.fake_quantize(x, x.shape[-1]) if ctx.inputs else x).to(ctx.of)
         of_weight = gradient.flatten(0, -2).T @ read.flatten(0, -2)
         del read
-        return of_x, WEIGHTS.handed_on(of_weight, weight, ctx.group), None, None, None
+        return of_x, WEIGHTS.backward(of_weight, weight, ctx.group), None, None, None

@@ -26,10 +26,10 @@ LARGEST = 127
 class PackedLinear(nn.Linear, init.PackedMatrix):
     """``x W^T + bias`` with W frozen and packed; made on the meta device."""
 
-    def __init__(self, into: int, out: int, *, bias: bool) -> None:
-        super().__init__(into, out, bias=bias, device="meta")
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta")
 
-    def hold(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> None:
+    def register_frozen(self, name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> None:
         """Makes a frozen tensor, on the meta device."""
         empty = torch.empty(shape, dtype=dtype, device="meta")
         setattr(self, name, nn.Parameter(empty, requires_grad=False))
@@ -40,18 +40,18 @@ class PackedLinear(nn.Linear, init.PackedMatrix):
         return torch.Size((self.out_features, self.in_features))
 
     @property
-    def place(self) -> Tensor:
+    def storage_tensor(self) -> Tensor:
         """Returns a tensor that lies where the matrix does."""
         return self.weight
 
     @abstractmethod
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
+    def unpack(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix."""
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Returns ``x W^T + bias``."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.unpacked(x.dtype), bias)
+        return F.linear(x, self.unpack(x.dtype), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x W^T + bias`` in the format of products."""
@@ -66,12 +66,12 @@ class _PackedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer = layer
-        return layer.product(x)
+        return layer.matmul(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return gradient @ ctx.layer.unpacked(gradient.dtype), None
+        return gradient @ ctx.layer.unpack(gradient.dtype), None
 
 
 class FourBitLinear(PackedLinear):
@@ -80,19 +80,21 @@ class FourBitLinear(PackedLinear):
     scale: Tensor
     scale_of_scales: Tensor
 
-    def __init__(self, into: int, out: int, *, bias: bool, code: str, double: bool) -> None:
-        super().__init__(into, out, bias=bias)
-        self.code, self.packs_scales = code, double
-        scales = -(-out * into // BLOCK)
-        self.hold("weight", -(-out * into // 2))
-        self.hold("scale", *((scales,) if double else (scales, FP32)))
-        if double:
-            self.hold("scale_of_scales", -(-scales // SCALES) + 1, FP32)
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, code: str, packs_scales: bool
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.code, self.packs_scales = code, packs_scales
+        scales = -(-out_features * in_features // BLOCK)
+        self.register_frozen("weight", -(-out_features * in_features // 2))
+        self.register_frozen("scale", *((scales,) if packs_scales else (scales, FP32)))
+        if packs_scales:
+            self.register_frozen("scale_of_scales", -(-scales // SCALES) + 1, FP32)
 
-    def pack(self, whole: Tensor) -> None:
+    def pack(self, matrix: Tensor) -> None:
         """Packs a matrix; of sharded tensors each rank takes its own."""
         codes, state = packing.quantize_4bit(
-            whole, blocksize=BLOCK, quant_type=self.code, compress_statistics=self.packs_scales
+            matrix, blocksize=BLOCK, quant_type=self.code, compress_statistics=self.packs_scales
         )
         init.copy_into(self.weight, codes.flatten())
         if not self.packs_scales:
@@ -102,7 +104,7 @@ class FourBitLinear(PackedLinear):
         mean = state.offset.reshape(1)
         init.copy_into(self.scale_of_scales, _float_bytes(torch.cat([state.state2.absmax, mean])))
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
+    def unpack(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix."""
         scales = self.scale
         if self.packs_scales:
@@ -124,28 +126,30 @@ class Int8Linear(PackedLinear):
 
     scale: Tensor
 
-    def __init__(self, into: int, out: int, *, bias: bool, threshold: float) -> None:
-        super().__init__(into, out, bias=bias)
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, threshold: float
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.threshold = threshold
-        self.hold("weight", out, into, dtype=torch.int8)
-        self.hold("scale", out, FP32)
+        self.register_frozen("weight", out_features, in_features, dtype=torch.int8)
+        self.register_frozen("scale", out_features, FP32)
 
-    def pack(self, whole: Tensor) -> None:
+    def pack(self, matrix: Tensor) -> None:
         """Packs a matrix; of sharded tensors each rank takes its own."""
-        numbers, scale, _ = packing.int8_vectorwise_quant(whole.half())
+        numbers, scale, _ = packing.int8_vectorwise_quant(matrix.half())
         init.copy_into(self.weight, numbers)
         init.copy_into(self.scale, _float_bytes(scale))
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
+    def unpack(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix."""
         scale = self.scale.view(torch.float32) / LARGEST
         return self.weight.to(dtype).mul_(scale)
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Returns ``x W^T + bias``: on CUDA of inputs in 8 bits too, but for outliers."""
-        return self.in_integers(x) if x.is_cuda else super().product(x)
+        return self.int8_matmul(x) if x.is_cuda else super().matmul(x)
 
-    def in_integers(self, x: Tensor) -> Tensor:
+    def int8_matmul(self, x: Tensor) -> Tensor:
         """Returns it as LLM.int8 has it: products of integers, outliers in 16 bits."""
         flat = x.reshape(-1, self.in_features)
         numbers, scales, outliers = packing.int8_vectorwise_quant(flat.half(), self.threshold)
@@ -161,9 +165,9 @@ class Int8Linear(PackedLinear):
         return cast(Tensor, product).view(*x.shape[:-1], self.out_features)
 
 
-def _float_bytes(numbers: Tensor) -> Tensor:
+def _float_bytes(values: Tensor) -> Tensor:
     """Returns fp32 numbers by their bytes, four in a row."""
-    return numbers.float().contiguous().view(-1, 1).view(torch.uint8)
+    return values.float().contiguous().view(-1, 1).view(torch.uint8)
 
 
 @cache

@@ -9,7 +9,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from scalewise.adapters import target_modules
-from scalewise.config.registry import register_option
+from scalewise.config.registry import option_name, register_option
 from scalewise.errors import ConfigIssue
 from scalewise.models.base import ModelConfig, Weight
 from scalewise.models.decoder.config import LLAMA_SHAPE, DecoderConfig
@@ -44,11 +44,11 @@ class QATInt4Config(QuantizationConfig):
     group: int = 32
     """Number of consecutive elements of a weight that share a scale, in elements."""
 
-    def fake_quantized(self, model: ModelConfig) -> tuple[str, ...]:
+    def fake_quantized_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns every linear layer of a block."""
         return target_modules.linear_layers(model)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields groups that do not fill the integers in which they are exported."""
         if self.group < PER_WORD or self.group % PER_WORD:
             reason = f"is no multiple of {PER_WORD}, the integers that one of 32 bits holds"
@@ -56,19 +56,19 @@ class QATInt4Config(QuantizationConfig):
                 reason = f"must be {PER_WORD} or more"
             yield ConfigIssue("quantization.group", self.group, reason, "set quantization.group=32")
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what trains something else, or cuts what shares a scale."""
-        name = run.choices.get("quantization", type(self).__name__)
+        name = run.choices.get("quantization", option_name(self))
         layout, model = run.parallelism, run.model
         if isinstance(model, DecoderConfig):
-            yield from self._complaints_of(model, name)
-        yield from self._of_groups(model)
-        if run.is_frozen:
-            chosen = run.choices.get("adapter", type(run.adapter).__name__)
+            yield from self._validate_field(model, name)
+        yield from self._validate_groups(model)
+        if run.has_frozen_weights:
+            chosen = run.choices.get("adapter", option_name(run.adapter))
             reason = f"freezes the matrices that quantization={name} is to train"
             cure = "set adapter=none, or quantization=nf4"
             yield ConfigIssue("adapter", chosen, reason, cure)
-        if run.precision.in_fp8(model):
+        if run.precision.fp8_layers(model):
             chosen = run.choices.get("precision", "fp8")
             reason = f"rounds to floating-point numbers what quantization={name} rounds to integers"
             yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
@@ -81,15 +81,17 @@ class QATInt4Config(QuantizationConfig):
             reason = f"has no place in its ledger for what quantization={name} rounds"
             yield ConfigIssue("parallelism", chosen, reason, "set parallelism=fsdp")
 
-    def _complaints_of(self, model: DecoderConfig, name: str) -> Iterator[ConfigIssue]:
+    def _validate_field(self, model: DecoderConfig, name: str) -> Iterator[ConfigIssue]:
         for field, wanted in LLAMA_SHAPE.items():
             if (held := getattr(model, field)) != wanted:
                 reason = f"is not Llama's, whose form quantization={name} is exported in"
                 cure = f"set {format_override(f'model.{field}', wanted)}"
                 yield ConfigIssue(f"model.{field}", held, reason, cure)
 
-    def _of_groups(self, model: ModelConfig) -> Iterator[ConfigIssue]:
-        rounded = (weight for weight in model.census() if self.is_fake_quantized(weight, model))
+    def _validate_groups(self, model: ModelConfig) -> Iterator[ConfigIssue]:
+        rounded = (
+            weight for weight in model.weight_census() if self.is_fake_quantized(weight, model)
+        )
         read = {weight.shape[1] for weight in rounded}
         if undivided := sorted(size for size in read if size % self.group):
             reason = f"does not divide {undivided[0]}, the features that a linear layer reads"
@@ -98,18 +100,18 @@ class QATInt4Config(QuantizationConfig):
             cure = f"set quantization.group={smaller}" if smaller else "set quantization=none"
             yield ConfigIssue("quantization.group", self.group, reason, cure)
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that torchao is not installed."""
         if find_spec("torchao") is None:
             reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
-            yield ConfigIssue("quantization", type(self).__name__, reason, cure)
+            yield ConfigIssue("quantization", option_name(self), reason, cure)
 
-    def parts(self, weight: Weight) -> tuple[Weight, ...]:
+    def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns the integers, eight in one of 32 bits, and the scale of each group, in fp32."""
         out, into = weight.shape
         sizes = {"packed": into // PER_WORD, "scale": into // self.group}
         return tuple(
-            replace(weight, name=f"{weight.name}_{kind}", shape=(out, size), bytes=FP32)
+            replace(weight, name=f"{weight.name}_{kind}", shape=(out, size), element_bytes=FP32)
             for kind, size in sizes.items()
         )
 
@@ -119,9 +121,9 @@ class QATInt4Config(QuantizationConfig):
 
         def rounding(held: nn.Linear) -> nn.Module:
             out, into = held.weight.shape
-            return FakeQuantizedLinear(into, out, self.group, inputs=self.rounds_inputs)
+            return FakeQuantizedLinear(into, out, self.group, rounds_inputs=self.rounds_inputs)
 
-        replace_layers(module, self.fake_quantized(model), rounding)
+        replace_layers(module, self.fake_quantized_layers(model), rounding)
 
 
 @register_option("quantization", "qat_8da4w")

@@ -41,7 +41,7 @@ class AblationStep:
     """A job of a ladder and what it adds to the one before it: ``key=value`` each."""
 
     job: ReportJob
-    added: tuple[str, ...]
+    added_overrides: tuple[str, ...]
 
 
 def changes_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
@@ -78,19 +78,24 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
 
 
 def _setting_texts(run: RunRecord) -> Mapping[str, str]:
-    changed = {change.key: number_format.format_value(change.value) for change in run.changed}
+    changed = {
+        change.key: number_format.format_value(change.value) for change in run.changed_settings
+    }
     return {key: text for key, text in changed.items() if key.split(".")[0] not in ASIDE}
 
 
-def effect_text(time: float | None, memory: float | None) -> str:
+def effect_text(time_ratio: float | None, memory_ratio: float | None) -> str:
     """Returns what ratios of step time and peak memory say: ``cut the step by 4% for 7% more ...``.
 
     Empty where neither is known.
     """
-    if time is None and memory is None:
+    if time_ratio is None and memory_ratio is None:
         return ""
     less, more, same = [], [], []
-    for ratio, whole, noun in ((memory, "peak memory", "memory"), (time, "the step", "time")):
+    for ratio, whole, noun in (
+        (memory_ratio, "peak memory", "memory"),
+        (time_ratio, "the step", "time"),
+    ):
         if ratio is None:
             continue
         if abs(ratio - 1) < ALIKE:
@@ -131,14 +136,16 @@ class ValueSwap:
     key: str
     value: str
     base: str
-    time: float | None
-    memory: float | None
+    time_ratio: float | None
+    memory_ratio: float | None
     pairs: int
 
     @property
-    def size(self) -> float:
+    def magnitude(self) -> float:
         """Returns how much it moved time or memory, whichever it moved more."""
-        return max(abs(math.log(ratio)) for ratio in (self.time, self.memory, 1.0) if ratio)
+        return max(
+            abs(math.log(ratio)) for ratio in (self.time_ratio, self.memory_ratio, 1.0) if ratio
+        )
 
 
 def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
@@ -149,14 +156,16 @@ def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
     """
     reference, keys = comparison.reference, list(comparison.varying)
     jobs = {
-        tuple(number_format.format_value(job.run.varied.get(key)) for key in keys): job
+        tuple(number_format.format_value(job.run.varied_settings.get(key)) for key in keys): job
         for job in comparison.finished
     }
     found = []
     for place, key in enumerate(keys):
         if key == CHANCE:
             continue
-        base = number_format.format_value(reference.run.varied.get(key)) if reference else ""
+        base = (
+            number_format.format_value(reference.run.varied_settings.get(key)) if reference else ""
+        )
         for item in comparison.varying[key]:
             value = number_format.format_value(item)
             pairs = [
@@ -168,7 +177,7 @@ def value_swaps(comparison: ReportComparison) -> list[ValueSwap]:
             time, memory = (
                 _geometric_mean([_ratio_text(*pair, of) for pair in pairs]) for of in (STEP, PEAK)
             )
-            time = None if comparison.crowded else time
+            time = None if comparison.is_oversubscribed else time
             if time is not None or memory is not None:
                 found.append(ValueSwap(key, value, base, time, memory, len(pairs)))
     return found
@@ -181,27 +190,27 @@ def _geometric_mean(ratios: Sequence[float | None]) -> float | None:
 
 def _paired_swaps(comparison: ReportComparison) -> ReportSection | None:
     """Returns what swapping one value for another did, the largest change first."""
-    found = sorted(value_swaps(comparison), key=lambda swap: -swap.size)
+    found = sorted(value_swaps(comparison), key=lambda swap: -swap.magnitude)
     if not found or len(comparison.varying) < 2:
         return None
-    moving = [swap for swap in found if swap.size >= HARDLY]
+    moving = [swap for swap in found if swap.magnitude >= HARDLY]
     still = [key for key in comparison.varying if key not in {swap.key for swap in moving}]
     still = [key for key in still if key in {swap.key for swap in found}]
     said = [Markup("{}.").format(_swap_text(swap, _BOLD)) for swap in moving[1:SENTENCES]]
     if still and moving:
-        what = "memory" if comparison.crowded else "time and memory"
+        what = "memory" if comparison.is_oversubscribed else "time and memory"
         less = f"moved {what} by less than {number_format.format_percent(HARDLY)}"
         said.append(Markup("{} {}.").format(summary_sentences.join_words(still), less))
     finding = _swap_text(found[0], Markup("{}"))
     note = "Each value against the reference's, from jobs alike in all else; geometric means."
-    notes = (note, CROWDED) if comparison.crowded else (note,)
+    notes = (note, CROWDED) if comparison.is_oversubscribed else (note,)
     return ReportSection("changes", "Changes", finding, (), notes=notes, said=tuple(said))
 
 
 def _swap_text(swap: ValueSwap, name: Markup) -> Markup:
     """Returns what one swap did, its value in the form of ``name``."""
     over = f", over {number_format.pluralize(swap.pairs, 'pair')} of jobs" if swap.pairs > 1 else ""
-    said = effect_text(swap.time, swap.memory)
+    said = effect_text(swap.time_ratio, swap.memory_ratio)
     value = name.format(_value_name(swap.key, swap.value))
     return Markup("{} instead of {} {}{}").format(value, swap.base, said, over)
 
@@ -217,15 +226,17 @@ def _reference_panel(comparison: ReportComparison) -> ReportSection | None:
     if base is None or not base.run.ok or set(comparison.varying) == {CHANCE}:
         return None
     others = [
-        (job, said) for job in comparison.ranked(*comparison.headline)
-        if job is not base and (said := _between_text(job, base, timed=not comparison.crowded))
-    ]  # fmt: skip
+        (job, said)
+        for job in comparison.rank_jobs(*comparison.headline_metric)
+        if job is not base
+        and (said := _between_text(job, base, timed=not comparison.is_oversubscribed))
+    ]
     if not others:
         return None
     (first, finding), rest = others[0], others[1:]
     against = f"All against {base.name}: medians of its step time and its peak memory."
     notes = [against] if rest else []  # the heading alone is no section
-    notes += [CROWDED] if comparison.crowded else []
+    notes += [CROWDED] if comparison.is_oversubscribed else []
     if len(rest) > SENTENCES:
         notes.append(f"{len(rest) - SENTENCES} more jobs stand in the comparison.")
     told = [Markup("<b>{}</b> {}.").format(job.name, did) for job, did in rest[:SENTENCES]]
@@ -236,22 +247,22 @@ def _reference_panel(comparison: ReportComparison) -> ReportSection | None:
     )  # fmt: skip
 
 
-def _ablation_panel(rungs: Sequence[AblationStep], unit: MemoryUnit) -> ReportSection:
-    first, last = rungs[0].job, rungs[-1].job
-    count = number_format.capitalize_first(number_format.pluralize(len(rungs) - 1, "technique"))
+def _ablation_panel(steps: Sequence[AblationStep], unit: MemoryUnit) -> ReportSection:
+    first, last = steps[0].job, steps[-1].job
+    count = number_format.capitalize_first(number_format.pluralize(len(steps) - 1, "technique"))
     finding = f"{count} together {_between_text(last, first)}"
     said = [
         Markup("<b>{}</b> ({}) {}.").format(
-            rung.job.name, ", ".join(rung.added), _between_text(rung.job, before.job)
+            rung.job.name, ", ".join(rung.added_overrides), _between_text(rung.job, before.job)
         )
-        for before, rung in pairwise(rungs)
+        for before, rung in pairwise(steps)
     ]
     panels = [
         _effects_panel(
-            rungs, STEP, "Step time", "ms", 1e3, number_format.format_milliseconds, "--t-bwd"
+            steps, STEP, "Step time", "ms", 1e3, number_format.format_milliseconds, "--t-bwd"
         ),
         _effects_panel(
-            rungs, PEAK, "Peak memory", unit.name, 1 / unit.size, unit.text, "--m-params"
+            steps, PEAK, "Peak memory", unit.name, 1 / unit.size, unit.text, "--m-params"
         ),
     ]
     return ReportSection(
@@ -261,14 +272,14 @@ def _ablation_panel(rungs: Sequence[AblationStep], unit: MemoryUnit) -> ReportSe
         tuple(panel for panel in panels if panel is not None),
         notes=(f"Each job keeps what the one above it has, and adds to it; all begin at "
                f"{first.name}.",),
-        numbers=_effect_numbers(rungs, unit),
+        numbers=_effect_numbers(steps, unit),
         reading=("In grey is the change from the job above; a dark line is what was foreseen.",),
         said=tuple(said),
     )  # fmt: skip
 
 
 def _effects_panel(
-    rungs: Sequence[AblationStep],
+    steps: Sequence[AblationStep],
     key: str,
     title: str,
     unit: str,
@@ -277,19 +288,19 @@ def _effects_panel(
     colour: str,
 ) -> ChartPanel | None:
     bars = []
-    for before, rung in zip((rungs[0], *rungs), rungs, strict=False):
+    for before, rung in zip((steps[0], *steps), steps, strict=False):
         number = rung.job.measured(key)
         if number is None:
             continue
         shown, name = f"{text(number)} {unit}", rung.job.name
         part = BarSegment(colour, number * scale, f"{name}: {shown}")
-        said = rung.job.foreseen(key)
+        said = rung.job.predicted(key)
         bars.append(
             StackedBar(
                 name,
                 (part,),
                 shown,
-                foreseen=None if said is None else said * scale,
+                predicted=None if said is None else said * scale,
                 error=_change_text(rung, before, key),
             )
         )
@@ -304,27 +315,27 @@ def _effects_panel(
     return ChartPanel(title, f"{unit}, in the order of the jobs", picture)
 
 
-def _change_text(rung: AblationStep, base: AblationStep, key: str) -> str:
-    ratio = _ratio_text(rung.job, base.job, key)
-    return "" if ratio is None or rung is base else number_format.format_error(ratio - 1)
+def _change_text(step: AblationStep, base: AblationStep, key: str) -> str:
+    ratio = _ratio_text(step.job, base.job, key)
+    return "" if ratio is None or step is base else number_format.format_error(ratio - 1)
 
 
-def _effect_numbers(rungs: Sequence[AblationStep], unit: MemoryUnit) -> NumbersTable:
-    first = rungs[0]
-    priced = any(rung.job.measured(PRICE) is not None for rung in rungs)
+def _effect_numbers(steps: Sequence[AblationStep], unit: MemoryUnit) -> NumbersTable:
+    first = steps[0]
+    priced = any(rung.job.measured(PRICE) is not None for rung in steps)
     heads = ["adds"]
     for key, head in ((STEP, "step, ms"), (PEAK, f"peak, {unit.name}")):
-        known = any(rung.job.foreseen(key) is not None for rung in rungs)
+        known = any(rung.job.predicted(key) is not None for rung in steps)
         heads += [head, *(["foreseen"] if known else []), "change", "in all"]
     heads += [*(["$ a billion tokens"] if priced else []), "train loss"]
     rows = []
-    for before, rung in zip((first, *rungs), rungs, strict=False):
-        job, cells = rung.job, [", ".join(rung.added) or number_format.MISSING]
+    for before, rung in zip((first, *steps), steps, strict=False):
+        job, cells = rung.job, [", ".join(rung.added_overrides) or number_format.MISSING]
         for key, text in ((STEP, number_format.format_milliseconds), (PEAK, unit.text)):
-            known = any(each.job.foreseen(key) is not None for each in rungs)
+            known = any(each.job.predicted(key) is not None for each in steps)
             cells += [
                 text(job.measured(key)),
-                *([text(job.foreseen(key))] if known else []),
+                *([text(job.predicted(key))] if known else []),
                 _change_text(rung, before, key),
                 _change_text(rung, first, key),
             ]

@@ -37,24 +37,26 @@ LIMIT_SHOWN = 1.35
 
 
 def _prediction_error_text(
-    jobs: Sequence[ReportJob], key: str, full: Callable[[float], str], noun: str
+    jobs: Sequence[ReportJob], key: str, format_number: Callable[[float], str], noun: str
 ) -> str | None:
     """Returns how near the planner came to peaks or steps; None where it said nothing."""
-    errors = [(far, job) for job in jobs if job.run.ok and (far := job.error(key)) is not None]
+    errors = [
+        (far, job) for job in jobs if job.run.ok and (far := job.prediction_error(key)) is not None
+    ]
     if not errors:
         return None
     worst = number_format.format_percent(max(abs(far) for far, _ in errors))
     if len(errors) == 1:
-        said = errors[0][1].foreseen(key) or 0
-        return f"The planner foresaw a {noun} of {full(said)}, {worst} off."
+        said = errors[0][1].predicted(key) or 0
+        return f"The planner foresaw a {noun} of {format_number(said)}, {worst} off."
     return f"The planner foresaw these {noun}s within {worst}."
 
 
 def _common_limit(jobs: Sequence[ReportJob], unit: MemoryUnit) -> tuple[float, str] | None:
     """Returns the memory that all jobs may take, where it is near enough to matter."""
-    limits = {job.run.foreseen.get("limit_bytes") for job in jobs}
+    limits = {job.run.predicted.get("limit_bytes") for job in jobs}
     limit = limits.pop() if len(limits) == 1 else None
-    tops = [size for job in jobs for size in (job.measured(PEAK), job.foreseen(PEAK)) if size]
+    tops = [size for job in jobs for size in (job.measured(PEAK), job.predicted(PEAK)) if size]
     if limit is None or not tops or limit > LIMIT_SHOWN * max(tops):
         return None
     return limit / unit.size, f"limit {unit.full(limit)}"
@@ -62,7 +64,7 @@ def _common_limit(jobs: Sequence[ReportJob], unit: MemoryUnit) -> tuple[float, s
 
 def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
     """Returns what fills the memory, largest peak first; ``None`` if nothing measured it."""
-    jobs = sorted(comparison.shown, key=lambda j: -(j.measured(PEAK) or 0))
+    jobs = sorted(comparison.charted_jobs, key=lambda j: -(j.measured(PEAK) or 0))
     stack = _stacked_bar(
         comparison,
         jobs,
@@ -86,7 +88,7 @@ def memory_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSect
     lost = [
         (job, said)
         for job in jobs
-        if job not in drawn and job.run.status == "out_of_memory" and (said := job.foreseen(PEAK))
+        if job not in drawn and job.run.status == "out_of_memory" and (said := job.predicted(PEAK))
     ]
     for job, said in lost:
         tip = f"{job.name}: {unit.full(said)} foreseen"
@@ -140,8 +142,8 @@ def time_section(comparison: ReportComparison) -> ReportSection | None:
     """Returns where the step goes, fastest first; ``None`` if nothing timed it."""
     timed = list(comparison.jobs)
     if comparison.reference is not None:
-        timed = comparison.ranked(STEP, False)
-    jobs = [job for job in timed if job in comparison.shown]
+        timed = comparison.rank_jobs(STEP, False)
+    jobs = [job for job in timed if job in comparison.charted_jobs]
     stack = _stacked_bar(
         comparison,
         jobs,
@@ -241,12 +243,14 @@ def _stacked_bar(
                 for part, size in split[job.name].items()
             ),
             f"{text(job.measured(total))} {unit}",
-            None if (said := job.foreseen(total)) is None else said * scale,
-            "" if job.error(total) is None else number_format.format_error(job.error(total)),
+            None if (said := job.predicted(total)) is None else said * scale,
+            ""
+            if job.prediction_error(total) is None
+            else number_format.format_error(job.prediction_error(total)),
         )
         for job in drawn
     ]
-    told = any(bar.foreseen is not None for bar in bars)
+    told = any(bar.predicted is not None for bar in bars)
     key = tuple((part.colour, part.label) for part in present)
     if len(drawn) == 1:
         whole = drawn[0].measured(total)
@@ -264,7 +268,10 @@ def _stacked_bar(
                 *(text(split[job.name].get(p)) for p in present),
                 text(job.measured(total)),
                 *(
-                    (text(job.foreseen(total)), number_format.format_error(job.error(total)))
+                    (
+                        text(job.predicted(total)),
+                        number_format.format_error(job.prediction_error(total)),
+                    )
                     if told
                     else ()
                 ),

@@ -92,10 +92,10 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     return [round(place * step, digits) for place in range(first, last + 1)]
 
 
-def spread_labels(places: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Returns ``places`` moved as little as needed to stand ``gap`` apart within the bounds."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    moved = [min(max(p, top), bottom) for p in places]
+def spread_labels(positions: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
+    """Returns ``positions`` moved as little as needed to stand ``gap`` apart within the bounds."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    moved = [min(max(p, top), bottom) for p in positions]
     for above, below in pairwise(order):
         moved[below] = max(moved[below], moved[above] + gap)
     limit = bottom

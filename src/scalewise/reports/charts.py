@@ -39,13 +39,13 @@ class BarSegment:
 class StackedBar:
     """A stack under its name, with the number written beside it.
 
-    ``foreseen`` is where the planner saw its end, ``error`` how far off that is.
+    ``predicted`` is where the planner saw its end, ``error`` how far off that is.
     """
 
     name: str
     segments: tuple[BarSegment, ...]
     number: str
-    foreseen: float | None = None
+    predicted: float | None = None
     error: str = ""
 
 
@@ -56,7 +56,7 @@ class CurveLine:
     points: tuple[tuple[float, float], ...]
     label: str
     colour: str = "--c-0"
-    ink: str = "--ct-0"
+    label_colour: str = "--ct-0"
     tip: str = ""
     faint: bool = False
     dots: bool = False
@@ -94,7 +94,7 @@ def draw_stacks(
     right = 10 if narrow else column + 8
     inner = width - left - right
     ends = [sum(s.length for s in bar.segments) for bar in bars]
-    ends += [bar.foreseen for bar in bars if bar.foreseen is not None]
+    ends += [bar.predicted for bar in bars if bar.predicted is not None]
     most = max([*ends, limit[0] if limit else 0, span]) or 1.0
     marks = round_ticks(0, most, 4 if narrow else 6)
     rows, texts, seen = [], [], []
@@ -105,9 +105,9 @@ def draw_stacks(
             rows.append({"a": end, "b": end + part.length, "y": top, "z": top + thick,
                          "c": f"var({part.colour})", "tip": part.tip})  # fmt: skip
             end += part.length
-        if bar.foreseen is not None:
+        if bar.predicted is not None:
             over = 0 if narrow else 3
-            seen.append({"x": bar.foreseen, "y": top - over, "z": top + thick + 3})
+            seen.append({"x": bar.predicted, "y": top - over, "z": top + thick + 3})
         both = f"{bar.number}, {bar.error}" if narrow and bar.error else bar.number
         texts.append({"y": top - 9 if narrow else top + thick / 2, "name": bar.name,
                       "number": both, "error": bar.error})  # fmt: skip
@@ -168,13 +168,13 @@ def draw_curves(
     bound: float | None = None,
     zero: bool = False,
     note: str = "",
-    aside: str = "",
+    side_note: str = "",
     height: int = 190,
 ) -> ChartDrawing:
     """Returns curves over the step with their names at their ends, pushed apart.
 
     ``log`` takes only positive values; ``bound`` is a dashed line, ``note`` one label for all,
-    ``aside`` a text that must find room at the right, so that panels line up.
+    ``side_note`` a text that must find room at the right, so that panels line up.
     """
     sheet, narrow = ChartSheet(), width == NARROW
     points = [point for line in lines for point in line.points]
@@ -185,7 +185,7 @@ def draw_curves(
     height = max(height, _LABEL_GAP * len(named) + 10)
     left = 46 if narrow else 56
     right = max(
-        text_width([*(line.label for line in named), note, aside], 128 if narrow else 250), 14
+        text_width([*(line.label for line in named), note, side_note], 128 if narrow else 250), 14
     )
     inner = width - left - right
     across = alt.Scale(domain=[x_low, max(x_high, x_low + 1)], nice=False, zero=False)
@@ -204,7 +204,7 @@ def draw_curves(
         layers += _bound_layer(sheet, bound, y)
     where = [_position_of(line.points[-1][1], scale) * height for line in named]
     ends = zip(named, spread_labels(where, _LABEL_GAP, 4, height - 4), strict=True)
-    labels = [(line.label, f"var({line.ink})", spot) for line, spot in ends]
+    labels = [(line.label, f"var({line.label_colour})", spot) for line, spot in ends]
     if note:
         last = [line.points[-1][1] for line in lines]
         labels = [(note, INK, _position_of(sum(last) / len(last), scale) * height)]
@@ -297,12 +297,12 @@ def _position_of(number: float, scale: alt.Scale) -> float:
     return float((high - number) / (high - low))
 
 
-def _number_at(share: float, scale: alt.Scale) -> float:
-    """Returns the number that stands ``share`` below the top of ``scale``."""
+def _number_at(fraction: float, scale: alt.Scale) -> float:
+    """Returns the number that stands ``fraction`` below the top of ``scale``."""
     low, high = scale["domain"]
     if scale["type"] == "log":
-        return float(10 ** (math.log10(high) - share * math.log10(high / low)))
-    return float(high - share * (high - low))
+        return float(10 ** (math.log10(high) - fraction * math.log10(high / low)))
+    return float(high - fraction * (high - low))
 
 
 def draw_tradeoff(marks: Sequence[TradeoffMark], width: int, title: str) -> ChartDrawing:
@@ -359,7 +359,7 @@ def _place_label(
     across: float,
     down: float,
     inner: float,
-    taken: list[tuple[float, float, float, float]],
+    occupied: list[tuple[float, float, float, float]],
 ) -> tuple[int, int] | None:
     """Returns where from its point ``mark``'s name has room, and takes it; ``None`` if nowhere.
 
@@ -372,8 +372,10 @@ def _place_label(
         start = across + aside - (long if aside < 0 else 0)
         box = (start, down + off - 7, start + long, down + off + 7)
         inside = start > -30 and start + long < inner + 16
-        clear = all(box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in taken)
+        clear = all(
+            box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in occupied
+        )
         if inside and clear:
-            taken.append(box)
+            occupied.append(box)
             return aside, off
     return None

@@ -78,14 +78,14 @@ class ReportJob:
         """Returns the run's summary of ``key``, ``None`` if missing or not finite."""
         return measured_value(self.run, key)
 
-    def foreseen(self, key: str) -> float | None:
+    def predicted(self, key: str) -> float | None:
         """Returns what the planner said of the peak or of the step, before the run."""
         said = measured_value(self.run, FORESEEN[key])
-        return self.run.foreseen.get(FORESEEN[key]) if said is None else said
+        return self.run.predicted.get(FORESEEN[key]) if said is None else said
 
-    def error(self, key: str) -> float | None:
+    def prediction_error(self, key: str) -> float | None:
         """Returns how far off the planner was, as a share of what was measured."""
-        said, came = self.foreseen(key), self.measured(key)
+        said, came = self.predicted(key), self.measured(key)
         return said / came - 1 if said is not None and came else None
 
 
@@ -116,7 +116,7 @@ class ReportComparison:
         return tuple(job for job in self.jobs if job.run.status not in waiting)
 
     @cached_property
-    def crowded(self) -> bool:
+    def is_oversubscribed(self) -> bool:
         """Whether jobs ran at the same time on the cores of one machine, slowing each other."""
         spans = sorted(
             (job.run.started, job.run.ended)
@@ -125,30 +125,30 @@ class ReportComparison:
         )
         return any(later[0] < earlier[1] for earlier, later in pairwise(spans))
 
-    def ranked(self, key: str, largest_first: bool) -> list[ReportJob]:
+    def rank_jobs(self, key: str, largest_first: bool) -> list[ReportJob]:
         """Returns the finished jobs that measured ``key``, in its order."""
         having = [(job.measured(key), job) for job in self.finished]
         known = [(number, job) for number, job in having if number is not None]
         return [job for _, job in sorted(known, key=lambda p: p[0], reverse=largest_first)]
 
     @cached_property
-    def headline(self) -> tuple[str, bool]:
+    def headline_metric(self) -> tuple[str, bool]:
         """The metric that orders the page, and whether the largest comes first."""
         for key, largest_first in ((SPEED, True), (STEP, False), (LOSS, False)):
-            if self.ranked(key, largest_first):
+            if self.rank_jobs(key, largest_first):
                 return key, largest_first
         return SPEED, True
 
     @cached_property
-    def front(self) -> tuple[ReportJob, ...]:
+    def pareto_front(self) -> tuple[ReportJob, ...]:
         """Finished jobs that no other beats on both step time and peak memory, fastest first."""
-        return self.pareto(STEP, PEAK)
+        return self.find_pareto_front(STEP, PEAK)
 
-    def pareto(self, one: str, other: str) -> tuple[ReportJob, ...]:
+    def find_pareto_front(self, one: str, other: str) -> tuple[ReportJob, ...]:
         """Returns the finished jobs that none beats on two metrics of which less is better."""
         best: list[ReportJob] = []
         for job in sorted(
-            (j for j in self.ranked(one, False) if j.measured(other) is not None),
+            (j for j in self.rank_jobs(one, False) if j.measured(other) is not None),
             key=lambda j: (j.measured(one), j.measured(other)),
         ):
             if not best or (job.measured(other) or 0) < (best[-1].measured(other) or 0):
@@ -156,13 +156,13 @@ class ReportComparison:
         return tuple(best)
 
     @cached_property
-    def shown(self) -> tuple[ReportJob, ...]:
+    def charted_jobs(self) -> tuple[ReportJob, ...]:
         """The jobs that charts draw one by one: all, or the front, the failures and the best."""
         if len(self.jobs) <= SHOWN:
             return self.jobs
         first = [self.reference] if self.reference is not None else []
-        first += [*self.front[: SHOWN // 2], *_is_drawable(self.unfinished)[: SHOWN // 4]]
-        first += self.ranked(*self.headline)
+        first += [*self.pareto_front[: SHOWN // 2], *_is_drawable(self.unfinished)[: SHOWN // 4]]
+        first += self.rank_jobs(*self.headline_metric)
         kept = set(list(dict.fromkeys(first))[:SHOWN])
         return tuple(job for job in self.jobs if job in kept)
 
@@ -186,7 +186,7 @@ def compare_sweep(sweep: SweepRecord) -> ReportComparison:
     jobs = []
     for run, name in zip(sweep.jobs, names, strict=True):
         own = short.get(group_key, {}).get(
-            number_format.format_value(run.varied.get(group_key)), ""
+            number_format.format_value(run.varied_settings.get(group_key)), ""
         )
         group = groups.index(own) if own in groups else 0
         jobs.append(ReportJob(run, f"{name} #{run.number}" if name in twice else name, group))
@@ -221,7 +221,7 @@ def _ablation_names(
     names, seen = ["baseline"], set[str]()
     for before, run in pairwise(runs):
         values = (
-            {key: number_format.format_value(r.varied.get(key)) for key in short}
+            {key: number_format.format_value(r.varied_settings.get(key)) for key in short}
             for r in (before, run)
         )
         old, new = values
@@ -237,12 +237,12 @@ def _ablation_names(
 
 
 def _job_name(run: RunRecord, short: Mapping[str, Mapping[str, str]]) -> str:
-    words = [_value_word(run, key, short) for key in short if key in run.varied]
+    words = [_value_word(run, key, short) for key in short if key in run.varied_settings]
     return " · ".join(words) or run.name or f"job {run.number}"
 
 
 def _value_word(run: RunRecord, key: str, short: Mapping[str, Mapping[str, str]]) -> str:
-    item = run.varied.get(key)
+    item = run.varied_settings.get(key)
     text = short[key].get(number_format.format_value(item), number_format.format_value(item))
     bare = isinstance(item, str) and not text.replace(".", "").isdigit()
     return text if bare else f"{key.rsplit('.', 1)[-1]} {text}"
@@ -276,10 +276,10 @@ def breakdown(
     return found
 
 
-def join_forward_backward(found: Mapping[StackPart, float]) -> dict[StackPart, float]:
+def join_forward_backward(parts: Mapping[StackPart, float]) -> dict[StackPart, float]:
     """Returns a step's parts with forward and backward as one, as a pipeline measures them."""
-    both = sum(size for part, size in found.items() if part in (*PASSES, BOTH_PASSES))
-    return {part: size for part, size in found.items() if part not in PASSES} | {BOTH_PASSES: both}
+    both = sum(size for part, size in parts.items() if part in (*PASSES, BOTH_PASSES))
+    return {part: size for part, size in parts.items() if part not in PASSES} | {BOTH_PASSES: both}
 
 
 def best_index(

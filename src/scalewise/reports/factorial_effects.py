@@ -41,7 +41,7 @@ class FactorEffect:
     """Interactions that these jobs cannot tell from it."""
 
     @property
-    def clear(self) -> bool:
+    def is_significant(self) -> bool:
         """Returns whether the interval leaves out no change at all."""
         if self.low is None or self.high is None or abs(self.change) < LEAST:
             return False
@@ -52,11 +52,11 @@ class FactorEffect:
 class FactorEffects:
     """All effects on one measurement, the largest first."""
 
-    found: tuple[FactorEffect, ...]
-    untold: tuple[Name, ...]
+    effects: tuple[FactorEffect, ...]
+    inestimable: tuple[Name, ...]
     """What cannot be told for want of jobs, because some failed."""
     jobs: int
-    freedom: int
+    degrees_of_freedom: int
     """Degrees of freedom of the residual variance."""
 
 
@@ -101,31 +101,40 @@ def factor_effects(levels: Mapping[str, Sequence[int]], measured: Sequence[float
     return FactorEffects(tuple(found), tuple(untold), len(logs), freedom)
 
 
-def student_t_95(freedom: float) -> float:
+def student_t_95(degrees_of_freedom: float) -> float:
     """Returns what 95 % of Student's t stay below in size.
 
     With ``t = sqrt(freedom) tan(angle)`` the density is a power of the cosine, summed here.
     """
     angles = np.linspace(0, np.pi / 2, 200_001)
-    heights = np.cos(angles) ** (freedom - 1)
+    heights = np.cos(angles) ** (degrees_of_freedom - 1)
     below = np.concatenate([[0], np.cumsum((heights[1:] + heights[:-1]) / 2)])
-    return float(np.sqrt(freedom) * np.tan(np.interp(CONFIDENCE, below / below[-1], angles)))
+    return float(
+        np.sqrt(degrees_of_freedom) * np.tan(np.interp(CONFIDENCE, below / below[-1], angles))
+    )
 
 
-def _effect_shares(coefficient: float, reach: float) -> tuple[float, float | None, float | None]:
+def _effect_shares(
+    coefficient: float, half_width: float
+) -> tuple[float, float | None, float | None]:
     """Returns a change as a share with its interval; from -1 to 1 is twice the coefficient."""
-    ends = (None, None) if np.isnan(reach) else (coefficient - reach, coefficient + reach)
+    ends = (
+        (None, None)
+        if np.isnan(half_width)
+        else (coefficient - half_width, coefficient + half_width)
+    )
     low, high = (None if end is None else float(np.expm1(2 * end)) for end in ends)
     return float(np.expm1(2 * coefficient)), low, high
 
 
-def _residual_length(known: Sequence[Floats], column: Floats) -> float:
-    """Returns the length of what ``known`` columns leave of one, of 1 where it is new to them."""
-    matrix = np.column_stack(known)
+def _residual_length(known_columns: Sequence[Floats], column: Floats) -> float:
+    """Returns the length of what ``known_columns`` columns leave of one, of 1 where it is new to
+    them."""
+    matrix = np.column_stack(known_columns)
     rest = column - matrix @ np.linalg.lstsq(matrix, column, rcond=None)[0]
     return float(np.linalg.norm(rest) / np.linalg.norm(column))
 
 
-def _is_same(kept: Mapping[Name, Floats], column: Floats) -> Name | None:
-    pairs: Iterator[Name] = (n for n, k in kept.items() if abs(k @ column) == len(column))
+def _is_same(known_columns: Mapping[Name, Floats], column: Floats) -> Name | None:
+    pairs: Iterator[Name] = (n for n, k in known_columns.items() if abs(k @ column) == len(column))
     return next(pairs, None)

@@ -59,10 +59,10 @@ def screening_effects(comparison: ReportComparison) -> ScreeningEffects | None:
     levels = {key: (values[0], values[1]) for key, values in varying.items()}
     found = {}
     for metric in NOUNS:
-        jobs = comparison.ranked(metric, False)
+        jobs = comparison.rank_jobs(metric, False)
         measured = [job.measured(metric) or 0.0 for job in jobs]
         signs = {
-            key: [-1 if str(job.run.varied.get(key)) == str(rest) else 1 for job in jobs]
+            key: [-1 if str(job.run.varied_settings.get(key)) == str(rest) else 1 for job in jobs]
             for key, (rest, _) in levels.items()
         }
         if len(jobs) > len(levels) and min(measured) > 0:
@@ -77,7 +77,7 @@ def screening_section(comparison: ReportComparison) -> ReportSection | None:
         return None
     panels = []
     for metric, found in screen.by_metric.items():
-        noun, drawn = NOUNS[metric], found.found[:DRAWN]
+        noun, drawn = NOUNS[metric], found.effects[:DRAWN]
         labels = [screen.label(effect.name) for effect in drawn]
         picture = draw_both_widths(
             partial(_effects_dots, drawn, labels),
@@ -96,15 +96,17 @@ def screening_section(comparison: ReportComparison) -> ReportSection | None:
     )
 
 
-def finding_text(screen: ScreeningEffects) -> Markup:
+def finding_text(screening: ScreeningEffects) -> Markup:
     """Returns which technique moves what most, where its interval, if any, says that it does."""
     said = []
-    for metric, found in screen.by_metric.items():
-        alone = [effect for effect in found.found if len(effect.name) == 1]
-        clear = [effect for effect in alone if effect.clear or not found.freedom]
+    for metric, found in screening.by_metric.items():
+        alone = [effect for effect in found.effects if len(effect.name) == 1]
+        clear = [
+            effect for effect in alone if effect.is_significant or not found.degrees_of_freedom
+        ]
         if clear:
             most = clear[0]
-            name, change = screen.label(most.name), format_signed(most.change)
+            name, change = screening.label(most.name), format_signed(most.change)
             said.append(f"{name} moves {NOUNS[metric]} most ({change})")
         else:
             said.append(f"no effect on {NOUNS[metric]} stands out of the noise")
@@ -119,40 +121,40 @@ def format_signed(share: float | None) -> str:
     return f"{number_format.MINUS if share < 0 else '+'}{text}"
 
 
-def _effect_notes(screen: ScreeningEffects) -> list[str]:
-    any_of = next(iter(screen.by_metric.values()))
+def _effect_notes(screening: ScreeningEffects) -> list[str]:
+    any_of = next(iter(screening.by_metric.values()))
     jobs = number_format.pluralize(any_of.jobs, "job")
     said = [
         f"Each change is that of the geometric mean over {jobs}, "
         "whatever else varied. Of a pair: how much more the one changes beside the other.",
-        f"95% intervals by Student's t with {any_of.freedom} degrees of freedom."
-        if any_of.freedom
+        f"95% intervals by Student's t with {any_of.degrees_of_freedom} degrees of freedom."
+        if any_of.degrees_of_freedom
         else "No intervals: the jobs are as many as the effects. Repeat them to get some.",
     ]
     mixed = [
-        " = ".join(screen.label(name) for name in (effect.name, *effect.aliases))
-        for effect in any_of.found
+        " = ".join(screening.label(name) for name in (effect.name, *effect.aliases))
+        for effect in any_of.effects
         if effect.aliases
     ]
     if mixed:
         said.append(f"These jobs cannot tell apart: {'; '.join(mixed)}.")
-    if any_of.untold:
-        lost = ", ".join(screen.label(name) for name in any_of.untold)
+    if any_of.inestimable:
+        lost = ", ".join(screening.label(name) for name in any_of.inestimable)
         said.append(f"For want of jobs that finished, not told: {lost}.")
     return said
 
 
-def _effects_table(screen: ScreeningEffects) -> NumbersTable:
-    heads = [head for metric in screen.by_metric for head in (NOUNS[metric], "95% interval")]
+def _effects_table(screening: ScreeningEffects) -> NumbersTable:
+    heads = [head for metric in screening.by_metric for head in (NOUNS[metric], "95% interval")]
     by_name: dict[Name, list[str]] = {}
-    for place, found in enumerate(screen.by_metric.values()):
-        for effect in found.found:
+    for place, found in enumerate(screening.by_metric.values()):
+        for effect in found.effects:
             cells = by_name.setdefault(effect.name, [number_format.MISSING] * len(heads))
             cells[2 * place : 2 * place + 2] = [
                 format_signed(effect.change),
                 _interval_text(effect),
             ]
-    rows = tuple((screen.label(name), tuple(cells)) for name, cells in by_name.items())
+    rows = tuple((screening.label(name), tuple(cells)) for name, cells in by_name.items())
     return NumbersTable("", tuple(heads), rows)
 
 
@@ -162,26 +164,28 @@ def _interval_text(effect: FactorEffect) -> str:
     return f"{format_signed(effect.low)} to {format_signed(effect.high)}"
 
 
-def _effects_dots(drawn: Sequence[FactorEffect], labels: Sequence[str], width: int) -> ChartDrawing:
+def _effects_dots(
+    effects: Sequence[FactorEffect], labels: Sequence[str], width: int
+) -> ChartDrawing:
     """Returns a row an effect: a dot on its interval, blue where that leaves out no change."""
     sheet, narrow = ChartSheet(), width == NARROW
     row = 40 if narrow else 26
     column = 56
     left = 1 if narrow else text_width(labels, 240)
     right = 10 if narrow else column + 8
-    inner, height = width - left - right, row * len(drawn)
-    most = max(abs(effect.change) for effect in drawn) * 1.5 or 0.01
-    ends = [min(max(end or 0, -most), most) for e in drawn for end in (e.low, e.high, e.change)]
+    inner, height = width - left - right, row * len(effects)
+    most = max(abs(effect.change) for effect in effects) * 1.5 or 0.01
+    ends = [min(max(end or 0, -most), most) for e in effects for end in (e.low, e.high, e.change)]
     low, high = min(*ends, 0) * 105, max(*ends, 0) * 105
     across = alt.Scale(domain=[low, high if high > low else low + 1], nice=False, zero=False)
     down = alt.Scale(domain=[0, height], range=[0, height], nice=False)
     rows, texts = [], []
-    for place, (effect, label) in enumerate(zip(drawn, labels, strict=True)):
+    for place, (effect, label) in enumerate(zip(effects, labels, strict=True)):
         middle = place * row + (row - 11 if narrow else row / 2)
         bounds = (effect.change if end is None else end for end in (effect.low, effect.high))
         a, b = (min(max(100 * end, low), high) for end in bounds)
         tip = f"{label}: {format_signed(effect.change)}, 95% {_interval_text(effect)}"
-        colour = "var(--accent)" if effect.clear else "var(--m-other)"
+        colour = "var(--accent)" if effect.is_significant else "var(--m-other)"
         rows.append({"x": 100 * effect.change, "a": a, "b": b, "y": middle, "c": colour,
                      "tip": tip})  # fmt: skip
         texts.append({"y": middle - 17 if narrow else middle, "name": label,

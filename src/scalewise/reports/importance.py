@@ -108,14 +108,14 @@ def variance_shares(
         return {}
     found = {}
     for setting in comparison.varying:
-        values = [number_format.format_value(job.run.varied.get(setting)) for job in jobs]
+        values = [number_format.format_value(job.run.varied_settings.get(setting)) for job in jobs]
         if (share := _variance_share(values, y)) is not None:
             found[setting] = share
     return found
 
 
 def _measured_jobs(comparison: ReportComparison, key: str) -> list[ReportJob]:
-    jobs = comparison.ranked(key, False)
+    jobs = comparison.rank_jobs(key, False)
     return [job for job in jobs if (job.measured(key) or 0) > 0]
 
 
@@ -149,15 +149,15 @@ def _rank_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _is_full_grid(comparison: ReportComparison) -> bool:
     keys = list(comparison.varying)
     ran = {
-        tuple(number_format.format_value(job.run.varied.get(key)) for key in keys)
+        tuple(number_format.format_value(job.run.varied_settings.get(key)) for key in keys)
         for job in comparison.finished
     }
     return len(ran) == len(list(product(*(comparison.varying[key] for key in keys))))
 
 
-def _finding_text(found: dict[str, dict[str, float]]) -> str:
+def _finding_text(shares_by_target: dict[str, dict[str, float]]) -> str:
     leads: dict[str, list[str]] = {}
-    for label, shares in found.items():
+    for label, shares in shares_by_target.items():
         key = max(shares, key=lambda k: shares[k])
         if shares[key] >= LEADS:
             leads.setdefault(key, []).append(
@@ -165,7 +165,7 @@ def _finding_text(found: dict[str, dict[str, float]]) -> str:
             )
     if not leads:
         share = number_format.format_percent(LEADS)
-        return f"No one setting accounts for {share} of {' or of '.join(found)}"
+        return f"No one setting accounts for {share} of {' or of '.join(shares_by_target)}"
     return "; ".join(f"{key} accounts for {' and '.join(of)}" for key, of in leads.items())
 
 

@@ -53,7 +53,7 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
             number_format.format_loss(min(finals)), number_format.format_loss(max(finals))
         )
         note = f"{len(curves)} jobs, {span}"
-    drawn = [job for job in curves if job in comparison.shown]
+    drawn = [job for job in curves if job in comparison.charted_jobs]
     aside = max([note, *(f"{job.name} 0.0000" for job in drawn)], key=len)
 
     def ends(of: Mapping[ReportJob, MetricSeries], dots: bool = False) -> list[CurveLine]:
@@ -64,7 +64,7 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
                 curve,
                 points,
                 f"{job.name} {number_format.format_loss(curve.values[-1])}" if job in named else "",
-                faint=job not in comparison.shown,
+                faint=job not in comparison.charted_jobs,
                 dots=dots,
             )
             for job, curve in of.items()
@@ -73,14 +73,14 @@ def loss_section(comparison: ReportComparison) -> ReportSection | None:
     detail = f"{loss_unit(curves)}, {number_format.pluralize(len(curves), 'job')}"
     told = "Curves: train loss over the steps."
     panels = [
-        _curve_lines("Train loss", detail, ends(curves), "loss", told, note=note, aside=aside)
+        _curve_lines("Train loss", detail, ends(curves), "loss", told, note=note, side_note=aside)
     ]
     validation = _loss_curves(comparison, VALIDATION)
     if validation:
         told = "Points: validation loss over the steps."
         checks = ends(validation, dots=True)
         panels.append(
-            _curve_lines("Validation loss", loss_unit(curves), checks, "val", told, aside=aside)
+            _curve_lines("Validation loss", loss_unit(curves), checks, "val", told, side_note=aside)
         )
     distances = _distance_curves(comparison, far, points, aside)
     panels += distances
@@ -170,7 +170,7 @@ def _curve_lines(
     sentence: str,
     *,
     note: str = "",
-    aside: str = "",
+    side_note: str = "",
     log: bool = False,
     bound: float | None = None,
     zero: bool = False,
@@ -178,19 +178,29 @@ def _curve_lines(
 ) -> ChartPanel:
     def draw(width: int) -> ChartDrawing:
         return charts.draw_curves(
-            lines, width, log=log, bound=bound, zero=zero, note=note, aside=aside, height=height
+            lines,
+            width,
+            log=log,
+            bound=bound,
+            zero=zero,
+            note=note,
+            side_note=side_note,
+            height=height,
         )
 
     return ChartPanel(title, detail, draw_both_widths(draw, ident, sentence))
 
 
 def _distance_curves(
-    comparison: ReportComparison, far: Mapping[ReportJob, MetricSeries], points: int, aside: str
+    comparison: ReportComparison,
+    distances: Mapping[ReportJob, MetricSeries],
+    points: int,
+    side_note: str,
 ) -> list[ChartPanel]:
     lines = []
-    for job, found in far.items():
+    for job, found in distances.items():
         kept = [(s, v) for s, v in zip(found.steps, found.values, strict=True) if v > 0]
-        if kept and job in comparison.shown:
+        if kept and job in comparison.charted_jobs:
             clean = MetricSeries(tuple(s for s, _ in kept), tuple(v for _, v in kept))
             label = f"{job.name} {number_format.format_power(max(clean.values))}"
             lines.append(_curve_line(job, clean, points, label))
@@ -201,7 +211,9 @@ def _distance_curves(
     detail = "absolute difference of train loss, log scale"
     told = "Curves: distance of each job's loss from the reference, on a log scale."
     bound = EQUIVALENT if least < 10 * EQUIVALENT else None
-    return [_curve_lines(title, detail, lines, "far", told, log=True, bound=bound, aside=aside)]
+    return [
+        _curve_lines(title, detail, lines, "far", told, log=True, bound=bound, side_note=side_note)
+    ]
 
 
 def _loss_table(curves: Mapping[ReportJob, MetricSeries]) -> NumbersTable:
@@ -258,7 +270,7 @@ def run_loss_section(job: ReportJob) -> ReportSection | None:
             told = f"Curve: {title.lower()} over the steps."
             ident = key.split("/")[1]
             panels.append(
-                _curve_lines(title, "", [line], ident, told, aside=aside, zero=True, height=110)
+                _curve_lines(title, "", [line], ident, told, side_note=aside, zero=True, height=110)
             )
             live.append(TitledPanel(title, CurvesPanel((key,), from_zero=True)))
     return ReportSection(

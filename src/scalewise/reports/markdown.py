@@ -15,18 +15,18 @@ class _BoldParser(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.found: list[str] = []
+        self.text: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag == "b":
-            self.found.append("**")
+            self.text.append("**")
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "b":
-            self.found.append("**")
+            self.text.append("**")
 
     def handle_data(self, data: str) -> None:
-        self.found.append(_escape(data))
+        self.text.append(_escape(data))
 
 
 def to_markdown(text: str | Markup) -> str:
@@ -36,7 +36,7 @@ def to_markdown(text: str | Markup) -> str:
     parser = _BoldParser()
     parser.feed(str(text))
     parser.close()
-    return "".join(parser.found)
+    return "".join(parser.text)
 
 
 def _escape(raw: str) -> str:

@@ -57,7 +57,7 @@ def outcome_section(outcome: ValidationOutcome, jobs: Sequence[ReportJob]) -> Re
     lines = outcome_labels(known, outcome.text)
 
     def draw(width: int) -> ChartDrawing:
-        return charts.draw_curves(lines, width, aside=max((it.label for it in lines), key=len))
+        return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
 
     told = f"Points: {outcome.points}, over the steps."
     panel = ChartPanel(outcome.panel, outcome.unit, draw_both_widths(draw, outcome.anchor, told))
@@ -74,12 +74,12 @@ def _full_curve(outcome: ValidationOutcome, job: ReportJob) -> MetricSeries:
     return MetricSeries((0, *curve.steps), (first, *curve.values))
 
 
-def _finding_text(outcome: ValidationOutcome, known: dict[ReportJob, MetricSeries]) -> str:
-    ends = sorted(curve.values[-1] for curve in known.values())
+def _finding_text(outcome: ValidationOutcome, curves: dict[ReportJob, MetricSeries]) -> str:
+    ends = sorted(curve.values[-1] for curve in curves.values())
     values = number_format.format_range(outcome.text(ends[0]), outcome.text(ends[-1]))
     said = f"{outcome.finding} {values}"
-    starts = [curve.values[0] for curve in known.values() if curve.steps[0] == 0]
-    if len(starts) < len(known):
+    starts = [curve.values[0] for curve in curves.values() if curve.steps[0] == 0]
+    if len(starts) < len(curves):
         return said
     least, most = outcome.text(min(starts)), outcome.text(max(starts))
     return f"{said}, {number_format.format_range(least, most)} before training"

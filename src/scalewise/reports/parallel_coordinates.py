@@ -42,14 +42,14 @@ class CoordinateAxis:
     """One axis: where each job stands on it, 0 to 1, and what is written at which place."""
 
     label: str
-    places: dict[ReportJob, float]
+    positions: dict[ReportJob, float]
     ticks: tuple[tuple[float, str], ...]
-    live: RunSetting | SummaryNumber
+    wandb_axis: RunSetting | SummaryNumber
 
 
 def coordinates_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
     """Returns the lines of the finished jobs; ``None`` where there are too few."""
-    jobs = [job for job in comparison.ranked(STEP, False) if job.measured(PEAK) is not None]
+    jobs = [job for job in comparison.rank_jobs(STEP, False) if job.measured(PEAK) is not None]
     if len(jobs) < FEWEST:
         return None
     settings = [axis for key in comparison.varying if (axis := _setting_axis(jobs, key))]
@@ -63,7 +63,7 @@ def coordinates_section(comparison: ReportComparison, unit: MemoryUnit) -> Repor
     if not settings or not results:
         return None
     axes = [*settings, *results]
-    coloured, word, text = kinds[-1] if results[-1].live == SummaryNumber(LOSS) else kinds[0]
+    coloured, word, text = kinds[-1] if results[-1].wandb_axis == SummaryNumber(LOSS) else kinds[0]
     shades = color_bins(
         [number for job in jobs if (number := job.measured(coloured)) is not None], text
     )
@@ -90,7 +90,8 @@ def coordinates_section(comparison: ReportComparison, unit: MemoryUnit) -> Repor
         ),
         live=(
             TitledPanel(
-                "Settings and results", CoordinatesPanel(tuple((a.live, a.label) for a in axes))
+                "Settings and results",
+                CoordinatesPanel(tuple((a.wandb_axis, a.label) for a in axes)),
             ),
         ),
     )
@@ -99,9 +100,9 @@ def coordinates_section(comparison: ReportComparison, unit: MemoryUnit) -> Repor
 def _setting_axis(jobs: Sequence[ReportJob], key: str) -> CoordinateAxis | None:
     """Returns a setting's axis, its values evenly spaced: numbers by size, else by name."""
     own = {
-        job: number_format.format_value(job.run.varied[key])
+        job: number_format.format_value(job.run.varied_settings[key])
         for job in jobs
-        if key in job.run.varied
+        if key in job.run.varied_settings
     }
     values = sorted(dict.fromkeys(own.values()))
     if len(values) < 2:
@@ -144,7 +145,7 @@ def _finding_text(comparison: ReportComparison, jobs: Sequence[ReportJob]) -> Ma
     best = jobs[: max(2, len(jobs) // 4)]
     shared = []
     for key in comparison.varying:
-        values = {number_format.format_value(job.run.varied.get(key)) for job in best}
+        values = {number_format.format_value(job.run.varied_settings.get(key)) for job in best}
         if len(values) == 1:
             shared.append(f"{key}={values.pop()}")
     count = number_format.pluralize(len(best), "fastest job")
@@ -182,12 +183,12 @@ def _draw_axes(
     for faint in (True, False):
         rows = []
         for number, job in enumerate(jobs):
-            if (job not in comparison.shown) is not faint:
+            if (job not in comparison.charted_jobs) is not faint:
                 continue
             ink = "var(--faint)" if faint else f"var({colours[job]})"
             for place, axis in enumerate(axes):
-                if job in axis.places:
-                    a, b = at(place, axis.places[job])
+                if job in axis.positions:
+                    a, b = at(place, axis.positions[job])
                     rows.append(
                         {"x": a, "y": b, "o": place, "line": number, "tip": job.name, "c": ink}
                     )
@@ -215,8 +216,8 @@ def _draw_axes(
 def _axis_labels(
     sheet: ChartSheet,
     axes: Sequence[CoordinateAxis],
-    at: Callable[[int, float], tuple[float, float]],
-    down: bool,
+    locate: Callable[[int, float], tuple[float, float]],
+    is_vertical: bool,
     x: alt.X,
     y: alt.Y,
 ) -> list[alt.Chart]:
@@ -224,11 +225,11 @@ def _axis_labels(
     names: Rows = []
     texts: Rows = []
     for place, axis in enumerate(axes):
-        a, b = at(place, 0 if down else 1)
-        names.append({"x": a, "y": b - (10 if down else 26), "t": axis.label})
+        a, b = locate(place, 0 if is_vertical else 1)
+        names.append({"x": a, "y": b - (10 if is_vertical else 26), "t": axis.label})
         for share, text in axis.ticks:
-            a, b = at(place, share)
-            spot = (a - share * len(text) * CHARACTER, b + 12) if down else (a + 6, b - 9)
+            a, b = locate(place, share)
+            spot = (a - share * len(text) * CHARACTER, b + 12) if is_vertical else (a + 6, b - 9)
             texts.append({"x": spot[0], "y": spot[1], "t": text})
     layers = []
     weights: tuple[tuple[Rows, str, Literal[600, 400]], ...] = (

@@ -94,7 +94,7 @@ def tradeoff_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSe
 
 def _measured_jobs(comparison: ReportComparison, *measures: TradeoffMeasure) -> list[ReportJob]:
     """Returns the finished jobs that measured all of them, in the order of the first."""
-    jobs = comparison.ranked(measures[0].key, False)
+    jobs = comparison.rank_jobs(measures[0].key, False)
     return [job for job in jobs if all(job.measured(m.key) is not None for m in measures)]
 
 
@@ -108,7 +108,7 @@ def _tradeoff_panel(
 ) -> ChartPanel:
     """Returns the second of two measures against the first, with the front of both."""
     x, y = measures
-    front, shaped = comparison.pareto(x.key, y.key), comparison.group_key == "precision"
+    front, shaped = comparison.find_pareto_front(x.key, y.key), comparison.group_key == "precision"
     marks = []
     for job in _measured_jobs(comparison, x, y):
         end, a, b = (job.measured(key) for key in (LOSS, x.key, y.key))

@@ -32,7 +32,7 @@ def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
     lines = [chance, *outcome_labels(known, number_format.format_percent)]
 
     def draw(width: int) -> ChartDrawing:
-        return charts.draw_curves(lines, width, aside=max((it.label for it in lines), key=len))
+        return charts.draw_curves(lines, width, side_note=max((it.label for it in lines), key=len))
 
     told = "Points: share of held-out pairs that are preferred rightly, over the steps."
     panel = ChartPanel(
@@ -49,22 +49,22 @@ def preference_section(jobs: Sequence[ReportJob]) -> ReportSection | None:
 
 
 def outcome_labels(
-    known: Mapping[ReportJob, MetricSeries], told: Callable[[float], str]
+    curves: Mapping[ReportJob, MetricSeries], format_label: Callable[[float], str]
 ) -> list[CurveLine]:
-    """Returns the lines of jobs, with what is ``told`` of their ends beside them."""
+    """Returns the lines of jobs, with what is ``format_label`` of their ends beside them."""
     lines = []
-    for job, curve in known.items():
+    for job, curve in curves.items():
         kept = lttb(curve, 60)
-        name = f"{job.name} " if len(known) > 1 else ""
-        label = f"{name}{told(curve.values[-1])}" if len(known) <= SHOWN else ""
+        name = f"{job.name} " if len(curves) > 1 else ""
+        label = f"{name}{format_label(curve.values[-1])}" if len(curves) <= SHOWN else ""
         points = tuple(zip(kept.steps, kept.values, strict=True))
         colours = (f"--c-{job.group}", f"--ct-{job.group}")
         lines.append(CurveLine(points, label, *colours, job.name, dots=True))
     return lines
 
 
-def _finding_text(known: dict[ReportJob, MetricSeries]) -> str:
-    ends = sorted(curve.values[-1] for curve in known.values())
+def _finding_text(curves: dict[ReportJob, MetricSeries]) -> str:
+    ends = sorted(curve.values[-1] for curve in curves.values())
     span = number_format.format_range(
         number_format.format_percent(ends[0]), number_format.format_percent(ends[-1])
     )

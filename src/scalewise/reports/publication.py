@@ -31,83 +31,88 @@ class ReportPublication:
         inside = [folder / job["folder"] for job in listed]
         inside = [own for own in inside if own.resolve().is_relative_to(folder.resolve())]
         self._folders = inside or [folder]
-        self._count, self._whole = len(self._folders), True
+        self._count, self._complete = len(self._folders), True
 
     def publish(self) -> bool:
         """Returns whether all of it is at the server now; says what is not."""
-        there = [(told, run) for told in self._tracked() if (run := self._delivered(told))]
+        there = [(told, run) for told in self._iter_tracked_runs() if (run := self._deliver(told))]
         if there:
             _, newest = there[-1]
-            self._report(str(newest.entity), str(newest.project))
+            self._publish_report(str(newest.entity), str(newest.project))
         for told, run in there:
-            self._settle(told.folder, run)
+            self._send_missing(told.folder, run)
         if there and self._folder not in self._folders:
-            self._link(self._folder)
-        return self._whole
+            self._rewrite_page(self._folder)
+        return self._complete
 
-    def _tracked(self) -> Iterable[SyncedRun]:
+    def _iter_tracked_runs(self) -> Iterable[SyncedRun]:
         """Yields the runs that have something to send."""
         for folder in self._folders:
             try:
-                told = SyncedRun.of(folder)
+                told = SyncedRun.from_folder(folder)
             except ScalewiseError as error:
-                self._say(folder, f"left out: {error}")
+                self._print_status(folder, f"left out: {error}")
                 continue
             if not told.wandb.get("id"):
-                self._say(folder, "left out: it was not tracked")
+                self._print_status(folder, "left out: it was not tracked")
             elif sweep_record.is_running(told.status):
-                self._say(folder, "left out: it still runs; publish it when it has ended")
-                self._whole = False
+                self._print_status(folder, "left out: it still runs; publish it when it has ended")
+                self._complete = False
             else:
                 yield told
 
-    def _delivered(self, told: SyncedRun) -> Any:
-        entity = self._entity or str(told.wandb.get("entity") or self._server.account)
-        project = self._project or str(told.wandb["project"])
+    def _deliver(self, synced_run: SyncedRun) -> Any:
+        entity = self._entity or str(synced_run.wandb.get("entity") or self._server.account)
+        project = self._project or str(synced_run.wandb["project"])
         try:
-            run = deliver_run(self._server, told, entity, project)
-            facts = {**told.wandb, "entity": run.entity, "project": run.project, "url": run.url}
-            _print_note(told.folder / "status.json", facts)
+            run = deliver_run(self._server, synced_run, entity, project)
+            facts = {
+                **synced_run.wandb,
+                "entity": run.entity,
+                "project": run.project,
+                "url": run.url,
+            }
+            _print_note(synced_run.folder / "status.json", facts)
         except Exception as error:  # a server, a disk, a damaged file
-            self._lost(told.folder, _failure_reason(error, told.folder))
+            self._record_failure(synced_run.folder, _failure_reason(error, synced_run.folder))
             return None
-        self._say(told.folder, str(run.url))
+        self._print_status(synced_run.folder, str(run.url))
         return run
 
-    def _report(self, entity: str, project: str) -> None:
+    def _publish_report(self, entity: str, project: str) -> None:
         """Publishes the report of the whole, which notes where it is; a job's is its sweep's."""
         if (self._folder.parent / "sweep.json").is_file():
             return
         try:
             url = wandb_report.publish_report(self._folder, entity=entity, project=project)
         except Exception as error:  # the client raises many kinds
-            self._lost(self._folder, f"its report: {server_error_text(error)}")
+            self._record_failure(self._folder, f"its report: {server_error_text(error)}")
         else:
             print_lines(f"W&B report {url}")
 
-    def _settle(self, folder: Path, run: Any) -> None:
+    def _send_missing(self, folder: Path, run: Any) -> None:
         try:
-            self._link(folder)
-            send_missing(self._server, SyncedRun.of(folder), run)
+            self._rewrite_page(folder)
+            send_missing(self._server, SyncedRun.from_folder(folder), run)
         except Exception as error:  # as above
-            self._lost(folder, _failure_reason(error, folder))
+            self._record_failure(folder, _failure_reason(error, folder))
 
-    def _link(self, folder: Path) -> None:
+    def _rewrite_page(self, folder: Path) -> None:
         """Writes a folder's page again, which knows now where W&B has it."""
         try:
             page.write_page(folder)
         except OSError as error:  # a full disk costs the page and nothing else
-            self._lost(folder, f"its page: {error}")
+            self._record_failure(folder, f"its page: {error}")
 
-    def _lost(self, folder: Path, error: object) -> None:
-        self._whole = False
-        self._say(folder, f"not sent: {error}")
-        self._server.must_answer()
+    def _record_failure(self, folder: Path, error: object) -> None:
+        self._complete = False
+        self._print_status(folder, f"not sent: {error}")
+        self._server.require_answer()
 
-    def _say(self, folder: Path, what: str) -> None:
+    def _print_status(self, folder: Path, message: str) -> None:
         listed = self._count > 1 and folder in self._folders
         place = f"{self._folders.index(folder) + 1}/{self._count} " if listed else ""
-        print_lines(f"{place}{_short_text(folder)}  {what}")
+        print_lines(f"{place}{_short_text(folder)}  {message}")
 
 
 def _failure_reason(error: Exception, folder: Path) -> str:

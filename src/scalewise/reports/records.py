@@ -76,7 +76,7 @@ class SuggestedOverride:
     """An override that may mend a failure, and why."""
 
     override: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class RunRecord:
     number: int | None = None
     status: str = "not_run"
     reason: str = ""
-    verb: str = "train"
+    subcommand: str = "train"
     name: str = ""
     question: str = ""
     command: str = ""
     choices: Mapping[str, object] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
-    varied: Mapping[str, object] = field(default_factory=dict)
-    changed: tuple[SettingChange, ...] = ()
+    varied_settings: Mapping[str, object] = field(default_factory=dict)
+    changed_settings: tuple[SettingChange, ...] = ()
     started: datetime | None = None
     ended: datetime | None = None
     seconds: float | None = None
@@ -109,14 +109,14 @@ class RunRecord:
     """How ``trainer.micro_batch=auto`` was settled."""
     rank: int | None = None
     log_tail: tuple[str, ...] = ()
-    cures: tuple[SuggestedOverride, ...] = ()
+    fixes: tuple[SuggestedOverride, ...] = ()
     summary: RunSummary | None = None
     series: Mapping[str, MetricSeries] = field(default_factory=dict)
-    ledger: Mapping[str, float] = field(default_factory=dict)
+    memory_breakdown: Mapping[str, float] = field(default_factory=dict)
     """Bytes that were foreseen at the peak, by line."""
     step_parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step that were foreseen, by what they go into."""
-    foreseen: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)
     """The numbers of :data:`PREDICTED` that are known."""
 
     @property
@@ -133,7 +133,7 @@ class SweepRecord:
     name: str
     question: str
     command: str
-    verb: str
+    subcommand: str
     started: datetime | None
     ended: datetime | None
     varying: Mapping[str, tuple[object, ...]]
@@ -152,7 +152,9 @@ def read_record(folder: Path) -> RunRecord | SweepRecord:
     run = read_run(folder)
     if run is None:
         reason = "neither a run (readable status.json) nor a sweep (readable sweep.json)"
-        raise ConfigError.one("", "", f"{folder}: {reason}", "scalewise report runs/NAME/TIMESTAMP")
+        raise ConfigError.for_key(
+            "", "", f"{folder}: {reason}", "scalewise report runs/NAME/TIMESTAMP"
+        )
     return run
 
 
@@ -170,14 +172,14 @@ def read_run(folder: Path) -> RunRecord | None:
         folder=folder.name,
         status=status.get("status") or "failed",
         reason=status.get("reason", ""),
-        verb=status.get("verb") or "train",
+        subcommand=status.get("verb") or "train",
         name=status.get("name") or folder.name,
         question=status.get("question", ""),
         command=status.get("command", ""),
         choices=status.get("choices", {}),
         overrides=tuple(status.get("overrides", ())),
-        varied=status.get("varied", {}),
-        changed=tuple(
+        varied_settings=status.get("varied", {}),
+        changed_settings=tuple(
             SettingChange(row["key"], row["default"], row["value"])
             for row in status.get("changed", ())
         ),
@@ -194,19 +196,19 @@ def read_run(folder: Path) -> RunRecord | None:
         micro_batch=status.get("micro_batch", {}),
         rank=status.get("rank"),
         log_tail=tuple(status.get("log_tail", ())),
-        cures=tuple(
+        fixes=tuple(
             SuggestedOverride(row["override"], row["why"]) for row in status.get("cures", ())
         ),
         summary=_read_summary(folder / "summary.json"),
         series=_read_series(folder / "metrics.csv"),
-        ledger=plan.get("ledger", {}),
+        memory_breakdown=plan.get("ledger", {}),
         step_parts=_known_numbers(plan.get("step_parts", {})),
-        foreseen=_known_numbers({key: plan.get(key) for key in PREDICTED}),
+        predicted=_known_numbers({key: plan.get(key) for key in PREDICTED}),
     )
 
 
-def _read_sweep(folder: Path, found: dict[str, Any]) -> SweepRecord:
-    sweep = _redacted(found)
+def _read_sweep(folder: Path, record: dict[str, Any]) -> SweepRecord:
+    sweep = _redacted(record)
     jobs = [_read_job(folder, row) for row in sweep.get("jobs", ())]
     jobs.sort(key=lambda job: job.number or 0)
     numbers = [job.number for job in jobs]
@@ -216,7 +218,7 @@ def _read_sweep(folder: Path, found: dict[str, Any]) -> SweepRecord:
         name=sweep.get("name") or folder.name,
         question=sweep.get("question", ""),
         command=sweep.get("command", ""),
-        verb=sweep.get("verb") or "train",
+        subcommand=sweep.get("verb") or "train",
         started=_parse_time(sweep.get("started")),
         ended=_parse_time(sweep.get("ended")),
         varying={key: tuple(values) for key, values in sweep.get("varying", {}).items()},
@@ -234,7 +236,7 @@ def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
         try:
             run = read_run(folder / name)
         except RecordError as error:
-            reason = redact.redact_text(error.complaints[0].reason)
+            reason = redact.redact_text(error.issues[0].reason)
     if run is None:
         run = RunRecord(
             folder=name,
@@ -243,7 +245,7 @@ def _read_job(folder: Path, row: Mapping[str, Any]) -> RunRecord:
             reason=row.get("reason") or reason,
             overrides=tuple(row.get("overrides", ())),
         )
-    return replace(run, number=row["number"], varied=row["varied"] or run.varied)
+    return replace(run, number=row["number"], varied_settings=row["varied"] or run.varied_settings)
 
 
 def _read_summary(path: Path) -> RunSummary | None:

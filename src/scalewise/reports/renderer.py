@@ -33,16 +33,16 @@ class ChartRenderer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._deaths = 0
+        self._num_crashes = 0
         self._lock = threading.Lock()
 
     def svg(self, spec: Mapping[str, Any], version: str) -> str:
         """Returns the SVG of a specification; raises ``RenderError``."""
         line = json.dumps({"spec": spec, "version": version}) + "\n"
         with self._lock:
-            if self._deaths == DEATHS:
+            if self._num_crashes == DEATHS:
                 raise RenderError("the chart renderer has died before")
-            process = self._started()
+            process = self._start_process()
             assert process.stdin is not None
             assert process.stdout is not None
             timer = threading.Timer(PATIENCE, process.kill)
@@ -60,8 +60,8 @@ class ChartRenderer:
             finally:
                 timer.cancel()
             if not answer:
-                self._deaths += 1
-                raise RenderError(f"the chart renderer died: {self._cause()}")
+                self._num_crashes += 1
+                raise RenderError(f"the chart renderer died: {self._find_exit_cause()}")
         told = json.loads(answer)
         if "error" in told:
             raise RenderError(told["error"])
@@ -70,9 +70,9 @@ class ChartRenderer:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            self._cause()
+            self._find_exit_cause()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         if self._process is None:
             try:
                 self._process = subprocess.Popen(  # noqa: S603 (a list of our own words)
@@ -85,11 +85,11 @@ class ChartRenderer:
                     process_group=0,  # a terminal's Ctrl-C is for its parent, whose end it notices
                 )
             except OSError as error:
-                self._deaths = DEATHS
+                self._num_crashes = DEATHS
                 raise RenderError(f"no process for the chart renderer: {error}") from error
         return self._process
 
-    def _cause(self) -> str:
+    def _find_exit_cause(self) -> str:
         """Ends the process and returns how it died."""
         process, self._process = self._process, None
         assert process is not None

@@ -15,7 +15,7 @@ def reproduce_commands(
 ) -> list[tuple[str, str]]:
     """Returns what to paste, each under a line that says what it does."""
     found = [("This run" if isinstance(record, RunRecord) else "The whole sweep", record.command)]
-    winners = comparison.ranked(*comparison.headline)
+    winners = comparison.rank_jobs(*comparison.headline_metric)
     if isinstance(record, SweepRecord) and winners:
         found.append((f"{winners[0].name} alone", winners[0].run.command))
     if isinstance(record, SweepRecord) and "failed" in (job.status for job in record.jobs):
@@ -49,11 +49,16 @@ def _unsynced_folder(comparison: ReportComparison, record: RunRecord | SweepReco
 def setting_changes(comparison: ReportComparison) -> list[tuple[str, str, str]]:
     """Returns key, default and value of each setting that differs from the defaults."""
     runs = [job.run for job in comparison.jobs]
-    defaults = {c.key: number_format.format_value(c.default) for run in runs for c in run.changed}
+    defaults = {
+        c.key: number_format.format_value(c.default) for run in runs for c in run.changed_settings
+    }
     found = []
     for key, default in defaults.items():
         values = common_value(
-            number_format.format_value(c.value) for run in runs for c in run.changed if c.key == key
+            number_format.format_value(c.value)
+            for run in runs
+            for c in run.changed_settings
+            if c.key == key
         )
         if key in comparison.varying:
             values = f"{len(comparison.varying[key])} values"

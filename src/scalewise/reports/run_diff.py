@@ -21,63 +21,71 @@ MEASURED = tuple(
 class ValuePair:
     """One thing of two runs; None: of one of them it is not known."""
 
-    what: str
-    one: object
-    other: object
+    name: str
+    first: object
+    second: object
 
     @property
     def ratio(self) -> float | None:
         """Returns the other's number over the one's."""
-        if isinstance(self.one, int | float) and isinstance(self.other, int | float) and self.one:
-            return self.other / self.one
+        if (
+            isinstance(self.first, int | float)
+            and isinstance(self.second, int | float)
+            and self.first
+        ):
+            return self.second / self.first
         return None
 
 
-def setting_pairs(one: RunRecord, other: RunRecord) -> tuple[ValuePair, ...]:
+def setting_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
     """Returns the settings that differ, options before fields."""
-    ours = {change.key: change for change in one.changed}
-    theirs = {change.key: change for change in other.changed}
-    usual = {change.key: change.default for change in (*other.changed, *one.changed)}
+    ours = {change.key: change for change in first.changed_settings}
+    theirs = {change.key: change for change in second.changed_settings}
+    usual = {
+        change.key: change.default for change in (*second.changed_settings, *first.changed_settings)
+    }
     pairs = [
         ValuePair(key, *(held[key].value if key in held else default for held in (ours, theirs)))
         for key, default in usual.items()
     ]
-    pairs = [pair for pair in pairs if pair.one != pair.other]
-    return tuple(sorted(pairs, key=lambda pair: "." in pair.what))
+    pairs = [pair for pair in pairs if pair.first != pair.second]
+    return tuple(sorted(pairs, key=lambda pair: "." in pair.name))
 
 
-def predicted_pairs(one: RunRecord, other: RunRecord) -> tuple[ValuePair, ...]:
+def predicted_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
     """Returns the lines of the two ledgers at their peaks, what differs most first."""
-    return _table_pairs(one.ledger, other.ledger)
+    return _table_pairs(first.memory_breakdown, second.memory_breakdown)
 
 
-def step_time_pairs(one: RunRecord, other: RunRecord) -> tuple[ValuePair, ...]:
+def step_time_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
     """Returns the parts of the two steps, in seconds, what differs most first."""
-    return _table_pairs(one.step_parts, other.step_parts)
+    return _table_pairs(first.step_parts, second.step_parts)
 
 
-def _table_pairs(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[ValuePair, ...]:
+def _table_pairs(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[ValuePair, ...]:
     def apart(what: str) -> float:
-        return abs(other.get(what, 0.0) - one.get(what, 0.0))
+        return abs(second.get(what, 0.0) - first.get(what, 0.0))
 
-    names = sorted(dict.fromkeys((*one, *other)), key=apart, reverse=True)
-    return tuple(ValuePair(name, one.get(name, 0.0), other.get(name, 0.0)) for name in names)
+    names = sorted(dict.fromkeys((*first, *second)), key=apart, reverse=True)
+    return tuple(ValuePair(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names)
 
 
-def measured_pairs(one: RunRecord, other: RunRecord) -> tuple[ValuePair, ...]:
+def measured_pairs(first: RunRecord, second: RunRecord) -> tuple[ValuePair, ...]:
     """Returns what was measured of either."""
-    pairs = (ValuePair(key, _metric_pair(one, key), _metric_pair(other, key)) for key in MEASURED)
-    return tuple(pair for pair in pairs if pair.one is not None or pair.other is not None)
+    pairs = (
+        ValuePair(key, _metric_pair(first, key), _metric_pair(second, key)) for key in MEASURED
+    )
+    return tuple(pair for pair in pairs if pair.first is not None or pair.second is not None)
 
 
-def change_sentences(one: RunRecord, other: RunRecord) -> Iterator[str]:
+def change_sentences(first: RunRecord, second: RunRecord) -> Iterator[str]:
     """Yields what became of peak and step, beside what was foreseen of them."""
     words = {PEAK: ("The peak is", "less", "more")}
     words[STEP] = ("A step takes", "less time", "more time")
     for key, (head, less, more) in words.items():
-        came = ValuePair(key, _metric_pair(one, key), _metric_pair(other, key)).ratio
+        came = ValuePair(key, _metric_pair(first, key), _metric_pair(second, key)).ratio
         said = ValuePair(
-            key, _metric_pair(one, FORESEEN[key]), _metric_pair(other, FORESEEN[key])
+            key, _metric_pair(first, FORESEEN[key]), _metric_pair(second, FORESEEN[key])
         ).ratio
         if came is None:
             continue

@@ -62,7 +62,7 @@ def comparison_heading(comparison: ReportComparison) -> str:
     """Returns how far apart the jobs are in speed and memory."""
     said = []
     for key, noun in ((SPEED, "speed"), (PEAK, "peak memory")):
-        known = [job.measured(key) or 0 for job in comparison.ranked(key, False)]
+        known = [job.measured(key) or 0 for job in comparison.rank_jobs(key, False)]
         if len(known) > 1 and known[0] > 0:
             spread = known[-1] / known[0]
             far = (
@@ -93,10 +93,10 @@ def part_shares(
     return found
 
 
-def largest_part(found: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) -> StackPart | None:
+def largest_part(shares: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) -> StackPart | None:
     """Returns the part that is the largest in every job, if there is one."""
     tops: dict[str, tuple[float, StackPart]] = {}
-    for part, rows in found.items():
+    for part, rows in shares.items():
         for share, job in rows:
             if share > tops.get(job.name, (0.0, part))[0]:
                 tops[job.name] = (share, part)
@@ -114,36 +114,36 @@ def _share_range(rows: Sequence[tuple[float, ReportJob]]) -> str:
 _TAKES = {"parameters": "take", "gradients": "take", "activations": "take"}
 
 
-def _share_verb(part: StackPart, rest: StackPart, whole: str) -> str:
-    label = f"what no {whole} names" if part is rest else part.label
+def _share_verb(part: StackPart, rest: StackPart, total_name: str) -> str:
+    label = f"what no {total_name} names" if part is rest else part.label
     label = "the optimizer" if label == "optimizer" else label
     return number_format.capitalize_first(f"{label} {_TAKES.get(part.label, 'takes')}")
 
 
 def memory_heading(
-    found: Mapping[StackPart, Sequence[tuple[float, ReportJob]]],
+    shares: Mapping[StackPart, Sequence[tuple[float, ReportJob]]],
     peaks: Sequence[float],
     unit: MemoryUnit,
     rest: StackPart,
 ) -> str:
     """Returns what fills the memory, or the range of the peaks (bytes, smallest first)."""
-    top = largest_part(found)
+    top = largest_part(shares)
     low, high = unit.text(peaks[0]), unit.text(peaks[-1])
     whole = f"peaks run from {low} to {unit.full(peaks[-1])}"
     if low == high:
         whole = f"the peak is {unit.full(peaks[-1])}"
     if top is None:
         return number_format.capitalize_first(whole)
-    share = _share_range(found[top])
+    share = _share_range(shares[top])
     if len(peaks) == 1:
         return f"{_share_verb(top, rest, 'counter')} {share} of the {unit.full(peaks[0])} peak"
     return f"{_share_verb(top, rest, 'counter')} {share} of the peak; {whole}"
 
 
-def time_heading(found: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) -> Markup:
+def time_heading(shares: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) -> Markup:
     """Returns where the step goes: a stall where there is one, else the largest part."""
-    by_label = {part.label: rows for part, rows in found.items()}
-    single = all(len(rows) == 1 for rows in found.values())
+    by_label = {part.label: rows for part, rows in shares.items()}
+    single = all(len(rows) == 1 for rows in shares.values())
     for label, limit, verb in (
         ("data", 0.10, "Waiting for data takes"),
         (TIME_REST.label, 0.25, "Time outside data, forward, backward and optimizer takes"),
@@ -153,11 +153,11 @@ def time_heading(found: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) -
         if worst is not None and worst[0] >= limit:
             whose = "the step" if single else Markup("the step of {}").format(worst[1].name)
             return Markup("{} {} of {}").format(verb, number_format.format_percent(worst[0]), whose)
-    top = largest_part(found)
+    top = largest_part(shares)
     if top is None:
         return Markup("No one part leads in every job")
     return Markup("{} {} of the step").format(
-        _share_verb(top, TIME_REST, "timer"), _share_range(found[top])
+        _share_verb(top, TIME_REST, "timer"), _share_range(shares[top])
     )
 
 
@@ -169,7 +169,7 @@ def loss_heading(comparison: ReportComparison) -> Markup:
         for job in comparison.finished
         if (far := largest_distance(job, reference)) is not None
     ]
-    order = comparison.ranked(LOSS, False)
+    order = comparison.rank_jobs(LOSS, False)
     if reference is None or not known or max(known, key=lambda k: k[0])[0] > 0.1:
         return _loss_range(order)
     near = sorted(far for far, _ in known if far <= EQUIVALENT)
@@ -244,7 +244,7 @@ def throughput_heading(speeds: Sequence[float]) -> str:
 
 def trade_heading(comparison: ReportComparison) -> Markup:
     """Returns the jobs that are worth having."""
-    front = comparison.front
+    front = comparison.pareto_front
     if len(front) == 1:
         return Markup("{} beats the rest on time and memory").format(front[0].name)
     if len(front) > 4:

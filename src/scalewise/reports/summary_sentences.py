@@ -108,15 +108,15 @@ def _run_summary(job: ReportJob, unit: MemoryUnit) -> Markup:
     return Markup(" ").join(said or [Markup("The run finished.")])
 
 
-def _speedup_text(ahead: float, behind: float) -> str:
+def _speedup_text(faster: float, slower: float) -> str:
     """Returns 2.8 times or, for less than 1.1 times, ``3% more than``."""
-    if ahead / behind >= 1.1:
-        return number_format.format_ratio(ahead / behind)
-    return f"{number_format.format_percent(ahead / behind - 1)} more than"
+    if faster / slower >= 1.1:
+        return number_format.format_ratio(faster / slower)
+    return f"{number_format.format_percent(faster / slower - 1)} more than"
 
 
 def _speed_sentence(comparison: ReportComparison) -> Markup | None:
-    order = comparison.ranked(SPEED, True)
+    order = comparison.rank_jobs(SPEED, True)
     if not order:
         return None
     top, speed = order[0], order[0].measured(SPEED) or 0
@@ -136,8 +136,8 @@ def _speed_sentence(comparison: ReportComparison) -> Markup | None:
 
 
 def _memory_sentence(comparison: ReportComparison, unit: MemoryUnit) -> Markup | None:
-    order = comparison.ranked(PEAK, False)
-    fastest = comparison.ranked(SPEED, True)
+    order = comparison.rank_jobs(PEAK, False)
+    fastest = comparison.rank_jobs(SPEED, True)
     if len(order) < 2 or not fastest:
         return None
     top, peak = order[0], order[0].measured(PEAK) or 0
@@ -158,7 +158,7 @@ def _memory_sentence(comparison: ReportComparison, unit: MemoryUnit) -> Markup |
 
 
 def _loss_sentence(comparison: ReportComparison) -> Markup | None:
-    order = comparison.ranked(LOSS, False)
+    order = comparison.rank_jobs(LOSS, False)
     if len(order) < 2:
         return None
     low, high = order[0].measured(LOSS) or 0, order[-1].measured(LOSS) or 0

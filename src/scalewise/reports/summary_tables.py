@@ -153,7 +153,7 @@ def outcome_matrices(comparison: ReportComparison) -> list[OutcomeMatrix]:
             job
             for job in comparison.jobs
             if not extra
-            or number_format.format_value(job.run.varied.get(extra[0]))
+            or number_format.format_value(job.run.varied_settings.get(extra[0]))
             == number_format.format_value(third)
         ]
         rows = []
@@ -176,10 +176,11 @@ def outcome_matrices(comparison: ReportComparison) -> list[OutcomeMatrix]:
     return found
 
 
-def _cell_value(job: ReportJob, at: dict[str, object]) -> bool:
+def _cell_value(job: ReportJob, cell: dict[str, object]) -> bool:
     return all(
-        number_format.format_value(job.run.varied.get(key)) == number_format.format_value(item)
-        for key, item in at.items()
+        number_format.format_value(job.run.varied_settings.get(key))
+        == number_format.format_value(item)
+        for key, item in cell.items()
         if key
     )
 
@@ -200,7 +201,7 @@ def status_glyph(run: RunRecord) -> str:
 
 
 def _outcome_text(comparison: ReportComparison, job: ReportJob) -> tuple[str, str]:
-    key, _ = comparison.headline
+    key, _ = comparison.headline_metric
     number = job.measured(key)
     if not job.run.ok or number is None:
         return status_glyph(job.run), status_word(job.run.status)
@@ -269,7 +270,7 @@ def comparison_table(comparison: ReportComparison, unit: MemoryUnit) -> list[Tab
         )
 
     def off(label: str, key: str) -> TableColumn | None:
-        errors = [job.error(key) if job.run.ok else None for job in jobs]
+        errors = [job.prediction_error(key) if job.run.ok else None for job in jobs]
         if all(number is None for number in errors):
             return None
         return TableColumn(
@@ -319,7 +320,7 @@ def format_utilization(fraction: float | None) -> str:
 
 def order_jobs(comparison: ReportComparison) -> list[ReportJob]:
     """Returns all jobs: the finished by the headline metric, then the others as they came."""
-    first = comparison.ranked(*comparison.headline)
+    first = comparison.rank_jobs(*comparison.headline_metric)
     return [*first, *(job for job in comparison.jobs if job not in first)]
 
 
@@ -327,11 +328,11 @@ def failure_cards(comparison: ReportComparison) -> list[FailureCard]:
     """Returns a card for each way in which jobs did not finish, with the first job's log."""
     alike: dict[tuple[object, ...], list[ReportJob]] = {}
     for job in comparison.unfinished:
-        alike.setdefault((job.run.status, job.run.reason, job.run.cures), []).append(job)
+        alike.setdefault((job.run.status, job.run.reason, job.run.fixes), []).append(job)
     return [_failure_card(jobs[0], tuple(job.name for job in jobs[1:])) for jobs in alike.values()]
 
 
-def _failure_card(job: ReportJob, same: tuple[str, ...]) -> FailureCard:
+def _failure_card(job: ReportJob, other_jobs: tuple[str, ...]) -> FailureCard:
     run = job.run
     done = run.summary.steps if run.summary else None
     where = [
@@ -347,15 +348,15 @@ def _failure_card(job: ReportJob, same: tuple[str, ...]) -> FailureCard:
         where=", ".join(filter(None, where)),
         reason=" ".join(filter(None, (run.reason, _predicted_peak_text(job)))),
         log=tuple(dedent("\n".join(last)).splitlines()),
-        cures=tuple((cure.override, cure.why) for cure in run.cures if cure.override),
+        cures=tuple((cure.override, cure.reason) for cure in run.fixes if cure.override),
         command=run.command,
-        same=same,
+        same=other_jobs,
     )
 
 
 def _predicted_peak_text(job: ReportJob) -> str:
     """Returns what the planner had said of a job that ran out of memory."""
-    said, limit = job.foreseen(PEAK), job.run.foreseen.get("limit_bytes")
+    said, limit = job.predicted(PEAK), job.run.predicted.get("limit_bytes")
     if job.run.status != "out_of_memory" or said is None:
         return ""
     unit = memory_unit([said])
@@ -367,7 +368,7 @@ def empty_cells(comparison: ReportComparison) -> int:
     """Returns how many combinations of the varying values have no job at all."""
     keys = list(comparison.varying)
     ran = {
-        tuple(number_format.format_value(job.run.varied.get(key)) for key in keys)
+        tuple(number_format.format_value(job.run.varied_settings.get(key)) for key in keys)
         for job in comparison.jobs
     }
     grid = product(

@@ -89,6 +89,6 @@ def _replace_surrogate_pairs(spec: dict[str, Any]) -> tuple[dict[str, Any], dict
     }
 
 
-def _round_numbers(found: re.Match[str]) -> str:
-    text = f"{float(found[0]):.1f}".removesuffix(".0")
+def _round_numbers(match: re.Match[str]) -> str:
+    text = f"{float(match[0]):.1f}".removesuffix(".0")
     return "0" if text == "-0" else text

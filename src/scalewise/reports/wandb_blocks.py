@@ -33,7 +33,7 @@ class ReportBlocks:
     def __init__(self, runs: str | None) -> None:
         self._runs, self._grids, self._panels = runs, 0, 0
 
-    def of(self, report: ReportModel) -> Iterator[Any]:
+    def build(self, report: ReportModel) -> Iterator[Any]:
         """Yields the report's head, then its parts."""
         yield _text_block(markdown.to_markdown(report.verdict))
         facts = [
@@ -46,9 +46,9 @@ class ReportBlocks:
         yield wr.TableOfContents()
         for part in report.parts:
             yield wr.H2(text=f"{part.topic}. {markdown.to_plain_text(part.finding)}")
-            yield from self._part(part)
+            yield from self._part_blocks(part)
 
-    def _part(self, part: Part) -> Iterator[Any]:
+    def _part_blocks(self, part: Part) -> Iterator[Any]:
         if isinstance(part, VariedPart):
             yield from _varied_blocks(part)
         elif isinstance(part, ComparedPart):
@@ -57,14 +57,14 @@ class ReportBlocks:
             yield from _failed_blocks(part)
         elif isinstance(part, ReproducePart):
             yield from _reproduce_blocks(part)
-            yield from self._grid(part.live)
+            yield from self._grid_blocks(part.live)
         else:
-            yield from self._section(part)
+            yield from self._iter_section_blocks(part)
 
-    def _section(self, part: ReportSection) -> Iterator[Any]:
+    def _iter_section_blocks(self, part: ReportSection) -> Iterator[Any]:
         if part.said:
             yield _text_block(markdown.markdown_list(part.said))
-        yield from self._grid(part.live)
+        yield from self._grid_blocks(part.live)
         if part.notes:
             yield _text_block("\n\n".join(markdown.to_markdown(note) for note in part.notes))
         if part.numbers:
@@ -72,7 +72,7 @@ class ReportBlocks:
             rows = [[name, *cells] for name, cells in part.numbers.rows]
             yield _text_block(_table_block(heads, rows))
 
-    def _grid(self, drawn: Sequence[TitledPanel]) -> Iterator[Any]:
+    def _grid_blocks(self, drawn: Sequence[TitledPanel]) -> Iterator[Any]:
         """Yields the panels side by side, where W&B holds runs for them to draw."""
         if not drawn or self._runs is None:
             return
@@ -93,9 +93,9 @@ class ReportBlocks:
         yield wr.PanelGrid(runsets=[runset], panels=panels, hide_run_sets=self._grids > 1)
 
 
-def build_panel(drawn: TitledPanel, **where: Any) -> Any:
-    """Returns the panel; ``where`` is its ``layout`` in a grid, if it stands in one."""
-    what, title = drawn.what, drawn.title
+def build_panel(titled_panel: TitledPanel, **layout: Any) -> Any:
+    """Returns the panel; ``layout`` is its ``layout`` in a grid, if it stands in one."""
+    what, title = titled_panel.panel, titled_panel.title
     if isinstance(what, wandb_panels.CurvesPanel):
         return wr.LinePlot(
             title=title,
@@ -103,24 +103,24 @@ def build_panel(drawn: TitledPanel, **where: Any) -> Any:
             y=list(what.metrics),
             range_y=(0, None) if what.from_zero else (None, None),
             plot_type="stacked-area" if what.stacked else "line",
-            **where,
+            **layout,
         )
     if isinstance(what, wandb_panels.BarsPanel):
-        return wr.BarPlot(title=title, metrics=[what.number.name], **where)
+        return wr.BarPlot(title=title, metrics=[what.number.name], **layout)
     if isinstance(what, wandb_panels.ScatterPanel):
         colour = _column_key(what.colour) if what.colour else None
         return wr.ScatterPlot(
-            title=title, x=_column_key(what.x), y=_column_key(what.y), z=colour, **where
+            title=title, x=_column_key(what.x), y=_column_key(what.y), z=colour, **layout
         )
     if isinstance(what, wandb_panels.CoordinatesPanel):
         columns = [
             wr.ParallelCoordinatesPlotColumn(metric=_column_key(axis), display_name=label)
             for axis, label in what.axes
         ]
-        return wr.ParallelCoordinatesPlot(title=title, columns=columns, **where)
+        return wr.ParallelCoordinatesPlot(title=title, columns=columns, **layout)
     if isinstance(what, wandb_panels.ImportancePanel):
-        return wr.ParameterImportancePlot(with_respect_to=what.target.name, **where)
-    return wr.RunComparer(diff_only=True, **where)
+        return wr.ParameterImportancePlot(with_respect_to=what.target.name, **layout)
+    return wr.RunComparer(diff_only=True, **layout)
 
 
 def _column_key(axis: wandb_panels.RunSetting | wandb_panels.SummaryNumber) -> Any:

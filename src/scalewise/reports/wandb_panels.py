@@ -85,4 +85,4 @@ class TitledPanel:
     """A panel that W&B draws, under its title."""
 
     title: str
-    what: Live
+    panel: Live

@@ -48,17 +48,17 @@ def report_id(folder: Path) -> str:
     return "/".join(whole.parts[-parts:])
 
 
-def report_content(report: ReportModel, place: str) -> dict[str, object]:
+def report_content(report: ReportModel, report_id: str) -> dict[str, object]:
     """Returns the content of ``report_spec.json``.
 
-    ``name`` is the report's name in its project, the same whenever it is made for ``place``;
+    ``name`` is the report's name in its project, the same whenever it is made for ``report_id``;
     ``spec`` is what W&B keeps, but for the number of the project that holds the runs.
     """
     import wandb_workspaces.reports.v2 as wr
 
     from scalewise.reports.wandb_blocks import ReportBlocks, run_set_filter
 
-    group, held = _wandb_group(report.record, place), wandb_run_ids(report.record)
+    group, held = _wandb_group(report.record, report_id), wandb_run_ids(report.record)
     entity, project = (
         _shared_value(report.record, "entity"),
         _shared_value(report.record, "project"),
@@ -69,12 +69,12 @@ def report_content(report: ReportModel, place: str) -> dict[str, object]:
         entity=entity or "-",
         title=report.title[:LONGEST_TITLE],
         description=markdown.to_plain_text(report.verdict),
-        blocks=list(ReportBlocks(run_set_filter(group, held)).of(report)),
+        blocks=list(ReportBlocks(run_set_filter(group, held)).build(report)),
     )._to_model()
     return {
         "title": made.display_name,
         "description": made.description,
-        "name": hashlib.sha256(place.encode()).hexdigest()[:12],
+        "name": hashlib.sha256(report_id.encode()).hexdigest()[:12],
         "project": project,
         "entity": entity,
         "group": group,
@@ -92,11 +92,13 @@ def wandb_run_ids(record: RunRecord | SweepRecord) -> list[str]:
     return [str(run.wandb["id"]) for run in _report_runs(record) if run.wandb.get("id")]
 
 
-def _wandb_group(record: RunRecord | SweepRecord, place: str) -> str:
+def _wandb_group(record: RunRecord | SweepRecord, report_id: str) -> str:
     """Returns the group of a sweep's runs; empty where they share none, and of a single run."""
     if isinstance(record, RunRecord) or not wandb_run_ids(record):
         return ""
-    groups = {str(run.wandb.get("group") or place) for run in record.jobs if run.wandb.get("id")}
+    groups = {
+        str(run.wandb.get("group") or report_id) for run in record.jobs if run.wandb.get("id")
+    }
     return groups.pop() if len(groups) == 1 else ""
 
 
@@ -134,7 +136,7 @@ def publish_report(folder: Path, *, entity: str | None, project: str) -> str:
         "type": "runs",
         "spec": json_text(content["spec"]),
     }
-    ident = service.ask(gql.upsert_view, sent)["upsertView"]["view"]["id"]
+    ident = service.execute(gql.upsert_view, sent)["upsertView"]["view"]["id"]
     words = re.sub(r"\W+", "-", content["title"]).strip("-") or "report"
     place = "/".join(quote(part) for part in (entity, project, "reports", f"{words}--"))
     url = f"{service.address}/{place}{ident.rstrip('=')}"
@@ -165,7 +167,9 @@ def _noted_report_id(
     ident = url.rpartition("--")[2]
     if not ident:
         return None
-    view = service.ask(gql.view_report, {"reportId": ident + "=" * (-len(ident) % 4)}).get("view")
+    view = service.execute(gql.view_report, {"reportId": ident + "=" * (-len(ident) % 4)}).get(
+        "view"
+    )
     there = (view or {}).get("project") or {}
     same = (there.get("entityName"), there.get("name")) == (entity, project)
     return str(view["id"]) if view and same else None

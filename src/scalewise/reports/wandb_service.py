@@ -18,7 +18,7 @@ class WandbReportService:
         """Raises as :func:`connected` does."""
         self._api = wandb_client()
 
-    def ask(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
+    def execute(self, query: str, variables: Mapping[str, object]) -> dict[str, Any]:
         """Returns the data that answers a GraphQL query."""
         from wandb_workspaces._graphql import execute_graphql
 
@@ -45,7 +45,7 @@ class WandbReportService:
 
         asked = {"entityName": entity, "projectName": name}
         for attempt in range(2):
-            found = self.ask(gql.projectInternalId, asked).get("project")
+            found = self.execute(gql.projectInternalId, asked).get("project")
             if found:
                 return str(found["internalId"])
             if attempt == 0:

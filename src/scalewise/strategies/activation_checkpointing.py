@@ -33,14 +33,14 @@ PRODUCTS = frozenset(
 """What is dear to compute, or to send, a second time."""
 
 
-def checkpoint_block(block: nn.Module, *, keep_products: bool) -> None:
+def checkpoint_block(block: nn.Module, *, save_matmuls: bool) -> None:
     """Makes a block run forward a second time when backward comes to it, in place.
 
-    ``keep_products``: the results of matrix products, attention and messages are kept instead.
+    ``save_matmuls``: the results of matrix products, attention and messages are kept instead.
     Hooks around the block, which gather its weights, run once.
     """
     contexts: dict[str, Any] = {}
-    if keep_products:
+    if save_matmuls:
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     forward: Callable[..., Any] = block.forward
     block.forward = partial(checkpoint, forward, use_reentrant=False, **contexts)

@@ -35,7 +35,7 @@ def offload_block(block: nn.Module) -> None:
             return forward(x_BTW, *arguments, **keywords)
         shared = [it for it in tree_leaves((arguments, keywords)) if isinstance(it, Tensor)]
         away = OffloadedStorages(block, shared)
-        with saved_tensors_hooks(away.put, away.take):
+        with saved_tensors_hooks(away.pack, away.unpack):
             return forward(x_BTW, *arguments, **keywords)
 
     block.forward = handing_over
@@ -46,54 +46,56 @@ class OffloadedStorages:
 
     def __init__(self, block: nn.Module, shared: list[Tensor]) -> None:
         self._block, self._shared = block, storage_keys(shared)
-        self._known: dict[tuple[int, int], _OffloadedStorage] = {}
+        self._offloaded: dict[tuple[int, int], _OffloadedStorage] = {}
         self._file: IO[bytes] | None = None
 
-    def put(self, tensor: Tensor) -> Any:
-        """Returns what ``take`` makes the tensor of again."""
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns what ``unpack`` makes the tensor of again."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()  # its numbers may still be on their way
         if is_traceable_wrapper_subclass(around := cast(Any, tensor)):
             names, context = around.__tensor_flatten__()
             parts = {name: getattr(around, name) for name in names}
-            inner = {n: self.put(p) if isinstance(p, Tensor) else p for n, p in parts.items()}
+            inner = {n: self.pack(p) if isinstance(p, Tensor) else p for n, p in parts.items()}
             return _WrappedTensor(type(around), inner, context, tensor.size(), around.stride())
         storage = tensor.untyped_storage()
-        if storage.nbytes() < OFFLOAD_MIN_BYTES or storage._cdata in self._staying():
+        if storage.nbytes() < OFFLOAD_MIN_BYTES or storage._cdata in self._resident_storages():
             return tensor
         key = (storage._cdata, tensor._version)
-        if key not in self._known:
-            self._known[key] = _OffloadedStorage(self._handed_over(storage))
-            weakref.finalize(storage, self._known.pop, key, None)
-        kept = self._known[key]
-        kept.uses += 1
+        if key not in self._offloaded:
+            self._offloaded[key] = _OffloadedStorage(self._offload(storage))
+            weakref.finalize(storage, self._offloaded.pop, key, None)
+        kept = self._offloaded[key]
+        kept.pending_uses += 1
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return _StorageView(kept, tensor.dtype, view)
 
-    def take(self, put: Any) -> Tensor:
-        """Returns a tensor like the one that was ``put``."""
-        if isinstance(put, Tensor):
-            return put
-        if isinstance(put, _WrappedTensor):
+    def unpack(self, packed: Any) -> Tensor:
+        """Returns a tensor like the one that was ``packed``."""
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, _WrappedTensor):
             inner = {
-                name: self.take(part)
+                name: self.unpack(part)
                 if isinstance(part, Tensor | _StorageView | _WrappedTensor)
                 else part
-                for name, part in put.inner.items()
+                for name, part in packed.inner.items()
             }
-            made = put.kind.__tensor_unflatten__(inner, put.context, put.size, put.stride)
+            made = packed.kind.__tensor_unflatten__(
+                inner, packed.context, packed.size, packed.stride
+            )
             return cast(Tensor, made)
-        whole = put.kept.bytes()
-        rest = len(whole) % put.dtype.itemsize
-        found: Tensor = whole[: len(whole) - rest].view(put.dtype).as_strided(*put.view)
+        whole = packed.storage.take_bytes()
+        rest = len(whole) % packed.dtype.itemsize
+        found: Tensor = whole[: len(whole) - rest].view(packed.dtype).as_strided(*packed.view)
         return found
 
-    def _staying(self) -> set[int]:
+    def _resident_storages(self) -> set[int]:
         """Returns the storages of weights, wherever they have been gathered, and of the shared."""
         return storage_keys([*self._block.parameters(), *self._block.buffers()]) | self._shared
 
     @torch.no_grad()
-    def _handed_over(self, storage: UntypedStorage) -> Restore:
+    def _offload(self, storage: UntypedStorage) -> Restore:
         device, size = storage.device, storage.nbytes()
         if device.type == "meta":  # no memory is behind it, and a plan runs it
             return lambda: torch.empty(size, dtype=torch.uint8)
@@ -107,9 +109,9 @@ class OffloadedStorages:
             weakref.finalize(self, self._file.close)
         begin = self._file.seek(0, SEEK_END)
         self._file.write(whole.numpy().data)
-        return lambda: self._read(begin, size)
+        return lambda: self._read_file(begin, size)
 
-    def _read(self, begin: int, size: int) -> Tensor:
+    def _read_file(self, begin: int, size: int) -> Tensor:
         back = torch.empty(size, dtype=torch.uint8)
         assert self._file is not None
         self._file.seek(begin)
@@ -121,7 +123,7 @@ class OffloadedStorages:
 class _StorageView:
     """A tensor of a storage that is away: its format, and size, stride and offset."""
 
-    kept: _OffloadedStorage
+    storage: _OffloadedStorage
     dtype: torch.dtype
     view: tuple[torch.Size, tuple[int, ...], int]
 
@@ -145,12 +147,12 @@ class _OffloadedStorage:
     """A storage that is away, until the last that needs it has been given it."""
 
     def __init__(self, restore: Restore) -> None:
-        self.uses, self._restore = 0, restore
+        self.pending_uses, self._restore = 0, restore
         self._bytes: Tensor | None = None
 
-    def bytes(self) -> Tensor:
+    def take_bytes(self) -> Tensor:
         """Returns what the storage holds, brought back by the first who asks."""
         whole = self._restore() if self._bytes is None else self._bytes
-        self.uses -= 1
-        self._bytes = whole if self.uses else None
+        self.pending_uses -= 1
+        self._bytes = whole if self.pending_uses else None
         return whole

@@ -19,17 +19,23 @@ Piece = Callable[[Tensor, Tensor], Tensor]
 """Gives a piece's part of the sum, of ``x_BCW`` and ``labels_BC``."""
 
 
-def chunked_loss_recomputed(piece: Piece, x_BTW: Tensor, labels_BT: Tensor, tokens: int) -> Tensor:
-    """Returns the sum; backward makes each piece once more, of at most ``tokens`` tokens."""
+def chunked_loss_recomputed(
+    chunk_loss: Piece, x_BTW: Tensor, labels_BT: Tensor, chunk_tokens: int
+) -> Tensor:
+    """Returns the sum; backward makes each piece once more, of at most ``chunk_tokens`` tokens."""
     sums: list[Tensor] = [
-        checkpoint(piece, x_BCW, labels_BC, use_reentrant=False)
-        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, tokens)
+        checkpoint(chunk_loss, x_BCW, labels_BC, use_reentrant=False)
+        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, chunk_tokens)
     ]
     return sum(sums[1:], sums[0])
 
 
 def chunked_loss_with_gradients(
-    piece: Piece, x_BTW: Tensor, labels_BT: Tensor, tokens: int, weights: Iterable[nn.Parameter]
+    chunk_loss: Piece,
+    x_BTW: Tensor,
+    labels_BT: Tensor,
+    chunk_tokens: int,
+    weights: Iterable[nn.Parameter],
 ) -> Tensor:
     """Returns the sum, a scalar; its gradients are taken on the way, while the logits are there.
 
@@ -38,9 +44,9 @@ def chunked_loss_with_gradients(
     """
     trained = [weight for weight in weights if weight.requires_grad]
     if not torch.is_grad_enabled() or not (trained or x_BTW.requires_grad):
-        sums = [piece(*each) for each in _chunks(x_BTW, labels_BT, tokens)]
+        sums = [chunk_loss(*each) for each in _chunks(x_BTW, labels_BT, chunk_tokens)]
         return sum(sums[1:], sums[0])
-    given = (piece, tokens, labels_BT, x_BTW, *trained)
+    given = (chunk_loss, chunk_tokens, labels_BT, x_BTW, *trained)
     total: Tensor = ChunkedLossWithGradients.apply(*given)  # type: ignore[no-untyped-call]  # torch's own
     return total
 
@@ -50,16 +56,21 @@ class ChunkedLossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, piece: Piece, tokens: int, labels_BT: Tensor, x_BTW: Tensor, *weights: Tensor
+        context: Any,
+        chunk_loss: Piece,
+        chunk_tokens: int,
+        labels_BT: Tensor,
+        x_BTW: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         """Returns the sum, and keeps its gradients in respect of ``x_BTW`` and ``weights``."""
         sums: list[Tensor] = []
         of_x: list[Tensor] = []
         of_weights: list[Tensor] = []
-        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, tokens):
+        for x_BCW, labels_BC in _chunks(x_BTW, labels_BT, chunk_tokens):
             with torch.enable_grad(), saved_tensors_hooks(_identity, _identity):
                 leaf_BCW = x_BCW.detach().requires_grad_(x_BTW.requires_grad)
-                part = piece(leaf_BCW, labels_BC)
+                part = chunk_loss(leaf_BCW, labels_BC)
                 asked = (leaf_BCW,) * x_BTW.requires_grad + weights
                 made = [*torch.autograd.grad(part, asked)]
             sums.append(part.detach())
@@ -82,9 +93,9 @@ class ChunkedLossWithGradients(torch.autograd.Function):
         return None, None, None, *([] if context.asks_x else [None]), *kept
 
 
-def _chunks(x_BTW: Tensor, labels_BT: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pieces of all sequences, of at most ``tokens`` tokens but one of each."""
-    each = max(1, tokens // x_BTW.shape[0])
+def _chunks(x_BTW: Tensor, labels_BT: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields pieces of all sequences, of at most ``chunk_tokens`` tokens but one of each."""
+    each = max(1, chunk_tokens // x_BTW.shape[0])
     for at in range(0, labels_BT.shape[1], each):
         yield x_BTW[:, at : at + each], labels_BT[:, at : at + each]
 

@@ -34,17 +34,17 @@ class SequenceSharding:
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.group = mesh.get_group()
         pieces = (2 if balanced else 1) * self.ranks
-        self.piece = sequence // pieces
+        self.chunk_tokens = sequence // pieces
         held = [[rank, pieces - 1 - rank] if balanced else [rank] for rank in range(self.ranks)]
-        self.pieces = held[self.rank]
-        places = torch.arange(sequence, device="cpu").view(pieces, self.piece)
+        self.chunk_indices = held[self.rank]
+        places = torch.arange(sequence, device="cpu").view(pieces, self.chunk_tokens)
         self.order_T = torch.cat([places[pieces_of_rank].flatten() for pieces_of_rank in held])
         """Places in the row of all ranks' tokens, rank after rank."""
-        self.places_T = places[self.pieces].flatten()
+        self.places_T = places[self.chunk_indices].flatten()
         """Places in the row of this rank's tokens."""
         self.inverse_T = torch.argsort(self.order_T)
 
-    def cut(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Returns the tokens and labels of this rank; the places of packed rows stay whole."""
         return {
             name: x[:, self.places_T.to(x.device)] if name in ("inputs", "labels") else x
@@ -52,27 +52,29 @@ class SequenceSharding:
         }
 
 
-def build_attention(kind: ContextAttention, split: SequenceSharding, dropout: float) -> nn.Module:
+def build_attention(
+    kind: ContextAttention, sharding: SequenceSharding, dropout: float
+) -> nn.Module:
     """Returns the attention that takes the place of ``CausalMix``."""
     kinds = {
         ContextAttention.ulysses: UlyssesAttention,
         ContextAttention.gather: AllGatherAttention,
     }
-    return kinds[kind](split, dropout)
+    return kinds[kind](sharding, dropout)
 
 
 class UlyssesAttention(nn.Module):
     """Whole rows of some heads on each rank, by all-to-all there and back (DeepSpeed-Ulysses)."""
 
-    def __init__(self, split: SequenceSharding, dropout: float) -> None:
+    def __init__(self, sharding: SequenceSharding, dropout: float) -> None:
         super().__init__()
-        self.split, self.dropout = split, dropout
+        self.sharding, self.dropout = sharding, dropout
 
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
         """Returns ``mixed_BTHD`` of this rank's tokens."""
-        split = self.split
+        split = self.sharding
         heads, keys = query_BTHD.shape[2], key_BTKD.shape[2]
         if keys % split.ranks:  # too few to share out: each query head brings its own
             key_BTKD, value_BTKD = (
@@ -99,27 +101,31 @@ class UlyssesAttention(nn.Module):
 class AllGatherAttention(nn.Module):
     """All keys and values on each rank, for its own queries (Llama 3, section 3.3.2)."""
 
-    def __init__(self, split: SequenceSharding, dropout: float) -> None:
+    def __init__(self, sharding: SequenceSharding, dropout: float) -> None:
         super().__init__()
-        self.split, self.dropout = split, dropout
+        self.sharding, self.dropout = sharding, dropout
 
     def forward(
         self, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, mask_B1SS: Tensor | None
     ) -> Tensor:
         """Returns ``mixed_BTHD`` of this rank's tokens, a piece at a time against what it sees."""
-        split = self.split
+        split = self.sharding
         both = torch.stack((key_BTKD, value_BTKD))
         both = gather(both, 2, split.group)
         both = both[:, :, split.inverse_T.to(both.device)]
         mixed = []
-        for number, query in enumerate(torch.split(query_BTHD, split.piece, dim=1)):
-            first = split.pieces[number] * split.piece
-            key, value = both[:, :, : first + split.piece].unbind(0)
+        for number, query in enumerate(torch.split(query_BTHD, split.chunk_tokens, dim=1)):
+            first = split.chunk_indices[number] * split.chunk_tokens
+            key, value = both[:, :, : first + split.chunk_tokens].unbind(0)
             if mask_B1SS is None:
-                rows = torch.arange(split.piece, device=query.device)[:, None] + first
-                seen = torch.arange(first + split.piece, device=query.device)[None, :] <= rows
+                rows = torch.arange(split.chunk_tokens, device=query.device)[:, None] + first
+                seen = (
+                    torch.arange(first + split.chunk_tokens, device=query.device)[None, :] <= rows
+                )
             else:
-                seen = mask_B1SS[:, :, first : first + split.piece, : first + split.piece]
+                seen = mask_B1SS[
+                    :, :, first : first + split.chunk_tokens, : first + split.chunk_tokens
+                ]
             mixed_BHTD = F.scaled_dot_product_attention(
                 query.transpose(1, 2),
                 key.transpose(1, 2),
@@ -132,9 +138,10 @@ class AllGatherAttention(nn.Module):
         return torch.cat(mixed, dim=1)
 
 
-def all_to_all_dims(x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns ``x`` with dim ``cut`` shared out over the ranks and dim ``join`` whole again."""
+def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Returns ``x`` with dim ``split_dim`` shared out over the ranks and dim ``concat_dim`` whole
+    again."""
     ranks = group.size()
-    sent = torch.stack(x.chunk(ranks, cut)).flatten(0, 1)
+    sent = torch.stack(x.chunk(ranks, split_dim)).flatten(0, 1)
     received = collectives.all_to_all_single_autograd(sent, None, None, group)
-    return torch.cat(received.chunk(ranks), join)
+    return torch.cat(received.chunk(ranks), concat_dim)

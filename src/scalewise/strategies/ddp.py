@@ -50,22 +50,22 @@ class DataParallelStrategy(ParallelStrategy, DDPStrategy):
         self.spec = spec
         self._averager: PeriodicModelAverager | None = None
 
-    def adopt(self, run: RunConfig, module: LightningModule) -> None:
+    def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
         """Has buffers sent at each forward, as DDP does by itself: a user's may change."""
-        super().adopt(run, module)
+        super().prepare_user_module(run, module)
         for name in CONSTANT_BUFFERS:
             del self._ddp_kwargs[name]
 
-    def optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
+    def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer, its state shared out over the ranks where asked."""
         if not run.optimizer.shard:
-            return super().optimizer(run, module)
+            return super().build_optimizer(run, module)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.jit.script.*")  # torch's own use
             from torch.distributed.optim import ZeroRedundancyOptimizer
-        self.shared_out = True
-        groups = run.optimizer.groups(self.weights(run, module))
-        over: Any = run.optimizer.over  # it asks for a class, and calls it
+        self.has_sharded_state = True
+        groups = run.optimizer.build_parameter_groups(self.iter_weights(run, module))
+        over: Any = run.optimizer.build_from_groups  # it asks for a class, and calls it
         return ZeroRedundancyOptimizer(groups, over)
 
     def _register_ddp_hooks(self) -> None:

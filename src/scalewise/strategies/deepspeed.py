@@ -41,8 +41,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         config = {"zero_optimization": {"stage": spec.stage}}
         super().__init__(config=config, logging_level=logging.ERROR)
         self.spec, self._device = spec, device
-        self._swap = SwapFolder(spec.nvme_path) if "async_io" in spec.extensions else None
-        self._norm = torch.zeros(())
+        self._swap_folder = (
+            SwapFolder(spec.nvme_path) if "async_io" in spec.native_extensions else None
+        )
+        self._grad_norm = torch.zeros(())
 
     def setup_environment(self) -> None:
         """Joins the ranks."""
@@ -60,7 +62,7 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             # No shared-memory collectives: gloo's are as exact, and need no compiler.
             deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(self._process_group_backend)
-        for name in self.spec.extensions:
+        for name in self.spec.native_extensions:
             deepspeed_ops.load_extension(name, self._device)
 
     @contextmanager
@@ -74,30 +76,32 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         No more than one layer is held whole at any time in stage 3.
         """
         self.run = run
-        folder = str(self._swap.open()) if self._swap else ""
-        self.config = self.spec.config(run, folder, run.model.parameters, run.trained)
+        folder = str(self._swap_folder.open()) if self._swap_folder else ""
+        self.config = self.spec.build_config(
+            run, folder, run.model.num_parameters, run.trainable_parameters
+        )
         if self.spec.stage < 3:
             with self.root_device:
                 return super().build(run)
         return zero3_init.build_zero3_sharded(run, self.config, self.root_device)
 
-    def adopt(self, run: RunConfig, module: LightningModule) -> None:
+    def prepare_user_module(self, run: RunConfig, module: LightningModule) -> None:
         """Notes the run: DeepSpeed shares a user's module out itself, when it is set up."""
-        super().adopt(run, module)
+        super().prepare_user_module(run, module)
         held = [*module.parameters()]
         counts = sum(p.numel() for p in held), sum(p.numel() for p in held if p.requires_grad)
-        self.run, self.config = run, self.spec.config(run, "", *counts)
+        self.run, self.config = run, self.spec.build_config(run, "", *counts)
 
-    def optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
+    def build_optimizer(self, run: RunConfig, module: nn.Module) -> Optimizer:
         """Returns the run's optimizer; where its state is on the host, DeepSpeed's for the CPU."""
         if self.spec.offload_optimizer is OffloadTarget.none:
-            return super().optimizer(run, module)
+            return super().build_optimizer(run, module)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         adamw = run.optimizer
         assert isinstance(adamw, AdamWConfig)
         optimizer: Optimizer = DeepSpeedCPUAdam(
-            adamw.groups(self.weights(run, module)),
+            adamw.build_parameter_groups(self.iter_weights(run, module)),
             lr=adamw.lr,
             betas=(adamw.beta1, adamw.beta2),
             eps=adamw.epsilon,
@@ -120,11 +124,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         self.model, self.optimizers = engine, [zero]
         self.lr_scheduler_configs = [schedule] if schedule else []
         cut = self.run.precision.parameters is not self.run.precision.compute
-        if cut and not self._keeps_settings:
-            self._draw_masters()
+        if cut and not self._saves_group_settings:
+            self._init_masters()
         self.barrier()
 
-    def _draw_masters(self) -> None:
+    def _init_masters(self) -> None:
         """Gives the masters the weights as drawn: DeepSpeed made them of weights cut to bf16."""
         from scalewise.strategies import zero_state_dict
 
@@ -136,19 +140,21 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
             while own not in drawn:
                 drawn.clear()
                 named = next(pieces).named_parameters()
-                drawn.update((self.canonical(name), parameter) for name, parameter in named)
+                drawn.update((self.canonical_name(name), parameter) for name, parameter in named)
             whole.copy_(drawn[own].detach())
 
-        zero_state_dict.load_weights(self.optimizers[0], self._names(), read)
+        zero_state_dict.load_weights(self.optimizers[0], self._parameter_names(), read)
 
-    def train(self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool) -> Tensor:
+    def compute_train_loss(
+        self, module: nn.Module, batch: Batch, loss: ScaledLoss, *, last: bool
+    ) -> Tensor:
         """Returns the loss of a micro batch; DeepSpeed is told whether a step follows."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(last)
-        return super().train(module, batch, loss, last=last)
+        return super().compute_train_loss(module, batch, loss, last=last)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Does nothing: ``train`` has told DeepSpeed."""
+        """Does nothing: ``compute_train_loss`` has told DeepSpeed."""
         yield
 
     @property
@@ -160,10 +166,10 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """Goes backward, dividing by nothing."""
         return super().backward(closure_loss, *args, **kwargs, scale_wrt_gas=False)
 
-    def clip(self, module: nn.Module, limit: float | None) -> Tensor:
+    def clip_grad_norm(self, module: nn.Module, max_norm: float | None) -> Tensor:
         """Returns the norm, to be filled in by the step: DeepSpeed takes it and clips there."""
-        self._norm = torch.zeros((), dtype=torch.float32, device=self.root_device)
-        return self._norm
+        self._grad_norm = torch.zeros((), dtype=torch.float32, device=self.root_device)
+        return self._grad_norm
 
     def optimizer_step(
         self,
@@ -176,21 +182,21 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         engine = self.deepspeed_engine
         skipped = engine.optimizer.overflow
-        self._norm.fill_(float("inf") if skipped else engine.get_global_grad_norm())
+        self._grad_norm.fill_(float("inf") if skipped else engine.get_global_grad_norm())
         return output
 
-    def holdings(self) -> StrategyBuffers:
+    def strategy_buffers(self) -> StrategyBuffers:
         """Returns the masters, shards and reduced gradients of ZeRO's optimizer."""
         from scalewise.strategies import zero_state_dict
 
-        return zero_state_dict.ZeroPartition(self.optimizers[0], self._names())
+        return zero_state_dict.ZeroPartition(self.optimizers[0], self._parameter_names())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the masters, whole, on rank 0 alone; every rank must ask."""
         from scalewise.strategies import zero_state_dict
 
         whole = {}
-        for parameter, name in self._names().items():
+        for parameter, name in self._parameter_names().items():
             master = zero_state_dict.full_weight(parameter)
             if self.is_global_zero:
                 whole[name] = master.cpu()
@@ -204,11 +210,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
 
         model = checkpoint.pop("state_dict")
         states = {}
-        for key, state in zero_state_dict.iter_state(self.optimizers[0], self._names()):
+        for key, state in zero_state_dict.iter_state(self.optimizers[0], self._parameter_names()):
             if self.is_global_zero:
                 states[key] = state.cpu()
         if self.is_global_zero:
-            tensors = self.writer.staged({"model": model, "optimizer": states})
+            tensors = self.writer.stage({"model": model, "optimizer": states})
             path, rest = Path(filepath), store.pack_state(checkpoint)
             self.writer.submit(lambda: store.save_checkpoint(path, tensors, rest))
         self.barrier()
@@ -219,11 +225,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """Reads the masters of any layout's checkpoint; returns the rest of it."""
         from scalewise.strategies import zero_state_dict
 
-        self._resumed = path = Path(checkpoint_path)
+        self._resume_path = path = Path(checkpoint_path)
         checkpoint = store.load_state(path)
         zero_state_dict.load_weights(
             self.optimizers[0],
-            self._names(),
+            self._parameter_names(),
             lambda name, whole: store.read_into(path, "model", {name: whole}),
         )
         return {**checkpoint, "state_dict": {}}
@@ -235,11 +241,11 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
         """Reads the optimizer's tensors."""
         from scalewise.strategies import zero_state_dict
 
-        assert self._resumed is not None
-        path = self._resumed
+        assert self._resume_path is not None
+        path = self._resume_path
         zero_state_dict.load_states(
             self.optimizers[0],
-            self._names(),
+            self._parameter_names(),
             store.tensor_shapes(path, "optimizer"),
             lambda key, whole: store.read_into(path, "optimizer", {key: whole}),
         )
@@ -247,5 +253,5 @@ class ScalewiseDeepSpeedStrategy(ParallelStrategy, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Lets go of the engine, and of what it left on a disk."""
         super().teardown()
-        if self._swap:
-            self._swap.close()
+        if self._swap_folder:
+            self._swap_folder.close()

@@ -53,10 +53,10 @@ def build_extension(name: str, device: DeviceKind) -> Path:
         "processor": this_machine().processor,  # compiled with -march=native
         "device": device.value,
     }
-    if not is_cached(name, key, under="extensions"):
+    if not is_cached(name, key, subfolder="extensions"):
         print_lines(f"compiling DeepSpeed's {name}, once: about {SECONDS[name]} s")
     return build_cached(
-        name, key, lambda folder: _build_in_process(name, device, folder), under="extensions"
+        name, key, lambda folder: _build_in_process(name, device, folder), subfolder="extensions"
     )
 
 
@@ -103,7 +103,7 @@ def _build_in_process(name: str, device: DeviceKind, folder: Path) -> None:
         raise
     if process.returncode:
         last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-        raise ConfigError.one(
+        raise ConfigError.for_key(
             "parallelism", name, f"DeepSpeed's code does not compile: {last}", CURES[name]
         )
 

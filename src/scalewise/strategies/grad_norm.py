@@ -57,9 +57,9 @@ def squared_grad_norm(gradient: Tensor) -> Tensor:
     return tensors_norm([local_tensor(gradient)]) ** 2 / (ranks // _num_shards(gradient))
 
 
-def clip_to_norm(parameters: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
-    """Scales gradients in place so that their norm, ``norm`` now, is ``limit`` at the most."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+def clip_to_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients in place so that their norm, ``norm`` now, is ``max_norm`` at the most."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     held = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if held:
         torch._foreach_mul_(held, factor.to(held[0].device))

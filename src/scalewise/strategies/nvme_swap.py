@@ -19,7 +19,7 @@ class SwapFolder:
 
     def __init__(self, parent: str | None) -> None:
         self._parent = Path(parent) if parent else cache_folder() / "nvme"
-        self._own: Path | None = None
+        self._folder: Path | None = None
         self._lock: IO[str] | None = None
 
     def open(self) -> Path:
@@ -28,18 +28,18 @@ class SwapFolder:
             self._parent.mkdir(parents=True, exist_ok=True)
             for left in self._parent.glob("rank-*"):
                 _remove_unless_used(left)
-            self._own = Path(tempfile.mkdtemp(prefix="rank-", dir=self._parent))
-            self._lock = (self._own / LOCK).open("w")
+            self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=self._parent))
+            self._lock = (self._folder / LOCK).open("w")
         except OSError as error:
             reason = f"cannot be written: {error.strerror}"
-            raise ConfigError.one("parallelism.nvme_path", self._parent, reason) from error
+            raise ConfigError.for_key("parallelism.nvme_path", self._parent, reason) from error
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return self._own
+        return self._folder
 
     def close(self) -> None:
         """Removes the folder."""
-        if self._own is not None and self._lock is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
+        if self._folder is not None and self._lock is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
 
 

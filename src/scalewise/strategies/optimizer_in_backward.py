@@ -21,26 +21,28 @@ class OptimizerInBackward:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._square = torch.zeros((), dtype=torch.float32, device=device)
+        self._squared_norm = torch.zeros((), dtype=torch.float32, device=device)
         parts: list[Any] = getattr(optimizer, "parts", [optimizer])
         for part in parts:
             for group in part.param_groups:
                 (parameter,) = group["params"]
                 parameter.register_post_accumulate_grad_hook(partial(self._step, part, group))
 
-    def norm(self) -> Tensor:
+    def take_grad_norm(self) -> Tensor:
         """Returns the 2-norm of all gradients since the last call, on every rank."""
-        square = self._square.clone()
-        self._square.zero_()
+        square = self._squared_norm.clone()
+        self._squared_norm.zero_()
         if dist.is_initialized():
             dist.all_reduce(square)
         return square.sqrt()
 
     @torch.no_grad()
-    def _step(self, part: Any, group: dict[str, Any], parameter: Tensor) -> None:
+    def _step(self, optimizer: Any, group: dict[str, Any], parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._square += grad_norm.squared_grad_norm(parameter.grad).to(self._square.device)
-        every, part.param_groups = part.param_groups, [group]
-        part.step()
-        part.param_groups = every
+        self._squared_norm += grad_norm.squared_grad_norm(parameter.grad).to(
+            self._squared_norm.device
+        )
+        every, optimizer.param_groups = optimizer.param_groups, [group]
+        optimizer.step()
+        optimizer.param_groups = every
         parameter.grad = None

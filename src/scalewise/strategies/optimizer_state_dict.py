@@ -27,11 +27,12 @@ def state_tensors(optimizers: Iterable[Optimizer], names: Names) -> dict[str, Te
 
 
 def allocate_state(
-    optimizers: Iterable[Optimizer], names: Names, known: Mapping[str, torch.Size]
+    optimizers: Iterable[Optimizer], names: Names, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Returns room for the state of this rank's parameters, of which ``known`` gives the shapes."""
+    """Returns room for the state of this rank's parameters, of which ``shapes`` gives the
+    shapes."""
     slots: dict[str, list[str]] = {}
-    for key in known:
+    for key in shapes:
         slot, _, name = key.partition("/")
         slots.setdefault(name, []).append(slot)
     room = {}
@@ -40,11 +41,11 @@ def allocate_state(
         kind = getattr(optimizer, "state_format", None)
         for slot in slots.get(name, []):
             key = f"{slot}/{name}"
-            alike = known[key] == parameter.shape
+            alike = shapes[key] == parameter.shape
             room[key] = (
                 torch.zeros_like(parameter, device=place, dtype=kind)
                 if alike
-                else torch.zeros(known[key])
+                else torch.zeros(shapes[key])
             )
     return room
 
@@ -83,12 +84,12 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in g.items() if key != "params"} for g in groups]
 
 
-def set_counts_or_settings(optimizer: Optimizer, counted: Mapping[str, Any]) -> None:
+def set_counts_or_settings(optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
     """Gives the groups what ``counts`` or ``settings`` returned."""
-    for group, said in zip(optimizer.param_groups, counted.get("groups", ()), strict=False):
+    for group, said in zip(optimizer.param_groups, settings.get("groups", ()), strict=False):
         group.update(said)
     for group in optimizer.param_groups:
-        group.update({key: value for key, value in counted.items() if key in group})
+        group.update({key: value for key, value in settings.items() if key in group})
 
 
 def _unsharded_state(value: Tensor) -> Tensor:

@@ -31,45 +31,47 @@ if TYPE_CHECKING:
 
 
 def build_sharded(
-    run: RunConfig, part: StageSlice, layout: MeshStrategy, split: SequenceSharding | None
+    run: RunConfig, stage: StageSlice, strategy: MeshStrategy, sharding: SequenceSharding | None
 ) -> ModelModule:
     """Returns this rank's shards of a part of the model, on its device."""
-    spec = layout.spec
+    spec = strategy.spec
     with torch.device("meta"):
-        module = run.model.shape(part)
-    if split is not None:
-        module.replace_mixes(partial(context_parallel.build_attention, spec.attention, split))
+        module = run.model.build_meta(stage)
+    if sharding is not None:
+        module.replace_attention(
+            partial(context_parallel.build_attention, spec.attention, sharding)
+        )
     run.quantization.apply(module, run.model)
     run.precision.apply(module, run.model, run.hardware.device)
     run.adapter.apply(module, run.model)
-    tensor_mesh = layout.axis("tensor")
+    tensor_mesh = strategy.axis_mesh("tensor")
     if tensor_mesh is not None:
         tensor_parallel.apply_tensor_parallel(
-            module, run.adapter.tensor_split(run.model), tensor_mesh, spec
+            module, run.adapter.tensor_parallel_styles(run.model), tensor_mesh, spec
         )
-    run.objective.apply(module, in_forward=run.objective.in_forward(run))
-    run.memory.apply(module, part)
+    run.objective.apply(module, in_forward=run.objective.takes_gradients_in_forward(run))
+    run.memory.apply(module, stage)
     run.compile.apply(module)
     if max(spec.sizes[axis] for axis in ("replicate", "shards", "context")) > 1:
-        shard_blocks(module, module.layers(), run, layout)
-    module.to_empty(device=torch.device("cpu") if spec.cpu_offload else layout.root_device)
-    run.model.fill(module, run.seed)
-    run.adapter.start(module, run.model, run.seed)
+        shard_blocks(module, module.layers(), run, strategy)
+    module.to_empty(device=torch.device("cpu") if spec.cpu_offload else strategy.root_device)
+    run.model.init_weights(module, run.seed)
+    run.adapter.init_or_load_weights(module, run.model, run.seed)
     for name, buffer in module.named_buffers():  # not offloaded: FSDP moves parameters alone
         holder, _, key = name.rpartition(".")
-        setattr(module.get_submodule(holder), key, buffer.to(layout.root_device))
+        setattr(module.get_submodule(holder), key, buffer.to(strategy.root_device))
     row = run.adapter.ahead + run.data.sequence
-    places_T = torch.arange(row) if split is None else split.places_T
-    module.hold_places(places_T.to(layout.root_device))
+    places_T = torch.arange(row) if sharding is None else sharding.places_T
+    module.set_position_ids(places_T.to(strategy.root_device))
     return module
 
 
-def shard_user_module(module: LightningModule, run: RunConfig, layout: MeshStrategy) -> None:
+def shard_user_module(module: LightningModule, run: RunConfig, strategy: MeshStrategy) -> None:
     """Shards a user's module: the children that repeat, and the rest as the root.
 
     Its steps count as forward passes of the root, which gathers what they read by themselves.
     """
-    shard_blocks(module, repeated_blocks(module), run, layout)
+    shard_blocks(module, repeated_blocks(module), run, strategy)
     for step in ("training_step", "validation_step"):
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
@@ -86,10 +88,10 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard_blocks(
-    module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, layout: MeshStrategy
+    module: nn.Module, blocks: Sequence[nn.Module], run: RunConfig, strategy: MeshStrategy
 ) -> None:
     """Shards each block, and the rest as the root, over the axes of shards and context."""
-    spec, mesh = layout.spec, layout.device_mesh
+    spec, mesh = strategy.spec, strategy.device_mesh
     over = mesh["replicate", "shards"] if spec.sizes["replicate"] > 1 else mesh["shards"]
     parameters, compute = run.precision.parameters.bytes, run.precision.compute
     mixed = compute.bytes < parameters
@@ -100,7 +102,7 @@ def shard_blocks(
         reduce_dtype=torch.float32 if mixed else None,
         cast_forward_inputs=False,
     )
-    pinned = layout.root_device.type == "cuda"
+    pinned = strategy.root_device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if spec.cpu_offload else OffloadPolicy()
     for block in blocks:
         fully_shard(

@@ -73,61 +73,63 @@ class PipelineRunner:
     ) -> None:
         self._spec, self._group = spec, mesh.get_group()
         self._indices, self._modules = tuple(indices), list(modules)
-        self._first, self._last = 0 in indices, spec.stages - 1 in indices
+        self._has_first_stage, self._has_last_stage = 0 in indices, spec.num_stages - 1 in indices
         self._loss: ScaledLoss | None = None
-        self._measured: list[Tensor] = []
+        self._losses: list[Tensor] = []
         self.before_backward: Callable[[], None] = lambda: None
         self._schedules: dict[bool, Any] = {}
         self._accumulation = run.accumulation
         self._tied_names = run.model.tied_weights
         self._tied: list[nn.Parameter] = []
-        self._copies: set[int] = set()
+        self._tied_copy_ids: set[int] = set()
         ends = dist.get_process_group_ranks(self._group)
-        self._ends = [ends[0], ends[0] if spec.pipeline_schedule.folded else ends[-1]]
-        self._ends_group = self._of_ends() if self._tied_names else None
+        self._end_ranks = [ends[0], ends[0] if spec.pipeline_schedule.is_v_shaped else ends[-1]]
+        self._ends_group = self._build_ends_group() if self._tied_names else None
 
-    def _of_ends(self) -> dist.ProcessGroup | None:
+    def _build_ends_group(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks with the first and the last stage, if this is one."""
-        if self._ends[0] == self._ends[1]:
+        if self._end_ranks[0] == self._end_ranks[1]:
             return None
-        own, apart = None, self._ends[1] - self._ends[0]
+        own, apart = None, self._end_ranks[1] - self._end_ranks[0]
         for first in range(dist.get_world_size() - apart):  # the pipeline is the outermost axis
             group = dist.new_group(ends := [first, first + apart])
             if dist.get_rank() in ends:
                 own = group
         return own
 
-    def hold(self) -> None:
+    def find_tied_parameters(self) -> None:
         """Looks up the tied parameters, once they are those that the optimizer moves."""
         self._tied = [
             parameter
             for index, module in zip(self._indices, self._modules, strict=True)
-            if index in (0, self._spec.stages - 1)
+            if index in (0, self._spec.num_stages - 1)
             for name, parameter in module.named_parameters()
             if name in self._tied_names
         ]
-        kept = len(self._tied) // 2 if self._last else len(self._tied)
-        self._copies = {id(parameter) for parameter in self._tied[kept if self._first else 0 :]}
+        kept = len(self._tied) // 2 if self._has_last_stage else len(self._tied)
+        self._tied_copy_ids = {
+            id(parameter) for parameter in self._tied[kept if self._has_first_stage else 0 :]
+        }
 
-    def owned(self, parameter: nn.Parameter) -> bool:
+    def is_owned(self, parameter: nn.Parameter) -> bool:
         """Returns whether a parameter counts here: a tied one counts on the first stage."""
-        return id(parameter) not in self._copies
+        return id(parameter) not in self._tied_copy_ids
 
-    def train(self, batch: Batch, loss: ScaledLoss, *, last: bool) -> Tensor:
+    def compute_train_loss(self, batch: Batch, loss: ScaledLoss, *, last: bool) -> Tensor:
         """Returns the loss of a micro batch, on every rank, with its gradients added up."""
         parts = self._accumulation  # Lightning divides the loss that it goes backward from
 
         divided = replace(loss, factor=loss.factor / parts)
-        total = self._run(batch, divided, backward=True).mul_(parts)
+        total = self._run_schedule(batch, divided, backward=True).mul_(parts)
         if last:
-            self._share_tied_gradients()
+            self._reduce_tied_gradients()
         return total.requires_grad_()
 
-    def evaluate(self, batch: Batch, loss: ScaledLoss) -> Tensor:
+    def compute_validation_loss(self, batch: Batch, loss: ScaledLoss) -> Tensor:
         """Returns the loss of a micro batch on every rank, without gradients."""
-        return self._run(batch, loss, backward=False)
+        return self._run_schedule(batch, loss, backward=False)
 
-    def received(self) -> list[Tensor]:
+    def receive_buffers(self) -> list[Tensor]:
         """Returns the buffers into which stages receive activations and their gradients."""
         if True not in self._schedules:
             return []
@@ -142,40 +144,47 @@ class PipelineRunner:
         ]
         return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
-    def _run(self, batch: Batch, loss: ScaledLoss, *, backward: bool) -> Tensor:
+    def _run_schedule(self, batch: Batch, loss: ScaledLoss, *, backward: bool) -> Tensor:
         self._loss = loss
         if backward not in self._schedules:
-            self._schedules[backward] = self._scheduled(batch["inputs"].device, backward)
+            self._schedules[backward] = self._build_schedule(batch["inputs"].device, backward)
         schedule = self._schedules[backward]
         losses: list[Tensor] = []
-        inputs = (batch["inputs"].contiguous(),) if self._first else ()
+        inputs = (batch["inputs"].contiguous(),) if self._has_first_stage else ()
         labels = batch["labels"].contiguous()
-        told: dict[str, Any] = {"target": labels, "losses": losses} if self._last else {}
-        if self._last and loss.in_module:
+        told: dict[str, Any] = {"target": labels, "losses": losses} if self._has_last_stage else {}
+        if self._has_last_stage and loss.computed_in_module:
             told["labels_BT"] = labels
         if "places" in batch:
             told["places_BS"] = batch["places"]
         call = schedule.step if backward else schedule.eval
         call(*inputs, **told, return_outputs=False)
-        room = torch.zeros(len(loss.objective.keys), dtype=torch.float32)  # bf16_true has another
+        room = torch.zeros(
+            len(loss.objective.metric_keys), dtype=torch.float32
+        )  # bf16_true has another
         total = room.to(batch["inputs"].device)
         if losses:  # before the first piece the schedule tries the loss out
-            total = torch.stack(self._measured[-len(losses) :]).sum(0, dtype=torch.float32)
-        self._measured.clear()
+            total = torch.stack(self._losses[-len(losses) :]).sum(0, dtype=torch.float32)
+        self._losses.clear()
         dist.all_reduce(total, group=self._group)
         return total
 
-    def _scheduled(self, device: torch.device, backward: bool) -> Any:
+    def _build_schedule(self, device: torch.device, backward: bool) -> Any:
         stages = [
-            ScheduledStage(module, index, self._spec.stages, device, group=self._group)
+            ScheduledStage(module, index, self._spec.num_stages, device, group=self._group)
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
         for stage in stages:
             stage.before_backward = lambda: self.before_backward()
         kind = schedules.get_schedule_class(self._spec.pipeline_schedule.value)
-        held: Any = stages if self._spec.pipeline_schedule.interleaved else stages[0]
-        made: Any = kind(held, self._spec.pieces, loss_fn=self._of_piece, scale_grads=False)
-        if not backward and self._spec.pipeline_schedule.interleaved:
+        held: Any = stages if self._spec.pipeline_schedule.is_interleaved else stages[0]
+        made: Any = kind(
+            held,
+            self._spec.num_pipeline_micro_batches,
+            loss_fn=self._micro_batch_loss,
+            scale_grads=False,
+        )
+        if not backward and self._spec.pipeline_schedule.is_interleaved:
             # Zero-bubble schedules ask for gradients even in eval(); forward actions suffice.
             made.pipeline_order_with_comms = {
                 rank: [action for action in actions if action.computation_type in FORWARD]
@@ -183,13 +192,13 @@ class PipelineRunner:
             }
         return made
 
-    def _of_piece(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         assert self._loss is not None
         measured = self._loss(logits, {"labels": labels})
-        self._measured.append(measured.detach().view(-1))
+        self._losses.append(measured.detach().view(-1))
         return measured[0] if measured.dim() else measured
 
-    def _share_tied_gradients(self) -> None:
+    def _reduce_tied_gradients(self) -> None:
         """Adds up the gradients of a weight that the first and the last stage both use."""
         if not self._tied:
             return
@@ -197,7 +206,7 @@ class PipelineRunner:
         if self._ends_group is not None:
             for gradient in gradients:
                 dist.all_reduce(gradient, group=self._ends_group)
-        elif self._first and self._last:
+        elif self._has_first_stage and self._has_last_stage:
             half = len(gradients) // 2
             for one, other in zip(gradients[:half], gradients[half:], strict=True):
                 other.copy_(one.add_(other))

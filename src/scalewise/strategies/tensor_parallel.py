@@ -29,11 +29,11 @@ TOKENS = Shard(1)
 
 
 def apply_tensor_parallel(
-    module: ModelModule, table: Mapping[str, TPStyle], mesh: DeviceMesh, spec: MeshConfig
+    module: ModelModule, tp_styles: Mapping[str, TPStyle], mesh: DeviceMesh, spec: MeshConfig
 ) -> None:
     """Cuts a model, or the stage of one, by its table, in place; parameters become DTensors."""
     between: Placement = TOKENS if spec.sequence_parallel else Replicate()
-    embedded = Replicate() if TPStyle.ahead in table.values() else between
+    embedded = Replicate() if TPStyle.prompt in tp_styles.values() else between
     places: Placement = Shard(-2) if spec.sequence_parallel else Replicate()  # rows may differ
     kinds: dict[TPStyle, ParallelStyle] = {
         TPStyle.column: ColwiseParallel(),
@@ -43,28 +43,32 @@ def apply_tensor_parallel(
         TPStyle.tokens: SequenceParallel()
         if spec.sequence_parallel
         else ReplicatedModule(Replicate()),
-        TPStyle.places: ReplicatedModule(places),
-        TPStyle.ahead: ReplicatedModule(between),
-        TPStyle.whole: ReplicatedModule(Replicate()),
+        TPStyle.positions: ReplicatedModule(places),
+        TPStyle.prompt: ReplicatedModule(between),
+        TPStyle.replicated: ReplicatedModule(Replicate()),
     }
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    columns = {name.rpartition(".")[0] for name, how in table.items() if how is TPStyle.column}
+    columns = {name.rpartition(".")[0] for name, how in tp_styles.items() if how is TPStyle.column}
     for name, part in list(module.named_modules()):
         if hasattr(part, "base_layer"):
             continue  # an adapter's: what it holds is cut
         pattern = re.sub(r"\b\d+\b", "*", name).removesuffix(".base_layer")
-        if pattern in table:
-            style = kinds[table[pattern]]
-            if ".lora_B" in name and table[pattern] is TPStyle.tokens and spec.sequence_parallel:
+        if pattern in tp_styles:
+            style = kinds[tp_styles[pattern]]
+            if (
+                ".lora_B" in name
+                and tp_styles[pattern] is TPStyle.tokens
+                and spec.sequence_parallel
+            ):
                 style = SequenceParallel(use_local_output=True)
             elif ".lora_magnitude" in name or name.endswith((".ia3_l", *PREFIX)):
-                style = ShardedScale(table[pattern], between)
+                style = ShardedScale(tp_styles[pattern], between)
             parallelize_module(part, mesh, style)
         elif pattern in columns:
             parallelize_module(part, mesh, GatheredInput(between))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trained[name])  # which some of torch's styles forget
-    module.joined = lambda x_BTW: _gather_first_input(between, (x_BTW,), mesh)[0]
+    module.gather_tokens = lambda x_BTW: _gather_first_input(between, (x_BTW,), mesh)[0]
 
 
 def keep_gradients_sharded(module: nn.Module) -> None:
@@ -92,21 +96,25 @@ def keep_gradients_sharded(module: nn.Module) -> None:
 class GatheredInput(ParallelStyle):
     """A sublayer that reads all tokens: what it is given is joined once for all its columns."""
 
-    def __init__(self, given: Placement) -> None:
+    def __init__(self, input_placement: Placement) -> None:
         super().__init__()
-        self._given = given
+        self._input_placement = input_placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Not distribute_module: it would replicate what the columns below are to cut.
-        hook = partial(self._join, device_mesh)
+        hook = partial(self._gather_input, device_mesh)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
-    def _join(self, mesh: DeviceMesh, module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+    def _gather_input(
+        self, mesh: DeviceMesh, module: nn.Module, inputs: Any, kwargs: dict[str, Any]
+    ) -> Any:
         if inputs:
-            return _gather_first_input(self._given, inputs, mesh), named
-        first, *_ = named  # transformers names what a sublayer reads
-        return inputs, named | {first: _gather_first_input(self._given, (named[first],), mesh)[0]}
+            return _gather_first_input(self._input_placement, inputs, mesh), kwargs
+        first, *_ = kwargs  # transformers names what a sublayer reads
+        return inputs, kwargs | {
+            first: _gather_first_input(self._input_placement, (kwargs[first],), mesh)[0]
+        }
 
 
 class ReplicatedModule(ParallelStyle):
@@ -117,46 +125,48 @@ class ReplicatedModule(ParallelStyle):
         self._output = output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: Any = (self._given, partial(_to_local, self._output))
+        hooks: Any = (self._gather_input, partial(_to_local, self._output))
         return distribute_module(module, device_mesh, None, *hooks)
 
     @staticmethod
-    def _given(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _gather_input(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return _gather_first_input(Replicate(), inputs, mesh)
 
 
 class ShardedScale(ParallelStyle):
     """What scales features, or stands before them: cut as those are, or whole where they are."""
 
-    def __init__(self, how: TPStyle, between: Placement) -> None:
+    def __init__(self, style: TPStyle, residual_placement: Placement) -> None:
         super().__init__()
         held = {TPStyle.column: Shard(0), TPStyle.row: Shard(1), TPStyle.tokens: Replicate()}
-        self._held = held[how]
-        self._scaled = between if how is TPStyle.tokens else Shard(2)
+        self._weight_placement = held[style]
+        self._feature_placement = residual_placement if style is TPStyle.tokens else Shard(2)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: Any = (self._given, partial(_to_local, self._scaled))
-        return distribute_module(module, device_mesh, partial(_shard_parameter, self._held), *hooks)
+        hooks: Any = (self._to_dtensor, partial(_to_local, self._feature_placement))
+        return distribute_module(
+            module, device_mesh, partial(_shard_parameter, self._weight_placement), *hooks
+        )
 
-    def _given(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [self._scaled], run_check=False)
+    def _to_dtensor(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [self._feature_placement], run_check=False)
 
 
 class ShardedHead(ParallelStyle):
     """The matrix that gives logits, its rows cut; with its own weight or the embedding's."""
 
-    def __init__(self, between: Placement, *, loss_parallel: bool) -> None:
+    def __init__(self, residual_placement: Placement, *, loss_parallel: bool) -> None:
         super().__init__()
-        self._between, self._loss_parallel = between, loss_parallel
+        self._residual_placement, self._loss_parallel = residual_placement, loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hooks: Any = (self._gathered, self._logits)
+        hooks: Any = (self._gather_input, self._gather_logits)
         return distribute_module(module, device_mesh, partial(_shard_parameter, Shard(0)), *hooks)
 
-    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return _gather_first_input(self._between, inputs, mesh)
+    def _gather_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return _gather_first_input(self._residual_placement, inputs, mesh)
 
-    def _logits(self, module: nn.Module, logits_BTV: Any, mesh: DeviceMesh) -> Tensor:
+    def _gather_logits(self, module: nn.Module, logits_BTV: Any, mesh: DeviceMesh) -> Tensor:
         if self._loss_parallel:
             kept: Tensor = logits_BTV
             return kept
@@ -164,17 +174,17 @@ class ShardedHead(ParallelStyle):
         return whole
 
 
-def _shard_parameter(held: Placement, name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-    for key, parameter in part.named_parameters(recurse=False):
-        shards = distribute_tensor(parameter, mesh, [held], src_data_rank=None)
-        part.register_parameter(key, nn.Parameter(shards))
+def _shard_parameter(placement: Placement, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        shards = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(shards))
 
 
-def _gather_first_input(given: Placement, inputs: Any, mesh: DeviceMesh) -> Any:
+def _gather_first_input(placement: Placement, inputs: Any, mesh: DeviceMesh) -> Any:
     """Returns the inputs with the first, of which each rank has a part, whole on every rank."""
     x, *others = inputs
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [given], run_check=False)
+        x = DTensor.from_local(x, mesh, [placement], run_check=False)
     return (x.redistribute(placements=[Replicate()]), *others)
 
 

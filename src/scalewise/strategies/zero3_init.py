@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def iter_layers(run: RunConfig, device: torch.device) -> Iterator[nn.Module]:
     """Yields the model layer by layer, each with the weights that any layout gives it."""
-    for part in run.model.stages(run.model.layers, run.data.sequence):
-        piece = run.model.shape(part)
+    for part in run.model.split_stages(run.model.layers, run.data.sequence):
+        piece = run.model.build_meta(part)
         run.adapter.apply(piece, run.model)
         piece.to_empty(device=device)
-        run.model.fill(piece, run.seed)
-        run.adapter.start(piece, run.model, run.seed)
+        run.model.init_weights(piece, run.seed)
+        run.adapter.init_or_load_weights(piece, run.model, run.seed)
         yield piece
 
 
@@ -32,7 +32,7 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
     from deepspeed.utils import groups
 
     part, swapper = StageSlice(range(run.model.layers)), None
-    whole = run.model.shape(part)
+    whole = run.model.build_meta(part)
     run.adapter.apply(whole, run.model)
     for piece in iter_layers(run, device):
         if run.precision.compute is FloatFormat.bf16:
@@ -52,6 +52,6 @@ def build_zero3_sharded(run: RunConfig, config: dict[str, Any], device: torch.de
         if hasattr(layer, "base_layer"):  # an adapter's, which reads weights of layers in it
             for parameter in layer.parameters():
                 zero.register_external_parameter(layer, parameter)
-    run.objective.apply(whole, in_forward=run.objective.in_forward(run))
+    run.objective.apply(whole, in_forward=run.objective.takes_gradients_in_forward(run))
     run.memory.apply(whole, part)
     return whole

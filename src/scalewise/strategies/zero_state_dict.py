@@ -78,14 +78,14 @@ def load_weights(zero: Any, names: Names, read: Read) -> None:
         _drop_secondary_partitions(names)
 
 
-def load_states(zero: Any, names: Names, known: Mapping[str, torch.Size], read: Read) -> None:
-    """Fills the optimizer's state with the tensors of a checkpoint that holds ``known``."""
-    slots = sorted({key.partition("/")[0] for key in known})
+def load_states(zero: Any, names: Names, shapes: Mapping[str, torch.Size], read: Read) -> None:
+    """Fills the optimizer's state with the tensors of a checkpoint that holds ``shapes``."""
+    slots = sorted({key.partition("/")[0] for key in shapes})
     if not slots:
         return
     steps = torch.zeros(1)
     if STEP in slots:
-        read(next(key for key in known if key.startswith(f"{STEP}/")), steps)
+        read(next(key for key in shapes if key.startswith(f"{STEP}/")), steps)
     slots = [slot for slot in slots if slot != STEP]
     _allocate_state(zero, slots, float(steps))
     for parameter, name in _trained_parameters(names):
@@ -211,9 +211,9 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def _rank_partition(parameter: Any, whole: Tensor) -> Tensor:
+def _rank_partition(parameter: Any, tensor: Tensor) -> Tensor:
     """Returns this rank's piece of a tensor; the last ranks' are filled up with zeros."""
     size = parameter.partition_numel()
     start = dist.get_rank(parameter.ds_process_group) * size
-    piece = whole.flatten()[start : start + size]
+    piece = tensor.flatten()[start : start + size]
     return F.pad(piece, (0, size - piece.numel()))

@@ -69,7 +69,7 @@ class WandbConfig:
     log_artifacts: ArtifactsKind = ArtifactsKind.files
     """Files that are uploaded in addition to metrics and tables when the run is published."""
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a project that W&B would not take."""
         if not self.project or any(c in self.project for c in "/\\#?%:"):
             yield ConfigIssue(
@@ -77,20 +77,20 @@ class WandbConfig:
             )
 
     @property
-    def wanted(self) -> WandbMode:
+    def requested_mode(self) -> WandbMode:
         """Returns the mode that ``WANDB_MODE`` asks for, else this spec's; none stays none."""
         if self.mode is WandbMode.disabled:
             return self.mode
         return VARIABLE.get(os.environ.get("WANDB_MODE", "").strip().lower(), self.mode)
 
     @property
-    def tracks(self) -> bool:
+    def is_enabled(self) -> bool:
         """Returns whether there is a tracker at all."""
-        return self.wanted is not WandbMode.disabled
+        return self.requested_mode is not WandbMode.disabled
 
-    def machine_complaints(self) -> Iterator[ConfigIssue]:
+    def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields variables of the environment on which W&B would stumble."""
-        if not self.tracks:
+        if not self.is_enabled:
             return
         mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
         if mode.strip() and mode.strip().lower() not in VARIABLE:

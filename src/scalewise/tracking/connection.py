@@ -37,7 +37,9 @@ def wandb_client() -> Any:
     hide_credentials()
     server = base_url()
     if not has_key(server):
-        raise ConfigError.one("", "", f"there is no key for {without_credentials(server)}", LOGIN)
+        raise ConfigError.for_key(
+            "", "", f"there is no key for {without_credentials(server)}", LOGIN
+        )
     require_answer(server)
     import wandb
 
@@ -52,7 +54,7 @@ def wandb_client() -> Any:
         raise
     except Exception as error:  # the client raises many kinds
         if " 401" in str(error):
-            raise ConfigError.one(
+            raise ConfigError.for_key(
                 "", "", f"{without_credentials(server)} refuses the key", LOGIN
             ) from None
         if "did not respond in time" in str(error):
@@ -60,8 +62,8 @@ def wandb_client() -> Any:
         raise ScalewiseError(f"{without_credentials(server)}: {server_error_text(error)}") from None
 
 
-def call_with_timeout(server: str, request: Callable[[], T], limit: float) -> T:
-    """Returns the result of a request to ``server``, which may take ``limit`` seconds.
+def call_with_timeout(server: str, request: Callable[[], T], timeout: float) -> T:
+    """Returns the result of a request to ``server``, which may take ``timeout`` seconds.
 
     The client has no bound of its own for a server that hangs or streams without end. Raises
     ``ScalewiseError`` past the limit, and after ``ANSWER_WAIT`` if the server answers nothing else.
@@ -76,7 +78,7 @@ def call_with_timeout(server: str, request: Callable[[], T], limit: float) -> T:
 
     # Daemonic: a request that never ends does not keep the process.
     threading.Thread(target=send, daemon=True, name="wandb-request").start()
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
         try:
@@ -160,12 +162,12 @@ def has_key(server: str) -> bool:
     return any(known.authenticators(host) is not None for host in hosts)
 
 
-def is_answering(server: str, wait: float = SERVER_WAIT) -> bool:
-    """Returns whether ``server`` speaks HTTP within ``wait`` seconds, DNS included."""
-    return http_status(server, wait) is not None
+def is_answering(server: str, timeout: float = SERVER_WAIT) -> bool:
+    """Returns whether ``server`` speaks HTTP within ``timeout`` seconds, DNS included."""
+    return http_status(server, timeout) is not None
 
 
-def http_status(server: str, wait: float = SERVER_WAIT) -> int | None:
+def http_status(server: str, timeout: float = SERVER_WAIT) -> int | None:
     """Returns the status code of a request without content; None without an HTTP answer in time."""
     parts = urlsplit(server)
     secure = parts.scheme == "https"
@@ -177,14 +179,14 @@ def http_status(server: str, wait: float = SERVER_WAIT) -> int | None:
 
     def connect() -> None:
         try:
-            with socket.create_connection((parts.hostname, port), timeout=wait) as connection:
+            with socket.create_connection((parts.hostname, port), timeout=timeout) as connection:
                 found.append(_request_status(connection, parts.hostname or "", secure=secure))
         except (OSError, ValueError):
             return
 
     thread = threading.Thread(target=connect, daemon=True)  # a name server may never answer
     thread.start()
-    thread.join(wait)
+    thread.join(timeout)
     return found[0] if found else None
 
 

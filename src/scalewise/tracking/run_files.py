@@ -25,9 +25,9 @@ class RecordError(ConfigError):
     """A file of a run folder that is damaged."""
 
     @classmethod
-    def of(cls, path: Path, reason: str, cure: str = "put a copy of it back") -> Self:
+    def for_file(cls, path: Path, reason: str, fix: str = "put a copy of it back") -> Self:
         """Returns the error of one file."""
-        return cls.one("", "", f"{path} {reason}", cure)
+        return cls.for_key("", "", f"{path} {reason}", fix)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -90,18 +90,18 @@ def _load(path: Path, parse: Callable[[str], object]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise RecordError.of(path, f"cannot be read: {error.strerror}") from None
+        raise RecordError.for_file(path, f"cannot be read: {error.strerror}") from None
     except RecursionError:
-        raise RecordError.of(path, "is damaged: it is nested too deeply") from None
+        raise RecordError.for_file(path, "is damaged: it is nested too deeply") from None
     except (ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())[:120]
-        raise RecordError.of(path, f"is damaged: {why}") from None
+        raise RecordError.for_file(path, f"is damaged: {why}") from None
     if not isinstance(content, dict):
-        raise RecordError.of(
+        raise RecordError.for_file(
             path, f"is damaged: it holds no mapping but a {type(content).__name__}"
         )
     for mismatch in type_mismatches(content, RECORDS.get(path.name, object)):
-        raise RecordError.of(path, f"is damaged: {mismatch}")
+        raise RecordError.for_file(path, f"is damaged: {mismatch}")
     return content
 
 
@@ -128,7 +128,7 @@ class MetricsFile:
         source = path if path.exists() else earlier
         kept = [row for row in _iter_rows(source) if int(row["step"]) <= after_step]
         self._path = path
-        self.earlier = _parse_json(kept)
+        self.earlier_rows = _parse_json(kept)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, list(METRICS), lineterminator="\n")
         writer.writeheader()
@@ -159,7 +159,7 @@ def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
     for row, numbers in zip(rows, parsed, strict=True):
         if damaged := [key for key, text in row.items() if text and numbers[key] is None]:
             reason = f"is damaged: {damaged[0]} of step {row['step']} is no number"
-            raise RecordError.of(path, reason, "put a copy of it back, or remove that line")
+            raise RecordError.for_file(path, reason, "put a copy of it back, or remove that line")
     return parsed
 
 

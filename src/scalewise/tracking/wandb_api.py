@@ -49,51 +49,51 @@ class WandbServer:
         self._api = wandb_client()
         self.account = str(self._api.default_entity)
 
-    def must_answer(self) -> None:
+    def require_answer(self) -> None:
         """Raises ``ScalewiseError`` where nobody takes a connection any more."""
         require_answer(self.url)
 
-    def known(self, path: str) -> Any:
+    def find_run(self, path: str) -> Any:
         """Returns the run at ``entity/project/id`` as the server has it; None where it has none."""
         from wandb.errors import CommError
 
         self._api.flush()  # it keeps what it has once seen
         try:
-            return self._ask(lambda: self._api.run(path))
+            return self._request(lambda: self._api.run(path))
         except CommError as error:
             if isinstance(error.exc, ValueError):  # it answered, and there is none
                 return None
             raise ScalewiseError(server_error_text(error)) from None
 
-    def _ask(self, request: Callable[[], T], limit: float = ANSWER_WAIT) -> T:
-        return call_with_timeout(self.url, request, limit)
+    def _request(self, request: Callable[[], T], timeout: float = ANSWER_WAIT) -> T:
+        return call_with_timeout(self.url, request, timeout)
 
     def has_artifact(self, name: str) -> bool:
         """Returns whether ``entity/project/name:alias`` is there."""
         try:
-            return bool(self._ask(lambda: self._api.artifact_exists(name)))
+            return bool(self._request(lambda: self._api.artifact_exists(name)))
         except ScalewiseError:
             raise
         except Exception as error:  # the client raises many kinds
             raise ScalewiseError(server_error_text(error)) from None
 
-    def take_files(self, run: Any, folder: Path, names: Iterable[str]) -> None:
-        """Uploads files of ``folder`` to a run that ``known`` returned."""
+    def upload_files(self, run: Any, folder: Path, names: Iterable[str]) -> None:
+        """Uploads files of ``folder`` to a run that ``find_run`` returned."""
         for name in names:
             try:
                 send = partial(run.upload_file, str(folder / name), root=str(folder))
-                self._ask(send, UPLOAD_WAIT)
+                self._request(send, UPLOAD_WAIT)
             except ScalewiseError:
                 raise
             except Exception as error:  # the client raises many kinds
                 if not isinstance(getattr(error, "exc", error), IndexError):  # not listed yet
                     raise ScalewiseError(server_error_text(error)) from None
 
-    def sync(self, log: Path, entity: str, project: str) -> None:
+    def sync_log(self, log: Path, entity: str, project: str) -> None:
         """Sends the transaction log of a run that the server has nothing of.
 
         Of one that it knows all rows would come a second time. The client ends well, and marks
-        the log as sent, whether the server took it or not: ask ``known`` afterwards.
+        the log as sent, whether the server took it or not: ask ``find_run`` afterwards.
         """
         line = [sys.executable, "-P", "-m", "wandb", "sync"]
         line += ["--include-online", "--include-synced"]
@@ -102,7 +102,7 @@ class WandbServer:
             with TemporaryDirectory(
                 prefix="scalewise-sync-"
             ) as scratch:  # for the client's own log
-                code, stderr = self._sync(line, scratch)
+                code, stderr = self._run_sync(line, scratch)
         except subprocess.TimeoutExpired:
             raise ScalewiseError(f"not sent within {SYNC_WAIT:g} s") from None
         errors = [text for text in stderr.splitlines() if "ERROR" in text]
@@ -112,11 +112,11 @@ class WandbServer:
                 told = "the server dropped some of it; try again later"
             raise ScalewiseError(server_error_text(told))
 
-    def _sync(self, line: list[str], scratch: str) -> tuple[int, str]:
+    def _run_sync(self, command: list[str], scratch: str) -> tuple[int, str]:
         """Returns exit code and stderr; kills the command if the server stops answering."""
         deadline = time.monotonic() + SYNC_WAIT
         with subprocess.Popen(  # noqa: S603 (a list of our own words)
-            line,
+            command,
             # It says there what went wrong.
             env={**os.environ, "WANDB_SILENT": "false", "TMPDIR": scratch},
             stdin=subprocess.DEVNULL,
@@ -140,7 +140,7 @@ class WandbServer:
                     raise
                 return process.returncode, stderr
 
-    def sweep(self, config: Mapping[str, Any], entity: str | None, project: str) -> str:
+    def create_sweep(self, config: Mapping[str, Any], entity: str | None, project: str) -> str:
         """Makes a sweep; returns its ``ENTITY/PROJECT/ID``.
 
         Within ``own_environment``, or tries outlast the client's patience with its service, whose
@@ -159,12 +159,12 @@ class WandbServer:
         return f"{os.environ['WANDB_ENTITY']}/{os.environ['WANDB_PROJECT']}/{known}"
 
     @contextmanager
-    def reopened(
-        self, entity: str, project: str, run_id: str, *, exit_code: int, wait: float
+    def reopen_run(
+        self, entity: str, project: str, run_id: str, *, exit_code: int, timeout: float
     ) -> Iterator[Any]:
         """Opens a run again to add to it, as it stands at the server, then ends it so.
 
-        ``wait``: seconds that sending may take at the end; past them it is a ``ScalewiseError``.
+        ``timeout``: seconds that sending may take at the end; past them it is a ``ScalewiseError``.
         """
         import wandb
 
@@ -179,7 +179,7 @@ class WandbServer:
                 settings=wandb.Settings(
                     silent=True,
                     console="off",
-                    finish_timeout=wait,
+                    finish_timeout=timeout,
                     finish_timeout_raises=True,
                     init_timeout=round(ANSWER_WAIT),
                     x_disable_stats=True,
@@ -192,11 +192,11 @@ class WandbServer:
             )
             define_metrics(run)
             yield run
-            self._ask(partial(run.finish, exit_code=exit_code), wait)
+            self._request(partial(run.finish, exit_code=exit_code), timeout)
         except Exception as error:  # the client raises many kinds
             if run is not None and wandb.run is run and is_answering(self.url):
                 with suppress(Exception):
-                    self._ask(partial(run.finish, exit_code=exit_code))
+                    self._request(partial(run.finish, exit_code=exit_code))
             if isinstance(error, ScalewiseError):
                 raise
             raise ScalewiseError(server_error_text(error)) from None

@@ -33,13 +33,13 @@ class NullSession:
 
     facts: Mapping[str, object] = {"mode": "disabled", "url": None, "folder": None}
 
-    def foresee(self, plan: Mapping[str, object]) -> None:
+    def log_plan(self, plan: Mapping[str, object]) -> None:
         """Sends what is foreseen of the run: the content of ``plan.json``."""
 
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
 
-    def summarize(self, summary: Mapping[str, object]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """Sends what stays of the run: the content of ``summary.json``."""
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
@@ -92,7 +92,7 @@ class WandbSession(NullSession):
             "resumed_from": facts.get("resumed_from"),
         }
 
-    def foresee(self, plan: Mapping[str, object]) -> None:
+    def log_plan(self, plan: Mapping[str, object]) -> None:
         """Writes what is foreseen into the run's summary, where what was measured will stand."""
         self._run.summary.update(predicted_metrics(plan))
 
@@ -100,7 +100,7 @@ class WandbSession(NullSession):
         """Sends the mean of each metric over the window, at the window's last step."""
         self._run.log(average_window(rows))
 
-    def summarize(self, summary: Mapping[str, object]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """Writes the summary's numbers under ``final/``."""
         self._run.summary.update(summary_metrics(summary))
 
@@ -114,34 +114,34 @@ class GuardedSession(NullSession):
     """Another session, whose troubles never reach the training: it is said once and let go."""
 
     def __init__(self, session: NullSession) -> None:
-        self._session, self._lost = session, False
+        self._session, self._failed = session, False
         self.facts = session.facts
 
-    def foresee(self, plan: Mapping[str, object]) -> None:
+    def log_plan(self, plan: Mapping[str, object]) -> None:
         """Sends what is foreseen of the run."""
-        self._try(self._session.foresee, plan)
+        self._call_guarded(self._session.log_plan, plan)
 
     def log(self, rows: list[Row]) -> None:
         """Sends one window of steps."""
-        self._try(self._session.log, rows)
+        self._call_guarded(self._session.log, rows)
 
-    def summarize(self, summary: Mapping[str, object]) -> None:
+    def log_summary(self, summary: Mapping[str, object]) -> None:
         """Sends what stays of the run."""
-        self._try(self._session.summarize, summary)
+        self._call_guarded(self._session.log_summary, summary)
 
     def finish(self, status: str, reason: str, exit_code: int) -> None:
         """Ends the run, in time bounded by ``FINISH_WAIT``."""
-        self._try(self._session.finish, status, reason, exit_code)
+        self._call_guarded(self._session.finish, status, reason, exit_code)
 
-    def _try(self, send: Callable[..., None], *content: object) -> None:
-        if self._lost:
+    def _call_guarded(self, send: Callable[..., None], *content: object) -> None:
+        if self._failed:
             return
         try:
             send(*content)
         except ScalewiseError:
             raise
         except Exception as error:  # a tracker, whatever ails it, must not end a training
-            self._lost = True
+            self._failed = True
             print_lines(f"W&B is lost ({_short_text(error)}); the run's folder holds all")
 
 
@@ -191,7 +191,7 @@ def open_session(run: RunConfig, folder: Path, facts: Mapping[str, object]) -> N
     A server that refuses the run costs a line and the online mode, never the training.
     """
     try:
-        if run.tracking.tracks:
+        if run.tracking.is_enabled:
             hide_credentials()
         mode = choose_mode(run.tracking)
     except Exception as error:  # W&B's settings files and variables may hold anything
@@ -217,8 +217,8 @@ def choose_mode(tracking: WandbConfig) -> WandbMode:
     ``WANDB_MODE`` wins over all but ``disabled``; ``auto`` is online where a key is found and the
     server answers.
     """
-    if tracking.wanted is not WandbMode.auto:
-        return tracking.wanted
+    if tracking.requested_mode is not WandbMode.auto:
+        return tracking.requested_mode
     server = base_url()
     return WandbMode.online if has_key(server) and is_answering(server) else WandbMode.offline
 

@@ -29,7 +29,7 @@ def wandb_sweep_config(
     Raises ``ConfigError`` for what W&B cannot search. The metric is the figure that stays of a
     run, ``final/...``: the value of the others at W&B is that of the last window.
     """
-    complaints = list(search.complaints(space))
+    complaints = list(search.validate(space))
     method = METHODS.get(search.sampler, "")
     if method == "bayes" and len(search.objectives) > 1:
         cure = "name one objective, or set hydra.sweeper.sampler=random"
@@ -75,11 +75,11 @@ def sweeper_search(sweeper: Mapping[str, Any], option: str) -> SearchConfig:
     Raises ``ConfigError``, which names the ``option``, for a way through the axes that W&B has not.
     """
     if str(sweeper["_target_"]).endswith(".OptunaSweeper"):
-        return SearchConfig.of(sweeper)
+        return SearchConfig.from_options(sweeper)
     strange = [key for key, value in sweeper.items() if value and key not in UNDERSTOOD]
     if strange:
         reason = f"W&B Sweeps cannot walk the axes by {', '.join(strange)}"
-        raise ConfigError.one("hydra/sweeper", option, reason, "use scalewise train")
+        raise ConfigError.for_key("hydra/sweeper", option, reason, "use scalewise train")
     return SearchConfig(sampler="grid")
 
 
@@ -88,9 +88,9 @@ def _sweep_parameter(axis: Axis, method: str) -> dict[str, Any]:
         return {"values": [_as_number(value) for value in axis.values]}
     if axis.step is not None:
         return {"values": [point[axis.key] for point in grid_points([axis])]}
-    kind = "int_uniform" if axis.whole else "uniform"
+    kind = "int_uniform" if axis.is_integer else "uniform"
     if axis.log:
-        kind = "q_log_uniform_values" if axis.whole else "log_uniform_values"
+        kind = "q_log_uniform_values" if axis.is_integer else "log_uniform_values"
     whole: dict[str, Any] = {"q": 1} if kind.startswith("q_") else {}
     return {"distribution": kind, "min": axis.low, "max": axis.high, **whole}
 

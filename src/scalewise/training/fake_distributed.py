@@ -37,17 +37,17 @@ class FakeStageChannel:
     Between any two it is the same: what the first stage says, the stages of other ranks hear.
     """
 
-    said: Any = None
+    metadata: Any = None
 
-    def patches(self) -> Iterator[Any]:
+    def iter_patches(self) -> Iterator[Any]:
         """Yields what is changed in torch for stages that talk over this wire."""
 
         def send(stage: PipelineStage, said: Any, to_stage: int) -> None:
-            self.said = said if to_stage > stage.stage_index else self.said
+            self.metadata = said if to_stage > stage.stage_index else self.metadata
 
         def receive(stage: PipelineStage, from_stage: int) -> Any:
             if from_stage < stage.stage_index:
-                return self.said
+                return self.metadata
             outputs = stage._stage_meta.outputs
             assert outputs is not None
             return _StageBackwardMeta(_derive_grad_metas(outputs))
@@ -64,8 +64,8 @@ def _without_metadata_exchange(self: Any, stages: Any, has_backward: bool, p2p_d
 
 
 @contextmanager
-def fake_ranks(count: int, rank: int, wire: FakeStageChannel) -> Iterator[None]:
-    """Makes this process one of ``count`` ranks; collectives among them do nothing.
+def fake_ranks(world_size: int, rank: int, channel: FakeStageChannel) -> Iterator[None]:
+    """Makes this process one of ``world_size`` ranks; collectives among them do nothing.
 
     Raises ``RuntimeError`` inside ranks that are really there.
     """
@@ -73,8 +73,8 @@ def fake_ranks(count: int, rank: int, wire: FakeStageChannel) -> Iterator[None]:
         raise RuntimeError("a trace needs a process without a process group")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    if count > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    if world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as patches:
             for owner, name, made in (
@@ -87,11 +87,11 @@ def fake_ranks(count: int, rank: int, wire: FakeStageChannel) -> Iterator[None]:
                 (nn.Module, "to_empty", _to_empty_without_swap),
             ):
                 patches.enter_context(patch.object(owner, name, made))
-            for patched in wire.patches():
+            for patched in channel.iter_patches():
                 patches.enter_context(patched)
             yield
     finally:
-        if count > 1:
+        if world_size > 1:
             dist.destroy_process_group()
         # What these hold names groups that are gone.
         _clear_sharding_prop_cache()

@@ -49,67 +49,69 @@ class RankInfo:
 
     rank: int
     local_rank: int
-    local_ranks: int
+    local_world_size: int
 
 
 def fit_run(
-    run: RunConfig, folder: Path, place: RankInfo, resume: Path | None, session: NullSession
+    run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
     """Trains ``run`` in this process, one of its ranks; rank 0 writes into ``folder``.
 
     ``resume`` is a checkpoint folder. Leaves ``metrics.csv``, ``summary.json`` and checkpoints.
     Raises what ended the training otherwise, ``Interrupted`` for a signal.
     """
-    set_device(run, place)
-    if run.objective.of_user:
+    set_device(run, rank_info)
+    if run.objective.is_user_defined:
         from scalewise.training.user_module import fit_user_module
 
-        fit_user_module(run, folder, place, resume, session)
+        fit_user_module(run, folder, rank_info, resume, session)
         return
     splits = run.data.prepare(run.model.vocabulary, run.seed)
-    steps = run.steps(len(splits.train))
+    steps = run.num_steps(len(splits.train))
     start = store.verify_checkpoint(resume) if resume else 0
     if resume:
         run_tokenizer.check_tokenizer(splits, resume.parents[1])
-    if place.rank == 0:
+    if rank_info.rank == 0:
         run_tokenizer.save_tokenizer(splits, folder)
         print_notes(notes := [*splits.note.splitlines(), *padding.padding_notes(run, splits)])
     module = TrainingModule(run, steps)
-    recorder = MetricsRecorder(run, start, [], getattr(splits.train, "filled", 1.0))
-    terminal = ProgressDisplay(run, steps, start) if place.rank == 0 else None
+    recorder = MetricsRecorder(run, start, [], getattr(splits.train, "fill_ratio", 1.0))
+    terminal = ProgressDisplay(run, steps, start) if rank_info.rank == 0 else None
     if terminal:
         plan = {"steps": steps, **plan_record(run)}
         before = read_json(resume.parents[1] / "plan.json") if resume else {}
         write_json(folder / "plan.json", plan)
         as_before = {**before, "steps": steps} == read_json(folder / "plan.json")
-        session.foresee(plan)
+        session.log_plan(plan)
         file = MetricsFile(
             folder / "metrics.csv",
             after_step=start,
             earlier=resume.parents[1] / "metrics.csv" if resume else None,
         )
         recorder.sinks += [file.append, session.log, terminal]
-    loaders = _build_loaders(run, splits, place, steps, start)
+    loaders = _build_loaders(run, splits, rank_info, steps, start)
     with silence_lightning():
         link = read_trial_link(folder)
-        pruning = Pruning(link, recorder, place.rank) if link else None
+        pruning = Pruning(link, recorder, rank_info.rank) if link else None
         first = []
-        if run.objective.reference is not None and not run.asks_each_pass:
+        if run.objective.reference_objective is not None and not run.runs_reference_forward:
             first = [ReferenceLogProbs(run, [loader for loader in loaders if loader is not None])]
-        trainer = build_trainer(run, folder, place, steps, recorder, pruning, first)
+        trainer = build_trainer(run, folder, rank_info, steps, recorder, pruning, first)
         try:
             trainer.fit(module, *loaders, ckpt_path=str(resume) if resume else None)
-            if resume and start == steps and place.rank == 0:
+            if resume and start == steps and rank_info.rank == 0:
                 store.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
-                pruning.settle()
+                pruning.raise_if_pruned()
         finally:
-            STOP.release()
+            STOP.unblock_signals()
             if terminal:
                 terminal.close()
-                earlier = file.earlier if as_before else [*map(drop_cost_metrics, file.earlier)]
+                earlier = (
+                    file.earlier_rows if as_before else [*map(drop_cost_metrics, file.earlier_rows)]
+                )
                 rows = [*earlier, *recorder.rows]
-                write_summary(run, folder, rows, recorder.untrained, session, notes)
+                write_summary(run, folder, rows, recorder.initial_validation, session, notes)
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -121,11 +123,11 @@ def print_notes(notes: Sequence[str]) -> None:
 def build_trainer(
     run: RunConfig,
     folder: Path,
-    place: RankInfo,
+    rank_info: RankInfo,
     steps: int,
     recorder: MetricsRecorder,
     pruning: Pruning | None = None,
-    first: Sequence[Callback] = (),
+    first_callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Trainer:
     """Returns the Lightning Trainer of a run, with nothing in it that the run does not name.
@@ -135,7 +137,7 @@ def build_trainer(
     saver, waiting = CheckpointSaver(run, folder), DataWaitMarker(recorder)
     last = [pruning] if pruning else []
     callbacks: list[Callback] = [
-        *first,
+        *first_callbacks,
         recorder,
         *instantiate_callbacks(run),
         saver,
@@ -148,10 +150,10 @@ def build_trainer(
     )  # said, or Lightning would look for a cluster by itself
     own: dict[str, Any] = {
         "accelerator": "cuda" if run.hardware.device is DeviceKind.cuda else "cpu",
-        "devices": place.local_ranks if run.world_size > 1 else 1,
-        "num_nodes": max(1, run.world_size // place.local_ranks),
-        "strategy": run.parallelism.strategy(run.hardware.device),
-        "precision": run.precision.plugin(),
+        "devices": rank_info.local_world_size if run.world_size > 1 else 1,
+        "num_nodes": max(1, run.world_size // rank_info.local_world_size),
+        "strategy": run.parallelism.build_strategy(run.hardware.device),
+        "precision": run.precision.lightning_precision(),
         "plugins": [TorchElasticEnvironment() if ranked else LightningEnvironment()],
         "callbacks": callbacks,
         "max_epochs": -1,
@@ -159,7 +161,7 @@ def build_trainer(
         "accumulate_grad_batches": run.accumulation,
         "val_check_interval": every * run.accumulation if every else None,
         "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": -1 if run.trainer.validate_first and not recorder.start else 0,
+        "num_sanity_val_steps": -1 if run.trainer.validate_first and not recorder.start_step else 0,
         "use_distributed_sampler": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -179,16 +181,16 @@ def write_summary(
     run: RunConfig,
     folder: Path,
     rows: list[Row],
-    untrained: Row,
+    initial_validation: Row,
     session: NullSession,
     notes: Sequence[str],
     parameters: int | None = None,
 ) -> None:
     """Writes ``summary.json`` and tells the tracker, where a step was taken."""
     if rows:
-        summary = build_summary(run, rows, untrained, notes, parameters)
+        summary = build_summary(run, rows, initial_validation, notes, parameters)
         write_json(folder / "summary.json", summary)
-        session.summarize(summary)
+        session.log_summary(summary)
 
 
 def drop_cost_metrics(row: Row) -> Row:
@@ -199,7 +201,7 @@ def drop_cost_metrics(row: Row) -> Row:
 def build_summary(
     run: RunConfig,
     rows: list[Row],
-    untrained: Row,
+    initial_validation: Row,
     notes: Sequence[str] = (),
     parameters: int | None = None,
 ) -> dict[str, object]:
@@ -221,13 +223,13 @@ def build_summary(
         else:
             metrics[key] = known[-1]
     metrics["train/loss_first"] = rows[0]["train/loss"]
-    metrics |= {f"{key}_first": value for key, value in untrained.items()}
+    metrics |= {f"{key}_first": value for key, value in initial_validation.items()}
     metrics |= predicted_metrics(run)
     metrics["price/dollars_per_billion_tokens"] = dollars_per_billion_tokens(
         run, cast(float | None, metrics.get("throughput/tokens_per_s"))
     )
     return {
-        "parameters": run.model.parameters if parameters is None else parameters,
+        "parameters": run.model.num_parameters if parameters is None else parameters,
         "steps": steps,
         "tokens": steps * run.tokens_per_step,
         "flops_per_token": run.flops_per_token if parameters is None else None,
@@ -240,10 +242,10 @@ def build_summary(
 
 
 def _build_loaders(
-    run: RunConfig, splits: DataSplits, place: RankInfo, steps: int, start: int
+    run: RunConfig, splits: DataSplits, rank_info: RankInfo, steps: int, start: int
 ) -> tuple[TrainLoader, ValidationLoader | None]:
     ranks = run.parallelism.data_parallel_size
-    own = run.parallelism.data_rank(place.rank)
+    own = run.parallelism.data_parallel_rank(rank_info.rank)
     share = BatchShare(run.global_batch, run.micro_batch, own, ranks)
     pinned = run.hardware.device is DeviceKind.cuda
     train = TrainLoader(
@@ -260,23 +262,24 @@ def _build_loaders(
     return train, ValidationLoader(splits.validation, held_out, pin_memory=pinned)
 
 
-def set_device(run: RunConfig, place: RankInfo) -> None:
+def set_device(run: RunConfig, rank_info: RankInfo) -> None:
     """Makes this process compute where the run says, on its share of the processor."""
-    run.precision.set_matmul()
+    run.precision.set_matmul_precision()
     if run.hardware.device is DeviceKind.cuda:
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(rank_info.local_rank)
         if (limit := run.launch.memory_limit_gib) is not None:
             whole = torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / whole))
     elif run.world_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_ranks))
+        torch.set_num_threads(max(1, torch.get_num_threads() // rank_info.local_world_size))
 
 
 @contextmanager
-def silence_lightning(*, sums: bool = True) -> Iterator[None]:
+def silence_lightning(*, reduces_metrics: bool = True) -> Iterator[None]:
     """Keeps Lightning's tips out: they advise on what this suite decides itself.
 
-    ``sums``: whether what is logged is summed over ranks by the suite, and not by a user's module.
+    ``reduces_metrics``: whether what is logged is summed over ranks by the suite, and not by a
+    user's module.
     """
     names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
     loggers = [logging.getLogger(name) for name in names]
@@ -287,7 +290,7 @@ def silence_lightning(*, sums: bool = True) -> Iterator[None]:
         # Rows are gathered from a memory map in this process; validation may be off; torch's
         # pytree renamed what Lightning still calls by its old name; srun is never Lightning's.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        if sums:
+        if reduces_metrics:
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")

@@ -37,12 +37,12 @@ class TrustedFinder:
         return PathFinder.find_spec(name, [self.folder], target)
 
 
-def _import_from_current_folder(trusted: Collection[str]) -> None:
-    """Lets this process import the ``trusted`` modules of the current folder.
+def _import_from_current_folder(trusted_modules: Collection[str]) -> None:
+    """Lets this process import the ``trusted_modules`` modules of the current folder.
 
     Last on ``sys.meta_path``: nothing in the folder shadows an installed module.
     """
-    finder = TrustedFinder(os.getcwd(), frozenset(trusted))
+    finder = TrustedFinder(os.getcwd(), frozenset(trusted_modules))
     if finder not in sys.meta_path:
         sys.meta_path.append(finder)
 
@@ -67,23 +67,23 @@ def import_class(
     _import_from_current_folder(trusted_packages)
     module, _, attribute = path.rpartition(".")
     if "__main__" in module.split("."):  # importing one runs a program
-        raise ConfigError.one(key, path, "is a program, not a module of classes")
+        raise ConfigError.for_key(key, path, "is a program, not a module of classes")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
         said = _error_reason(error)
         cure = _trust_fix(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError.one(key, path, f"cannot be imported: {said}", cure) from error
+        raise ConfigError.for_key(key, path, f"cannot be imported: {said}", cure) from error
     # Looked at before it is called: a trusted package has callables that run files.
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         package = kind.__module__.partition(".")[0]
-        raise ConfigError.one(key, path, f"is no {package}.pytorch {kind.__name__} class")
+        raise ConfigError.for_key(key, path, f"is no {package}.pytorch {kind.__name__} class")
     defined_in = cls.__module__.partition(".")[0]
     if defined_in not in (*TRUSTED_PACKAGES, *trusted_packages):
         reason = f"is defined in the package {defined_in!r}, which is not trusted"
         trusted = format_override("trusted_packages", [*trusted_packages, defined_in])
         cure = f"if you trust it, set {trusted}"
-        raise ConfigError.one(key, path, reason, cure)
+        raise ConfigError.for_key(key, path, reason, cure)
     return cls
 
 

@@ -36,27 +36,27 @@ class TrainingModule(LightningModule):
     def __init__(self, run: RunConfig, steps: int) -> None:
         """``steps`` is the length of the schedule."""
         super().__init__()
-        self.run, self.steps = run, steps
+        self.run, self.num_steps = run, steps
         objective = run.objective
-        self._answering = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
-        self._labels = torch.zeros(())
-        self.last_measured = torch.zeros(1)
+        self._rollout = Rollout(objective, run.data) if isinstance(objective, GRPO) else None
+        self._label_count = torch.zeros(())
+        self.last_losses = torch.zeros(1)
         self.last_grad_norm = torch.zeros(())
 
     @property
-    def layout(self) -> ParallelStrategy:
+    def parallel_strategy(self) -> ParallelStrategy:
         """Returns the strategy that trains this module."""
         return cast(ParallelStrategy, self.trainer.strategy)
 
     @property
     def last_loss(self) -> Tensor:
         """Returns the first of what was measured."""
-        return self.last_measured[0]
+        return self.last_losses[0]
 
     def configure_model(self) -> None:
         """Builds what this rank holds of the model, from the run's seed."""
         if not hasattr(self, "model"):
-            self.model = self.layout.build(self.run)
+            self.model = self.parallel_strategy.build(self.run)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns this micro batch's part of the step's mean loss, scaled for the sums to come.
@@ -64,49 +64,53 @@ class TrainingModule(LightningModule):
         Lightning divides by the accumulation, and the layout averages over its ranks.
         """
         if batch_idx % self.run.accumulation == 0:
-            self._labels = self._all_labels(batch)
-        if self._answering:
+            self._label_count = self._count_labels(batch)
+        if self._rollout:
             step = self.trainer.global_step
-            batch = self._answering.explored(batch, self.asked, self.run.seed, step)
-        batch = self._with_reference(batch)
-        parts = self.run.accumulation * self.run.parallelism.averaged_over
-        loss = ScaledLoss(self.run.objective, parts / self._labels)
+            batch = self._rollout.sample(batch, self.forward_no_grad, self.run.seed, step)
+        batch = self._add_reference(batch)
+        parts = self.run.accumulation * self.run.parallelism.gradient_averaging_size
+        loss = ScaledLoss(self.run.objective, parts / self._label_count)
         last = (batch_idx + 1) % self.run.accumulation == 0
-        measured = self.layout.train(self.model, batch, loss, last=last)
-        self.last_measured = measured.detach().view(-1)
+        measured = self.parallel_strategy.compute_train_loss(self.model, batch, loss, last=last)
+        self.last_losses = measured.detach().view(-1)
         return measured[0] if measured.dim() else measured
 
     def on_validation_epoch_start(self) -> None:
         """Begins the sums of a validation, of the weights that the optimizer would give away."""
-        if self.run.optimizer.averages:
+        if self.run.optimizer.averages_weights:
             self._optimizer.eval()
-        sums = len(self.run.objective.keys) + 1
-        self._held_out = torch.zeros(sums, dtype=torch.float64, device=self.device)
+        sums = len(self.run.objective.metric_keys) + 1
+        self._validation_sums = torch.zeros(sums, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds what is measured of one micro batch, and its labels or pairs."""
         objective = self.run.objective.unregularized
-        if self._answering:
-            batch = self._answering.likeliest(batch, self.asked)
-        batch = self._with_reference(batch)
-        measured = self.layout.evaluate(self.model, batch, ScaledLoss(objective))
-        count = objective.count(self.layout.cut({"labels": batch["labels"]})["labels"])
-        self._held_out += torch.cat([measured.view(-1).double(), count.view(1).double()])
+        if self._rollout:
+            batch = self._rollout.generate_greedy(batch, self.forward_no_grad)
+        batch = self._add_reference(batch)
+        measured = self.parallel_strategy.compute_validation_loss(
+            self.model, batch, ScaledLoss(objective)
+        )
+        count = objective.count_targets(
+            self.parallel_strategy.shard_batch({"labels": batch["labels"]})["labels"]
+        )
+        self._validation_sums += torch.cat([measured.view(-1).double(), count.view(1).double()])
 
     def on_validation_epoch_end(self) -> None:
         """Logs ``val/loss``, the mean over all held-out labels of all ranks, and what is beside."""
         if dist.is_initialized():
-            dist.all_reduce(self._held_out)
-        *measured, count = self._held_out.tolist()
-        for key, total in zip(self.run.objective.keys, measured, strict=True):
+            dist.all_reduce(self._validation_sums)
+        *measured, count = self._validation_sums.tolist()
+        for key, total in zip(self.run.objective.metric_keys, measured, strict=True):
             self.log(f"val/{key}", torch.tensor(total / count if count else float("nan")))
-        if self.run.optimizer.averages:
+        if self.run.optimizer.averages_weights:
             self._optimizer.train()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Returns the run's optimizer, and its schedule stepped once per optimizer step."""
-        optimizer = self.layout.optimizer(self.run, self.model)
-        schedule = self.run.schedule.build(optimizer, self.steps)
+        optimizer = self.parallel_strategy.build_optimizer(self.run, self.model)
+        schedule = self.run.schedule.build(optimizer, self.num_steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -131,12 +135,14 @@ class TrainingModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips the whole gradient to the run's norm, and keeps the norm it had before."""
-        self.last_grad_norm = self.layout.clip(self.model, self.run.trainer.clip_norm).detach()
+        self.last_grad_norm = self.parallel_strategy.clip_grad_norm(
+            self.model, self.run.trainer.clip_norm
+        ).detach()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seeds dropout by (seed, micro step, rows, tokens, layers): a resumed run draws alike."""
-        if self.draws_at_random:
-            place = self.run.parallelism.drawing_rank(self.global_rank)
+        if self.uses_dropout:
+            place = self.run.parallelism.dropout_rank(self.global_rank)
             mixed = (self.run.seed * 1_000_003 + batch_idx) * 1_000_003 + place
             torch.manual_seed(mixed % 2**63)
 
@@ -172,33 +178,35 @@ class TrainingModule(LightningModule):
                 group["lr"] = rate
 
     @property
-    def draws_at_random(self) -> bool:
+    def uses_dropout(self) -> bool:
         """Returns whether the forward pass draws random numbers."""
         return bool(getattr(self.run.model, "dropout", 0.0) or self.run.adapter.dropout)
 
     @torch.no_grad()
-    def asked(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
+    def forward_no_grad(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
         """Returns what an objective sums up over a batch, dropout and gradients left out."""
         trains = self.model.training
         self.model.eval()
-        found = self.layout.evaluate(self.model, batch, ScaledLoss(objective))
+        found = self.parallel_strategy.compute_validation_loss(
+            self.model, batch, ScaledLoss(objective)
+        )
         self.model.train(trains)
         return found
 
-    def _with_reference(self, batch: Batch) -> Batch:
+    def _add_reference(self, batch: Batch) -> Batch:
         """Returns a batch with what the model without its adapter says, where that is to be asked.
 
         Else the loader has put beside the rows what was said before the first step.
         """
-        reference = self.run.objective.reference
-        if reference is None or not self.run.asks_each_pass:
+        reference = self.run.objective.reference_objective
+        if reference is None or not self.run.runs_reference_forward:
             return batch
-        with self.run.adapter.off(cast(ModelModule, self.model)):
-            return {**batch, "reference": self.asked(reference, batch)}
+        with self.run.adapter.disable(cast(ModelModule, self.model)):
+            return {**batch, "reference": self.forward_no_grad(reference, batch)}
 
-    def _all_labels(self, batch: Batch) -> Tensor:
+    def _count_labels(self, batch: Batch) -> Tensor:
         """Returns the labels, pairs or answers of the global batch that a step begins with."""
-        each = 1 if self.run.objective.pairs else self.run.objective.answers_per_row
+        each = 1 if self.run.objective.pairs else self.run.objective.rollouts_per_sample
         if each:
             return torch.tensor(float(self.run.global_batch * each), device=self.device)
         own = batch.get("labels_of_step")

@@ -30,7 +30,7 @@ class Rollout:
     objective: GRPO
     data: DataConfig
 
-    def explored(self, batch: Batch, ask: Ask, seed: int, step: int) -> Batch:
+    def sample(self, batch: Batch, forward_no_grad: Ask, seed: int, step: int) -> Batch:
         """Returns ``answers`` drawn for each prompt, with their rewards and advantages.
 
         What is drawn is a function of seed, step, prompt and the answer's number in its group:
@@ -38,7 +38,7 @@ class Rollout:
         """
         each = self.objective.answers
         asked = {key: batch[key].repeat_interleave(each, 0) for key in ("inputs", "labels")}
-        prompts_BP = asked["inputs"][:, : 1 - self.data.answer or None].cpu().numpy()
+        prompts_BP = asked["inputs"][:, : 1 - self.data.answer_length or None].cpu().numpy()
         number_B = np.arange(len(prompts_BP)) % each
         key_B = np.full(len(prompts_BP), (seed << 32) + step, dtype=np.uint64)
         for column_B in (number_B, *prompts_BP.T):
@@ -50,21 +50,25 @@ class Rollout:
             below_BV = sums_BV <= torch.from_numpy(chance_B).to(sums_BV.device)[:, None]
             return below_BV.sum(1).clamp(max=sums_BV.shape[1] - 1)
 
-        found = self._written(asked, ask, draw)
-        return {**found, "advantage": self.objective.advantages(found["reward"])}
+        found = self._generate(asked, forward_no_grad, draw)
+        return {**found, "advantage": self.objective.compute_advantages(found["reward"])}
 
-    def likeliest(self, batch: Batch, ask: Ask) -> Batch:
+    def generate_greedy(self, batch: Batch, forward_no_grad: Ask) -> Batch:
         """Returns the likeliest answer to each prompt, token by token, and its reward."""
-        found = self._written(batch, ask, lambda logits_BV, place: logits_BV.argmax(-1))
+        found = self._generate(
+            batch, forward_no_grad, lambda logits_BV, place: logits_BV.argmax(-1)
+        )
         return {**found, "advantage": torch.zeros_like(found["reward"])}
 
-    def _written(self, batch: Batch, ask: Ask, draw: Callable[[Tensor, int], Tensor]) -> Batch:
+    def _generate(
+        self, batch: Batch, forward_no_grad: Ask, choose_token: Callable[[Tensor, int], Tensor]
+    ) -> Batch:
         inputs_BT, labels_BT = batch["inputs"].clone(), batch["labels"].clone()
         tokens = labels_BT.shape[1]
-        first = tokens - self.data.answer
+        first = tokens - self.data.answer_length
         for place in range(first, tokens):
             question = {"inputs": inputs_BT, "labels": labels_BT}
-            token_B = draw(ask(NextToken(place=place), question), place)
+            token_B = choose_token(forward_no_grad(NextToken(position=place), question), place)
             filler_B = labels_BT[:, place] == IGNORED
             labels_BT[:, place] = token_B.masked_fill(filler_B, IGNORED)
             if place + 1 < tokens:

@@ -25,22 +25,22 @@ class ShardedSampler(Sampler[int]):
     """
 
     def __init__(
-        self, whole: Iterable[int], rank: int, ranks: int, agreed: Callable[[Any], Any]
+        self, source: Iterable[int], rank: int, ranks: int, broadcast: Callable[[Any], Any]
     ) -> None:
-        """``agreed`` gives every rank what the first one has."""
-        self._whole, self._rank, self._ranks, self._agreed = whole, rank, ranks, agreed
+        """``broadcast`` gives every rank what the first one has."""
+        self._source, self._rank, self._ranks, self._broadcast = source, rank, ranks, broadcast
 
     def __iter__(self) -> Iterator[int]:
-        order: list[int] = self._agreed(list(self._whole))
+        order: list[int] = self._broadcast(list(self._source))
         lacking = -len(order) % self._ranks
         yield from [*order, *islice(cycle(order), lacking)][self._rank :: self._ranks]
 
     def __len__(self) -> int:
         return -(-count_samples(self) // self._ranks)
 
-    def once(self) -> list[int]:
+    def unique_indices(self) -> list[int]:
         """Returns the rank's part of the order, in which no sample is read twice."""
-        return list(self._agreed(list(self._whole)))[self._rank :: self._ranks]
+        return list(self._broadcast(list(self._source)))[self._rank :: self._ranks]
 
 
 class ValidationBatches(Sampler[list[int]]):
@@ -56,16 +56,16 @@ class ValidationBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, shared: ShardedSampler, ranks: int, batch_size: int, *, drop_last: bool
+        self, sampler: ShardedSampler, ranks: int, batch_size: int, *, drop_last: bool
     ) -> None:
-        self._shared, self._batch_size = shared, batch_size
+        self._sampler, self._batch_size = sampler, batch_size
         if drop_last:
-            self._length = count_samples(shared) // ranks // batch_size
+            self._length = count_samples(sampler) // ranks // batch_size
         else:
-            self._length = ceil(count_samples(shared) / ranks / batch_size)
+            self._length = ceil(count_samples(sampler) / ranks / batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        own, size = self._shared.once(), self._batch_size
+        own, size = self._sampler.unique_indices(), self._batch_size
         batches = [own[first : first + size] for first in range(0, len(own), size)]
         if len(batches) < self._length:
             batches[-1:] = [batches[-1][:-1], batches[-1][-1:]]
@@ -83,13 +83,13 @@ class ShardedIterable(IterableDataset[Any]):
     evenly into the ranks, the first ones are read once more, as ``Shared`` has it.
     """
 
-    def __init__(self, whole: Iterable[Any], rank: int, ranks: int) -> None:
-        self._whole, self._rank, self._ranks = whole, rank, ranks
+    def __init__(self, source: Iterable[Any], rank: int, ranks: int) -> None:
+        self._source, self._rank, self._ranks = source, rank, ranks
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
         group: list[Any] = []  # complete before any rank yields: all take the same number
-        for item in self._whole:
+        for item in self._source:
             if len(first) < self._ranks:
                 first.append(item)
             group.append(item)
@@ -105,7 +105,7 @@ class ShardedIterable(IterableDataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copies and pickles ask before there is an instance
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return getattr(self._source, name)
 
 
 def shard_dataloaders(trainer: Trainer, rank: int, ranks: int, *, streams: bool) -> list[str]:
@@ -183,9 +183,9 @@ def _without_repeats(loader: Any, ranks: int) -> None:
         object.__setattr__(loader, "batch_sampler", batches)  # a DataLoader lets nobody set it
 
 
-def count_samples(shared: ShardedSampler | ShardedIterable) -> int:
+def count_samples(sharded: ShardedSampler | ShardedIterable) -> int:
     """Returns the samples that all ranks share; raises ``TypeError`` where they have no length."""
-    return len(shared._whole)  # type: ignore[arg-type]  # asked for
+    return len(sharded._source)  # type: ignore[arg-type]  # asked for
 
 
 def _iter_notes(loader: Any, ranks: int, held_out: bool) -> Iterator[str]:

@@ -15,23 +15,25 @@ class TraceFitCheck:
     """Traces one run after the other, but none of which another has shown that it cannot fit."""
 
     def __init__(self) -> None:
-        self._left = TRACES
-        self._too_large: list[tuple[object, ...]] = []
+        self._remaining_traces = TRACES
+        self._rejected_kinds: list[tuple[object, ...]] = []
 
     def __call__(self, run: RunConfig) -> FitReport | None:
         """Returns how ``run`` stands against its hardware; None: it is not traced."""
         kind = (run.parallelism, run.precision, run.optimizer, run.adapter)
         if (
-            not self._left
-            or kind in self._too_large
+            not self._remaining_traces
+            or kind in self._rejected_kinds
             or fake_tensor_trace.rejection_reason(run) is not None
         ):
             return None
-        self._left -= 1
-        with console.get_console().status(f"tracing what would fit, {self._left} more at the most"):
-            found = fake_tensor_trace.trace_run(run, whole=True)
-        fit = compare_with_hardware(run, found.ledger())
+        self._remaining_traces -= 1
+        with console.get_console().status(
+            f"tracing what would fit, {self._remaining_traces} more at the most"
+        ):
+            found = fake_tensor_trace.trace_run(run, full_depth=True)
+        fit = compare_with_hardware(run, found.build_breakdown())
         # Neither smaller passes nor recomputation make less of what lasts.
-        if fit.capacity is not None and found.lasting > fit.capacity:
-            self._too_large.append(kind)
+        if fit.capacity is not None and found.persistent_bytes > fit.capacity:
+            self._rejected_kinds.append(kind)
         return fit

@@ -67,7 +67,7 @@ def import_classes(run: RunConfig) -> Classes:
             )
             import_class.check_arguments(f"{group}.arguments", found[group], spec.arguments)
         except ConfigError as error:
-            complaints += error.complaints
+            complaints += error.issues
     module = found.get("objective")
     if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
         reason = "is not given, and the module has no train_dataloader of its own"
@@ -91,7 +91,7 @@ def build_user_module(run: RunConfig) -> tuple[LightningModule, LightningDataMod
 
 
 def fit_user_module(
-    run: RunConfig, folder: Path, place: RankInfo, resume: Path | None, session: NullSession
+    run: RunConfig, folder: Path, rank_info: RankInfo, resume: Path | None, session: NullSession
 ) -> None:
     """Trains a user's module as ``fit`` does the suite's."""
     start = store.verify_checkpoint(resume) if resume else 0
@@ -102,7 +102,7 @@ def fit_user_module(
         """Begins to write and to tell, on rank 0: by now the steps and their rows are known."""
         plan = {"steps": steps}
         write_json(folder / "plan.json", plan)
-        session.foresee(plan)
+        session.log_plan(plan)
         print_notes(notes)
         earlier = resume.parents[1] / "metrics.csv" if resume else None
         files.append(MetricsFile(folder / "metrics.csv", after_step=start, earlier=earlier))
@@ -114,16 +114,16 @@ def fit_user_module(
         ]
 
     recorder = UserMetricsRecorder(run, start, begun)
-    with silence_lightning(sums=False):
+    with silence_lightning(reduces_metrics=False):
         link = read_trial_link(folder)
-        pruning = Pruning(link, recorder, place.rank) if link else None
+        pruning = Pruning(link, recorder, rank_info.rank) if link else None
         module, data = build_user_module(run)
         parameters = sum(parameter.numel() for parameter in module.parameters())
         epochs = run.trainer.max_epochs
         trainer = build_trainer(
             run,
             folder,
-            place,
+            rank_info,
             run.trainer.max_steps or -1,
             recorder,
             pruning,
@@ -134,25 +134,31 @@ def fit_user_module(
             logger=CSVLogger(folder, name="", version=LOGGED),
             log_every_n_steps=run.trainer.log_every,
         )
-        trainer_strategy(trainer).adopt(run, module)
+        trainer_strategy(trainer).prepare_user_module(run, module)
         layout = run.parallelism
         assert isinstance(run.data, UserDataModule)
-        rank, ranks = layout.data_rank(place.rank), layout.data_parallel_size
+        rank, ranks = layout.data_parallel_rank(rank_info.rank), layout.data_parallel_size
         notes = shard_dataloaders(trainer, rank, ranks, streams=run.data.split_iterable)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=str(resume) if resume else None)
-            if resume and trainer.global_step == start and place.rank == 0:
+            if resume and trainer.global_step == start and rank_info.rank == 0:
                 begun(run, start)
                 store.adopt_checkpoint(resume, folder / "checkpoints")
             if pruning:
-                pruning.settle()
+                pruning.raise_if_pruned()
         finally:
-            STOP.release()
+            STOP.unblock_signals()
             for terminal in terminals:
                 terminal.close()
-                rows = [*files[0].earlier, *recorder.rows]
+                rows = [*files[0].earlier_rows, *recorder.rows]
                 write_summary(
-                    recorder.run, folder, rows, recorder.untrained, session, notes, parameters
+                    recorder.run,
+                    folder,
+                    rows,
+                    recorder.initial_validation,
+                    session,
+                    notes,
+                    parameters,
                 )
 
 
@@ -160,42 +166,46 @@ class UserMetricsRecorder(MetricsRecorder):
     """Takes from a user's module what the suite's own tells: loss, norm, rows of a step."""
 
     def __init__(
-        self, run: RunConfig, start_step: int, begun: Callable[[RunConfig, int], None]
+        self, run: RunConfig, start_step: int, on_first_batch: Callable[[RunConfig, int], None]
     ) -> None:
-        """``begun`` is called by rank 0 at the first batch, with the run and its steps."""
+        """``on_first_batch`` is called by rank 0 at the first batch, with the run and its steps."""
         super().__init__(run, start_step, [])
-        self._begun: Callable[[RunConfig, int], None] | None = begun
-        self._batches = 0
-        self._norm = torch.zeros(())
+        self._on_first_batch: Callable[[RunConfig, int], None] | None = on_first_batch
+        self._num_batches = 0
+        self._grad_norm = torch.zeros(())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock, and refuses what cannot be followed step by step."""
         super().on_train_start(trainer, pl_module)
         if (optimizers := len(trainer.optimizers)) != 1:
-            raise self._unlike(f"has {optimizers} optimizers; a run follows the steps of one")
+            raise self._unsupported_error(
+                f"has {optimizers} optimizers; a run follows the steps of one"
+            )
         limit = self.run.trainer.clip_norm
         if limit is not None and not pl_module.automatic_optimization:
             reason, cure = (
                 "a module that steps by itself clips by itself",
                 "set trainer.clip_norm=null",
             )
-            raise ConfigError.one("trainer.clip_norm", limit, reason, cure)
+            raise ConfigError.for_key("trainer.clip_norm", limit, reason, cure)
         steps = trainer.estimated_stepping_batches
         if isinf(steps):
             reason, cure = "the loader has no length to count epochs by", "set trainer.max_steps"
-            raise ConfigError.one("trainer.max_epochs", self.run.trainer.max_epochs, reason, cure)
+            raise ConfigError.for_key(
+                "trainer.max_epochs", self.run.trainer.max_epochs, reason, cure
+            )
         trainer.fit_loop.epoch_loop.max_steps = int(steps)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Learns at the first batch how many rows one has."""
-        if self._begun is not None:
+        if self._on_first_batch is not None:
             settings = replace(self.run.trainer, micro_batch=batch_rows(batch))
             self.run = replace(self.run, trainer=settings)
             if trainer.is_global_zero:
-                self._begun(self.run, trainer.max_steps)
-            self._begun = None
+                self._on_first_batch(self.run, trainer.max_steps)
+            self._on_first_batch = None
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_optimizer_step(
@@ -203,36 +213,40 @@ class UserMetricsRecorder(MetricsRecorder):
     ) -> None:
         """Keeps the norm before Lightning clips."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        self._norm = trainer_strategy(trainer).clip(pl_module, None).detach()
+        self._grad_norm = trainer_strategy(trainer).clip_grad_norm(pl_module, None).detach()
 
-    def measured(self, module: LightningModule, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_loss_and_norm(
+        self, module: LightningModule, outputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss that the training step returned, and the norm of the gradient.
 
         Every batch is a step.
         """
-        self._batches += 1
-        if module.trainer.global_step != self.start + self._batches:
-            raise self._unlike("does not take one optimizer step a batch, which a run goes by")
+        self._num_batches += 1
+        if module.trainer.global_step != self.start_step + self._num_batches:
+            raise self._unsupported_error(
+                "does not take one optimizer step a batch, which a run goes by"
+            )
         if "loss" not in (outputs or {}):
-            raise self._unlike("returns no loss from training_step")
-        return outputs["loss"].detach().view(-1), self._norm
+            raise self._unsupported_error("returns no loss from training_step")
+        return outputs["loss"].detach().view(-1), self._grad_norm
 
-    def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
+    def flush(self, trainer: Trainer, last_row: Row | None = None) -> None:
         """Hands on what the module logs by names of its own as well."""
         logged = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if name not in METRICS
         }
-        super().flush(trainer, {**logged, **(of_last or {})})
+        super().flush(trainer, {**logged, **(last_row or {})})
 
-    def flop_rates(self, seconds: float) -> Row:
+    def flops_metrics(self, seconds: float) -> Row:
         """Returns nothing: nobody has counted what a user's module computes."""
         return {}
 
-    def _unlike(self, reason: str) -> ConfigError:
+    def _unsupported_error(self, reason: str) -> ConfigError:
         assert isinstance(self.run.objective, UserModule)
-        return ConfigError.one("objective.target", self.run.objective.target, reason)
+        return ConfigError.for_key("objective.target", self.run.objective.target, reason)
 
 
 def known_metrics(row: Row) -> Row:

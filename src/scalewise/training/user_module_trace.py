@@ -13,6 +13,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from scalewise.config.registry import option_name
 from scalewise.errors import ConfigError
 from scalewise.measure.memory import MemoryProbe
 from scalewise.objectives import UserModule
@@ -34,7 +35,7 @@ def trace_user_module(run: RunConfig) -> dict[str, int]:
     """
     layout = run.parallelism
     if not isinstance(layout, MeshConfig | SingleConfig | DDPConfig):
-        raise _trace_error(f"{type(layout).__name__} works on real memory", "set parallelism=fsdp")
+        raise _trace_error(f"{option_name(layout)} works on real memory", "set parallelism=fsdp")
     views = isinstance(layout, DDPConfig) and layout.gradient_as_bucket_view
     copied = isinstance(layout, DDPConfig) and not views
     run = fake_tensor_trace.with_cpu_operators(
@@ -85,14 +86,14 @@ def _first_batch(
 
 
 def _trace_step(
-    run: RunConfig, layout: ParallelStrategy, module: LightningModule, batch: Any, *, views: bool
+    run: RunConfig, strategy: ParallelStrategy, module: LightningModule, batch: Any, *, views: bool
 ) -> dict[str, int]:
     """Returns what a step holds, after a few that are not counted."""
     if not module.automatic_optimization:
         raise _trace_error("does not follow a module that steps by itself", "train a few steps")
-    layout.adopt(run, module)
+    strategy.prepare_user_module(run, module)
     module.configure_model()
-    layout.model = module
+    strategy.model = module
     precision: Any = fake_tensor_trace.precision_plugin(run)
     precision.convert_module(module)
     configured: Any = module.configure_optimizers()
@@ -113,16 +114,18 @@ def _trace_step(
         loss.backward()
         if probe is not None:
             probe.before_optimizer()
-        layout.clip(module, run.trainer.clip_norm)
+        strategy.clip_grad_norm(module, run.trainer.clip_norm)
         optimizer.step()
 
     for _ in range(fake_tensor_trace.WARM_STEPS):
         take(None)
     averages = fake_tensor_trace.averages_of(run, module)
-    probe = MemoryProbe(module, optimizer, layout.root_device, layout.holdings(), averages=averages)
+    probe = MemoryProbe(
+        module, optimizer, strategy.root_device, strategy.strategy_buffers(), averages=averages
+    )
     take(probe)
     return probe.finish()
 
 
-def _trace_error(reason: str, cure: str) -> ConfigError:
-    return ConfigError.one("plan.method", "trace", reason, cure)
+def _trace_error(reason: str, fix: str) -> ConfigError:
+    return ConfigError.for_key("plan.method", "trace", reason, fix)

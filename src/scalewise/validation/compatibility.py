@@ -32,7 +32,7 @@ def schedule_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         return
     if run.data.sequence < 1 or (trainer.max_steps is None and trainer.max_tokens is None):
         return  # epochs have as many steps as the data has rows
-    warmup, steps = run.schedule.warmup_steps, run.steps(rows=0)
+    warmup, steps = run.schedule.warmup_steps, run.num_steps(samples=0)
     if warmup >= steps > 0:
         length = f"trainer.max_steps={steps}"
         if trainer.max_steps is None:
@@ -55,7 +55,7 @@ def token_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             f"is longer than the model's context of {run.model.context} tokens",
             f"set data.sequence={run.model.context}",
         )
-    needed = run.data.vocabulary_needed
+    needed = run.data.required_vocabulary
     known = run.model.vocabulary
     grown = f"model.vocabulary={needed}" if run.model.has_key("vocabulary") else "another model"
     if needed is not None and needed > known and hasattr(run.data, "vocabulary"):
@@ -81,14 +81,16 @@ def token_issues(run: RunConfig) -> Iterator[ConfigIssue]:
 
 def _tokenizer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields a tokenizer trained anew, of whose ids pretrained weights know nothing."""
-    if run.model.pretrained is None or not run.data.trains_tokenizer:
+    if run.model.pretrained_path is None or not run.data.trains_tokenizer:
         return
     cure = "give data.tokenizer=PATH of the tokenizer.json that they were trained with"
-    if file := run.model.tokenizer():
+    if file := run.model.find_tokenizer_file():
         cure, end = f"set {format_override('data.tokenizer', file)}", read_end_of_text(file)
         if end not in ("", getattr(run.data, "end_of_text", end)):
             cure += " " + format_override("data.end_of_text", end)
-    reason = f"trains one anew, whose ids mean nothing to the weights of {run.model.pretrained}"
+    reason = (
+        f"trains one anew, whose ids mean nothing to the weights of {run.model.pretrained_path}"
+    )
     yield ConfigIssue("data.tokenizer", None, reason, cure)
 
 

@@ -80,7 +80,7 @@ def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
     key, found = f"callbacks.{name}", []
     if conflict := run.parallelism.averaging_conflict:
         found.append(conflict)
-    if not run.objective.of_user and run.optimizer.averages:
+    if not run.objective.is_user_defined and run.optimizer.averages_weights:
         reason = "would average once more what this optimizer averages by itself"
         found.append((reason, "set optimizer=adamw"))
     for reason, cure in found:

@@ -9,49 +9,51 @@ from scalewise.models.op_graph import OpWork
 class CommOps(LinearOps):
     """Writes what tensor and context ranks send onto a tape."""
 
-    def joined(self, x: int) -> int:
+    def add_all_gather(self, x: int) -> int:
         """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
-        run, tape = self.run, self.tape
-        if run.tensor == 1 or not run.cut_tokens:
+        run, tape = self.forward_spec, self.graph
+        if run.tensor_ranks == 1 or not run.sequence_parallel:
             return x
-        whole = tape.sizes[x] * run.tensor
-        return tape.add(OpWork.message, (x,), whole, forward_scratch=whole, scratch=whole)
-
-    def summed(self, x: int, *, cut: bool, holds: tuple[int, ...] = ()) -> int:
-        """Writes how parts of a sum on all tensor ranks are added up, and perhaps cut by tokens.
-
-        ``holds``: what lives on meanwhile.
-        """
-        run, tape = self.run, self.tape
-        if run.tensor == 1:
-            return x
-        size = tape.sizes[x]
-        if not cut:
-            return tape.add(
-                OpWork.message,
-                (x, *holds),
-                size,
-                gradients=(x,),
-                shares=True,
-                kept_by_selective=True,
-            )
-        return tape.add(
-            OpWork.message,
-            (x, *holds),
-            size // run.tensor,
-            gradients=(x,),
-            forward_scratch=size,
-            scratch=size,
-            kept_by_selective=True,
+        whole = tape.sizes[x] * run.tensor_ranks
+        return tape.add_op(
+            OpWork.communication, (x,), whole, forward_scratch=whole, backward_scratch=whole
         )
 
-    def exchanged(self, x: int, size: int) -> int:
+    def add_reduction(self, x: int, *, scatter: bool, live_tensors: tuple[int, ...] = ()) -> int:
+        """Writes how parts of a sum on all tensor ranks are added up, and perhaps cut by tokens.
+
+        ``live_tensors``: what lives on meanwhile.
+        """
+        run, tape = self.forward_spec, self.graph
+        if run.tensor_ranks == 1:
+            return x
+        size = tape.sizes[x]
+        if not scatter:
+            return tape.add_op(
+                OpWork.communication,
+                (x, *live_tensors),
+                size,
+                gradients=(x,),
+                shares_gradient=True,
+                saved_by_selective=True,
+            )
+        return tape.add_op(
+            OpWork.communication,
+            (x, *live_tensors),
+            size // run.tensor_ranks,
+            gradients=(x,),
+            forward_scratch=size,
+            backward_scratch=size,
+            saved_by_selective=True,
+        )
+
+    def add_all_to_all(self, x: int, size: int) -> int:
         """Writes an all-to-all: packed, sent, unpacked and put in order."""
-        return self.tape.add(
-            OpWork.message,
+        return self.graph.add_op(
+            OpWork.communication,
             (x,),
             size,
             forward_scratch=2 * size,
-            scratch=2 * size,
-            kept_by_selective=True,
+            backward_scratch=2 * size,
+            saved_by_selective=True,
         )

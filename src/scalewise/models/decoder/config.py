@@ -115,11 +115,11 @@ class DecoderConfig(ModelConfig):
     """Folder or .safetensors file of Hugging Face weights to start from; null: random weights."""
 
     @property
-    def pretrained(self) -> str | None:
+    def pretrained_path(self) -> str | None:
         """Returns the folder or file of the weights that it begins with; None: fresh ones."""
         return self.weights
 
-    def tokenizer(self) -> Path | None:
+    def find_tokenizer_file(self) -> Path | None:
         """Returns the tokenizer.json beside these weights; None where there is none."""
         path = Path(self.weights or "")
         beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
@@ -151,7 +151,7 @@ class DecoderConfig(ModelConfig):
         return 2 * self.context * self.head_size * 4 if self.position is PositionKind.rope else 0
 
     @property
-    def linears(self) -> tuple[tuple[str, int, int, str], ...]:
+    def linear_layers(self) -> tuple[tuple[str, int, int, str], ...]:
         """Returns the linear layers of one block: name within it, features out and in, role."""
         up = ("gate", "up") if self.activation is ActivationKind.swiglu else ("up",)
         return (
@@ -163,17 +163,20 @@ class DecoderConfig(ModelConfig):
             ("feedforward.down", self.width, self.feedforward, "feedforward"),
         )
 
-    def census(self) -> tuple[Weight, ...]:
+    def weight_census(self) -> tuple[Weight, ...]:
         """Returns every tensor of ``DecoderModule.named_parameters()``, in its order."""
-        return tuple(self._census())
+        return tuple(self._iter_weights())
 
-    def _census(self) -> Iterator[Weight]:
+    def _iter_weights(self) -> Iterator[Weight]:
         yield Weight("embedding.weight", (self.vocabulary, self.width), "embedding")
         if self.position is PositionKind.learned:
             yield Weight("position.weight", (self.context, self.width), "position")
         for layer in range(self.layers):
             block = f"blocks.{layer}"
-            halves = {"attention_norm": self.linears[:4], "feedforward_norm": self.linears[4:]}
+            halves = {
+                "attention_norm": self.linear_layers[:4],
+                "feedforward_norm": self.linear_layers[4:],
+            }
             for norm, linears in halves.items():
                 yield from self._norm(f"{block}.{norm}", layer)
                 for name, out, into, role in linears:
@@ -182,7 +185,7 @@ class DecoderConfig(ModelConfig):
                         yield Weight(f"{block}.{name}.bias", (out,), "bias", layer)
         yield from self._norm("norm", None)
         if not self.tied:
-            yield Weight("head.weight", (self.outputs, self.width), "head")
+            yield Weight("head.weight", (self.output_size, self.width), "head")
 
     def _norm(self, name: str, layer: int | None) -> Iterator[Weight]:
         yield Weight(f"{name}.weight", (self.width,), "norm", layer)
@@ -204,17 +207,17 @@ class DecoderConfig(ModelConfig):
         A kernel that skips what the causal mask hides does about half: (S + 1) / 2S of it.
         Source: Chowdhery et al. 2022, PaLM, appendix B; Dao 2023, FlashAttention-2, section 4.1.
         """
-        block = 6.0 * sum(out * into for _, out, into, _ in self.linears)
+        block = 6.0 * sum(out * into for _, out, into, _ in self.linear_layers)
         attention = 14.0 * sequence * self.query_width
-        return self.layers * (block + attention) + 6.0 * self.outputs * self.width
+        return self.layers * (block + attention) + 6.0 * self.output_size * self.width
 
-    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
+    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
         """Returns the operators of its embedding, of a block, and of its head with the loss."""
         from scalewise.models.decoder import op_graph
 
-        return op_graph.decoder_op_graphs(self, run)
+        return op_graph.decoder_op_graphs(self, forward_spec)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields what is contradictory inside this spec, and weights that are not there."""
         positive = ["vocabulary", "context", "width", "layers", "heads", "feedforward"]
         positive += [
@@ -236,67 +239,67 @@ class DecoderConfig(ModelConfig):
                 DecoderConfig, name, 1
             )  # a field without a default is no class attribute
             cure = f"try {format_override(f'model.{name}', default)}"
-            yield self._complaint(name, "must be positive", cure)
+            yield self._issue(name, "must be positive", cure)
         if not wrong:
-            yield from self._shape_complaints()
+            yield from self._validate_shape()
         if not 0 <= self.dropout < 1:
-            yield self._complaint("dropout", "is not in [0, 1)", "try model.dropout=0")
+            yield self._issue("dropout", "is not in [0, 1)", "try model.dropout=0")
         rising = 0 < self.rope_low_frequency < self.rope_high_frequency
         if self.rope_scaling and not (
             rising and min(self.rope_factor, self.rope_original_context) >= 1
         ):
             reason = "needs rope_factor and rope_original_context >= 1, 0 < low < high frequency"
-            yield self._complaint("rope_scaling", reason, "try model.rope_scaling=false")
+            yield self._issue("rope_scaling", reason, "try model.rope_scaling=false")
         if self.weights is not None and not Path(self.weights).exists():
             cure = "model.weights=PATH of a folder of safetensors, or model.weights=null"
-            yield self._complaint("weights", "no such file or folder", cure)
+            yield self._issue("weights", "no such file or folder", cure)
         elif self.weights is not None and not wrong:
             yield from config_issues(self, self.weights)
 
-    def _shape_complaints(self) -> Iterator[ConfigIssue]:
+    def _validate_shape(self) -> Iterator[ConfigIssue]:
         if self.classes is not None and self.tied:
             reason = "has the head tell tokens apart, which model.classes is not about"
-            yield self._complaint("tied", reason, "set model.tied=false")
+            yield self._issue("tied", reason, "set model.tied=false")
         if self.head_width is None and self.width % self.heads:
             cure = f"try model.width={self.heads * (self.width // self.heads + 1)}"
-            yield self._complaint("width", f"is not divisible by model.heads={self.heads}", cure)
+            yield self._issue("width", f"is not divisible by model.heads={self.heads}", cure)
         if self.heads % self.key_heads:
             reason = f"does not divide model.heads={self.heads}"
-            yield self._complaint("kv_heads", reason, "try model.kv_heads=null")
+            yield self._issue("kv_heads", reason, "try model.kv_heads=null")
         if self.position is PositionKind.rope and self.head_size % 2:
             reason = f"rotary position pairs features, and {self.head_size} per head is odd"
             cure = f"try model.head_width={self.head_size + 1}"
-            yield self._complaint("head_width", reason, cure)
+            yield self._issue("head_width", reason, cure)
 
-    def _complaint(self, field: str, reason: str, cure: str) -> ConfigIssue:
-        return ConfigIssue(f"model.{field}", getattr(self, field), reason, cure)
+    def _issue(self, field: str, reason: str, fix: str) -> ConfigIssue:
+        return ConfigIssue(f"model.{field}", getattr(self, field), reason, fix)
 
-    def tensor_split(self) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Returns Megatron's cut: a pair of column and row per sublayer, one sum each."""
         norms = ("blocks.*.attention_norm", "blocks.*.feedforward_norm", "norm")
         rows = ("attention.output", "feedforward.down")
         return {
             "embedding": TPStyle.vocabulary,
-            "position": TPStyle.places,
+            "position": TPStyle.positions,
             **dict.fromkeys(norms, TPStyle.tokens),
             **{
                 f"blocks.*.{name}": TPStyle.row if name in rows else TPStyle.column
-                for name, *_ in self.linears
+                for name, *_ in self.linear_layers
             },
             "head": TPStyle.head,
         }
 
     @property
-    def adapter_targets(self) -> tuple[str, ...]:
+    def lora_targets(self) -> tuple[str, ...]:
         """Returns queries and values, which serve best at a given size (Hu et al., 2021, 7.1)."""
         return ("attention.query", "attention.value")
 
     @property
-    def scaled_targets(self) -> tuple[str, ...]:
+    def ia3_targets(self) -> tuple[str, ...]:
         """Returns keys, values and what reads the inner activations (Liu et al., 2022, 3.3)."""
         return ("attention.key", "attention.value", "feedforward.down")
 
-    def tensor_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> dict[str, int]:
         """Returns heads, feedforward and vocabulary."""
         return {
             "heads": self.heads,
@@ -310,17 +313,17 @@ class DecoderConfig(ModelConfig):
         """Returns the embedding, if it is the head too."""
         return frozenset({"embedding.weight"} if self.tied else ())
 
-    def shallow(self, layers: int) -> DecoderConfig:
+    def with_layers(self, layers: int) -> DecoderConfig:
         """Returns the same model with as many layers."""
         return replace(self, layers=layers)
 
-    def shape(self, part: StageSlice) -> DecoderModule:
+    def build_meta(self, stage: StageSlice) -> DecoderModule:
         """Returns the module, or a part of it, on the meta device."""
         from scalewise.models.decoder.model import DecoderModule
 
-        return DecoderModule(self, part)
+        return DecoderModule(self, stage)
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Draws fresh weights, each from ``seed`` and its name, or reads ``weights``.
 
         Raises ``CheckpointError`` where ``weights`` does not fit.

@@ -10,52 +10,61 @@ FP32 = 4
 class LinearOps:
     """Writes products of matrices onto a tape, in whatever format they are made."""
 
-    def __init__(self, run: ForwardSpec) -> None:
-        self.run, self.tape = run, OpGraph()
-        self._products, self._masked = 0, set[int]()
+    def __init__(self, forward_spec: ForwardSpec) -> None:
+        self.forward_spec, self.graph = forward_spec, OpGraph()
+        self._num_matmuls, self._masked_inputs = 0, set[int]()
 
-    def product(
+    def add_linear(
         self,
         x: int,
-        into: int,
-        out: int,
+        in_features: int,
+        out_features: int,
         *,
         bias: bool = False,
         trains: bool = True,
-        places: int | None = None,
-        holds: tuple[int, ...] = (),
+        tokens: int | None = None,
+        live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Writes a product with a matrix, cast where it is held in another format."""
-        run, tape = self.run, self.tape
-        places = places or run.places
-        count, more = into * out, out * bias
+        run, tape = self.forward_spec, self.graph
+        tokens = tokens or run.num_tokens
+        count, more = in_features * out_features, out_features * bias
         saved, read = [], x
-        if run.casts:
+        if run.autocast:
             if bias:
-                tape.add(OpWork.pointwise, (), out * run.compute)
-            if tape.trained[x]:
-                saved.append(tape.add(OpWork.pointwise, (), count * run.compute))
+                tape.add_op(OpWork.pointwise, (), out_features * run.compute_element_bytes)
+            if tape.requires_grad[x]:
+                saved.append(tape.add_op(OpWork.pointwise, (), count * run.compute_element_bytes))
             else:
-                tape.add(OpWork.pointwise, (), count * run.compute)
-            if tape.sizes[x] != places * into * run.compute:
-                read = self.cast(x, places * into * run.compute)
+                tape.add_op(OpWork.pointwise, (), count * run.compute_element_bytes)
+            if tape.sizes[x] != tokens * in_features * run.compute_element_bytes:
+                read = self.add_cast(x, tokens * in_features * run.compute_element_bytes)
         weights = (count + more) * trains
-        flops = 2.0 * count * places
-        return tape.add(
-            OpWork.product,
-            (read, *holds),
-            places * out * run.compute,
+        flops = 2.0 * count * tokens
+        return tape.add_op(
+            OpWork.matmul,
+            (read, *live_tensors),
+            tokens * out_features * run.compute_element_bytes,
             saved=(*((read,) if trains else ()), *saved),
             gradients=(read,),
-            weight=(weights * run.compute, weights * run.held),
-            weight_first=not bias,
-            kept_by_selective=self._kept_by_selective(),
+            weight_gradient_bytes=(
+                weights * run.compute_element_bytes,
+                weights * run.gradient_element_bytes,
+            ),
+            weight_gradient_first=not bias,
+            saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
-            backward_flops=flops * (tape.trained[x] + trains),
+            backward_flops=flops * (tape.requires_grad[x] + trains),
         )
 
-    def product_fp8(
-        self, x: int, into: int, out: int, holds: tuple[int, ...], *, bias: bool
+    def add_fp8_linear(
+        self,
+        x: int,
+        in_features: int,
+        out_features: int,
+        live_tensors: tuple[int, ...],
+        *,
+        bias: bool,
     ) -> int:
         """Writes torchao's product, whose operands are cast to 8 bits for each of three products.
 
@@ -63,32 +72,39 @@ class LinearOps:
         the gradient for either product, and what forward has cast once more. Compiled, a cast
         reads its numbers twice and writes them once; by torch's own operators it moves more.
         """
-        run, tape = self.run, self.tape
-        if not run.on_cpu and tape.sizes[x] != run.places * into * run.compute:
-            x = self.cast(x, run.places * into * run.compute)
-        read, made, weights = run.places * into, run.places * out, into * out
-        gradients = read * run.compute, weights * run.compute
+        run, tape = self.forward_spec, self.graph
+        if (
+            not run.on_cpu
+            and tape.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
+        ):
+            x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
+        read, made, weights = (
+            run.num_tokens * in_features,
+            run.num_tokens * out_features,
+            in_features * out_features,
+        )
+        gradients = read * run.compute_element_bytes, weights * run.compute_element_bytes
         # Products want one operand by rows and one by columns; emulated ones copy out of sight.
         turned = not run.on_cpu
-        flops = 2.0 * weights * run.places
+        flops = 2.0 * weights * run.num_tokens
         moved = [
             2 * size + count
             for count, size in (
                 (read, tape.sizes[x]),
-                (made, made * run.compute),
-                (weights, weights * run.held),
+                (made, made * run.compute_element_bytes),
+                (weights, weights * run.gradient_element_bytes),
             )
         ]
-        written = tape.add(
-            OpWork.product_fp8,
-            (x, *holds),
-            made * run.compute,
+        written = tape.add_op(
+            OpWork.matmul_fp8,
+            (x, *live_tensors),
+            made * run.compute_element_bytes,
             saved=(x,),
             gradients=(x,),
-            weight=(gradients[1], weights * run.held),
-            weight_first=False,
-            forward_scratch=max(9 * read, read + 9 * weights) - made * run.compute,
-            scratch=max(
+            weight_gradient_bytes=(gradients[1], weights * run.gradient_element_bytes),
+            weight_gradient_first=False,
+            forward_scratch=max(9 * read, read + 9 * weights) - made * run.compute_element_bytes,
+            backward_scratch=max(
                 9 * made,
                 made + 9 * weights,
                 made + weights * (1 + turned) + gradients[0],
@@ -97,71 +113,100 @@ class LinearOps:
             )
             - tape.sizes[x]
             - gradients[1],
-            casts=(moved[0] + moved[2], moved[0] + 2 * moved[1] + moved[2]),
-            kept_by_selective=self._kept_by_selective(),
+            cast_bytes=(moved[0] + moved[2], moved[0] + 2 * moved[1] + moved[2]),
+            saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=2 * flops,
         )
         if not bias:
             return written
-        added = (out * run.compute, out * run.held)
-        return tape.add(
-            OpWork.pointwise, (written,), tape.sizes[written], weight=added, shares=True
+        added = (
+            out_features * run.compute_element_bytes,
+            out_features * run.gradient_element_bytes,
+        )
+        return tape.add_op(
+            OpWork.pointwise,
+            (written,),
+            tape.sizes[written],
+            weight_gradient_bytes=added,
+            shares_gradient=True,
         )
 
-    def unpacked_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
+    def add_unpacked_linear(
+        self, x: int, in_features: int, out_features: int, live_tensors: tuple[int, ...]
+    ) -> int:
         """Writes a product with a frozen matrix, unpacked for forward and again for backward."""
-        run, tape = self.run, self.tape
-        if run.casts and tape.sizes[x] != run.places * into * run.compute:
-            x = self.cast(x, run.places * into * run.compute)
-        size, flops = into * out * run.compute, 2.0 * into * out * run.places
-        scales = round(into * out * run.scale_bytes)
-        matrix = tape.add(OpWork.pointwise, (), size, forward_scratch=scales)
-        return tape.add(
-            OpWork.product,
-            (x, matrix, *holds),
-            run.places * out * run.compute,
+        run, tape = self.forward_spec, self.graph
+        if (
+            run.autocast
+            and tape.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
+        ):
+            x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
+        size, flops = (
+            in_features * out_features * run.compute_element_bytes,
+            2.0 * in_features * out_features * run.num_tokens,
+        )
+        scales = round(in_features * out_features * run.scale_bytes)
+        matrix = tape.add_op(OpWork.pointwise, (), size, forward_scratch=scales)
+        return tape.add_op(
+            OpWork.matmul,
+            (x, matrix, *live_tensors),
+            run.num_tokens * out_features * run.compute_element_bytes,
             gradients=(x,),
-            scratch=size,
-            packed=True,
-            kept_by_selective=self._kept_by_selective(),
+            backward_scratch=size,
+            unpacks_weight=True,
+            saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
-            backward_flops=flops * tape.trained[x],
+            backward_flops=flops * tape.requires_grad[x],
         )
 
-    def rounded_product(self, x: int, into: int, out: int, holds: tuple[int, ...]) -> int:
+    def add_fake_quantized_linear(
+        self, x: int, in_features: int, out_features: int, live_tensors: tuple[int, ...]
+    ) -> int:
         """Writes a product of what is rounded to integers and back, and again for backward.
 
         It keeps what a plain product keeps; compiled, what is rounded and what is out of range as
         well. Scales are three numbers for each group; torch's own operators pass fourteen times
         over what is rounded, and over a gradient that is masked.
         """
-        run, tape = self.run, self.tape
-        read, made, weights = run.places * into, run.places * out, into * out
-        matrix, rounds, held = weights * run.compute, run.rounds_inputs, weights * run.held
-        scales = 3 * FP32 * weights // run.group, 3 * FP32 * run.places
-        rounding = self._rounded(weights, held, scales[0])
-        of_x, of_weight = read * run.compute, weights * run.compute
+        run, tape = self.forward_spec, self.graph
+        read, made, weights = (
+            run.num_tokens * in_features,
+            run.num_tokens * out_features,
+            in_features * out_features,
+        )
+        matrix, rounds, held = (
+            weights * run.compute_element_bytes,
+            run.rounds_inputs,
+            weights * run.gradient_element_bytes,
+        )
+        scales = 3 * FP32 * weights // run.quantization_group, 3 * FP32 * run.num_tokens
+        rounding = self._rounding_bytes(weights, held, scales[0])
+        of_x, of_weight = read * run.compute_element_bytes, weights * run.compute_element_bytes
         given = of_x if rounds or tape.sizes[x] != of_x else 0
-        giving = self._rounded(read, tape.sizes[x], scales[1]) if rounds else given
+        giving = self._rounding_bytes(read, tape.sizes[x], scales[1]) if rounds else given
         if rounds:
             passing = _gradient_mask_bytes(read, tape.sizes[x], scales[1])
         else:
             passing = tape.sizes[x] if given else 0
         summed = tape.sizes[x] + of_weight
         passes = 14 * FP32 * (weights + read * rounds)
-        flops = 2.0 * weights * run.places
-        return tape.add(
-            OpWork.product,
-            (x, *holds),
-            made * run.compute,
+        flops = 2.0 * weights * run.num_tokens
+        return tape.add_op(
+            OpWork.matmul,
+            (x, *live_tensors),
+            made * run.compute_element_bytes,
             saved=(x,),
             gradients=(x,),
-            weight=(held, held),
-            weight_first=False,
-            extra=self._kept_compiled(x, read, weights) if run.compiled else (),
-            forward_scratch=max(given + matrix, max(giving, given + rounding) - made * run.compute),
-            scratch=max(
+            weight_gradient_bytes=(held, held),
+            weight_gradient_first=False,
+            extra_output_bytes=self._compiled_saved_bytes(x, read, weights)
+            if run.is_compiled
+            else (),
+            forward_scratch=max(
+                given + matrix, max(giving, given + rounding) - made * run.compute_element_bytes
+            ),
+            backward_scratch=max(
                 rounding,
                 matrix + of_x,
                 of_x + passing,
@@ -171,43 +216,51 @@ class LinearOps:
             )
             - tape.sizes[x]
             - held,
-            casts=(passes, 2 * passes),
-            kept_by_selective=self._kept_by_selective(),
+            cast_bytes=(passes, 2 * passes),
+            saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
             backward_flops=2 * flops,
         )
 
-    def _kept_compiled(self, x: int, read: int, weights: int) -> tuple[int, ...]:
+    def _compiled_saved_bytes(self, x: int, input_numel: int, weight_numel: int) -> tuple[int, ...]:
         """Returns what a compiled product with rounded numbers keeps besides, a byte a mask."""
-        run = self.run
-        kept = [weights * run.compute, weights]
-        if run.rounds_inputs and x not in self._masked:
-            made = [op for op in self.tape.operators if x in op.writes]
-            kept += [read, read * run.compute * (made[0].work is not OpWork.pointwise)]
-            self._masked.add(x)
+        run = self.forward_spec
+        kept = [weight_numel * run.compute_element_bytes, weight_numel]
+        if run.rounds_inputs and x not in self._masked_inputs:
+            made = [op for op in self.graph.operators if x in op.writes]
+            kept += [
+                input_numel,
+                input_numel * run.compute_element_bytes * (made[0].work is not OpWork.pointwise),
+            ]
+            self._masked_inputs.add(x)
         return (*kept,)
 
-    def _rounded(self, count: int, size: int, scales: int) -> int:
+    def _rounding_bytes(self, numel: int, size: int, scale_bytes: int) -> int:
         """Returns the bytes that rounding takes of numbers of ``size`` bytes in all."""
-        wide = count * FP32
+        wide = numel * FP32
         if size < wide:
-            return wide + size + scales
-        return wide + max(scales, count * self.run.compute * (self.run.compute < FP32))
+            return wide + size + scale_bytes
+        return wide + max(
+            scale_bytes,
+            numel
+            * self.forward_spec.compute_element_bytes
+            * (self.forward_spec.compute_element_bytes < FP32),
+        )
 
-    def cast(self, x: int, size: int) -> int:
+    def add_cast(self, x: int, size: int) -> int:
         """Writes how numbers come into another format, of ``size`` bytes in all."""
-        return self.tape.add(OpWork.pointwise, (x,), size)
+        return self.graph.add_op(OpWork.pointwise, (x,), size)
 
-    def _kept_by_selective(self) -> bool:
+    def _is_next_matmul_saved(self) -> bool:
         """Returns whether selective recomputation keeps the next product."""
-        self._products += 1
-        return self._products % 2 == 1 or not self.run.every_second
+        self._num_matmuls += 1
+        return self._num_matmuls % 2 == 1 or not self.forward_spec.saves_alternate_matmuls
 
 
-def _gradient_mask_bytes(count: int, size: int, scales: int) -> int:
-    """Returns what a gradient of ``count`` numbers, of ``size`` bytes at last, needs to be masked.
+def _gradient_mask_bytes(numel: int, size: int, scale_bytes: int) -> int:
+    """Returns what a gradient of ``numel`` numbers, of ``size`` bytes at last, needs to be masked.
 
     Their levels in fp32 and two answers to whether each is out of range; then one, and itself.
     """
-    wide = count * FP32
-    return wide + count + max(count, size if size < wide else 0) + scales
+    wide = numel * FP32
+    return wide + numel + max(numel, size if size < wide else 0) + scale_bytes

@@ -21,36 +21,36 @@ from scalewise.models.decoder.config import ActivationKind, DecoderConfig, NormK
 
 
 class DecoderModule(ModelModule):
-    """``tokens_BT -> logits_BTV``; parameters are those of ``spec.census()``, in its order.
+    """``tokens_BT -> logits_BTV``; parameters are those of ``spec.weight_census()``, in its order.
 
     Made on the meta device; lives after ``to_empty(device=...)`` and ``init_weights(seed)``,
-    sharded in between or not. A ``part`` holds some layers: unless it is first it reads
+    sharded in between or not. A ``stage`` holds some layers: unless it is first it reads
     ``x_BTW``, unless it is last it gives that.
     """
 
     rope: Tensor | None
 
-    def __init__(self, spec: DecoderConfig, part: StageSlice) -> None:
+    def __init__(self, spec: DecoderConfig, stage: StageSlice) -> None:
         super().__init__()
-        self.spec, self.part = spec, part
+        self.spec, self.stage = spec, stage
         learned = spec.position is PositionKind.learned
-        embeds = part.first or (part.last and spec.tied)
+        embeds = stage.is_first or (stage.is_last and spec.tied)
         with torch.device("meta"):  # so that torch's own initialization costs nothing
             self.embedding = nn.Embedding(spec.vocabulary, spec.width) if embeds else None
             self.position = (
-                nn.Embedding(spec.context, spec.width) if learned and part.first else None
+                nn.Embedding(spec.context, spec.width) if learned and stage.is_first else None
             )
             self.blocks = nn.ModuleDict(
-                {str(layer): TransformerBlock(spec) for layer in part.layers}
+                {str(layer): TransformerBlock(spec) for layer in stage.layers}
             )
-            self.norm = build_norm(spec) if part.last else None
-            self.head = build_head(spec) if part.last else None
+            self.norm = build_norm(spec) if stage.is_last else None
+            self.head = build_head(spec) if stage.is_last else None
             shape = (2, spec.context, spec.head_size)
             table = None if learned else torch.empty(shape, dtype=torch.float32)
             self.register_buffer("rope", table, persistent=False)
         self.places_T: Tensor | None = None
         self.prompt: PromptVectors | None = None
-        self.ahead = self.before = 0
+        self.prompt_tokens = self.prefix_tokens = 0
 
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
@@ -64,26 +64,26 @@ class DecoderModule(ModelModule):
             assert self.embedding is not None
             yield cast(nn.Parameter, self.embedding.weight)
 
-    def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
+    def replace_attention(self, make: Callable[[float], nn.Module]) -> None:
         """Puts another attention into every block."""
         for block in self.blocks.values():
             assert isinstance(block, TransformerBlock)
             block.attention.mix = make(self.spec.dropout)
 
-    def put_ahead(self, tokens: int) -> None:
+    def add_prompt_tokens(self, tokens: int) -> None:
         """Puts vectors before the embedded tokens, if they are embedded here."""
-        self.ahead = tokens
-        if self.part.first:
+        self.prompt_tokens = tokens
+        if self.stage.is_first:
             with torch.device("meta"):
                 self.prompt = PromptVectors(tokens, self.spec.width)
 
-    def put_before(self, tokens: int) -> None:
+    def add_prefix_kv(self, tokens: int) -> None:
         """Puts learnt keys and values before those of each layer."""
-        self.before = tokens
+        self.prefix_tokens = tokens
         with torch.device("meta"):
-            self.replace_mixes(lambda _: PrefixAttention(self.spec, tokens))
+            self.replace_attention(lambda _: PrefixAttention(self.spec, tokens))
 
-    def hold_places(self, places_T: Tensor) -> None:
+    def set_position_ids(self, places_T: Tensor) -> None:
         """Says which places of a row the tokens have."""
         self.places_T = places_T
 
@@ -93,26 +93,26 @@ class DecoderModule(ModelModule):
         """Returns ``logits_BTV`` of ``tokens_BT``, or their loss; parts read or give ``x_BTW``."""
         places_T = self.places_T
         if places_T is None:
-            places_T = torch.arange(self.ahead + x.shape[1], device=x.device)
+            places_T = torch.arange(self.prompt_tokens + x.shape[1], device=x.device)
         if places_BS is not None:
             places_T = places_BS[:, places_T]
-        if self.before:
-            places_T = places_T + self.before
-        if self.part.first:
+        if self.prefix_tokens:
+            places_T = places_T + self.prefix_tokens
+        if self.stage.is_first:
             x = self.embed(x, places_T)
-        if self.before and places_BS is None:
+        if self.prefix_tokens and places_BS is None:
             places_BS = torch.arange(len(places_T), device=x.device)[None]
         rope_2TD, mask_B1SS = self.rotation(places_T), self.mask(x, places_BS)
         for block in self.blocks.values():
             x = block(x, rope_2TD, mask_B1SS)
-        return self.unembed(x, labels_BT) if self.part.last else x
+        return self.unembed(x, labels_BT) if self.stage.is_last else x
 
     def mask(self, x_BTW: Tensor, places_BS: Tensor | None) -> Tensor | None:
         """Returns ``mask_B1SS``, with a column more for each key before the rows; None: causal."""
         if places_BS is None:
             return None
         mask_B1SS = build_block_mask(places_BS, _attention_dtype(x_BTW))
-        return F.pad(mask_B1SS, (self.before, 0)) if self.before else mask_B1SS
+        return F.pad(mask_B1SS, (self.prefix_tokens, 0)) if self.prefix_tokens else mask_B1SS
 
     def embed(self, tokens_BT: Tensor, places_T: Tensor) -> Tensor:
         """Returns ``x_BTW``, what the first block reads; rows may have places of their own."""
@@ -132,11 +132,11 @@ class DecoderModule(ModelModule):
         """Returns ``logits_BTV`` from what the last block wrote, or the loss of the labels."""
         assert self.norm is not None
         x_BTW = self.norm(x_BTW)
-        if self.ahead:
-            x_BTW = self.joined(x_BTW)[:, self.ahead :]
+        if self.prompt_tokens:
+            x_BTW = self.gather_tokens(x_BTW)[:, self.prompt_tokens :]
         if self.loss is None or labels_BT is None:
             return self.logits(x_BTW)
-        return self.loss(self.logits, self.joined(x_BTW), labels_BT)
+        return self.loss(self.logits, self.gather_tokens(x_BTW), labels_BT)
 
     def logits(self, x_BTW: Tensor) -> Tensor:
         """Returns ``logits_BTV`` from normalized features."""
@@ -206,10 +206,12 @@ class TransformerBlock(nn.Module):
         self, x_BTW: Tensor, rope_2TD: Tensor | None, mask_B1SS: Tensor | None = None
     ) -> Tensor:
         """Returns the residual stream after this layer."""
-        x_BTW = x_BTW + self._drop(self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS))
-        return x_BTW + self._drop(self.feedforward(self.feedforward_norm(x_BTW)))
+        x_BTW = x_BTW + self._dropout(
+            self.attention(self.attention_norm(x_BTW), rope_2TD, mask_B1SS)
+        )
+        return x_BTW + self._dropout(self.feedforward(self.feedforward_norm(x_BTW)))
 
-    def _drop(self, x_BTW: Tensor) -> Tensor:
+    def _dropout(self, x_BTW: Tensor) -> Tensor:
         return F.dropout(x_BTW, self.dropout, self.training)
 
 
@@ -332,7 +334,7 @@ class TiedHead(nn.Module):
 
 def build_head(spec: DecoderConfig) -> nn.Module:
     """Returns what gives logits."""
-    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.outputs, bias=False)
+    return TiedHead() if spec.tied else nn.Linear(spec.width, spec.output_size, bias=False)
 
 
 def build_norm(spec: DecoderConfig) -> nn.Module:

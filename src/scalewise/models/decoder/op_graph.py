@@ -11,292 +11,414 @@ from scalewise.models.decoder.linear_ops import FP32
 from scalewise.models.op_graph import ForwardSpec, ModelOpGraphs, OpWork
 
 
-def decoder_op_graphs(spec: DecoderConfig, run: ForwardSpec) -> ModelOpGraphs:
+def decoder_op_graphs(spec: DecoderConfig, forward_spec: ForwardSpec) -> ModelOpGraphs:
     """Returns the operators of a decoder, part by part."""
-    longer = replace(run, tokens=run.tokens + run.ahead)
-    first = OpGraphWriter(spec, run)
+    longer = replace(
+        forward_spec,
+        tokens_per_sequence=forward_spec.tokens_per_sequence + forward_spec.prompt_tokens,
+    )
+    first = OpGraphWriter(spec, forward_spec)
     start, block, last = (OpGraphWriter(spec, longer) for _ in range(3))
-    first.embedding()
-    start.block(trained=start.trains("embedding") or start.trains("position") or run.ahead > 0)
-    block.block()
-    last.head()
+    first.add_embedding()
+    start.add_block(
+        input_requires_grad=start.is_trained("embedding")
+        or start.is_trained("position")
+        or forward_spec.prompt_tokens > 0
+    )
+    block.add_block()
+    last.add_head()
     rope = spec.position is PositionKind.rope
-    rotations = 2 * longer.tokens * spec.head_size * run.table * rope
-    row = run.tokens * run.context
-    if run.packing:  # rows differ, and each has a mask of whole rows
-        rotations = rotations * run.rows + run.rows * row * (row + run.before) * run.compute
-    elif run.before:
-        rotations += row * (row + run.before) * run.compute
-    in_pieces = 0 < run.loss_chunk < run.places
-    loss = None if in_pieces else cross_entropy.cross_entropy_ops(run, spec.outputs)
-    return ModelOpGraphs(first.tape, start.tape, block.tape, last.tape, loss, rotations)
+    rotations = (
+        2 * longer.tokens_per_sequence * spec.head_size * forward_spec.rope_element_bytes * rope
+    )
+    row = forward_spec.tokens_per_sequence * forward_spec.context_ranks
+    if forward_spec.sequence_packing:  # rows differ, and each has a mask of whole rows
+        rotations = (
+            rotations * forward_spec.sequences
+            + forward_spec.sequences
+            * row
+            * (row + forward_spec.prefix_tokens)
+            * forward_spec.compute_element_bytes
+        )
+    elif forward_spec.prefix_tokens:
+        rotations += row * (row + forward_spec.prefix_tokens) * forward_spec.compute_element_bytes
+    in_pieces = 0 < forward_spec.loss_chunk < forward_spec.num_tokens
+    loss = None if in_pieces else cross_entropy.cross_entropy_ops(forward_spec, spec.output_size)
+    return ModelOpGraphs(first.graph, start.graph, block.graph, last.graph, loss, rotations)
 
 
 class OpGraphWriter(AttentionOps):
     """Writes the tape of one part."""
 
-    def embedding(self) -> None:
+    def add_embedding(self) -> None:
         """Writes the look-up of tokens, and of their places."""
-        spec, run, tape = self.spec, self.run, self.tape
-        size = run.places * spec.width * run.stream
-        count = spec.vocabulary * spec.width * run.held
+        spec, run, tape = self.spec, self.forward_spec, self.graph
+        size = run.num_tokens * spec.width * run.residual_element_bytes
+        count = spec.vocabulary * spec.width * run.gradient_element_bytes
         # Its gradient is made whole, and cut as the weight is.
-        weight = (count, count // run.tensor) if self.trains("embedding") else (0, 0)
-        x = tape.add(OpWork.pointwise, (), size, weight=weight)
-        x = self._put_ahead(x) if run.ahead else self.summed(x, cut=run.cut_tokens)
+        weight = (count, count // run.tensor_ranks) if self.is_trained("embedding") else (0, 0)
+        x = tape.add_op(OpWork.pointwise, (), size, weight_gradient_bytes=weight)
+        x = (
+            self._add_prompt(x)
+            if run.prompt_tokens
+            else self.add_reduction(x, scatter=run.sequence_parallel)
+        )
         if spec.position is PositionKind.learned:
-            place = spec.context * spec.width * run.held
-            table = (place, place) if self.trains("position") else (0, 0)
-            rows = 1 if run.packing else run.rows
-            row = tape.add(OpWork.pointwise, (), tape.sizes[x] // rows, weight=table)
-            x = tape.add(OpWork.pointwise, (x, row), tape.sizes[x], shares=True)
-        self.dropped(x, spec.dropout)
+            place = spec.context * spec.width * run.gradient_element_bytes
+            table = (place, place) if self.is_trained("position") else (0, 0)
+            rows = 1 if run.sequence_packing else run.sequences
+            row = tape.add_op(
+                OpWork.pointwise, (), tape.sizes[x] // rows, weight_gradient_bytes=table
+            )
+            x = tape.add_op(OpWork.pointwise, (x, row), tape.sizes[x], shares_gradient=True)
+        self.add_dropout(x, spec.dropout)
 
-    def block(self, *, trained: bool = True) -> None:
-        """Writes one layer; ``trained``: whether something before it is."""
-        x = self.tape.tensor(self._stream, trained=trained)
-        x2 = self._residual(x, self._attention(self._norm("attention_norm", x)))
-        self._residual(x2, self._feedforward(self._norm("feedforward_norm", x2)))
+    def add_block(self, *, input_requires_grad: bool = True) -> None:
+        """Writes one layer; ``input_requires_grad``: whether something before it is."""
+        x = self.graph.add_tensor(self._residual_bytes, requires_grad=input_requires_grad)
+        x2 = self._add_residual(
+            x, self._add_attention_sublayer(self._add_norm("attention_norm", x))
+        )
+        self._add_residual(
+            x2, self._add_feedforward_sublayer(self._add_norm("feedforward_norm", x2))
+        )
 
-    def head(self) -> None:
+    def add_head(self) -> None:
         """Writes the last norm and the logits; with them the loss, if it is taken in pieces."""
-        spec, run = self.spec, self.run
-        read = self.joined(self._norm("norm", self.tape.tensor(self._stream)))
-        if run.ahead:  # which have no logits
-            self.run = run = replace(run, tokens=run.tokens - run.ahead)
-            read = self.tape.add(OpWork.pointwise, (read,), run.places * spec.width * run.stream)
-        if 0 < run.loss_chunk < run.places:
-            self._pieces(read)
+        spec, run = self.spec, self.forward_spec
+        read = self.add_all_gather(
+            self._add_norm("norm", self.graph.add_tensor(self._residual_bytes))
+        )
+        if run.prompt_tokens:  # which have no logits
+            self.forward_spec = run = replace(
+                run, tokens_per_sequence=run.tokens_per_sequence - run.prompt_tokens
+            )
+            read = self.graph.add_op(
+                OpWork.pointwise, (read,), run.num_tokens * spec.width * run.residual_element_bytes
+            )
+        if 0 < run.loss_chunk < run.num_tokens:
+            self._add_chunked_loss(read)
         else:
-            self._linear("head", read, spec.width, spec.outputs // run.tensor)
+            self._add_adapted_linear("head", read, spec.width, spec.output_size // run.tensor_ranks)
 
-    def trains(self, name: str) -> bool:
+    def is_trained(self, name: str) -> bool:
         """Returns whether a module's own weights are trained."""
         owner = "embedding" if name == "head" and self.spec.tied else name
-        return not self.run.frozen or owner in self.run.whole
+        return (
+            not self.forward_spec.has_frozen_weights
+            or owner in self.forward_spec.fully_trained_modules
+        )
 
     @property
-    def _stream(self) -> int:
+    def _residual_bytes(self) -> int:
         """Returns the bytes of what goes from layer to layer."""
-        return self.run.between * self.spec.width * self.run.stream
+        return (
+            self.forward_spec.residual_tokens
+            * self.spec.width
+            * self.forward_spec.residual_element_bytes
+        )
 
-    def _put_ahead(self, x: int) -> int:
+    def _add_prompt(self, x: int) -> int:
         """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
-        run, tape = self.run, self.tape
-        x = self.summed(x, cut=False)
-        more = tape.sizes[x] * run.ahead // run.tokens
-        vectors = run.ahead * self.spec.width * run.held
-        x = tape.add(OpWork.pointwise, (x,), tape.sizes[x] + more, weight=(more, vectors))
-        return tape.add(OpWork.message, (x,), tape.sizes[x] // run.tensor) if run.cut_tokens else x
+        run, tape = self.forward_spec, self.graph
+        x = self.add_reduction(x, scatter=False)
+        more = tape.sizes[x] * run.prompt_tokens // run.tokens_per_sequence
+        vectors = run.prompt_tokens * self.spec.width * run.gradient_element_bytes
+        x = tape.add_op(
+            OpWork.pointwise, (x,), tape.sizes[x] + more, weight_gradient_bytes=(more, vectors)
+        )
+        return (
+            tape.add_op(OpWork.communication, (x,), tape.sizes[x] // run.tensor_ranks)
+            if run.sequence_parallel
+            else x
+        )
 
-    def _pieces(self, normed: int) -> None:
+    def _add_chunked_loss(self, normed: int) -> None:
         """Writes head and loss of a piece of the tokens at a time.
 
         Made once more for backward, gradients of the head's weight are summed out of place: the
         sum so far, one more, and both. Taken in forward they are summed in place, and held.
         """
-        spec, run, tape = self.spec, self.run, self.tape
-        piece = max(1, run.loss_chunk // run.rows) * run.rows
-        count = spec.width * spec.outputs // run.tensor
-        logits, read = piece * count // spec.width * FP32, piece * spec.width * run.compute
-        if run.tensor > 1 and not run.cut_loss:
-            logits *= run.tensor
-        made = piece * count // spec.width * run.compute * (run.compute < FP32)
-        flops = 2.0 * count * run.places
-        copy = count * run.compute * run.casts
-        trains = self.trains("head")
-        gradient = count * run.held * trains
+        spec, run, tape = self.spec, self.forward_spec, self.graph
+        piece = max(1, run.loss_chunk // run.sequences) * run.sequences
+        count = spec.width * spec.output_size // run.tensor_ranks
+        logits, read = (
+            piece * count // spec.width * FP32,
+            piece * spec.width * run.compute_element_bytes,
+        )
+        if run.tensor_ranks > 1 and not run.loss_parallel:
+            logits *= run.tensor_ranks
+        made = (
+            piece
+            * count
+            // spec.width
+            * run.compute_element_bytes
+            * (run.compute_element_bytes < FP32)
+        )
+        flops = 2.0 * count * run.num_tokens
+        copy = count * run.compute_element_bytes * run.autocast
+        trains = self.is_trained("head")
+        gradient = count * run.gradient_element_bytes * trains
         if run.loss_in_forward:
-            of_x = tape.sizes[normed] * tape.trained[normed]
-            computed = count * run.compute * run.casts * trains
+            of_x = tape.sizes[normed] * tape.requires_grad[normed]
+            computed = count * run.compute_element_bytes * run.autocast * trains
             last = max(read + gradient + (computed or logits), made + max(logits, read + computed))
-            tape.add(
-                OpWork.product,
+            tape.add_op(
+                OpWork.matmul,
                 (normed,),
                 0,
-                weight=(gradient, gradient),
-                extra=(of_x, gradient),
-                hands_over=True,
+                weight_gradient_bytes=(gradient, gradient),
+                extra_output_bytes=(of_x, gradient),
+                saves_gradients=True,
                 forward_scratch=read + copy + max(made + 2 * logits, 3 * logits, last, of_x),
                 flops=(2 + trains) * flops,
             )
             return
-        tape.add(
-            OpWork.product,
+        tape.add_op(
+            OpWork.matmul,
             (normed,),
             0,
             saved=(normed,),
-            weight=(gradient, gradient),
+            weight_gradient_bytes=(gradient, gradient),
             forward_scratch=read + made + 2 * logits + copy,
-            scratch=read + copy + max(3 * logits, logits + read + gradient, 2 * gradient + read),
+            backward_scratch=read
+            + copy
+            + max(3 * logits, logits + read + gradient, 2 * gradient + read),
             flops=flops,
             backward_flops=(2 + trains) * flops,
         )
 
-    def _residual(self, x: int, branch: int) -> int:
-        branch = self.dropped(branch, self.spec.dropout)
-        return self.tape.add(OpWork.pointwise, (x, branch), self.tape.sizes[x], shares=True)
+    def _add_residual(self, x: int, branch: int) -> int:
+        branch = self.add_dropout(branch, self.spec.dropout)
+        return self.graph.add_op(
+            OpWork.pointwise, (x, branch), self.graph.sizes[x], shares_gradient=True
+        )
 
-    def _norm(self, name: str, x: int) -> int:
-        spec, run, tape = self.spec, self.run, self.tape
-        trains = self.trains(name)
-        size, small = tape.sizes[x], run.between * FP32
+    def _add_norm(self, name: str, x: int) -> int:
+        spec, run, tape = self.spec, self.forward_spec, self.graph
+        trains = self.is_trained(name)
+        size, small = tape.sizes[x], run.residual_tokens * FP32
         biased = spec.bias and spec.norm is NormKind.layernorm
         count = spec.width * (1 + biased) * trains
-        weight = (count * run.held,) * 2
+        weight = (count * run.gradient_element_bytes,) * 2
         if spec.norm is NormKind.layernorm or not run.on_cpu:
-            mean = run.between * (run.stream if run.on_cpu else FP32)
+            mean = run.residual_tokens * (run.residual_element_bytes if run.on_cpu else FP32)
             extra = (mean, mean) if spec.norm is NormKind.layernorm else (small,)
-            return tape.add(OpWork.pointwise, (x,), size, saved=(x,), extra=extra, weight=weight)
-        whole = run.between * spec.width * FP32
-        wide = self.cast(x, whole) if size != whole else x
-        square = tape.add(OpWork.pointwise, (wide,), whole, saved=(wide,), scratch=2 * whole)
-        mean = tape.add(OpWork.pointwise, (square,), small)
-        root = tape.add(OpWork.pointwise, (mean,), small, saves_output=True)
-        scaled = tape.add(
-            OpWork.pointwise, (wide, root), whole, saved=(wide, root), scratch=whole - small
+            return tape.add_op(
+                OpWork.pointwise,
+                (x,),
+                size,
+                saved=(x,),
+                extra_output_bytes=extra,
+                weight_gradient_bytes=weight,
+            )
+        whole = run.residual_tokens * spec.width * FP32
+        wide = self.add_cast(x, whole) if size != whole else x
+        square = tape.add_op(
+            OpWork.pointwise, (wide,), whole, saved=(wide,), backward_scratch=2 * whole
         )
-        out = tape.add(
+        mean = tape.add_op(OpWork.pointwise, (square,), small)
+        root = tape.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
+        scaled = tape.add_op(
+            OpWork.pointwise,
+            (wide, root),
+            whole,
+            saved=(wide, root),
+            backward_scratch=whole - small,
+        )
+        out = tape.add_op(
             OpWork.pointwise,
             (scaled,),
             whole,
             saved=(scaled,) if trains else (),
-            weight=weight,
-            scratch=whole * trains,
+            weight_gradient_bytes=weight,
+            backward_scratch=whole * trains,
         )
-        return out if size == whole else self.cast(out, size)
+        return out if size == whole else self.add_cast(out, size)
 
-    def _linear(
+    def _add_adapted_linear(
         self,
         name: str,
         x: int,
-        into: int,
-        out: int,
+        in_features: int,
+        out_features: int,
         *,
         bias: bool = False,
-        row: bool = False,
-        holds: tuple[int, ...] = (),
+        row_parallel: bool = False,
+        live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Writes a linear layer and, where it is adapted, the two narrow ones beside it.
 
-        ``row``: whether tensor ranks have parts of its sums, as each reads some of the features.
+        ``row_parallel``: whether tensor ranks have parts of its sums, as each reads some of the
+        features.
         """
-        run, tape = self.run, self.tape
-        scaled = name in run.scaled
-        x = self._rescaled(x, into, wide_input=True) if row and scaled else x
-        if name in run.in_fp8:
-            written = self.product_fp8(x, into, out, holds, bias=bias)
-        elif name in run.fake_quantized:
-            written = self.rounded_product(x, into, out, holds)
-        elif name in run.packed:
-            written = self.unpacked_product(x, into, out, holds)
+        run, tape = self.forward_spec, self.graph
+        scaled = name in run.scaled_layers
+        x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
+        if name in run.fp8_layers:
+            written = self.add_fp8_linear(x, in_features, out_features, live_tensors, bias=bias)
+        elif name in run.fake_quantized_layers:
+            written = self.add_fake_quantized_linear(x, in_features, out_features, live_tensors)
+        elif name in run.packed_layers:
+            written = self.add_unpacked_linear(x, in_features, out_features, live_tensors)
         else:
-            trains = self.trains(name)
-            written = self.product(x, into, out, bias=bias, trains=trains, holds=holds)
-        written = self.summed(written, cut=run.cut_tokens, holds=(x, *holds)) if row else written
-        if scaled and not row:
-            return self._rescaled(written, out)
-        if name not in run.adapted:
+            trains = self.is_trained(name)
+            written = self.add_linear(
+                x, in_features, out_features, bias=bias, trains=trains, live_tensors=live_tensors
+            )
+        written = (
+            self.add_reduction(
+                written, scatter=run.sequence_parallel, live_tensors=(x, *live_tensors)
+            )
+            if row_parallel
+            else written
+        )
+        if scaled and not row_parallel:
+            return self._add_ia3_scale(written, out_features)
+        if name not in run.adapted_layers:
             return written
         size = tape.sizes[written]
-        if run.magnitudes and bias:
-            written = tape.add(OpWork.pointwise, (written,), size)
-        narrow = self.product(self.dropped(x, run.dropout), into, run.rank)
-        narrow = self.summed(narrow, cut=run.cut_tokens) if row else narrow
-        wide = self.product(narrow, run.rank, out, places=run.between if row else run.places)
-        if run.magnitudes:
-            self._row_norms(into, out)
-        weighed = tape.add(OpWork.pointwise, (wide,), size)
-        summed = tape.add(OpWork.pointwise, (written, weighed), size, shares=True)
-        if not run.magnitudes:
+        if run.has_magnitudes and bias:
+            written = tape.add_op(OpWork.pointwise, (written,), size)
+        narrow = self.add_linear(
+            self.add_dropout(x, run.adapter_dropout), in_features, run.adapter_rank
+        )
+        narrow = (
+            self.add_reduction(narrow, scatter=run.sequence_parallel) if row_parallel else narrow
+        )
+        wide = self.add_linear(
+            narrow,
+            run.adapter_rank,
+            out_features,
+            tokens=run.residual_tokens if row_parallel else run.num_tokens,
+        )
+        if run.has_magnitudes:
+            self._add_dora_norms(in_features, out_features)
+        weighed = tape.add_op(OpWork.pointwise, (wide,), size)
+        summed = tape.add_op(OpWork.pointwise, (written, weighed), size, shares_gradient=True)
+        if not run.has_magnitudes:
             return summed
-        grown = self._scaled(summed, size, out)
-        return tape.add(OpWork.pointwise, (grown,), size, shares=True) if bias else grown
+        grown = self._add_vector_mul(summed, size, out_features)
+        return (
+            tape.add_op(OpWork.pointwise, (grown,), size, shares_gradient=True) if bias else grown
+        )
 
-    def _row_norms(self, into: int, out: int) -> None:
+    def _add_dora_norms(self, in_features: int, out_features: int) -> None:
         """Writes how rows of W + scale B A are measured: of W and A, of A, and of B with that."""
-        run, rank = self.run, self.run.rank
-        for flops, rows in ((into * out, out), (into * rank, rank), (rank * out, out)):
-            self.tape.add(
-                OpWork.product,
+        run, rank = self.forward_spec, self.forward_spec.adapter_rank
+        for flops, rows in (
+            (in_features * out_features, out_features),
+            (in_features * rank, rank),
+            (rank * out_features, out_features),
+        ):
+            self.graph.add_op(
+                OpWork.matmul,
                 (),
-                rows * rank * run.held,
-                kept_by_selective=True,
+                rows * rank * run.gradient_element_bytes,
+                saved_by_selective=True,
                 flops=2.0 * rank * flops,
             )
 
-    def _rescaled(self, x: int, features: int, *, wide_input: bool = False) -> int:
+    def _add_ia3_scale(self, x: int, features: int, *, casts_input: bool = False) -> int:
         """Writes PEFT's product of features and scales, made in the format of the scales.
 
-        ``wide_input``: whether what is scaled is cast before, and not by the product itself.
+        ``casts_input``: whether what is scaled is cast before, and not by the product itself.
         """
-        size = self.tape.sizes[x]
-        wide = size // self.run.compute * self.run.held
-        given = self.cast(x, wide) if wide_input and wide != size else x
-        scaled = self._scaled(given, wide, features)
-        return scaled if wide == size else self.cast(scaled, size)
+        size = self.graph.sizes[x]
+        wide = (
+            size
+            // self.forward_spec.compute_element_bytes
+            * self.forward_spec.gradient_element_bytes
+        )
+        given = self.add_cast(x, wide) if casts_input and wide != size else x
+        scaled = self._add_vector_mul(given, wide, features)
+        return scaled if wide == size else self.add_cast(scaled, size)
 
-    def _scaled(self, x: int, size: int, features: int) -> int:
+    def _add_vector_mul(self, x: int, size: int, features: int) -> int:
         """Writes a product, of ``size`` bytes, with a vector that is trained."""
-        vector = features * self.run.held
-        return self.tape.add(
-            OpWork.pointwise, (x,), size, saved=(x,), weight=(vector, vector), scratch=size
+        vector = features * self.forward_spec.gradient_element_bytes
+        return self.graph.add_op(
+            OpWork.pointwise,
+            (x,),
+            size,
+            saved=(x,),
+            weight_gradient_bytes=(vector, vector),
+            backward_scratch=size,
         )
 
-    def _rotate(self, x: int) -> int:
-        run, tape = self.run, self.tape
+    def _add_rope(self, x: int) -> int:
+        run, tape = self.forward_spec, self.graph
         size = tape.sizes[x]
         # The table is fp32: in a mixed pass what it multiplies becomes so.
-        wide = size // run.compute * max(run.compute, run.table)
-        rolled = tape.add(OpWork.pointwise, (x,), size)
-        second = tape.add(OpWork.pointwise, (rolled,), wide)
-        first = tape.add(OpWork.pointwise, (x,), wide)
-        total = tape.add(
-            OpWork.pointwise, (second, first, rolled), wide, gradients=(second, first), shares=True
+        wide = (
+            size
+            // run.compute_element_bytes
+            * max(run.compute_element_bytes, run.rope_element_bytes)
         )
-        return total if wide == size else self.cast(total, size)
+        rolled = tape.add_op(OpWork.pointwise, (x,), size)
+        second = tape.add_op(OpWork.pointwise, (rolled,), wide)
+        first = tape.add_op(OpWork.pointwise, (x,), wide)
+        total = tape.add_op(
+            OpWork.pointwise,
+            (second, first, rolled),
+            wide,
+            gradients=(second, first),
+            shares_gradient=True,
+        )
+        return total if wide == size else self.add_cast(total, size)
 
-    def _attention(self, normed: int) -> int:
-        spec, run = self.spec, self.run
-        read, cut = self.joined(normed), run.tensor
-        query = self._linear(
+    def _add_attention_sublayer(self, normed: int) -> int:
+        spec, run = self.spec, self.forward_spec
+        read, cut = self.add_all_gather(normed), run.tensor_ranks
+        query = self._add_adapted_linear(
             "attention.query", read, spec.width, spec.query_width // cut, bias=spec.bias
         )
-        key = self._linear("attention.key", read, spec.width, spec.kv_width // cut, bias=spec.bias)
-        value = self._linear(
+        key = self._add_adapted_linear(
+            "attention.key", read, spec.width, spec.kv_width // cut, bias=spec.bias
+        )
+        value = self._add_adapted_linear(
             "attention.value", read, spec.width, spec.kv_width // cut, bias=spec.bias
         )
         if spec.position is PositionKind.rope:
-            query, key = self._rotate(query), self._rotate(key)
-        mixed = self.mixed(query, key, value)
-        return self._linear(
+            query, key = self._add_rope(query), self._add_rope(key)
+        mixed = self.add_attention(query, key, value)
+        return self._add_adapted_linear(
             "attention.output",
             mixed,
             spec.query_width // cut,
             spec.width,
             bias=spec.bias,
-            row=True,
-            holds=(read, normed),
+            row_parallel=True,
+            live_tensors=(read, normed),
         )
 
-    def _feedforward(self, normed: int) -> int:
-        spec, tape, bias = self.spec, self.tape, self.spec.bias
-        read, hidden_width = self.joined(normed), self.spec.feedforward // self.run.tensor
+    def _add_feedforward_sublayer(self, normed: int) -> int:
+        spec, tape, bias = self.spec, self.graph, self.spec.bias
+        read, hidden_width = (
+            self.add_all_gather(normed),
+            self.spec.feedforward // self.forward_spec.tensor_ranks,
+        )
         if spec.activation is ActivationKind.swiglu:
-            gate = self._linear("feedforward.gate", read, spec.width, hidden_width, bias=bias)
+            gate = self._add_adapted_linear(
+                "feedforward.gate", read, spec.width, hidden_width, bias=bias
+            )
             size = tape.sizes[gate]
-            opened = tape.add(OpWork.pointwise, (gate,), size, saved=(gate,))
-            up = self._linear("feedforward.up", read, spec.width, hidden_width, bias=bias)
-            hidden = tape.add(OpWork.pointwise, (opened, up), size, saved=(opened, up))
+            opened = tape.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
+            up = self._add_adapted_linear(
+                "feedforward.up", read, spec.width, hidden_width, bias=bias
+            )
+            hidden = tape.add_op(OpWork.pointwise, (opened, up), size, saved=(opened, up))
         else:
-            up = self._linear("feedforward.up", read, spec.width, hidden_width, bias=bias)
-            hidden = tape.add(OpWork.pointwise, (up,), tape.sizes[up], saved=(up,))
-        return self._linear(
+            up = self._add_adapted_linear(
+                "feedforward.up", read, spec.width, hidden_width, bias=bias
+            )
+            hidden = tape.add_op(OpWork.pointwise, (up,), tape.sizes[up], saved=(up,))
+        return self._add_adapted_linear(
             "feedforward.down",
             hidden,
             hidden_width,
             spec.width,
             bias=bias,
-            row=True,
-            holds=(read, normed),
+            row_parallel=True,
+            live_tensors=(read, normed),
         )

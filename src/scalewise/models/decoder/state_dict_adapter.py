@@ -64,8 +64,8 @@ class TensorMapping:
     ``transposed``: theirs is (features in, features out), GPT-2's ``Conv1D``.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    names: tuple[str, ...]
     transposed: bool = False
 
 
@@ -105,7 +105,7 @@ def iter_tensor_mappings(spec: DecoderConfig) -> Iterator[TensorMapping]:
     body, stem = ("model.", "model.layers") if llama else ("transformer.", "transformer.h")
     outside, inside = (LLAMA, LLAMA_BLOCK) if llama else (GPT2, GPT2_BLOCK)
     held: dict[str, list[str]] = {}
-    for weight in spec.census():
+    for weight in spec.weight_census():
         module, kind = weight.name.rsplit(".", 1)
         if module == "head":
             theirs = "score" if spec.classes else "lm_head"
@@ -132,22 +132,22 @@ def from_hf_state_dict(
     rest = {
         strip_prefix(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)
     }
-    shapes = {weight.name: weight.shape for weight in spec.census()}
+    shapes = {weight.name: weight.shape for weight in spec.weight_census()}
     state: dict[str, Tensor] = {}
     missing, misshapen = [], []
     for piece in iter_tensor_mappings(spec):
-        tensor = rest.pop(strip_prefix(piece.theirs), None)
+        tensor = rest.pop(strip_prefix(piece.hf_name), None)
         if tensor is None:
-            missing.append(piece.theirs)
+            missing.append(piece.hf_name)
             continue
         if piece.transposed and tensor.ndim == 2:
             tensor = tensor.T
-        rows = [shapes[name][0] for name in piece.ours]
-        want = (sum(rows), *shapes[piece.ours[0]][1:])
+        rows = [shapes[name][0] for name in piece.names]
+        want = (sum(rows), *shapes[piece.names[0]][1:])
         if tuple(tensor.shape) == want:
-            state |= zip(piece.ours, torch.split(tensor, rows), strict=True)
+            state |= zip(piece.names, torch.split(tensor, rows), strict=True)
         else:
-            misshapen.append(f"{piece.theirs} {tuple(tensor.shape)} where the model has {want}")
+            misshapen.append(f"{piece.hf_name} {tuple(tensor.shape)} where the model has {want}")
     if spec.classes:  # a head of tokens gives way to a new one
         rest.pop("lm_head.weight", None)
         missing = [name for name in missing if name != "score.weight"]
@@ -191,9 +191,9 @@ def to_hf_state_dict(
     """
     tensors = {}
     for piece in iter_tensor_mappings(spec):
-        held = [state[name].detach() for name in piece.ours]
+        held = [state[name].detach() for name in piece.names]
         tensor = torch.cat(held) if len(held) > 1 else held[0]  # no second copy of a large model
-        tensors[piece.theirs] = (tensor.T if piece.transposed else tensor).contiguous()
+        tensors[piece.hf_name] = (tensor.T if piece.transposed else tensor).contiguous()
     return tensors, _llama_config(spec) if is_llama_shape(spec) else _gpt2_config(spec)
 
 
@@ -273,7 +273,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         reason = "is neither a .safetensors file nor a folder"
-        raise CheckpointError.one(KEY, path, reason, CURE)
+        raise CheckpointError.for_key(KEY, path, reason, CURE)
     return weight_files(path, KEY, path, CURE)
 
 

@@ -22,27 +22,36 @@ class CausalLMModule(ModelModule):
     """``tokens_BT -> logits_BTV``, both by transformers' own code.
 
     ``body`` is the module that goes through the ``blocks``, whose weights have their names from
-    these; ``head`` is the whole model with a stand-in for the body. ``depth`` are the blocks of the
-    whole. ``order`` are the layers with
-    weights of a block, as a trial ran them. ``stem`` is transformers' name
-    of the body, ``stack`` that of the blocks in it; ``transposed`` are its matrices (in, out).
+    these; ``head`` is the whole model with a stand-in for the body. ``num_layers`` are the blocks
+    of the whole. ``layer_order`` are the layers with
+    weights of a block, as a trial ran them. ``body_name`` is transformers' name
+    of the body, ``blocks_name`` that of the blocks in it; ``transposed_weights`` are its matrices
+    (in, out).
     """
 
     def __init__(
-        self, causal: PreTrainedModel, stem: str, stack: str, transposed: frozenset[str]
+        self,
+        hf_model: PreTrainedModel,
+        body_name: str,
+        blocks_name: str,
+        transposed_weights: frozenset[str],
     ) -> None:
         super().__init__()
-        self.stem, self.stack, self.transposed = stem, stack, transposed
-        self.order: list[str] = []
-        self.body = causal.get_submodule(stem)
-        blocks = cast(nn.ModuleList, self.body._modules.pop(stack))
+        self.body_name, self.blocks_name, self.transposed_weights = (
+            body_name,
+            blocks_name,
+            transposed_weights,
+        )
+        self.layer_order: list[str] = []
+        self.body = hf_model.get_submodule(body_name)
+        blocks = cast(nn.ModuleList, self.body._modules.pop(blocks_name))
         self.blocks = nn.ModuleDict({str(at): block for at, block in enumerate(blocks)})
-        self.depth = len(blocks)
-        setattr(self.body, stack, [*blocks])  # a list registers nothing: names are given once
-        holder, _, name = stem.rpartition(".")
-        setattr(causal.get_submodule(holder), name, PassThrough())
-        self.head = causal
-        self.constants = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        self.num_layers = len(blocks)
+        setattr(self.body, blocks_name, [*blocks])  # a list registers nothing: names are given once
+        holder, _, name = body_name.rpartition(".")
+        setattr(hf_model.get_submodule(holder), name, PassThrough())
+        self.head = hf_model
+        self.original_buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
 
     def layers(self) -> list[nn.Module]:
         """Returns the blocks, in order."""
@@ -55,28 +64,28 @@ class CausalLMModule(ModelModule):
             if isinstance(part, TiedLinearHead):
                 yield cast(nn.Parameter, part.embedding[0].weight)
 
-    def embedding(self) -> nn.Module:
+    def find_input_embedding(self) -> nn.Module:
         """Returns what embeds tokens."""
         found: nn.Module = self.body.get_input_embeddings()  # type: ignore[operator]  # transformers' own
         return found
 
-    def put_layers(self, blocks: list[nn.Module]) -> None:
+    def set_layers(self, blocks: list[nn.Module]) -> None:
         """Goes through other blocks; names of weights stay with those that it was made of."""
-        setattr(self.body, self.stack, blocks)
+        setattr(self.body, self.blocks_name, blocks)
 
-    def replace_mixes(self, make: Callable[[float], nn.Module]) -> None:
+    def replace_attention(self, make: Callable[[float], nn.Module]) -> None:
         """Raises ``NotImplementedError``: attention is transformers' own."""
         raise NotImplementedError
 
-    def put_ahead(self, tokens: int) -> None:
+    def add_prompt_tokens(self, tokens: int) -> None:
         """Raises ``NotImplementedError``: what is embedded is transformers' own."""
         raise NotImplementedError
 
-    def put_before(self, tokens: int) -> None:
+    def add_prefix_kv(self, tokens: int) -> None:
         """Raises ``NotImplementedError``: attention is transformers' own."""
         raise NotImplementedError
 
-    def hold_places(self, places_T: Tensor) -> None:
+    def set_position_ids(self, places_T: Tensor) -> None:
         """Does nothing: a row is whole, and its tokens are counted by transformers."""
 
     def forward(
@@ -94,11 +103,11 @@ class CausalLMModule(ModelModule):
         """Returns ``logits_BTV`` from what the body gives."""
         return cast(Tensor, self.head(inputs_embeds=x_BTW, use_cache=False).logits)
 
-    def theirs(self, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """Returns transformers' name of a weight."""
         room, _, rest = name.partition(".")
-        body = f"{self.stem}."
-        return {"blocks": f"{body}{self.stack}.", "body": body}.get(room, "") + rest
+        body = f"{self.body_name}."
+        return {"blocks": f"{body}{self.blocks_name}.", "body": body}.get(room, "") + rest
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the module; buffers keep their numbers and formats, which no checkpoint holds.
@@ -106,7 +115,7 @@ class CausalLMModule(ModelModule):
         Rotations of many tokens cannot be made of frequencies in bf16.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        for name, constant in self.constants.items():
+        for name, constant in self.original_buffers.items():
             holder, _, key = name.rpartition(".")
             owner = self.get_submodule(holder)
             there = owner.get_buffer(key).device

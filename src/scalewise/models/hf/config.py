@@ -32,7 +32,7 @@ class InitKind(StrEnum):
     """Random weights; only config.json is read."""
 
 
-ENDS = {"embedding": TPStyle.vocabulary, "position": TPStyle.places, "head": TPStyle.head}
+ENDS = {"embedding": TPStyle.vocabulary, "position": TPStyle.positions, "head": TPStyle.head}
 
 
 @register_option("model", "hf")
@@ -55,22 +55,22 @@ class HuggingFaceConfig(ModelConfig):
     imports = ("scalewise.models.hf.causal_lm",)
 
     @property
-    def facts(self) -> ModelInfo:
+    def info(self) -> ModelInfo:
         """Returns what the configuration says; raises ``ConfigError`` where it cannot be read."""
         try:
             from scalewise.models.hf import introspection
         except ModuleNotFoundError as error:
             reason = f"is known by {error.name}, which is not installed"
             cure = f"pip install {error.name}"
-            raise ConfigError.one("model", "hf", reason, cure) from None
+            raise ConfigError.for_key("model", "hf", reason, cure) from None
         return introspection.read_model_info(self.path, self.depth)
 
     @property
-    def pretrained(self) -> str | None:
+    def pretrained_path(self) -> str | None:
         """Returns the folder or name of the weights that it begins with; None: fresh ones."""
         return self.path if self.init is InitKind.weights else None
 
-    def tokenizer(self) -> Path | None:
+    def find_tokenizer_file(self) -> Path | None:
         """Returns the tokenizer.json at its path; None where there is none."""
         from scalewise.models.hf import hub
 
@@ -79,90 +79,90 @@ class HuggingFaceConfig(ModelConfig):
     @property
     def vocabulary(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the token ids."""
-        return self.facts.vocabulary
+        return self.info.vocabulary
 
     @property
     def context(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the tokens of the longest row."""
-        return self.facts.context
+        return self.info.context
 
     @property
     def layers(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the blocks."""
-        return self.facts.layers
+        return self.info.layers
 
     @property
     def heads(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the query heads per block."""
-        return self.facts.heads
+        return self.info.heads
 
     @property
     def width(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the features of the residual stream."""
-        return self.facts.width
+        return self.info.width
 
     @property
     def key_heads(self) -> int:
         """Returns the key (and value) heads per block."""
-        return self.facts.key_heads
+        return self.info.key_heads
 
     @property
     def query_width(self) -> int:
         """Returns the features of all queries of one token."""
-        return self.facts.heads * self.facts.head_size
+        return self.info.heads * self.info.head_size
 
     @property
     def kv_width(self) -> int:
         """Returns the features of all keys of one token."""
-        return self.facts.key_heads * self.facts.head_size
+        return self.info.key_heads * self.info.head_size
 
     @property
-    def encodes(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Returns whether it is an encoder with a decoder."""
-        return len(self.facts.starts) > 1 and not self.image_size
+        return len(self.info.stack_starts) > 1 and not self.image_size
 
     @property
     def image_size(self) -> int:  # type: ignore[override]  # not a field here
         """Returns the side of the pictures that it reads, pixels; 0: none."""
-        return self.facts.picture.side if self.facts.picture else 0
+        return self.info.vision.image_size if self.info.vision else 0
 
     @property
     def buffer_bytes(self) -> int:
         """Returns the bytes of what the module holds beside its weights."""
-        return self.facts.buffer_bytes
+        return self.info.buffer_bytes
 
     @property
     def normed_after(self) -> bool:  # type: ignore[override]  # not a field here
         """Returns whether a block norms what its last linear layer gives."""
-        return self.facts.order[-1] not in dict(self.facts.linears)
+        return self.info.layer_order[-1] not in dict(self.info.linear_layers)
 
     @property
     def dropout(self) -> float:
         """Returns the largest share that it drops while training."""
-        return self.facts.dropout
+        return self.info.dropout
 
     @property
     def tied_weights(self) -> frozenset[str]:
         """Returns the embedding, if it is the head too."""
-        return self.facts.tied
+        return self.info.tied_weights
 
     @property
-    def adapter_targets(self) -> tuple[str, ...]:
+    def lora_targets(self) -> tuple[str, ...]:
         """Returns those that PEFT has for the architecture; all linear layers where it has none."""
         from scalewise.models.hf import introspection
 
-        return introspection.default_lora_targets(self.facts, "LORA")
+        return introspection.default_lora_targets(self.info, "LORA")
 
     @property
-    def scaled_targets(self) -> tuple[str, ...]:
+    def ia3_targets(self) -> tuple[str, ...]:
         """Returns those that PEFT scales in the architecture; all linear layers where none."""
         from scalewise.models.hf import introspection
 
-        return introspection.default_lora_targets(self.facts, "IA3")
+        return introspection.default_lora_targets(self.info, "IA3")
 
-    def census(self) -> tuple[Weight, ...]:
+    def weight_census(self) -> tuple[Weight, ...]:
         """Returns every tensor of ``HuggingFaceModule.named_parameters()``, in its order."""
-        return self.facts.census
+        return self.info.weight_census
 
     def flops(self, sequence: int, target: int = 0) -> float:
         """Returns the flops of one forward and backward pass, per token of a ``sequence``.
@@ -174,89 +174,94 @@ class HuggingFaceConfig(ModelConfig):
         its own places.
         """
         matrices = sum(
-            weight.count * self.share(weight.name, sequence, target)
-            for weight in self.census()
+            weight.numel * self.token_fraction(weight.name, sequence, target)
+            for weight in self.weight_census()
             if len(weight.shape) > 1 and weight.role not in ("embedding", "position")
         )
         tied = self.vocabulary * self.width if self.tied_weights else 0
-        *_, decoder = self.facts.starts
+        *_, decoder = self.info.stack_starts
         pairs = decoder * (sequence - target) ** 2
         read, written = sequence, target or sequence
         seen = 0
-        if picture := self.facts.picture:
-            written = sequence + picture.tokens
-            read = written + picture.encoded
-            pairs, seen = (decoder - self.facts.starts[2]) * picture.encoded**2, picture.pairs
+        if picture := self.info.vision:
+            written = sequence + picture.decoder_tokens
+            read = written + picture.encoder_tokens
+            pairs, seen = (
+                (decoder - self.info.stack_starts[2]) * picture.encoder_tokens**2,
+                picture.attention_pairs,
+            )
         pairs += (self.layers - decoder) * written * read
         attention = 14.0 * (pairs * self.query_width + seen) / sequence
-        return 6.0 * (matrices + tied * self.share("", sequence, target)) + attention
+        return 6.0 * (matrices + tied * self.token_fraction("", sequence, target)) + attention
 
-    def share(self, name: str, sequence: int, target: int) -> float:
+    def token_fraction(self, name: str, sequence: int, target: int) -> float:
         """Returns the share of a row's tokens that a matrix multiplies; other names: the head."""
         layer = name.partition(".lora_")[0].removesuffix(".weight")
-        if picture := self.facts.picture:
-            text = sequence + picture.tokens * layer.startswith("blocks.")
-            return picture.reads.get(layer, text) / sequence
-        if not self.encodes:
+        if picture := self.info.vision:
+            text = sequence + picture.decoder_tokens * layer.startswith("blocks.")
+            return picture.tokens_by_layer.get(layer, text) / sequence
+        if not self.is_encoder_decoder:
             return 1.0
-        return (sequence - target if layer in self.facts.encoded else target) / sequence
+        return (sequence - target if layer in self.info.source_layers else target) / sequence
 
-    def unreached(self, trained: Collection[str], sequence: int) -> float:
+    def skipped_backward_flops(self, trained_names: Collection[str], sequence: int) -> float:
         """Returns them of what reads pictures, where nothing of it is trained."""
-        picture = self.facts.picture
+        picture = self.info.vision
         if picture is None:
             return 0.0
-        start = self.facts.starts[2]
+        start = self.info.stack_starts[2]
         writers = ("head.language_model.", *(f"blocks.{n}." for n in range(start, self.layers)))
-        if not all(name.startswith(writers) for name in trained):
+        if not all(name.startswith(writers) for name in trained_names):
             return 0.0
-        found = 10.0 * picture.pairs  # 14 both ways, and 4 forward
-        for weight in self.census():
-            places = picture.reads.get(weight.name.removesuffix(".weight"), 0)
+        found = 10.0 * picture.attention_pairs  # 14 both ways, and 4 forward
+        for weight in self.weight_census():
+            places = picture.tokens_by_layer.get(weight.name.removesuffix(".weight"), 0)
             if len(weight.shape) > 1 and not weight.name.startswith(writers):
                 # 6 both ways, and 2 forward; of pixels, which have no gradient, 4 and 2.
                 further = 3.0 if len(weight.shape) > 2 else 4.0
-                found += (2.0 if weight.layer is not None else further) * weight.count * places
+                found += (2.0 if weight.layer is not None else further) * weight.numel * places
         return found / sequence
 
-    def tapes(self, run: ForwardSpec) -> ModelOpGraphs:
+    def build_op_graphs(self, forward_spec: ForwardSpec) -> ModelOpGraphs:
         """Returns the parts as they ran once with no memory behind their tensors."""
-        if len(self.facts.starts) > 1:
+        if len(self.info.stack_starts) > 1:
             reason = "knows nothing of several stacks, which are planned only by trace"
-            raise ConfigError.one("plan.method", "ledger", reason, "set plan.method=trace")
+            raise ConfigError.for_key("plan.method", "ledger", reason, "set plan.method=trace")
         from scalewise.models.hf import fake_tensor_runs
 
-        return fake_tensor_runs.fake_op_graphs(self, run)
+        return fake_tensor_runs.fake_op_graphs(self, forward_spec)
 
-    def tensor_split(self) -> dict[str, TPStyle]:
+    def tensor_parallel_styles(self) -> dict[str, TPStyle]:
         """Returns the linear layers of blocks as transformers plans them, and what is not of these.
 
         Where it has no plan, those are cut by their inputs that narrow to the stream.
         """
-        plan = dict(self.facts.plan)
+        plan = dict(self.info.hf_tp_plan)
         table: dict[str, TPStyle] = {}
-        for weight in self.census():
-            if weight.layer in (None, *self.facts.starts):
+        for weight in self.weight_census():
+            if weight.layer in (None, *self.info.stack_starts):
                 block = f"blocks.{weight.layer}."
                 name = weight.name.rpartition(".")[0].replace(block, "blocks.*.", 1)
                 table.setdefault(name, ENDS.get(weight.role, TPStyle.tokens))  # a bias comes later
-        for name, (out, into) in self.facts.linears:
+        for name, (out, into) in self.info.linear_layers:
             by_shape = TPStyle.row if out == self.width != into else TPStyle.column
             table[f"blocks.*.{name}"] = SPLITS.get(plan.get(name, ""), by_shape)
-        return table | ({self.facts.tied_head: TPStyle.head} if self.facts.tied_head else {})
+        return table | ({self.info.tied_head: TPStyle.head} if self.info.tied_head else {})
 
-    def tensor_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> dict[str, int]:
         """Returns heads, the features of what is cut by outputs, and the vocabulary."""
-        plan = dict(self.facts.plan)
-        columns = {name: out for name, (out, _) in self.facts.linears if plan.get(name) == COLUMN}
+        plan = dict(self.info.hf_tp_plan)
+        columns = {
+            name: out for name, (out, _) in self.info.linear_layers if plan.get(name) == COLUMN
+        }
         heads = {"heads": self.heads, "key_heads": self.key_heads}
         return heads | columns | {"vocabulary": self.vocabulary}
 
-    def shallow(self, layers: int) -> HuggingFaceConfig:
+    def with_layers(self, layers: int) -> HuggingFaceConfig:
         """Returns the same model with as many layers."""
         return replace(self, depth=layers)
 
-    def complaints(self) -> Iterator[ConfigIssue]:
+    def validate(self) -> Iterator[ConfigIssue]:
         """Yields a path that leads to no causal language model, or to one without weights."""
         if self.depth is not None and self.depth < 1:
             yield ConfigIssue("model.depth", self.depth, "must be positive", "set model.depth=null")
@@ -264,13 +269,13 @@ class HuggingFaceConfig(ModelConfig):
             cure = "give model.path=FOLDER, or a name on the Hub"
             yield ConfigIssue("model.path", "''", "is empty", cure)
         else:
-            yield from self._unreadable()
+            yield from self._validate_readable()
 
-    def _unreadable(self) -> Iterator[ConfigIssue]:
+    def _validate_readable(self) -> Iterator[ConfigIssue]:
         try:
-            census, same = self.census(), replace(self, depth=None).census()
+            census, same = self.weight_census(), replace(self, depth=None).weight_census()
         except ConfigError as error:
-            yield from error.complaints
+            yield from error.issues
             return
         if self.init is InitKind.random:
             return
@@ -282,17 +287,17 @@ class HuggingFaceConfig(ModelConfig):
 
             yield from weights.weight_issues(self.path)
 
-    def complaints_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
+    def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields what is written for the suite's own decoder alone."""
         yield from hf_issues(self, run)
 
-    def shape(self, part: StageSlice) -> CausalLMModule:
+    def build_meta(self, stage: StageSlice) -> CausalLMModule:
         """Returns the module, or the weights of a part of it, on the meta device."""
         from scalewise.models.hf import introspection
 
-        return introspection.build_meta_module(self.path, self.depth, part)
+        return introspection.build_meta_module(self.path, self.depth, stage)
 
-    def fill(self, module: ModelModule, seed: int) -> None:
+    def init_weights(self, module: ModelModule, seed: int) -> None:
         """Draws fresh weights, each from ``seed`` and its name, or reads those at the path.
 
         Raises ``CheckpointError`` where these do not fit.
@@ -302,7 +307,7 @@ class HuggingFaceConfig(ModelConfig):
 
         assert isinstance(module, CausalLMModule)
         if self.init is InitKind.random:
-            weights.init_weights(module, self.census(), seed)
+            weights.init_weights(module, self.weight_census(), seed)
         else:
             weights.load_into(module, self.path, self.depth)
 

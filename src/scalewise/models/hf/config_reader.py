@@ -38,7 +38,9 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
         reason = f"has no configuration that transformers reads ({first_line(error)})"
         if needs_code:
             reason = "needs code of its own, which is not run"
-        raise ConfigError.one(KEY, path, reason, "choose a model that transformers has") from error
+        raise ConfigError.for_key(
+            KEY, path, reason, "choose a model that transformers has"
+        ) from error
     text = config.get_text_config()
     unnamed = [name for name in NAMED if getattr(text, name, None) is None]
     if config.is_encoder_decoder:
@@ -61,7 +63,7 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
             cure = (
                 "write it into config.json" if tokens else f"choose a causal language model{LIKE}"
             )
-            raise ConfigError.one(KEY, path, reason, cure)
+            raise ConfigError.for_key(KEY, path, reason, cure)
     if depth is not None:
         text.num_hidden_layers = depth
         for name in DECODERS:

@@ -20,14 +20,14 @@ class EncoderDecoderModule(MultiStackModule):
     """``inputs_BS, labels_BT -> logits_BTV``, by transformers' own code.
 
     Inputs below zero are no tokens: nothing attends to them. The encoder is the first stack.
-    ``encoded`` are the layers of the decoder that read the question.
+    ``source_layers`` are the layers of the decoder that read the question.
     """
 
     def __init__(self, model: PreTrainedModel, stacks: Mapping[str, int]) -> None:
         super().__init__(model, stacks)
-        self.encoded: set[str] = set()
+        self.source_layers: set[str] = set()
 
-    def embedding(self) -> nn.Module:
+    def find_input_embedding(self) -> nn.Module:
         """Returns what embeds tokens, of questions and of answers."""
         return self.head.get_input_embeddings()
 

@@ -46,7 +46,7 @@ TRIED = (8, 4)
 """Tokens of the rows of a trial: of those, and of the answers that a decoder writes."""
 
 
-def build_meta_module(path: str, depth: int | None, part: StageSlice) -> CausalLMModule:
+def build_meta_module(path: str, depth: int | None, stage: StageSlice) -> CausalLMModule:
     """Returns a module of its own on the meta device, with the weights of a part.
 
     They have torch's default format.
@@ -55,12 +55,14 @@ def build_meta_module(path: str, depth: int | None, part: StageSlice) -> CausalL
     warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     with unset_fake_temporarily():
         made = copy.deepcopy(_cached_module(path, depth)).to(torch.get_default_dtype())
-    for layer in {*range(len(made.blocks))} - {*part.layers}:
+    for layer in {*range(len(made.blocks))} - {*stage.layers}:
         del made.blocks[str(layer)]
-    outside = [weight for weight in read_model_info(path, depth).census if weight.layer is None]
+    outside = [
+        weight for weight in read_model_info(path, depth).weight_census if weight.layer is None
+    ]
     for weight in outside:
         before = weight.role in EMBEDDINGS
-        if not (part.first if before else part.last):
+        if not (stage.is_first if before else stage.is_last):
             holder, _, key = weight.name.rpartition(".")
             del made.get_submodule(holder)._parameters[key]
     return made
@@ -70,7 +72,7 @@ def build_meta_module(path: str, depth: int | None, part: StageSlice) -> CausalL
 def read_model_info(path: str, depth: int | None) -> ModelInfo:
     """Returns what a configuration says; raises ``ConfigError`` where it cannot be read."""
     whole, config = _cached_module(path, depth), read_config(path, depth)
-    starts = whole.starts if isinstance(whole, MultiStackModule) else (0,)
+    starts = whole.stack_starts if isinstance(whole, MultiStackModule) else (0,)
     linears = {
         name: (layer.out_features, layer.in_features)
         for block in starts
@@ -83,34 +85,34 @@ def read_model_info(path: str, depth: int | None) -> ModelInfo:
     dropping, picture = [text], None
     if isinstance(whole, VisionLanguageModule):
         dropping += [config.vision_config, config.qformer_config]
-        picture = vision_language.vision_info(config, whole.reads)
-        context -= picture.tokens
+        picture = vision_language.vision_info(config, whole.tokens_by_layer)
+        context -= picture.decoder_tokens
     return ModelInfo(
         vocabulary=text.vocab_size,
         context=context,
-        layers=whole.depth,
+        layers=whole.num_layers,
         heads=heads,
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         width=text.hidden_size,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        census=tuple(_weight_census(whole)),
-        tied=_tied_names(whole),
-        kind=config.model_type if picture else text.model_type,
-        linears=tuple(linears.items()),
-        buffer_bytes=sum(buffer.nbytes for buffer in whole.constants.values()),
+        weight_census=tuple(_weight_census(whole)),
+        tied_weights=_tied_names(whole),
+        model_type=config.model_type if picture else text.model_type,
+        linear_layers=tuple(linears.items()),
+        buffer_bytes=sum(buffer.nbytes for buffer in whole.original_buffers.values()),
         dropout=max((share for each in dropping for share in _shares_weight(each)), default=0.0),
-        order=tuple(whole.order),
+        layer_order=tuple(whole.layer_order),
         tied_head=_make_tied_head(whole),
-        plan=tuple(_tensor_parallel_plan(whole, text)) if len(starts) == 1 else (),
-        starts=starts,
-        encoded=frozenset(whole.encoded)
+        hf_tp_plan=tuple(_tensor_parallel_plan(whole, text)) if len(starts) == 1 else (),
+        stack_starts=starts,
+        source_layers=frozenset(whole.source_layers)
         if isinstance(whole, EncoderDecoderModule)
         else frozenset(),
-        picture=picture,
+        vision=picture,
     )
 
 
-def default_lora_targets(known: ModelInfo, adapter: str) -> tuple[str, ...]:
+def default_lora_targets(info: ModelInfo, adapter: str) -> tuple[str, ...]:
     """Returns the linear layers of a block that PEFT changes by default, by name within it.
 
     ``adapter``: ``LORA`` or ``IA3``. Where PEFT has no choice, all of them.
@@ -118,7 +120,7 @@ def default_lora_targets(known: ModelInfo, adapter: str) -> tuple[str, ...]:
     from peft.utils import constants  # takes seconds, of which few runs have need
 
     table = getattr(constants, f"TRANSFORMERS_MODELS_TO_{adapter}_TARGET_MODULES_MAPPING")
-    ends, names = table.get(known.kind, ()), tuple(name for name, _ in known.linears)
+    ends, names = table.get(info.model_type, ()), tuple(name for name, _ in info.linear_layers)
     found = (name for name in names if any(f".{name}".endswith(f".{end}") for end in ends))
     return tuple(found) or names
 
@@ -138,7 +140,7 @@ def build_original(path: str, depth: int | None) -> PreTrainedModel:
             )
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         reason = f"transformers cannot build it ({first_line(error)})"
-        raise ConfigError.one(KEY, path, reason, "mend its config.json") from error
+        raise ConfigError.for_key(KEY, path, reason, "mend its config.json") from error
     return model
 
 
@@ -169,13 +171,15 @@ def _build_any(model: PreTrainedModel, config: PretrainedConfig, path: str) -> C
     )
 
 
-def _build_causal(causal: PreTrainedModel, path: str) -> CausalLMModule:
+def _build_causal(hf_model: PreTrainedModel, path: str) -> CausalLMModule:
     """Returns the module of a causal language model."""
-    causal.config.pad_token_id = None  # else each pass looks for it among the tokens
-    stem, stack = _find_block_list(causal, causal.config.get_text_config().num_hidden_layers, path)
-    transposed = frozenset(_replace_conv1d(causal))
-    _tie_to_embedding(causal, path)
-    return CausalLMModule(causal, stem, stack, transposed)
+    hf_model.config.pad_token_id = None  # else each pass looks for it among the tokens
+    stem, stack = _find_block_list(
+        hf_model, hf_model.config.get_text_config().num_hidden_layers, path
+    )
+    transposed = frozenset(_replace_conv1d(hf_model))
+    _tie_to_embedding(hf_model, path)
+    return CausalLMModule(hf_model, stem, stack, transposed)
 
 
 def _build_encoder_decoder(model: PreTrainedModel, path: str) -> EncoderDecoderModule:
@@ -184,7 +188,7 @@ def _build_encoder_decoder(model: PreTrainedModel, path: str) -> EncoderDecoderM
         encoder_decoder.tie_embeddings(model)
         return EncoderDecoderModule(model, encoder_decoder.find_stacks(model))
     except ValueError as error:
-        raise ConfigError.one(KEY, path, str(error), "choose one as T5") from error
+        raise ConfigError.for_key(KEY, path, str(error), "choose one as T5") from error
 
 
 def _build_vision_language(model: PreTrainedModel, path: str) -> VisionLanguageModule:
@@ -197,7 +201,7 @@ def _build_vision_language(model: PreTrainedModel, path: str) -> VisionLanguageM
             _tie_to_embedding(writer, path)
         return VisionLanguageModule(model)
     except ValueError as error:
-        raise ConfigError.one(KEY, path, str(error), "choose one as BLIP-2") from error
+        raise ConfigError.for_key(KEY, path, str(error), "choose one as BLIP-2") from error
 
 
 def _untie_head(model: PreTrainedModel, path: str) -> None:
@@ -217,8 +221,8 @@ def _untie_head(model: PreTrainedModel, path: str) -> None:
     except CheckpointError:
         return  # reported by those who read the weights
     tensors = PretrainedTensors(files, model)
-    held = tensors.tied_to(tied[name])
-    if name in held and not all(tensors.equal(name, other) for other in held):
+    held = tensors.find_tied_names(tied[name])
+    if name in held and not all(tensors.is_equal(name, other) for other in held):
         head.weight = nn.Parameter(head.weight.detach().clone())
 
 
@@ -232,12 +236,12 @@ class _MetaWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _find_block_list(causal: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
+def _find_block_list(hf_model: PreTrainedModel, layers: int, path: str) -> tuple[str, str]:
     """Returns the name of the module that goes through the blocks, and theirs in it."""
-    kinds = {*(causal._no_split_modules or ())}
+    kinds = {*(hf_model._no_split_modules or ())}
     lists = [
         (name, {type(block).__name__ for block in found})
-        for name, found in causal.named_modules()
+        for name, found in hf_model.named_modules()
         if isinstance(found, nn.ModuleList) and len(found) == layers
     ]
     alike = [name for name, held in lists if len(held) == 1]
@@ -245,46 +249,46 @@ def _find_block_list(causal: PreTrainedModel, layers: int, path: str) -> tuple[s
     found = named if len(named) == 1 else alike
     if len(found) != 1:
         reason = f"has no list of {layers} blocks of one kind"
-        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
+        raise ConfigError.for_key(KEY, path, reason, f"choose one{LIKE}")
     stem, _, stack = found[0].rpartition(".")
     return stem, stack
 
 
-def _replace_conv1d(causal: PreTrainedModel) -> Iterator[str]:
+def _replace_conv1d(hf_model: PreTrainedModel) -> Iterator[str]:
     """Puts linear layers in the place of ``Conv1D``; yields the names of their matrices."""
-    for name, layer in [*causal.named_modules()]:
+    for name, layer in [*hf_model.named_modules()]:
         if isinstance(layer, Conv1D):
             holder, _, key = name.rpartition(".")
-            setattr(causal.get_submodule(holder), key, conv1d_as_linear(layer))
+            setattr(hf_model.get_submodule(holder), key, conv1d_as_linear(layer))
             yield f"{name}.weight"
 
 
-def _tie_to_embedding(causal: PreTrainedModel, path: str) -> None:
+def _tie_to_embedding(hf_model: PreTrainedModel, path: str) -> None:
     """Leaves a tied matrix to the embedding; raises ``ConfigError`` for other ties."""
-    model = cast(Any, causal)  # of which transformers annotates little
+    model = cast(Any, hf_model)  # of which transformers annotates little
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight is embedding.weight:
-        name = next(name for name, layer in causal.named_modules() if layer is head)
+        name = next(name for name, layer in hf_model.named_modules() if layer is head)
         holder, _, key = name.rpartition(".")
-        setattr(causal.get_submodule(holder), key, TiedLinearHead(embedding, head.bias))
-    once = len([*causal.parameters()])
-    if len([*causal.named_parameters(remove_duplicate=False)]) != once:
+        setattr(hf_model.get_submodule(holder), key, TiedLinearHead(embedding, head.bias))
+    once = len([*hf_model.parameters()])
+    if len([*hf_model.named_parameters(remove_duplicate=False)]) != once:
         reason = "ties more weights than the head to the embedding"
-        raise ConfigError.one(KEY, path, reason, f"choose one{LIKE}")
+        raise ConfigError.for_key(KEY, path, reason, f"choose one{LIKE}")
 
 
-def _block_issues(made: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
+def _block_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
     """Yields what plans and layouts do not reckon with: all blocks are alike, and dense."""
     first, *others = (
         {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
-        for block in made.layers()
+        for block in module.layers()
     )
     cure = f"choose a model of which they are{LIKE}"
-    if not isinstance(made, MultiStackModule) and any(other != first for other in others):
+    if not isinstance(module, MultiStackModule) and any(other != first for other in others):
         yield ConfigIssue(KEY, path, "its blocks are not alike", cure)
     if any(len(shape) > 2 for block in (first, *others) for shape in block.values()):
         yield ConfigIssue(KEY, path, "its blocks are not dense (experts)", cure)
-    if any(buffer.device.type == "meta" for buffer in made.buffers()):
+    if any(buffer.device.type == "meta" for buffer in module.buffers()):
         yield ConfigIssue(KEY, path, "it has buffers of unknown numbers", cure)
 
 
@@ -294,24 +298,26 @@ def rope_type(config: Any) -> str | None:
     return table.get("rope_type") if isinstance(table, dict) else None
 
 
-def _forward_issues(made: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
+def _forward_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
     """Yields what keeps a pass from its end, or makes its blocks give more than one tensor."""
-    trial = copy.deepcopy(made).to("meta")
+    trial = copy.deepcopy(module).to("meta")
     passed: set[str] = set()
     tokens, answered = (torch.zeros((2, n), dtype=torch.long, device="meta") for n in TRIED)
-    if isinstance(made, VisionLanguageModule):
-        side = made.head.config.vision_config.image_size
-        answered = answered.new_zeros((2, vision_language.probe_token_counts(made.head.config)[1]))
+    if isinstance(module, VisionLanguageModule):
+        side = module.head.config.vision_config.image_size
+        answered = answered.new_zeros(
+            (2, vision_language.probe_token_counts(module.head.config)[1])
+        )
         tokens = torch.zeros((2, 3, side, side), dtype=torch.uint8, device="meta")
     for block in trial.layers():
         block.register_forward_hook(lambda _, __, out: passed.add(type(out).__name__))
     for name, layer in trial.named_modules():
-        if isinstance(made, MultiStackModule) and isinstance(layer, nn.Linear | nn.Conv2d):
-            layer.register_forward_hook(partial(_note_reads, made, name))
+        if isinstance(module, MultiStackModule) and isinstance(layer, nn.Linear | nn.Conv2d):
+            layer.register_forward_hook(partial(_note_reads, module, name))
     for name, layer in trial.layers()[0].named_modules():
         if layer._parameters:
-            layer.register_forward_hook(lambda *_, name=name: made.order.append(name))
-    scaling = rope_type(made.head.config)
+            layer.register_forward_hook(lambda *_, name=name: module.layer_order.append(name))
+    scaling = rope_type(module.head.config)
     try:
         trial(tokens, answered)
     except Exception as error:  # whatever anybody's model raises
@@ -320,61 +326,66 @@ def _forward_issues(made: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
             yield ConfigIssue(KEY, path, f"{reason}, and a plan has none", OTHER_ROPE)
             return
         passed.add(f"{type(error).__name__}: {first_line(error)}")
-    if others := passed - {"Tensor", *(["tuple"] if isinstance(made, MultiStackModule) else [])}:
+    if others := passed - {"Tensor", *(["tuple"] if isinstance(module, MultiStackModule) else [])}:
         reason = f"its blocks do not pass one tensor on ({max(others)})"
         yield ConfigIssue(KEY, path, reason, f"choose a model of which they do{LIKE}")
 
 
 def _note_reads(
-    made: MultiStackModule, name: str, layer: nn.Linear | nn.Conv2d, given: object, out: Tensor
+    module: MultiStackModule,
+    name: str,
+    layer: nn.Linear | nn.Conv2d,
+    inputs: object,
+    output: Tensor,
 ) -> None:
     """Notes what a layer reads of a row that is no part of the text that a decoder writes."""
-    places = out.numel() // (2 * len(layer.weight))
-    if isinstance(made, EncoderDecoderModule) and places == TRIED[0]:
-        made.encoded.add(name)
-    if isinstance(made, VisionLanguageModule) and (
-        not made.writes(name) or places == vision_language.probe_token_counts(made.head.config)[0]
+    places = output.numel() // (2 * len(layer.weight))
+    if isinstance(module, EncoderDecoderModule) and places == TRIED[0]:
+        module.source_layers.add(name)
+    if isinstance(module, VisionLanguageModule) and (
+        not module.is_language_layer(name)
+        or places == vision_language.probe_token_counts(module.head.config)[0]
     ):
         # pixels have no gradient, which is a third of what a layer computes
-        made.reads[name] = places * 2 / 3 if isinstance(layer, nn.Conv2d) else places
+        module.tokens_by_layer[name] = places * 2 / 3 if isinstance(layer, nn.Conv2d) else places
 
 
-def _weight_census(whole: CausalLMModule) -> Iterator[Weight]:
-    for name, parameter in whole.named_parameters():
+def _weight_census(module: CausalLMModule) -> Iterator[Weight]:
+    for name, parameter in module.named_parameters():
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
-        yield Weight(name, tuple(parameter.shape), _module_role(name, parameter, whole), layer)
+        yield Weight(name, tuple(parameter.shape), _module_role(name, parameter, module), layer)
 
 
-def _module_role(name: str, parameter: nn.Parameter, whole: CausalLMModule) -> str:
+def _module_role(name: str, parameter: nn.Parameter, module: CausalLMModule) -> str:
     if parameter.dim() == 1:
         return "bias" if name.endswith("bias") else "norm"
-    layer = whole.get_submodule(name.rpartition(".")[0])
+    layer = module.get_submodule(name.rpartition(".")[0])
     if name.startswith("head.") and isinstance(layer, nn.Linear):
         return "head"
     if isinstance(layer, nn.Embedding):
-        return "embedding" if parameter is whole.embedding().weight else "position"
+        return "embedding" if parameter is module.find_input_embedding().weight else "position"
     if not name.endswith(".weight"):
         return "position"  # such as those of a picture's places, and what asks about it
     return "attention" if "att" in name.lower() else "feedforward"
 
 
-def _tied_names(whole: CausalLMModule) -> frozenset[str]:
-    if _make_tied_head(whole) is None:
+def _tied_names(module: CausalLMModule) -> frozenset[str]:
+    if _make_tied_head(module) is None:
         return frozenset()
-    held = whole.embedding().weight
-    return frozenset(name for name, each in whole.named_parameters() if each is held)
+    held = module.find_input_embedding().weight
+    return frozenset(name for name, each in module.named_parameters() if each is held)
 
 
-def _make_tied_head(whole: CausalLMModule) -> str | None:
+def _make_tied_head(module: CausalLMModule) -> str | None:
     return next(
-        (name for name, it in whole.named_modules() if isinstance(it, TiedLinearHead)), None
+        (name for name, it in module.named_modules() if isinstance(it, TiedLinearHead)), None
     )
 
 
 def _tensor_parallel_plan(
-    whole: CausalLMModule, config: PretrainedConfig
+    module: CausalLMModule, config: PretrainedConfig
 ) -> Iterator[tuple[str, str]]:
-    start = f"{whole.stack}.*."
+    start = f"{module.blocks_name}.*."
     for name, how in (getattr(config, "base_model_tp_plan", None) or {}).items():
         if name.startswith(start):
             yield name.removeprefix(start), how

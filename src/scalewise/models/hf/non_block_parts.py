@@ -25,29 +25,29 @@ class TensorKind:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
+    def from_tensor(cls, tensor: Tensor) -> TensorKind:
         """Returns that of a tensor."""
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
-    def leaf(self, *, trained: bool) -> Tensor:
+    def empty_leaf(self, *, requires_grad: bool) -> Tensor:
         """Returns one that autograd holds; a clone of it has no other holder than who makes it."""
-        return torch.empty(self.shape, dtype=self.dtype, requires_grad=trained)
+        return torch.empty(self.shape, dtype=self.dtype, requires_grad=requires_grad)
 
 
 @dataclass(frozen=True)
 class NonBlockParts:
-    """``first`` and ``last``: what the two ends hold. A block reads ``x`` and what all read.
+    """``embedding`` and ``head``: what the two ends hold. A block reads ``x`` and what all read.
 
-    ``shared``: the bytes of that.
+    ``shared_bytes``: the bytes of that.
     """
 
-    first: Sizes
-    last: Sizes
+    embedding: Sizes
+    head: Sizes
     x: TensorKind
     logits: TensorKind
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    shared: int
+    shared_bytes: int
 
 
 class CountingBlock(nn.Module):
@@ -55,28 +55,28 @@ class CountingBlock(nn.Module):
 
     def __init__(self, before: LiveBytes, after: LiveBytes) -> None:
         super().__init__()
-        self._counts = (before, after)
+        self._counters = (before, after)
 
     def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """Returns another such tensor, of which backward goes no further."""
-        before, after = self._counts
+        before, after = self._counters
         self.x, self.arguments, self.keywords = x, arguments, keywords
         before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-        leaf = TensorKind.of(x).leaf(trained=True)
+        leaf = TensorKind.from_tensor(x).empty_leaf(requires_grad=True)
         after.__enter__()  # type: ignore[no-untyped-call]  # torch's own
         return leaf.clone()
 
-    def told(
+    def build_parts(
         self,
         before: LiveBytes,
-        last: Sizes,
+        head: Sizes,
         logits: TensorKind,
         module: nn.Module,
         *,
-        fresh: bool,
+        fresh_gradients: bool,
     ) -> NonBlockParts:
         """Returns the ends, once what comes before the blocks has gone backward."""
-        x = TensorKind.of(self.x)
+        x = TensorKind.from_tensor(self.x)
         others = [
             each
             for each in tree_leaves((self.arguments, self.keywords))
@@ -91,8 +91,8 @@ class CountingBlock(nn.Module):
             before.__enter__()  # type: ignore[no-untyped-call]  # torch's own
             most = count_backward(end, before) - shared
             before.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-            first = (0, 0, most, gradient_bytes(module) * fresh)
-        return NonBlockParts(first, last, x, logits, self.arguments, self.keywords, shared)
+            first = (0, 0, most, gradient_bytes(module) * fresh_gradients)
+        return NonBlockParts(first, head, x, logits, self.arguments, self.keywords, shared)
 
 
 class CountedLeaf(torch.autograd.Function):
@@ -101,7 +101,7 @@ class CountedLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Returns a number."""
-        ctx.kind = TensorKind.of(x)
+        ctx.kind = TensorKind.from_tensor(x)
         return x.new_zeros(())
 
     @staticmethod
@@ -110,10 +110,10 @@ class CountedLeaf(torch.autograd.Function):
         return torch.empty(ctx.kind.shape, dtype=ctx.kind.dtype)
 
 
-def count_backward(end: list[Tensor], live: LiveBytes) -> int:
+def count_backward(roots: list[Tensor], live: LiveBytes) -> int:
     """Goes backward from the only one of a list; returns the most that is alive meanwhile."""
     live.take_peak()
-    last = end.pop()
+    last = roots.pop()
     if last.requires_grad:
         cast(Any, last).backward()
     return live.take_peak()
@@ -124,8 +124,8 @@ def gradient_bytes(module: nn.Module) -> int:
     return storage_bytes(each.grad for each in module.parameters() if each.grad is not None)
 
 
-def drop_gradients(each: float, parameter: Tensor) -> None:
-    """Drops a gradient, once a step has taken ``each`` bytes for one of it."""
+def drop_gradients(scratch_ratio: float, parameter: Tensor) -> None:
+    """Drops a gradient, once a step has taken ``scratch_ratio`` bytes for one of it."""
     assert parameter.grad is not None
-    torch.empty(round(parameter.grad.nbytes * each), dtype=torch.uint8)
+    torch.empty(round(parameter.grad.nbytes * scratch_ratio), dtype=torch.uint8)
     parameter.grad = None

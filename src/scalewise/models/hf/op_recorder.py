@@ -29,28 +29,32 @@ PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, ate
 class OpRecorder(TorchDispatchMode):
     """Writes a tape of each part of a model, named as it begins."""
 
-    def __init__(self, run: ForwardSpec) -> None:
+    def __init__(self, forward_spec: ForwardSpec) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch lacks the annotation
-        self.run, self._products, self._silent = run, LinearOps(run), False
-        self.tapes: dict[str, OpGraph] = {}
-        self.begin("first", ())
+        self.forward_spec, self._linear_ops, self._paused = (
+            forward_spec,
+            LinearOps(forward_spec),
+            False,
+        )
+        self.graphs: dict[str, OpGraph] = {}
+        self.begin_part("first", ())
 
-    def begin(self, name: str, given: Sequence[Tensor]) -> None:
-        """Begins a part that reads ``given``, the first tensors of its tape."""
-        self.tape = self.tapes[name] = OpGraph()
-        self._places: dict[int, int] = {}
-        for tensor in given:
-            self._place(tensor)
+    def begin_part(self, name: str, inputs: Sequence[Tensor]) -> None:
+        """Begins a part that reads ``inputs``, the first tensors of its tape."""
+        self.graph = self.graphs[name] = OpGraph()
+        self._indices: dict[int, int] = {}
+        for tensor in inputs:
+            self._index(tensor)
 
-    def write(self, layer: nn.Module, product: Callable[[LinearOps, int], int]) -> None:
+    def replace_layer_ops(self, layer: nn.Module, add_ops: Callable[[LinearOps, int], int]) -> None:
         """Has a layer's product written as told, from the place of what it reads, when it runs."""
 
         def before(*_: Any) -> None:
-            self._silent = True
+            self._paused = True
 
         def after(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            self._silent, self._products.tape = False, self.tape
-            self._places[_tensor_key(out)] = product(self._products, self._place(given[0]))
+            self._paused, self._linear_ops.graph = False, self.graph
+            self._indices[_tensor_key(out)] = add_ops(self._linear_ops, self._index(given[0]))
 
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
@@ -62,48 +66,48 @@ class OpRecorder(TorchDispatchMode):
         known = {_tensor_key(tensor) for tensor in given}
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         made = [each for each in made if _tensor_key(each) not in known and each.nbytes]
-        if made and not self._silent:
-            self._add(func, args, kwargs, given, result, made)
+        if made and not self._paused:
+            self._record(func, args, kwargs, given, result, made)
         return result
 
-    def _add(
+    def _record(
         self,
         func: Any,
         args: Any,
         kwargs: Any,
-        given: list[Tensor],
+        inputs: list[Tensor],
         result: Any,
-        made: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
-        reads = [self._place(tensor) for tensor in given]
-        trained = sum(self.tape.trained[place] for place in reads[-2:])
+        reads = [self._index(tensor) for tensor in inputs]
+        trained = sum(self.graph.requires_grad[place] for place in reads[-2:])
         work, flops, back = OpWork.pointwise, 0.0, 0.0
         if func in PRODUCTS:
-            work = OpWork.product
+            work = OpWork.matmul
             flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
             back = flops * trained
         elif func in ATTENTION:  # of the tokens, what comes later is skipped
             work = OpWork.attention
             flops = 2.0 * args[0].numel() * args[1].shape[-2]
             back = 2.5 * flops * bool(trained)
-        written = self.tape.add(
+        written = self.graph.add_op(
             work,
             reads,
-            made[0].nbytes,
-            extra=[tensor.nbytes for tensor in made[1:]],
-            kept_by_selective=func in PRODUCTS or func in ATTENTION,
+            outputs[0].nbytes,
+            extra_output_bytes=[tensor.nbytes for tensor in outputs[1:]],
+            saved_by_selective=func in PRODUCTS or func in ATTENTION,
             flops=flops,
             backward_flops=back,
         )
-        self._places[_tensor_key(made[0])] = written
+        self._indices[_tensor_key(outputs[0])] = written
 
-    def _place(self, tensor: Tensor) -> int:
+    def _index(self, tensor: Tensor) -> int:
         """Returns the place of a tensor on the tape, a new one where it was made elsewhere."""
         key = _tensor_key(tensor)
-        if key not in self._places:
+        if key not in self._indices:
             size, trained = tensor.untyped_storage().nbytes(), tensor.requires_grad
-            self._places[key] = self.tape.tensor(size, trained=trained)
-        return self._places[key]
+            self._indices[key] = self.graph.add_tensor(size, requires_grad=trained)
+        return self._indices[key]
 
 
 def _tensor_key(tensor: Tensor) -> int:

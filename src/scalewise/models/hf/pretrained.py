@@ -48,15 +48,15 @@ class PretrainedTensors:
         """Name in the checkpoint of each tensor that is renamed alone, by name in the model."""
         self._conversions: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
         self._converted: dict[str, Tensor] = {}
-        self._of: dict[str, str] = {}
+        self._conversion_keys: dict[str, str] = {}
         self._assign(dict(model.state_dict()))
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-        self.tied: list[set[str]] = []
+        self.tied_groups: list[set[str]] = []
         """Sets of names that the configuration ties to one parameter."""
         for target, source in tied.items():
-            group = next((each for each in self.tied if source in each), None)
+            group = next((each for each in self.tied_groups if source in each), None)
             if group is None:
-                self.tied.append({source, target})
+                self.tied_groups.append({source, target})
             else:
                 group.add(target)
 
@@ -81,11 +81,11 @@ class PretrainedTensors:
                     (stored, pattern)
                 )
         for first in self._conversions:
-            made = self._convert(first, lambda stored: self._empty(stored))
-            self._of |= dict.fromkeys(made, first)
+            made = self._convert(first, lambda stored: self._meta_tensor(stored))
+            self._conversion_keys |= dict.fromkeys(made, first)
 
-    def _empty(self, stored: str) -> Tensor:
-        return torch.empty(self.files.shape(stored), device="meta")
+    def _meta_tensor(self, stored_name: str) -> Tensor:
+        return torch.empty(self.files.shape(stored_name), device="meta")
 
     def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Returns the tensors that transformers makes of several, or several of one."""
@@ -99,28 +99,28 @@ class PretrainedTensors:
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.renamed or name in self._of
+        return name in self.renamed or name in self._conversion_keys
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor without reading it."""
         if name in self.renamed:
             return self.files.shape(self.renamed[name])
-        return tuple(self._convert(self._of[name], self._empty)[name].shape)
+        return tuple(self._convert(self._conversion_keys[name], self._meta_tensor)[name].shape)
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor; of one that is converted with others, these are kept until read."""
         if name in self.renamed:
             return self.files.read(self.renamed[name])
         if name not in self._converted:
-            self._converted = self._convert(self._of[name], self.files.read)
+            self._converted = self._convert(self._conversion_keys[name], self.files.read)
         return self._converted.pop(name)
 
-    def tied_to(self, name: str) -> list[str]:
+    def find_tied_names(self, name: str) -> list[str]:
         """Returns a name and those that the configuration ties to it, of what is stored."""
-        group = next((each for each in self.tied if name in each), {name})
+        group = next((each for each in self.tied_groups if name in each), {name})
         return [each for each in (name, *sorted(group - {name})) if each in self]
 
-    def equal(self, one: str, other: str) -> bool:
+    def is_equal(self, one: str, other: str) -> bool:
         """Returns whether two tensors hold the same numbers; it stops at the first difference."""
         if self.shape(one) != self.shape(other):
             return False

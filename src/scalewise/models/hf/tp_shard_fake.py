@@ -20,27 +20,29 @@ from scalewise.parallelism import rank_partition
 messages = torch.ops._c10d_functional
 NOBODY = ""
 """The ranks that a message goes to: where tensors have no memory none is sent."""
-WHOLE = (TPStyle.tokens, TPStyle.places, TPStyle.whole, TPStyle.ahead)
+WHOLE = (TPStyle.tokens, TPStyle.positions, TPStyle.replicated, TPStyle.prompt)
 """What every rank computes the same, by itself."""
 
 
-def shard_for_rank(module: CausalLMModule, table: Mapping[str, TPStyle], run: ForwardSpec) -> None:
+def shard_for_rank(
+    module: CausalLMModule, tp_styles: Mapping[str, TPStyle], forward_spec: ForwardSpec
+) -> None:
     """Leaves a module on the meta device the part of one tensor rank, in place."""
-    joins = {name.rpartition(".")[0] for name, how in table.items() if how is TPStyle.column}
+    joins = {name.rpartition(".")[0] for name, how in tp_styles.items() if how is TPStyle.column}
     for name, part in module.named_modules():
         pattern = name.replace("blocks.0", "blocks.*", 1)
-        how = table.get(pattern)
+        how = tp_styles.get(pattern)
         if pattern in joins or how is TPStyle.head:
             part.register_forward_pre_hook(_joined_input, with_kwargs=True)
         if how in WHOLE:
             part.register_forward_pre_hook(_given_input)
         if how in (TPStyle.row, TPStyle.vocabulary):
             part.register_forward_hook(_summed_output)
-        if how is TPStyle.head and not run.cut_loss:
-            part.register_forward_hook(partial(_gathered_output, run.tensor))
+        if how is TPStyle.head and not forward_spec.loss_parallel:
+            part.register_forward_hook(partial(_gathered_output, forward_spec.tensor_ranks))
         for key, parameter in part.named_parameters(recurse=False):
             weight = Weight(f"{pattern}.{key}", tuple(parameter.shape), "")
-            left = rank_partition.shard_weight(weight, table, run.tensor).shape
+            left = rank_partition.shard_weight(weight, tp_styles, forward_spec.tensor_ranks).shape
             empty = torch.empty(left, dtype=parameter.dtype, device="meta")
             part.register_parameter(key, nn.Parameter(empty, parameter.requires_grad))
 
@@ -94,21 +96,21 @@ def _reduce(x: Tensor) -> Tensor:
     return summed
 
 
-def _joined_input(part: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+def _joined_input(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
     if inputs:
-        return (ReplicateToPartial.apply(inputs[0]), *inputs[1:]), named  # type: ignore[no-untyped-call]  # torch's own
-    first, *_ = named
-    return inputs, named | {first: ReplicateToPartial.apply(named[first])}  # type: ignore[no-untyped-call]  # torch's own
+        return (ReplicateToPartial.apply(inputs[0]), *inputs[1:]), kwargs  # type: ignore[no-untyped-call]  # torch's own
+    first, *_ = kwargs
+    return inputs, kwargs | {first: ReplicateToPartial.apply(kwargs[first])}  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _given_input(part: nn.Module, inputs: Any) -> Any:
+def _given_input(module: nn.Module, inputs: Any) -> Any:
     # Of a view of its own, gradients are added up before others of the same tensor.
     return inputs[0].view_as(inputs[0]), *inputs[1:]
 
 
-def _summed_output(layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
-    return cast(Tensor, PartialToReplicate.apply(part))  # type: ignore[no-untyped-call]  # torch's own
+def _summed_output(layer: nn.Module, inputs: Any, partial_sum: Tensor) -> Tensor:
+    return cast(Tensor, PartialToReplicate.apply(partial_sum))  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _gathered_output(ranks: int, layer: nn.Module, inputs: Any, part: Tensor) -> Tensor:
-    return cast(Tensor, GatherFeatures.apply(part, ranks))  # type: ignore[no-untyped-call]  # torch's own
+def _gathered_output(ranks: int, layer: nn.Module, inputs: Any, shard: Tensor) -> Tensor:
+    return cast(Tensor, GatherFeatures.apply(shard, ranks))  # type: ignore[no-untyped-call]  # torch's own

@@ -26,8 +26,8 @@ class VisionLanguageModule(MultiStackModule):
 
     Pixels are bytes, of which the model reads what CLIP does. A token that begins a text follows
     those of the picture: a language model without an encoder writes on, one with an encoder reads
-    so much, and its decoder writes. ``reads`` are the places of a picture that layers multiply
-    which read no text.
+    so much, and its decoder writes. ``tokens_by_layer`` are the places of a picture that layers
+    multiply which read no text.
     """
 
     mean: Tensor
@@ -35,23 +35,23 @@ class VisionLanguageModule(MultiStackModule):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, find_stacks(model))
-        self.reads: dict[str, float] = {}
+        self.tokens_by_layer: dict[str, float] = {}
         for name, numbers in (("mean", OPENAI_CLIP_MEAN), ("std", OPENAI_CLIP_STD)):
             found_C11 = 255 * torch.tensor(numbers).view(-1, 1, 1)
             self.register_buffer(name, found_C11, persistent=False)
-            self.constants[name] = found_C11.clone()
+            self.original_buffers[name] = found_C11.clone()
 
-    def embedding(self) -> nn.Module:
+    def find_input_embedding(self) -> nn.Module:
         """Returns what embeds tokens."""
         found: nn.Module = cast(Any, self.head).language_model.get_input_embeddings()
         return found
 
-    def writes(self, name: str) -> bool:
+    def is_language_layer(self, name: str) -> bool:
         """Returns whether a layer is of the language model."""
-        return self.theirs(f"{name}.").startswith(WRITER)
+        return self.hf_name(f"{name}.").startswith(WRITER)
 
     @property
-    def encodes(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Returns whether its language model is an encoder with a decoder."""
         return bool(cast(Any, self.head).language_model.config.is_encoder_decoder)
 
@@ -61,27 +61,27 @@ class VisionLanguageModule(MultiStackModule):
         """Returns ``logits_BTV`` of a text, which the language model reads one place on."""
         assert labels_BT is not None, "a picture is told in words"
         assert places_BS is None, "packed rows are refused"
-        logits = self.told(self.seen(x), labels_BT)
+        logits = self.decode_text(self.encode_images(x), labels_BT)
         return logits if self.loss is None else self.loss(lambda each: each, logits, labels_BT)
 
-    def seen(self, pixels_BCHW: Tensor) -> Tensor:
+    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:
         """Returns ``tokens_BQD``, what the language model reads of pictures."""
         found_BCHW = (pixels_BCHW - self.mean) / self.std
         with patch.multiple(masking_utils, **MASKS):
             found: Tensor = cast(Any, self.head).get_image_features(found_BCHW).pooler_output
         return found
 
-    def told(self, tokens_BQD: Tensor, labels_BT: Tensor) -> Tensor:
+    def decode_text(self, tokens_BQD: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns ``logits_BTV`` of a text behind what was seen."""
         model = cast(Any, self.head).language_model
         first_B1 = torch.full_like(labels_BT[:, :1], model.config.bos_token_id)
-        if self.encodes:
+        if self.is_encoder_decoder:
             text_BT = first_B1
             how = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels_BT)}
         else:
             text_BT = torch.cat([first_B1, labels_BT[:, :-1].clamp(min=0)], dim=1)
             how = {"logits_to_keep": labels_BT.shape[1]}
-        text_BTD = self.embedding()(text_BT)
+        text_BTD = self.find_input_embedding()(text_BT)
         read_BTD = torch.cat([tokens_BQD.to(text_BTD.dtype), text_BTD], dim=1)
         with patch.multiple(masking_utils, **MASKS):
             logits: Tensor = model(inputs_embeds=read_BTD, use_cache=False, **how).logits
@@ -141,8 +141,9 @@ def image_processor(side: int) -> dict[str, object]:
     }
 
 
-def vision_info(config: PretrainedConfig, reads: dict[str, float]) -> VisionInfo:
-    """Returns what a model does with a picture; ``reads``: tokens of it that layers multiply."""
+def vision_info(config: PretrainedConfig, tokens_by_layer: dict[str, float]) -> VisionInfo:
+    """Returns what a model does with a picture; ``tokens_by_layer``: tokens of it that layers
+    multiply."""
     sees, asks = config.vision_config, config.qformer_config
     patches = (sees.image_size // sees.patch_size) ** 2 + 1
     tokens: int = config.num_query_tokens
@@ -152,4 +153,4 @@ def vision_info(config: PretrainedConfig, reads: dict[str, float]) -> VisionInfo
     read = (
         (0, probe_token_counts(config)[0]) if config.text_config.is_encoder_decoder else (tokens, 0)
     )
-    return VisionInfo(sees.image_size, *read, reads, pairs)
+    return VisionInfo(sees.image_size, *read, tokens_by_layer, pairs)

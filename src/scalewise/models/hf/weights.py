@@ -30,9 +30,9 @@ INITIAL_STD = 0.02
 
 
 @torch.no_grad()
-def init_weights(module: CausalLMModule, census: Iterable[Weight], seed: int) -> None:
+def init_weights(module: CausalLMModule, weights: Iterable[Weight], seed: int) -> None:
     """Draws every matrix afresh, each from ``seed`` and its name; norms are one, biases zero."""
-    roles = {weight.name: weight.role for weight in census}
+    roles = {weight.name: weight.role for weight in weights}
     std = getattr(module.head.config, "initializer_range", None) or INITIAL_STD
     for name, parameter in module.own_parameters():
         if isinstance(parameter, nn.Parameter) and roles[name] == "bias":
@@ -54,7 +54,9 @@ def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
     names = _match_names(tensors, module, path)
     for name, parameter in module.own_parameters():
         tensor = tensors.read(names[name])
-        init.copy_into(parameter, tensor.T if module.theirs(name) in module.transposed else tensor)
+        init.copy_into(
+            parameter, tensor.T if module.hf_name(name) in module.transposed_weights else tensor
+        )
     if complaints := [
         *_tie_issues(tensors, module, names, path),
         *_buffer_issues(tensors, module, path),
@@ -89,7 +91,7 @@ def _check_weights(path: str, signature: object) -> tuple[ConfigIssue, ...]:
             open_checkpoint(path, None), introspection.build_meta_module(path, None, part), path
         )
     except CheckpointError as error:
-        return tuple(error.complaints)
+        return tuple(error.issues)
     return ()
 
 
@@ -100,15 +102,15 @@ def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) 
     """
     found, missing, misshapen = dict[str, str](), list[str](), list[str]()
     for name, parameter in module.own_parameters():
-        theirs = module.theirs(name)
-        if not (held := tensors.tied_to(theirs)):
+        theirs = module.hf_name(name)
+        if not (held := tensors.find_tied_names(theirs)):
             missing.append(theirs)
             continue
         found[name] = held[0]
-        want = (*parameter.shape,)[:: -1 if theirs in module.transposed else 1]
+        want = (*parameter.shape,)[:: -1 if theirs in module.transposed_weights else 1]
         if (have := tensors.shape(held[0])) != want:
             misshapen.append(f"{held[0]} {[*have]} where the model has {[*want]}")
-    whole = len(module.blocks) == module.depth
+    whole = len(module.blocks) == module.num_layers
     lines = {"lacks": missing, "holds": misshapen}
     lines |= {"holds what the model lacks:": tensors.unexpected if whole else []}
     if complaints := [
@@ -131,8 +133,8 @@ def _tie_issues(
     """Yields tied parameters that the checkpoint holds several times with different values."""
     read = {*names.values()}
     for name in names.values():
-        for other in {*tensors.tied_to(name)} - read:
-            if not tensors.equal(name, other):
+        for other in {*tensors.find_tied_names(name)} - read:
+            if not tensors.is_equal(name, other):
                 reason = f"holds {other} and {name} with different values, which config.json ties"
                 cure = "write tie_word_embeddings=false into config.json"
                 yield ConfigIssue(KEY, path, reason, cure)
@@ -142,8 +144,8 @@ def _buffer_issues(
     tensors: PretrainedTensors, module: CausalLMModule, path: str
 ) -> Iterator[ConfigIssue]:
     """Yields buffers of the checkpoint that are not those which the configuration gives."""
-    for name, constant in module.constants.items():
-        if (theirs := module.theirs(name)) in tensors:
+    for name, constant in module.original_buffers.items():
+        if (theirs := module.hf_name(name)) in tensors:
             held = tensors.read(theirs).to(constant.dtype)
             if held.shape != constant.shape or not torch.equal(held, constant.to(held.device)):
                 reason = f"holds a buffer {theirs} with other values than config.json gives"
@@ -158,17 +160,17 @@ def export_folder(state: Mapping[str, Tensor], spec: HuggingFaceConfig, folder: 
     module = introspection.build_meta_module(spec.path, spec.depth, StageSlice(range(spec.layers)))
     tensors = dict[str, Tensor]()
     for name, _ in module.own_parameters():
-        theirs, tensor = module.theirs(name), state[name].detach()
-        tensors[theirs] = tensor.T if theirs in module.transposed else tensor
+        theirs, tensor = module.hf_name(name), state[name].detach()
+        tensors[theirs] = tensor.T if theirs in module.transposed_weights else tensor
     persistent = {*introspection.build_original(spec.path, spec.depth).state_dict()}
-    for name, constant in module.constants.items():
-        if (theirs := module.theirs(name)) in persistent:
+    for name, constant in module.original_buffers.items():
+        if (theirs := module.hf_name(name)) in persistent:
             tensors[theirs] = constant
     tensors = revert_weight_conversion(introspection.build_original(spec.path, spec.depth), tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE)
     config = read_config(spec.path, spec.depth)
-    if spec.facts.tied_head is None and not config.is_encoder_decoder:
+    if spec.info.tied_head is None and not config.is_encoder_decoder:
         config.tie_word_embeddings = False  # the checkpoint may hold a head of its own
     config.architectures = [type(module.head).__name__]
     config.dtype = next(iter(state.values())).dtype

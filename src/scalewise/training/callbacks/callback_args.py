@@ -78,7 +78,7 @@ class EMAArgs(CallbackArgs):
     """Delay before the first update, in optimizer steps; until then there is no average."""
 
     @property
-    def held(self) -> list[Any]:
+    def average_tensors(self) -> list[Any]:
         """Returns the averages on this rank, each a tensor."""
         return []
 

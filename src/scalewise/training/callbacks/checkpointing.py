@@ -27,20 +27,20 @@ class CheckpointSaver(Callback):
 
     def __init__(self, run: RunConfig, folder: Path) -> None:
         self._run, self._folder = run, folder / "checkpoints"
-        self._saved = 0
-        self._best: float | None = None
+        self._saved_step = 0
+        self._best_loss: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Holds signals back, before Lightning takes them: its SIGTERM ends as a success."""
-        STOP.hold()
+        STOP.block_signals()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the signals back."""
         STOP.install()
-        STOP.release()
-        trainer_strategy(trainer).prepare_saving(self._run.checkpoint)
+        STOP.unblock_signals()
+        trainer_strategy(trainer).setup_checkpoint_writer(self._run.checkpoint)
         best = store.best_checkpoint(self._folder)  # of an earlier attempt in this folder
-        self._best = best[1] if best else None
+        self._best_loss = best[1] if best else None
 
     def on_train_batch_end(
         self,
@@ -56,12 +56,12 @@ class CheckpointSaver(Callback):
         """
         if (batch_idx + 1) % self._run.accumulation:
             return
-        if number := STOP.agreed(pl_module.device):
+        if number := STOP.poll(pl_module.device):
             self.save(trainer)
             trainer_strategy(trainer).writer.finish()
             name, step = signal.Signals(number).name, trainer.global_step
             raise Interrupted(number, f"{name} after step {step}; its checkpoint is saved")
-        if self._due(trainer) and not is_validation_next(trainer, self._run):
+        if self._is_due(trainer) and not is_validation_next(trainer, self._run):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,13 +69,15 @@ class CheckpointSaver(Callback):
         if trainer.sanity_checking:
             return
         loss = validation_metrics(trainer, self._run).get("val/loss", inf)
-        best = self._run.checkpoint.best and loss < (inf if self._best is None else self._best)
-        if best or self._due(trainer):
+        best = self._run.checkpoint.best and loss < (
+            inf if self._best_loss is None else self._best_loss
+        )
+        if best or self._is_due(trainer):
             self.save(trainer)
         if not best:
             return
-        self._best = loss
-        self._afterwards(trainer, partial(self._mark, trainer.global_step, loss))
+        self._best_loss = loss
+        self._run_after_saves(trainer, partial(self._mark_best, trainer.global_step, loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step."""
@@ -84,25 +86,25 @@ class CheckpointSaver(Callback):
             self.save(trainer)
         trainer_strategy(trainer).writer.finish()
 
-    def _due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         every = self._run.checkpoint.every
         return every is not None and trainer.global_step % every == 0
 
     def save(self, trainer: Trainer) -> None:
         """Saves the present step, once."""
         step = trainer.global_step
-        if step == self._saved:
+        if step == self._saved_step:
             return
         trainer.save_checkpoint(store.checkpoint_path(self._folder, step))
-        self._saved = step
-        self._afterwards(trainer, self._prune)
+        self._saved_step = step
+        self._run_after_saves(trainer, self._prune)
 
-    def _afterwards(self, trainer: Trainer, work: Callable[[], None]) -> None:
-        """Lets rank 0 do ``work`` when all saves so far are on disk."""
+    def _run_after_saves(self, trainer: Trainer, task: Callable[[], None]) -> None:
+        """Lets rank 0 do ``task`` when all saves so far are on disk."""
         if trainer.is_global_zero:
-            trainer_strategy(trainer).writer.submit(work)
+            trainer_strategy(trainer).writer.submit(task)
 
-    def _mark(self, step: int, loss: float) -> None:
+    def _mark_best(self, step: int, loss: float) -> None:
         store.mark_best(self._folder, step, loss)
         self._prune()
 

@@ -19,44 +19,47 @@ class DataLoaderState(Callback):
     """
 
     def __init__(self) -> None:
-        self._built = torch.get_rng_state()
-        self._began: Tensor | None = None
-        self._then: Tensor | None = None
+        self._initial_rng_state = torch.get_rng_state()
+        self._epoch_rng_state: Tensor | None = None
+        self._resume_rng_state: Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Has every layout go on from where building the module has left the generator."""
-        torch.set_rng_state(self._built)
+        torch.set_rng_state(self._initial_rng_state)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps what the rows of a later epoch are drawn from; of the first, the seed gives it."""
         if trainer.current_epoch > 0:
-            self._began = torch.get_rng_state()
+            self._epoch_rng_state = torch.get_rng_state()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the generator as it was when the epoch began, and as it is."""
-        checkpoint[STATE] = {"began": self._began, "then": torch.get_rng_state()}
+        checkpoint[STATE] = {"began": self._epoch_rng_state, "then": torch.get_rng_state()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Reads them."""
-        self._began, self._then = checkpoint[STATE]["began"], checkpoint[STATE]["then"]
+        self._epoch_rng_state, self._resume_rng_state = (
+            checkpoint[STATE]["began"],
+            checkpoint[STATE]["then"],
+        )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Passes over the batches that were read before, in the order of their epoch."""
-        if self._then is None:
+        if self._resume_rng_state is None:
             return
         loop = trainer.fit_loop
         fetcher, done = loop._data_fetcher, loop.epoch_loop.batch_progress.current.ready
         assert fetcher is not None
         if done >= loop.max_batches:  # the epoch had ended
-            self._began, done = self._then, 0
-        if self._began is not None:
-            torch.set_rng_state(self._began)
+            self._epoch_rng_state, done = self._resume_rng_state, 0
+        if self._epoch_rng_state is not None:
+            torch.set_rng_state(self._epoch_rng_state)
             iter(fetcher)
         for _ in range(done):
             next(fetcher)
         fetcher.fetched -= done  # Lightning adds them
-        torch.set_rng_state(self._then)
+        torch.set_rng_state(self._resume_rng_state)

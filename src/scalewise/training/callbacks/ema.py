@@ -31,9 +31,9 @@ class EMAWeightAveraging(EMAArgs, Callback):
         """What is averaged, by its name in this rank's module; tied weights have several names."""
         self._average: dict[str, Tensor] = {}
         """Empty before the first update."""
-        self._raw: list[Tensor] = []
+        self._raw_weights: list[Tensor] = []
         """The weights themselves while the average is validated."""
-        self._step = 0
+        self._last_step = 0
         """Optimizer steps at the last update."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,7 +51,7 @@ class EMAWeightAveraging(EMAArgs, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts steps from those of the checkpoint that a run is resumed from."""
-        self._step = trainer.global_step
+        self._last_step = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -63,34 +63,34 @@ class EMAWeightAveraging(EMAArgs, Callback):
     ) -> None:
         """Updates the average if this batch has ended an optimizer step."""
         step = trainer.global_step
-        if step == self._step:
+        if step == self._last_step:
             return
-        self._step = step
+        self._last_step = step
         last = step - 1  # counted from 0
         if last >= self.update_starting_at_step and last % self.update_every_n_steps == 0:
-            self._update()
+            self._update_average()
 
     @property
-    def held(self) -> list[Tensor]:
+    def average_tensors(self) -> list[Tensor]:
         """Returns the averages on this rank."""
         return list(self._average.values())
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update_average(self) -> None:
         if not self._average:
-            self._average = self._allocated()
-            for weight, average in self._pairs():
+            self._average = self._allocate_average()
+            for weight, average in self._iter_pairs():
                 average.copy_(weight)
             return
-        for weight, average in self._pairs():
+        for weight, average in self._iter_pairs():
             average.lerp_(weight.float(), 1 - self.decay)
 
-    def _named(self, trainer: Trainer) -> dict[str, Tensor]:
+    def _average_by_name(self, trainer: Trainer) -> dict[str, Tensor]:
         """Returns the average by names in the whole model: one for both ends of a pipeline."""
-        canonical = trainer_strategy(trainer).canonical
+        canonical = trainer_strategy(trainer).canonical_name
         return {canonical(name): average for name, average in self._average.items()}
 
-    def _allocated(self) -> dict[str, Tensor]:
+    def _allocate_average(self) -> dict[str, Tensor]:
         """Returns uninitialized averages; names of one tied weight share one tensor."""
         made: dict[int, Tensor] = {}
         for tensor in self._weights.values():
@@ -98,7 +98,7 @@ class EMAWeightAveraging(EMAArgs, Callback):
                 made[id(tensor)] = torch.empty_like(tensor.detach(), dtype=torch.float32)
         return {name: made[id(tensor)] for name, tensor in self._weights.items()}
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _iter_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields what this rank holds of each weight and of its average, each once."""
         seen: set[int] = set()
         for name, tensor in self._weights.items():
@@ -113,40 +113,40 @@ class EMAWeightAveraging(EMAArgs, Callback):
         """Puts the average in the place of the weights."""
         if not self._average:
             return
-        pairs = list(self._pairs())
-        self._raw = [weight.clone() for weight, _ in pairs]
+        pairs = list(self._iter_pairs())
+        self._raw_weights = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
             weight.copy_(average)
-        trainer_strategy(trainer).discard_gathered()
+        trainer_strategy(trainer).reshard()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Puts the weights back."""
-        if not self._raw:
+        if not self._raw_weights:
             return
-        for (weight, _), raw in zip(self._pairs(), self._raw, strict=True):
+        for (weight, _), raw in zip(self._iter_pairs(), self._raw_weights, strict=True):
             weight.copy_(raw)
-        self._raw = []
-        trainer_strategy(trainer).discard_gathered()
+        self._raw_weights = []
+        trainer_strategy(trainer).reshard()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Adds the average, which the strategy writes next to the weights."""
         if self._average:
-            checkpoint[store.AVERAGE] = self._named(trainer)
+            checkpoint[store.AVERAGE] = self._average_by_name(trainer)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Reads the average, where the run that saved the checkpoint had one."""
-        path = trainer_strategy(trainer).resumed
+        path = trainer_strategy(trainer).resume_path
         if "averaging_state" in checkpoint:  # of Lightning's callback, which saves it as the model
             reason = "holds averaged weights in the place of those that were trained"
-            raise CheckpointError.one("resume", path, reason, "set resume=null")
+            raise CheckpointError.for_key("resume", path, reason, "set resume=null")
         if store.has_tensors(path, store.AVERAGE):
-            self._average = self._allocated()
-            held = self._named(trainer)
+            self._average = self._allocate_average()
+            held = self._average_by_name(trainer)
             store.read_into(path, store.AVERAGE, held)
             for name, average in self._average.items():
-                if (read := held[trainer_strategy(trainer).canonical(name)]) is not average:
+                if (read := held[trainer_strategy(trainer).canonical_name(name)]) is not average:
                     grad_norm.local_tensor(average).copy_(grad_norm.local_tensor(read))

@@ -31,17 +31,17 @@ class InjectedFault(FaultArgs, Callback, ABC):
                 if marker.exists():
                     return
                 marker.touch()
-            self.happen()
+            self.inject()
 
     @abstractmethod
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Does the damage."""
 
 
 class InjectException(InjectedFault):
     """An exception in user code."""
 
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Raises ``RuntimeError``."""
         raise RuntimeError("injected: this job raises on purpose")
 
@@ -49,7 +49,7 @@ class InjectException(InjectedFault):
 class InjectOutOfMemory(InjectedFault):
     """A demand that no machine can meet."""
 
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Allocates more than an address space, on the device of the run."""
         torch.empty(1 << 62, dtype=torch.uint8)
 
@@ -57,7 +57,7 @@ class InjectOutOfMemory(InjectedFault):
 class InjectHang(InjectedFault):
     """A rank that answers nothing and nobody."""
 
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Sleeps for good, deaf to SIGTERM and SIGINT."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         while True:
@@ -67,6 +67,6 @@ class InjectHang(InjectedFault):
 class InjectKill(InjectedFault):
     """A process that vanishes."""
 
-    def happen(self) -> None:
+    def inject(self) -> None:
         """Sends SIGKILL to itself."""
         os.kill(os.getpid(), signal.SIGKILL)

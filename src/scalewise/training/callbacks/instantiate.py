@@ -23,7 +23,7 @@ def instantiate_callbacks(run: RunConfig) -> list[Callback]:
         try:
             callbacks.append(import_class.construct(f"callbacks.{name}", cls, arguments))
         except ConfigError as error:
-            complaints += error.complaints
+            complaints += error.issues
     if complaints:
         raise ConfigError(complaints)
     return callbacks
@@ -46,9 +46,9 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
             import_class.check_arguments(key, cls, arguments)
             if issubclass(cls, REPLACE_WEIGHTS):
                 reason = "puts an average in the place of the weights before the last checkpoint"
-                raise ConfigError.one(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
+                raise ConfigError.for_key(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
         except ConfigError as error:
-            complaints += error.complaints
+            complaints += error.issues
             continue
         found.append((name, cls, arguments))
     if complaints:

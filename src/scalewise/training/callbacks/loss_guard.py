@@ -22,9 +22,9 @@ class LossGuard(LossGuardArgs, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self._pending: list[tuple[int, torch.Tensor]] = []
         self._mean: float | None = None
-        self._leaps = 0
+        self._num_spikes = 0
 
     def on_train_batch_end(
         self,
@@ -38,40 +38,40 @@ class LossGuard(LossGuardArgs, Callback):
         # Not outputs["loss"]: Lightning has divided that by the accumulation.
         loss = pl_module.last_loss if isinstance(pl_module, TrainingModule) else outputs["loss"]
         step = batch_idx // trainer.accumulate_grad_batches + 1  # that this micro batch is part of
-        self._waiting.append((step, loss.detach()))
-        if len(self._waiting) >= self.every:
-            self._look()
+        self._pending.append((step, loss.detach()))
+        if len(self._pending) >= self.every:
+            self._check_pending()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Looks first, so that no checkpoint holds what NaN has touched."""
-        self._look()
+        self._check_pending()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at the last losses."""
-        self._look()
+        self._check_pending()
 
-    def _look(self) -> None:
-        if not self._waiting:
+    def _check_pending(self) -> None:
+        if not self._pending:
             return
-        losses = torch.stack([loss for _, loss in self._waiting]).tolist()
-        steps = [step for step, _ in self._waiting]
-        self._waiting = []
+        losses = torch.stack([loss for _, loss in self._pending]).tolist()
+        steps = [step for step, _ in self._pending]
+        self._pending = []
         for step, loss in zip(steps, losses, strict=True):
-            self._judge(step, loss)
+            self._check_loss(step, loss)
 
-    def _judge(self, step: int, loss: float) -> None:
+    def _check_loss(self, step: int, loss: float) -> None:
         cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
         if not isfinite(loss):
             raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
         if self._mean is not None and loss > max(self.factor * self._mean, self.floor):
-            self._leaps += 1
-            if self._leaps >= self.patience:
+            self._num_spikes += 1
+            if self._num_spikes >= self.patience:
                 raise TrainingDiverged(
                     f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
-                    f"its mean, for {self._leaps} micro batches in a row; {cure}"
+                    f"its mean, for {self._num_spikes} micro batches in a row; {cure}"
                 )
             return
-        self._leaps = 0
+        self._num_spikes = 0
         self._mean = loss if self._mean is None else 0.9 * self._mean + 0.1 * loss

@@ -39,41 +39,42 @@ class MetricsRecorder(Callback):
     """
 
     def __init__(
-        self, run: RunConfig, start_step: int, sinks: list[Sink], filled: float = 1.0
+        self, run: RunConfig, start_step: int, sinks: list[Sink], unpadded_fraction: float = 1.0
     ) -> None:
-        """``filled``: share of the training rows' places that hold tokens, not padding."""
-        self.run, self.sinks, self.filled = run, sinks, filled
-        self.start = start_step
-        self._measured: list[torch.Tensor] = []
+        """``unpadded_fraction``: share of the training rows' places that hold tokens, not
+        padding."""
+        self.run, self.sinks, self.unpadded_fraction = run, sinks, unpadded_fraction
+        self.start_step = start_step
+        self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._rates: list[float] = []
         self._probe: MemoryProbe | None = None
         self._memory: Row = {}
         self.rows: list[Row] = []
-        self.untrained: Row = {}
+        self.initial_validation: Row = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
         layout = trainer_strategy(trainer)
-        self._passes = "forward_backward" if layout.joint_passes else "forward"
-        layout.watch_backward(self._probe_activations)
-        self.clock = StepTimer(pl_module.device)
-        self.clock.mark("data")
+        self._forward_phase = "forward_backward" if layout.fuses_forward_backward else "forward"
+        layout.set_backward_callback(self._probe_activations)
+        self.timer = StepTimer(pl_module.device)
+        self.timer.mark("data")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Ends the wait for data."""
         last = (batch_idx + 1) % self.run.accumulation == 0
-        probed = trainer.global_step == self.start + PROBED_STEP - 1
+        probed = trainer.global_step == self.start_step + PROBED_STEP - 1
         if probed and last and self._can_measure(trainer):
             optimizer = trainer.optimizers[0]
-            holdings = trainer_strategy(trainer).holdings()
+            holdings = trainer_strategy(trainer).strategy_buffers()
             averages = [
                 tensor
                 for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning's
                 if isinstance(callback, EMAArgs)
-                for tensor in callback.held
+                for tensor in callback.average_tensors
             ]
             self._probe = MemoryProbe(
                 pl_module,
@@ -81,13 +82,13 @@ class MetricsRecorder(Callback):
                 pl_module.device,
                 holdings,
                 averages=averages,
-                compiled=self._compiled,
+                compiled=self._is_compiled,
             )
             self._probe.start()
-        self.clock.mark(self._passes)
+        self.timer.mark(self._forward_phase)
 
     @property
-    def _compiled(self) -> bool:
+    def _is_compiled(self) -> bool:
         return self.run.compile.scope is not CompileScope.none
 
     def _can_measure(self, trainer: Trainer) -> bool:
@@ -95,7 +96,7 @@ class MetricsRecorder(Callback):
 
         There is one in a process, which may crash beside gloo's threads.
         """
-        if not self._compiled or self.run.hardware.device is not DeviceKind.cpu:
+        if not self._is_compiled or self.run.hardware.device is not DeviceKind.cpu:
             return True
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         profiled = any(isinstance(each, ProfilerArgs) for each in callbacks)
@@ -106,7 +107,7 @@ class MetricsRecorder(Callback):
     ) -> None:
         """Ends the forward pass."""
         self._probe_activations()
-        self.clock.mark("backward")
+        self.timer.mark("backward")
 
     def _probe_activations(self) -> None:
         if self._probe:
@@ -114,7 +115,7 @@ class MetricsRecorder(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the backward pass."""
-        self.clock.mark("optimizer")
+        self.timer.mark("optimizer")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -133,34 +134,36 @@ class MetricsRecorder(Callback):
         batch_idx: int,
     ) -> None:
         """Ends a micro batch and, at the last of a step, the step."""
-        measured, norm = self.measured(pl_module, outputs)
-        self._measured.append(measured)
-        if len(self._measured) % self.run.accumulation:
+        measured, norm = self.get_loss_and_norm(pl_module, outputs)
+        self._losses.append(measured)
+        if len(self._losses) % self.run.accumulation:
             return
         self._norms.append(norm)
         if self._probe:
             self._memory, self._probe = self._probe.finish(), None
-        self.clock.end_step()
+        self.timer.end_step()
         step = trainer.global_step
         due = step % self.run.trainer.log_every == 0 or step == trainer.max_steps
         if due and not is_validation_next(trainer, self.run):
             self.flush(trainer)
 
-    def measured(self, module: LightningModule, outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_loss_and_norm(
+        self, module: LightningModule, outputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what was measured of the last micro batch, and the norm of the gradient."""
         assert isinstance(module, TrainingModule)
-        return module.last_measured, module.last_grad_norm
+        return module.last_losses, module.last_grad_norm
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps validation out of the step."""
         if not trainer.sanity_checking:
-            self.clock.mark(OTHER)
+            self.timer.mark(OTHER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hands on what was measured on held-out rows, with its step."""
         found = validation_metrics(trainer, self.run)
         if trainer.sanity_checking:  # what Lightning calls a validation before the first step
-            self.untrained = found
+            self.initial_validation = found
         else:
             self.flush(trainer, found)
 
@@ -179,32 +182,32 @@ class MetricsRecorder(Callback):
         if trainer.world_size == 1 and self._norms:  # else no step, or no clock, was begun
             self.flush(trainer)
 
-    def flush(self, trainer: Trainer, of_last: Row | None = None) -> None:
+    def flush(self, trainer: Trainer, last_row: Row | None = None) -> None:
         """Hands the steps kept so far to the sinks; every rank must call it at the same step.
 
-        ``of_last`` are further measurements of the last of them.
+        ``last_row`` are further measurements of the last of them.
         """
-        self.clock.mark(OTHER)
+        self.timer.mark(OTHER)
         steps = len(self._norms)
         if not steps:
             return
-        rows = list(self._finished(trainer, steps))
-        self._measured, self._norms, self._rates = [], [], []
-        rows[-1] |= of_last or {}
+        rows = list(self._build_rows(trainer, steps))
+        self._losses, self._norms, self._rates = [], [], []
+        rows[-1] |= last_row or {}
         for row in rows:
-            if self._memory and row["step"] == self.start + PROBED_STEP:
+            if self._memory and row["step"] == self.start_step + PROBED_STEP:
                 row |= fullest_rank_memory(self._memory, trainer.strategy.root_device)
         self.rows += rows
         for sink in self.sinks:
             sink(rows)
 
-    def _finished(self, trainer: Trainer, steps: int) -> Iterator[Row]:
+    def _build_rows(self, trainer: Trainer, steps: int) -> Iterator[Row]:
         accumulation = self.run.accumulation
-        kept, keys = steps * accumulation, self.run.objective.keys
-        passes_NK = torch.stack(self._measured[:kept]).float()
+        kept, keys = steps * accumulation, self.run.objective.metric_keys
+        passes_NK = torch.stack(self._losses[:kept]).float()
         means_SK = passes_NK.view(steps, accumulation, len(keys)).mean(1)
         norm_S = torch.stack([norm.to(means_SK.device) for norm in self._norms]).float()
-        spent = self.clock.drain()[-steps:]
+        spent = self.timer.drain()[-steps:]
         phases = [phase for phase in TIMES if phase in spent[0]]
         seconds_SP = torch.tensor(
             [[step[phase] for phase in phases] for step in spent],
@@ -225,32 +228,34 @@ class MetricsRecorder(Callback):
                 **{f"train/{key}": numbers[place][n] for n, key in enumerate(keys)},
                 "train/grad_norm": numbers[place][-1],
                 "train/lr": self._rates[place],
-                **self._rates_of(first + place, times),
+                **self._throughput_metrics(first + place, times),
             }
 
-    def _rates_of(self, step: int, times: Mapping[str, float]) -> Row:
+    def _throughput_metrics(self, step: int, times: Mapping[str, float]) -> Row:
         run, total = self.run, sum(times.values())
         return {
             "train/tokens": step * run.tokens_per_step,
             "throughput/tokens_per_s": run.tokens_per_step / total,
             "throughput/tokens_per_s_per_device": run.tokens_per_step / total / run.world_size,
-            "throughput/unpadded_tokens_per_s": run.tokens_per_step * self.filled / total,
-            **self.flop_rates(total),
+            "throughput/unpadded_tokens_per_s": run.tokens_per_step
+            * self.unpadded_fraction
+            / total,
+            **self.flops_metrics(total),
             "time/step_s": total,
             **{f"time/{phase}_s": times.get(phase) for phase in TIMES},
         }
 
-    def flop_rates(self, seconds: float) -> Row:
+    def flops_metrics(self, seconds: float) -> Row:
         """Returns what one device computes in a step of so many seconds."""
         run = self.run
         flops = run.flops_per_step / run.world_size / seconds
         peak = run.hardware.peak_flops(run.precision.peak_kind)
         return {
             "throughput/tflops_per_s_per_device": flops / 1e12,
-            "throughput/mfu": flops / self._peak_share(peak) if peak else None,
+            "throughput/mfu": flops / self._device_peak_flops(peak) if peak else None,
         }
 
-    def _peak_share(self, peak: float) -> float:
+    def _device_peak_flops(self, peak: float) -> float:
         """Returns the peak of one device; ranks on the CPU share one processor."""
         return peak / (self.run.world_size if self.run.hardware.device == "cpu" else 1)
 
@@ -267,7 +272,7 @@ def validation_metrics(trainer: Trainer, run: RunConfig) -> Row:
     if isinstance(objective, UserModule):
         name = objective.held_out
         return {"val/loss": float(found[name])} if name in found else {}
-    return {f"val/{key}": float(found[f"val/{key}"]) for key in objective.keys}
+    return {f"val/{key}": float(found[f"val/{key}"]) for key in objective.metric_keys}
 
 
 def slowest_rank_times(seconds_SP: torch.Tensor) -> torch.Tensor:
@@ -288,12 +293,12 @@ def fullest_rank_memory(memory: Mapping[str, int], device: torch.device) -> dict
     return dict(zip(memory, everyone_RK[fullest].tolist(), strict=True))
 
 
-def _gather_ranks(own: torch.Tensor) -> torch.Tensor:
+def _gather_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of each rank, by rank; all ranks must call it at once."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own[None]
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
+        return tensor[None]
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
     return torch.stack(everyone)
 
 
@@ -319,9 +324,9 @@ class DataWaitMarker(Callback):
         batch_idx: int,
     ) -> None:
         """Marks the time after a micro batch."""
-        self._recorder.clock.mark("data")
+        self._recorder.timer.mark("data")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Marks the time after validation."""
         if not trainer.sanity_checking:
-            self._recorder.clock.mark("data")
+            self._recorder.timer.mark("data")

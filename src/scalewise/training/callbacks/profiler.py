@@ -21,14 +21,14 @@ class Profiler(ProfilerArgs, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._seen = 0
+        self._num_batches = 0
         self._profile: profile | None = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins to record when the wait is over."""
-        if self._seen == self.wait:
+        if self._num_batches == self.wait:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
@@ -45,8 +45,8 @@ class Profiler(ProfilerArgs, Callback):
         batch_idx: int,
     ) -> None:
         """Writes the trace when enough is recorded."""
-        self._seen += 1
-        if self._profile is not None and self._seen == self.wait + self.active:
+        self._num_batches += 1
+        if self._profile is not None and self._num_batches == self.wait + self.active:
             self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

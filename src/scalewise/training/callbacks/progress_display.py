@@ -75,7 +75,7 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
     ]
     loss = sum(row["train/loss"] for row in rows) / len(rows)
     tokens = run.tokens_per_step * len(rows) / seconds
-    rate = f"{tokens:,.0f} {'rows/s' if run.objective.of_user else 'tok/s'}"
+    rate = f"{tokens:,.0f} {'rows/s' if run.objective.is_user_defined else 'tok/s'}"
     if (real := last.get("throughput/unpadded_tokens_per_s")) is not None:
         share = real / last["throughput/tokens_per_s"]
         rate += f" ({tokens * share:,.0f} without padding)" if share < 1 else ""
@@ -87,7 +87,7 @@ def format_window(rows: list[Row], run: RunConfig, steps: int, peak: str = "") -
         f"lr {last['train/lr']:.2e}",
         f"{seconds / len(rows) * 1e3:.0f} ms ({' '.join(shares)})",
     ]
-    if not run.objective.of_user:
+    if not run.objective.is_user_defined:
         tflops = run.flops_per_step * len(rows) / seconds / run.world_size / 1e12
         parts.insert(3, f"{tflops:.3g} TFLOP/s/device")
     if last.get("throughput/mfu") is not None:

@@ -27,8 +27,8 @@ class Pruning(Callback):
 
     def __init__(self, link: TrialLink, recorder: MetricsRecorder, rank: int) -> None:
         self._metric, self._recorder = link.metric, recorder
-        self._seen = 0
-        self._judge = PruningMonitor(link) if rank == 0 else None
+        self._num_seen = 0
+        self._monitor = PruningMonitor(link) if rank == 0 else None
         self.pruned_at: int | None = None
 
     def on_train_batch_end(
@@ -40,15 +40,15 @@ class Pruning(Callback):
         batch_idx: int,
     ) -> None:
         """Looks when a window has ended."""
-        self._look(trainer, pl_module)
+        self._report_new_values(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks at the held-out loss."""
-        self._look(trainer, pl_module)
+        self._report_new_values(trainer, pl_module)
 
-    def _look(self, trainer: Trainer, module: LightningModule) -> None:
-        new = self._recorder.rows[self._seen :]
-        self._seen = len(self._recorder.rows)
+    def _report_new_values(self, trainer: Trainer, module: LightningModule) -> None:
+        new = self._recorder.rows[self._num_seen :]
+        self._num_seen = len(self._recorder.rows)
         known = [
             (row["step"], float(row[self._metric]))
             for row in new
@@ -56,7 +56,7 @@ class Pruning(Callback):
         ]
         if not known or trainer.global_step >= trainer.max_steps:  # the last step is the end anyway
             return
-        stop = self._judge is not None and self._judge.prunes(known)
+        stop = self._monitor is not None and self._monitor.should_prune(known)
         told = torch.tensor(int(stop), device=module.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(told, 0)
@@ -64,7 +64,7 @@ class Pruning(Callback):
             self.pruned_at = trainer.global_step
             trainer.should_stop = True
 
-    def settle(self) -> None:
+    def raise_if_pruned(self) -> None:
         """Raises ``Pruned`` where the training ended for this."""
         if self.pruned_at is not None:
             reason = f"the study stopped it after step {self.pruned_at}, by its {self._metric}"
@@ -81,10 +81,10 @@ class PruningMonitor:
         self._link = link
         self._trial: Trial | None = None
 
-    def prunes(self, values: Sequence[tuple[int, float]]) -> bool:
+    def should_prune(self, values: Sequence[tuple[int, float]]) -> bool:
         """Returns whether to end, given what was measured since it was last asked, by step."""
         try:
-            trial = self._trial = self._trial or self._opened(first=values[0][0])
+            trial = self._trial = self._trial or self._open_trial(first_step=values[0][0])
             for step, value in values:
                 trial.report(value, step)
             return bool(trial.should_prune())
@@ -92,7 +92,7 @@ class PruningMonitor:
             print_lines(f"the study cannot be asked: {error}")
             return False
 
-    def _opened(self, first: int) -> Trial:
+    def _open_trial(self, first_step: int) -> Trial:
         import optuna
 
         from scalewise.hpo import storage
@@ -103,7 +103,7 @@ class PruningMonitor:
             study_name=self._link.study,
             storage=kept,
             sampler=optuna.samplers.RandomSampler(),  # it draws nothing here
-            pruner=storage.build_pruner(self._link.pruner, first),
+            pruner=storage.build_pruner(self._link.pruner, first_step),
         )
         known = kept.get_trial_id_from_study_id_trial_number(study._study_id, self._link.trial)
         return optuna.trial.Trial(study, known)
