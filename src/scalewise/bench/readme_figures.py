@@ -169,7 +169,7 @@ PARAGRAPHS = {
     "equality": equality_figure,
     "started": startup_figures,
     "measured": overhead_figures,
-    "foreseen": memory_figures,
+    "memory_accuracy": memory_figures,
     "planned": planner_figures,
 }
 """What is written between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""

@@ -117,7 +117,7 @@ def diagnose_overrides(
 def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
     try:
         override = OverridesParser.create().parse_override(text)
-    except Exception:
+    except Exception:  # the parser raises several types; all mean that it cannot be read
         override = None
     if override is None or not _key(override).strip("./@ "):
         issues.append(
@@ -226,7 +226,7 @@ def _display_value(override: Override) -> object:
         return None
     try:
         return override.get_value_string()
-    except Exception:
+    except Exception:  # Hydra cannot write some values back: show what was typed
         return _text(override).partition("=")[2]
 
 
@@ -331,7 +331,7 @@ def _exists(config: DictConfig, key: str) -> bool:
 def _node_at(config: DictConfig, key: str) -> Any:
     try:
         return OmegaConf.select(config, key)
-    except Exception:
+    except Exception:  # a key that cannot be read, or an interpolation that fails, names no node
         return None
 
 
