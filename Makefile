@@ -9,8 +9,9 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + len(os.sched_getaff
 # Workers share the cores out: threads that wait for each other cost a busy machine most of its time.
 # Files in their order: those of unit, small and quick, fill the workers up at the end.
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-BUILT := import sys; from scalewise.hardware import DeviceKind; \
-  from scalewise.strategies.deepspeed_ops import built; built(sys.argv[1], DeviceKind.cpu)
+BUILD_EXTENSION := import sys; from scalewise.hardware import DeviceKind; \
+  from scalewise.strategies.deepspeed_ops import build_extension; \
+  build_extension(sys.argv[1], DeviceKind.cpu)
 NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_machine; \
   print("precision=fp32" * on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16)
 USUAL := "not exhaustive and not gpu and not timed"
@@ -82,7 +83,7 @@ native: $(READY) # DeepSpeed's own code, compiled for this machine; to swap to d
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends libaio-dev >/dev/null; \
 	  else echo "no libaio here: what swaps to disk is skipped"; fi
 	@for name in cpu_adam $$(ldconfig -p | grep -q libaio && echo async_io); do \
-	  $(BIN)/python -c "$(BUILT)" $$name; done
+	  $(BIN)/python -c "$(BUILD_EXTENSION)" $$name; done
 
 slurm: # sweeps are tested under a Slurm of their own; where it can be installed, it is
 	@[ -x /usr/sbin/slurmctld ] || command -v slurmctld >/dev/null || \

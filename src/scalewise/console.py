@@ -29,18 +29,19 @@ JOINING_CHARACTERS = "\u200c\u200d"
 """Format characters that scripts and emoji are written with; all others are escaped."""
 
 
-def printable(text: object) -> str:
-    """Returns a text as one line: control, format and bidi characters are written as escapes.
+def printable(text: object, *, spaces: bool = True) -> str:
+    """One line of plain text: control, format and bidi characters are written as escapes.
 
-    Lone surrogates, private and unassigned characters are escaped too.
+    Lone surrogates, private and unassigned characters are escaped too. ``spaces=False`` also
+    escapes spaces other than U+0020, which nobody can tell apart in a quoted value.
     """
-    return "".join(c if _is_printable(c) else ascii(c)[1:-1] for c in str(text))
+    return "".join(c if _is_printable(c, spaces) else ascii(c)[1:-1] for c in str(text))
 
 
-def _is_printable(character: str) -> bool:
+def _is_printable(character: str, spaces: bool) -> bool:
     if character.isprintable() or character in JOINING_CHARACTERS:
         return True
-    return unicodedata.category(character) == "Zs"
+    return spaces and unicodedata.category(character) == "Zs"
 
 
 def print_lines(*lines: object, stderr: bool = False, end: str = "\n") -> None:

@@ -51,7 +51,7 @@ def format_value(value: object) -> str:
         text = "{" + ",".join(f"{key}:{format_value(entry)}" for key, entry in value.items()) + "}"
     else:
         text = str(value)
-    text = printable(redact(text))
+    text = printable(redact(text), spaces=False)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
 
 

@@ -36,7 +36,7 @@ def override(key: str, value: object) -> str:
 def shell_word(text: object) -> str:
     """Returns a text as one word of a POSIX shell, in characters that messages print."""
     word = str(text)
-    if printable(word) != word:
+    if printable(word, spaces=False) != word:
         return f"\"$(printf '{''.join(map(_for_printf, word))}')\""
     if "'" in word and not _SPECIAL_IN_DOUBLE_QUOTES.search(word):
         return f'"{word}"'
@@ -51,7 +51,7 @@ def command_line(subcommand: str, arguments: Sequence[object]) -> str:
 def _for_printf(character: str) -> str:
     if character in "%\\":
         return character * 2
-    if character != "'" and printable(character) == character:
+    if character != "'" and printable(character, spaces=False) == character:
         return character
     return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
 

@@ -11,7 +11,7 @@ from fixtures.fixes import alternatives, value_of
 
 from scalewise.typed_override import format_override
 
-CHARACTERS = "ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`" + "\n\t\r\x1b\u200bé語"
+CHARACTERS = "ab'\\ ,=[]{}()<>|#:\"*?~!&;1.-$%/`" + "\n\t\r\x1b\u200b\u00a0é語"
 PIECES = [*CHARACTERS, "${a}", "$(b)", "\\\n"]
 VALUES = ["", "~", "~/a=b", "a b", "$HOME", "\n", "a\n", "é", "\\", "'", '"', "!!", "#", "null"]
 

@@ -170,3 +170,11 @@ def test_formula_of_saved_activations_is_what_the_plan_computes() -> None:
     entries = plan_record(run)["ledger"]
     assert entries["activations of blocks"] == model.layers * tokens * each
     assert f"{each:,} bytes per token: {tokens * each:,} bytes for {tokens} tokens" in page
+
+
+def test_python_code_of_the_makefile_imports_names_that_exist() -> None:
+    imports = re.findall(r"from (scalewise[\w.]*) import ([\w, ]+)", MAKEFILE)
+    assert len(imports) >= 3
+    for module, names in imports:
+        for name in names.split(","):
+            assert hasattr(import_module(module), name.strip()), f"{module}.{name}"

@@ -129,6 +129,8 @@ def a_run_or_a_refusal(line: list[str]) -> None:
 @example(["callbacks=${model}"])
 @example(["~hydra"])
 @example(["hydra.job.name=null"])
+@example(["\u00a0"])
+@example(["optimizer.lr=1\u2009e-3"])
 def test_a_run_or_a_refusal(line: list[str]) -> None:
     a_run_or_a_refusal(line)
 
