@@ -12,8 +12,8 @@ SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(WORKERS) --dist loadfile --
 BUILD_EXTENSION := import sys; from scalewise.hardware import DeviceKind; \
   from scalewise.strategies.deepspeed_ops import build_extension; \
   build_extension(sys.argv[1], DeviceKind.cpu)
-NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, on_this_machine; \
-  print("precision=fp32" * on_this_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16)
+NATIVE_ONLY := from scalewise.hardware import DeviceKind, Hardware, resolve_for_machine; \
+  print("precision=fp32" * resolve_for_machine(Hardware(device=DeviceKind.cpu)).emulates_bf16)
 USUAL := "not exhaustive and not gpu and not timed"
 
 .DEFAULT_GOAL := help
