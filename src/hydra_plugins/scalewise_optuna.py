@@ -51,10 +51,10 @@ class OptunaSweeper(Sweeper):
         lines = [f"{key}={value}" for key, value in self.params.items()]
         space, fixed = search_space.read_axes([*lines, *arguments], self.loader)
         search = SearchConfig.from_options(self.options)
-        complaints = [*_of_package(), *search.validate(space)]
-        complaints += self._validation_metric_issues(search, space)
-        if complaints:
-            raise ConfigError(complaints)
+        issues = [*_of_package(), *search.validate(space)]
+        issues += self._validation_metric_issues(search, space)
+        if issues:
+            raise ConfigError(issues)
         self._check_values(space, fixed)
         app.note_varied([axis.key for axis in space])
         if app.has_measurements():
@@ -132,7 +132,7 @@ class OptunaSweeper(Sweeper):
         for trial in trials:
             line = [*fixed_overrides, *point_overrides(trial.params)]
             if error := self._rejection_reason(line):
-                reason = "; ".join(str(complaint) for complaint in error.issues)
+                reason = "; ".join(str(issue) for issue in error.issues)
                 optuna_search.tell_outcome(trial, TrialOutcome("refused", reason))
                 app.count_rejected(error)
                 show_study.print_rejected_trial(trial.number, trial.params, reason)
@@ -157,8 +157,8 @@ def _of_package() -> Iterator["ConfigIssue"]:
     try:
         import optuna  # noqa: F401 (asked for, as the searches will ask)
     except ImportError:
-        reason, cure = "optuna is not installed", "pip install 'scalewise[optuna]'"
-        yield ConfigIssue("hydra/sweeper", "optuna", reason, cure)
+        reason, fix = "optuna is not installed", "pip install 'scalewise[optuna]'"
+        yield ConfigIssue("hydra/sweeper", "optuna", reason, fix)
 
 
 @dataclass

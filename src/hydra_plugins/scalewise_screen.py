@@ -37,13 +37,13 @@ class ScreenSweeper(Sweeper):
 
         swept, fixed = search_space.read_axes(arguments, self.loader)
         screen = ScreeningDesign(**self.options)
-        cure = "give it two values under hydra.sweeper.factors, or one here"
-        complaints = [
-            ConfigIssue(axis.key, "", "a screen varies its factors alone", cure) for axis in swept
+        fix = "give it two values under hydra.sweeper.factors, or one here"
+        issues = [
+            ConfigIssue(axis.key, "", "a screen varies its factors alone", fix) for axis in swept
         ]
-        complaints += screen.validate([line.split("=", 1)[0] for line in fixed])
-        if complaints:
-            raise ConfigError(complaints)
+        issues += screen.validate([line.split("=", 1)[0] for line in fixed])
+        if issues:
+            raise ConfigError(issues)
         self.batches.launch([[*fixed, *line] for line in screen.build_overrides()], 0)
 
 

@@ -140,5 +140,5 @@ class AutoCheckpointing(ActivationCheckpointing):
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a search, which chooses by itself."""
         if run.plan.search is not PlanSearch.none:
-            reason, cure = "is chosen by plan.search itself", "leave it out"
-            yield ConfigIssue("memory", "auto", reason, cure)
+            reason, fix = "is chosen by plan.search itself", "leave it out"
+            yield ConfigIssue("memory", "auto", reason, fix)

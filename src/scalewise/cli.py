@@ -85,26 +85,26 @@ def _dispatch(arguments: list[str]) -> int:
     incomplete = external_launcher.adopt_slurm_step(os.environ)
     if _is_completion_request(arguments):
         return _complete(arguments)
-    verb = arguments[0] if arguments else ""
-    if verb in ("", "-h", "--help", "help"):
+    command = arguments[0] if arguments else ""
+    if command in ("", "-h", "--help", "help"):
         print_lines(*usage.general_help())
         return 0
     if "--help" in arguments or "-h" in arguments:
-        print_lines(*(usage.command_help(verb) if verb in VERBS else usage.general_help()))
+        print_lines(*(usage.command_help(command) if command in VERBS else usage.general_help()))
         return 0
     if "--version" in arguments:
         print_lines(f"scalewise {_version()}")
         return 0
-    if verb not in VERBS:
+    if command not in VERBS:
         import difflib
 
-        close = difflib.get_close_matches(verb, VERBS, n=1)
+        close = difflib.get_close_matches(command, VERBS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"verbs: {', '.join(VERBS)}"
-        print_lines(f"scalewise: no verb {verb!r}; {hint}", stderr=True)
+        print_lines(f"scalewise: no verb {command!r}; {hint}", stderr=True)
         return 2
-    if incomplete is not None and verb == "train":
+    if incomplete is not None and command == "train":
         raise incomplete
-    name = f"scalewise.commands.{verb.replace('-', '_')}"
+    name = f"scalewise.commands.{command.replace('-', '_')}"
     if name not in sys.modules:
         gc.disable()  # what starting makes stays: looking for garbage in it was a sixth of a plan
         try:
@@ -134,7 +134,7 @@ def _complete(arguments: list[str]) -> int:
     program, _, rest = line.partition(" ")
     words = rest.split(" ")
     if arguments[1:] and arguments[1].startswith("query") and len(words) == 1:
-        print_lines(" ".join(verb for verb in VERBS if verb.startswith(words[0])))
+        print_lines(" ".join(command for command in VERBS if command.startswith(words[0])))
         return 0
     if words[0] == "explain":
         from scalewise.commands import explain

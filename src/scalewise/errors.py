@@ -68,7 +68,7 @@ class ConfigError(ScalewiseError):
 
     def __init__(self, issues: Iterable[ConfigIssue]) -> None:
         self.issues = tuple(issues)
-        lines = [f"  - {complaint}" for complaint in self.issues]
+        lines = [f"  - {issue}" for issue in self.issues]
         noun = "problem" if len(lines) == 1 else "problems"
         super().__init__("\n".join([f"refused, {len(lines)} {noun}:", *lines]))
 

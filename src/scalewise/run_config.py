@@ -260,7 +260,7 @@ class RunConfig:
             yield from self.trainer.validate_with(self)
         if not (found or self.objective.is_user_defined):
             yield from compatibility.schedule_issues(self)
-            if not any(complaint.key in ("model.path", "model.depth") for complaint in of_specs):
+            if not any(issue.key in ("model.path", "model.depth") for issue in of_specs):
                 yield from compatibility.token_issues(self)
         yield from trusted_imports.module_issues(self)
         yield from compatibility.format_issues(self)
@@ -311,7 +311,7 @@ def config_issues(group: str, config: object) -> Iterator[ConfigIssue]:
         return
     found = list(config.validate())
     yield from found
-    known = {complaint.key for complaint in found}
+    known = {issue.key for issue in found}
     for entry in fields(config):  # type: ignore[arg-type]  # a spec is a dataclass
         key, value = f"{group}.{entry.name}", getattr(config, entry.name)
         if isinstance(value, float) and not isfinite(value) and key not in known:

@@ -66,11 +66,11 @@ class TrainerConfig:
         elif len(given) > 1:
             *others, asked = given
             reason = f"exactly one of {', '.join(lengths)} is needed, not {' and '.join(given)}"
-            cure = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
-            yield ConfigIssue(f"trainer.{others[0]}", getattr(self, others[0]), reason, cure)
+            fix = f"to go by {asked}, set " + " ".join(f"trainer.{key}=null" for key in others)
+            yield ConfigIssue(f"trainer.{others[0]}", getattr(self, others[0]), reason, fix)
         if self.validate_first and self.validate_every is None:
-            cure = "set trainer.validate_every=100"
-            yield ConfigIssue("trainer.validate_first", True, "nothing is validated", cure)
+            fix = "set trainer.validate_every=100"
+            yield ConfigIssue("trainer.validate_first", True, "nothing is validated", fix)
         size = self.micro_batch
         if size != AUTO and not (isinstance(size, int) and size >= 1):
             yield ConfigIssue(SIZE, size, "must be positive, or auto")
@@ -90,13 +90,13 @@ class TrainerConfig:
             yield ConfigIssue(SIZE, AUTO, reason, "set trainer.global_batch=64")
         elif rows % ranks:
             reason = f"does not go evenly into the {ranks} ranks that read rows, for {SIZE}=auto"
-            cure = f"set trainer.global_batch={ceil(rows / ranks) * ranks}"
-            yield ConfigIssue("trainer.global_batch", rows, reason, cure)
+            fix = f"set trainer.global_batch={ceil(rows / ranks) * ranks}"
+            yield ConfigIssue("trainer.global_batch", rows, reason, fix)
         if run.plan.search is not PlanSearch.none:
             reason = "is chosen by plan.search itself"
             yield ConfigIssue(SIZE, AUTO, reason, "leave it out")
         if isinstance(run.memory, AutoCheckpointing):
             reason = "memory=auto goes by what a given micro batch leaves"
             both = f"plan.search=memory plan.fit=auto memory=none {SIZE}=1"
-            cure = f"set {SIZE}=8, or have a search choose both: {both}"
-            yield ConfigIssue(SIZE, AUTO, reason, cure)
+            fix = f"set {SIZE}=8, or have a search choose both: {both}"
+            yield ConfigIssue(SIZE, AUTO, reason, fix)

@@ -60,7 +60,7 @@ def test_the_guard_stops_a_run_that_left(layout: str, job: Job) -> None:
     status = run.status
     assert "the loss is nan at step" in status["reason"] or "leapt" in status["reason"]
     assert "lower optimizer.lr" in status["reason"]
-    assert "optimizer.lr=3e+05" in [cure["override"] for cure in status["cures"]]
+    assert "optimizer.lr=3e+05" in [fix["override"] for fix in status["cures"]]
     assert all(int(step) <= 10 for step in run.checkpoints)
 
 

@@ -33,7 +33,7 @@ def test_an_option_trains(option: str, job: Job) -> None:
     try:
         compose([*SHORT, f"parallelism={option}"])
     except ConfigError as error:
-        if not all("install" in complaint.fix for complaint in error.issues):
+        if not all("install" in issue.fix for issue in error.issues):
             raise
         pytest.skip(str(error))
     run = job.of(*SHORT, f"parallelism={option}", "launch.isolation=process")

@@ -224,7 +224,7 @@ def test_restarts_are_counted(job: Job) -> None:
 def test_a_limit_of_memory_that_is_too_small(job: Job) -> None:
     wide = ("model.width=2048", "model.feedforward=16384", "launch.memory_limit_gib=2")
     said = job(*wide, status="out_of_memory").status
-    assert "launch.memory_limit_gib=null" in [cure["override"] for cure in said["cures"]]
+    assert "launch.memory_limit_gib=null" in [fix["override"] for fix in said["cures"]]
 
 
 def test_a_callback_that_cannot_be_made_is_refused(job: Job) -> None:

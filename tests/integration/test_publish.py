@@ -134,9 +134,9 @@ class TestASweep:
         metrics = plain.summary["metrics"]
         assert run.summary["plan/peak_bytes"] == plan["plan/peak_bytes"]
         assert run.summary["final/memory/peak_bytes"] == metrics["memory/peak_bytes"]
-        ledger = table_of(run, "plan/ledger")
-        assert ledger["columns"] == ["line", "bytes_at_peak"]
-        assert sum(size for _, size in ledger["data"]) == plan["plan/peak_bytes"]
+        breakdown = table_of(run, "plan/ledger")
+        assert breakdown["columns"] == ["line", "bytes_at_peak"]
+        assert sum(size for _, size in breakdown["data"]) == plan["plan/peak_bytes"]
         assert (
             max(size for _, size in table_of(run, "plan/phases")["data"]) == plan["plan/peak_bytes"]
         )

@@ -77,8 +77,8 @@ def test_every_command(scalewise: Doors) -> None:
     content = {"tracking": {"project": "env"}, "question": question}
     (own / "x.yaml").write_text(yaml.safe_dump(content), "utf-8")
     found = [
-        scalewise(*line, verb=verb, env=PLANTED).refused("secret")
-        for verb in ("train", "plan")
+        scalewise(*line, verb=command, env=PLANTED).refused("secret")
+        for command in ("train", "plan")
         for line in (
             ("-cd", "own", "experiment=x"),
             (*UNTRACKED, f"question={PLANTED['PLANTED_DB_PASS']}"),
@@ -91,8 +91,8 @@ def test_every_command(scalewise: Doors) -> None:
     run = str(found[-1].folder.path)
     found.append(scalewise("-m", *UNTRACKED, "seed=1,2", env=PLANTED).ok())
     found += [
-        scalewise(*line, verb=verb, env=PLANTED)
-        for verb, *line in (
+        scalewise(*line, verb=command, env=PLANTED)
+        for command, *line in (
             ("status", run),
             ("report", run),
             ("evaluate", run),

@@ -205,42 +205,42 @@ def test_what_peft_has_written_computes_what_it_does_there(case: str, written: W
 def said(line: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as refused:
         compose(line)
-    return [str(complaint) for complaint in refused.value.issues]
+    return [str(issue) for issue in refused.value.issues]
 
 
 def test_all_that_differs_from_an_earlier_run_is_told_at_once(alone: Reference) -> None:
     earlier: Folder = alone("accumulated", *LORA)
     line = [*SHAPE, *LLAMA, f"adapter.resume={earlier.path}"]
     found = said([*line, "adapter=dora", "adapter.rank=2", "model.width=64", "seed=3"])
-    cures = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
-    cures += ("'adapter.targets=[attention.query,feedforward.*]'",)
-    assert len(found) == len(cures)
-    for complaint, cure in zip(found, cures, strict=True):
-        assert complaint.endswith(f"set {cure}, or adapter.resume=null")
+    fixes = ("model.width=32", "seed=1", "adapter=lora", "adapter.rank=4", "adapter.alpha=6.0")
+    fixes += ("'adapter.targets=[attention.query,feedforward.*]'",)
+    assert len(found) == len(fixes)
+    for issue, fix in zip(found, fixes, strict=True):
+        assert issue.endswith(f"set {fix}, or adapter.resume=null")
     plain = alone("accumulated")
-    (complaint,) = said([*SHAPE, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
-    assert "is of a run that trained no adapter" in complaint
+    (issue,) = said([*SHAPE, *LLAMA, "adapter=lora", f"adapter.resume={plain.path}"])
+    assert "is of a run that trained no adapter" in issue
 
 
 def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -> None:
     line, folder, _ = written("lora")
     line += [f"adapter.resume={folder}"]
-    (complaint,) = said([*line, "adapter=rslora"])
-    assert complaint.endswith("set adapter=lora, or adapter.resume=null")
+    (issue,) = said([*line, "adapter=rslora"])
+    assert issue.endswith("set adapter=lora, or adapter.resume=null")
     found = said([*line, "adapter.rank=8", "adapter.targets=[attention.query]"])
-    cures = ("adapter.rank=4", f"'adapter.targets=[{','.join(NAMES)}]'")
-    for complaint, cure in zip(found, cures, strict=True):
-        assert complaint.endswith(f"set {cure}, or adapter.resume=null")
-    (complaint,) = said([*line, "adapter.trained=[norm]"])
-    assert complaint.endswith("set 'adapter.trained=[]', or adapter.resume=null")
+    fixes = ("adapter.rank=4", f"'adapter.targets=[{','.join(NAMES)}]'")
+    for issue, fix in zip(found, fixes, strict=True):
+        assert issue.endswith(f"set {fix}, or adapter.resume=null")
+    (issue,) = said([*line, "adapter.trained=[norm]"])
+    assert issue.endswith("set 'adapter.trained=[]', or adapter.resume=null")
     for further, reason in (
         (["model.layers=5", "model.weights=null"], "lacks layers.4."),
         (["model.layers=3", "model.weights=null"], "holds layers.3."),
         (["model.width=64", "model.weights=null"], "the model has (4, 64)"),
         (["model.bias=true", "model.weights=null"], "Hugging Face's Llama has no such model"),
     ):
-        (complaint,) = said([*line, *further])
-        assert reason in complaint
+        (issue,) = said([*line, *further])
+        assert reason in issue
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, reason in (
         ({"peft_type": "PROMPT_TUNING"}, "is of a kind that is not trained here"),
@@ -250,24 +250,24 @@ def test_what_keeps_a_folder_of_peft_from_being_gone_on_from(written: Written) -
         ({"r": None}, "has no sound r, lora_alpha or alpha_pattern"),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
-        (complaint,) = said(line)
-        assert reason in complaint
+        (issue,) = said(line)
+        assert reason in issue
     (folder / "adapter_config.json").write_text(json.dumps(config)[:-9])
-    (complaint,) = said(line)
-    assert "adapter_config.json is truncated" in complaint
+    (issue,) = said(line)
+    assert "adapter_config.json is truncated" in issue
     (folder / "adapter_config.json").write_text(json.dumps(config))
     held = folder / "adapter_model.safetensors"
     held.write_bytes(held.read_bytes()[:-9])
-    (complaint,) = said(line)
-    assert "adapter_model.safetensors cannot be read as safetensors: it is truncated" in complaint
-    assert "copy the folder again" in complaint
+    (issue,) = said(line)
+    assert "adapter_model.safetensors cannot be read as safetensors: it is truncated" in issue
+    assert "copy the folder again" in issue
     held.rename(folder / "adapter_model.bin")
-    (complaint,) = said(line)
-    assert "pickles are not read" in complaint
+    (issue,) = said(line)
+    assert "pickles are not read" in issue
 
 
 def test_a_layer_that_is_one_with_others_there_is_covered_wholly(written: Written) -> None:
     line, folder, _ = written("fused")
     targets = "adapter.targets=[attention.query,feedforward.down]"
-    (complaint,) = said([*line, targets, f"adapter.resume={folder}"])
-    assert "changes layers that adapter.targets does not describe" in complaint
+    (issue,) = said([*line, targets, f"adapter.resume={folder}"])
+    assert "changes layers that adapter.targets does not describe" in issue

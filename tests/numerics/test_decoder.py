@@ -189,11 +189,11 @@ def test_foreign_checkpoint_is_refused_with_a_reason(harm, reason: str, tmp_path
     harm(folder)
     with pytest.raises(CheckpointError, match=reason) as refusal:
         load_state_dict(folder, LLAMA)
-    for complaint in refusal.value.issues:
-        assert complaint.key == "model.weights"
-        assert str(tmp_path) in str(complaint.value)
-        assert complaint.fix
-        assert "\n" not in str(complaint)
+    for issue in refusal.value.issues:
+        assert issue.key == "model.weights"
+        assert str(tmp_path) in str(issue.value)
+        assert issue.fix
+        assert "\n" not in str(issue)
 
 
 def test_head_that_is_not_the_embedding_is_not_tied(tmp_path: Path) -> None:

@@ -160,10 +160,10 @@ def test_the_peak_is_the_one_foreseen(
     family: str, line: tuple[str, ...], checkpoints: Checkpoints, job: Job
 ) -> None:
     overrides = small(checkpoints(family), *line)
-    foreseen = worst_rank.worst_rank_breakdown(compose(overrides))
+    predicted = worst_rank.worst_rank_breakdown(compose(overrides))
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
-    error = foreseen.peak / found - 1
-    print(f"{family} {' '.join(line)}: {error:+.2%} at {foreseen.peak_phase}")
+    error = predicted.peak / found - 1
+    print(f"{family} {' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.02
 
 
@@ -184,9 +184,9 @@ def test_as_much_is_handed_over_as_foreseen(
     monkeypatch.setattr(OffloadedStorages, "_offload", counted)
     module = SingleDevice(DeviceKind.cpu).build(run)
     module(torch.randint(256, (8, 64))).sum().backward()
-    found, holds = sum(gone), run.parallelism.rank_memory(run)
-    assert found == offloaded_bytes(run, holds) > 0
-    assert host_transfer.rank_traffic(run, holds).activations == 2 * found
+    found, rank_memory = sum(gone), run.parallelism.rank_memory(run)
+    assert found == offloaded_bytes(run, rank_memory) > 0
+    assert host_transfer.rank_traffic(run, rank_memory).activations == 2 * found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,7 +216,7 @@ def test_the_peak_of_zero_is_near(
 ) -> None:
     further = (each for each in line if not each.startswith("model."))
     overrides = small(checkpoints("wide"), "trainer.micro_batch=1", *further)
-    foreseen = worst_rank.worst_rank_breakdown(compose(overrides)).peak
+    predicted = worst_rank.worst_rank_breakdown(compose(overrides)).peak
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
-    print(f"{' '.join(line)}: {foreseen / found - 1:+.2%}")
-    assert abs(foreseen / found - 1) < 0.05
+    print(f"{' '.join(line)}: {predicted / found - 1:+.2%}")
+    assert abs(predicted / found - 1) < 0.05

@@ -197,10 +197,10 @@ def test_weight_files_that_cannot_be_loaded_are_rejected_before_the_start(
     change: Change, reason: str, cure: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     spec = HuggingFaceConfig(path=str(changed(checkpoints, "llama", change, tmp_path / "llama")))
-    (complaint,) = spec.validate()
-    assert reason in complaint.reason
-    assert cure in complaint.fix
-    assert complaint.key == "model.path"
+    (issue,) = spec.validate()
+    assert reason in issue.reason
+    assert cure in issue.fix
+    assert issue.key == "model.path"
     with pytest.raises(CheckpointError):
         spec.build(1)
 

@@ -28,11 +28,11 @@ def job(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Job:
     ids=" ".join,
 )
 def test_the_peak_is_the_one_foreseen(line: tuple[str, ...], job: Job) -> None:
-    foreseen = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
+    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
     metrics = job.of(*SMALL, *line).summary["metrics"]
-    assert metrics["plan/peak_bytes"] == foreseen.peak
-    error = foreseen.peak / metrics["memory/peak_bytes"] - 1
-    print(f"{' '.join(line)}: {error:+.2%} at {foreseen.peak_phase}")
+    assert metrics["plan/peak_bytes"] == predicted.peak
+    error = predicted.peak / metrics["memory/peak_bytes"] - 1
+    print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.02
 
 
@@ -107,8 +107,8 @@ def test_a_budget_is_reached(layout: tuple[str, ...], share: float, job: Job) ->
     ids=" ".join,
 )
 def test_the_peak_of_zero_is_near(line: tuple[str, ...], job: Job) -> None:
-    foreseen = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
+    predicted = worst_rank.worst_rank_breakdown(compose((*SMALL, *line)))
     found = job.of(*SMALL, *line).summary["metrics"]["memory/peak_bytes"]
-    error = foreseen.peak / found - 1
-    print(f"{' '.join(line)}: {error:+.2%} at {foreseen.peak_phase}")
+    error = predicted.peak / found - 1
+    print(f"{' '.join(line)}: {error:+.2%} at {predicted.peak_phase}")
     assert abs(error) < 0.08

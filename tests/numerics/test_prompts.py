@@ -176,8 +176,8 @@ def test_what_was_trained_goes_to_peft_and_back(
     assert cli.main(["export", str(run.path), f"to={tmp_path / 'merged'}"]) == 2
     assert "set adapter=alone" in capsys.readouterr().err
     other = compose([*SHAPE, *shape, *KINDS[kind], "adapter.tokens=4", resume], here=False)
-    (complaint,) = other.adapter.validate_machine(other)
-    assert complaint.key == "adapter.tokens"
+    (issue,) = other.adapter.validate_machine(other)
+    assert issue.key == "adapter.tokens"
 
 
 @BOTH

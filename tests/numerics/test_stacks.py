@@ -221,7 +221,7 @@ def test_the_peak_is_the_one_traced(
     overrides = (*stacked(family).measured, *further)
     run = compose(overrides)
     assert rejection_reason(run) is None
-    foreseen = trace_run(run, full_depth=True).peak
+    predicted = trace_run(run, full_depth=True).peak
     found = job.of(*overrides).summary["metrics"]["memory/peak_bytes"]
-    print(f"{family} {' '.join(further)}: {foreseen / found - 1:+.2%}")
-    assert abs(foreseen / found - 1) < 0.02
+    print(f"{family} {' '.join(further)}: {predicted / found - 1:+.2%}")
+    assert abs(predicted / found - 1) < 0.02

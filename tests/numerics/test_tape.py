@@ -77,15 +77,15 @@ def test_a_block_keeps_and_peaks_as_the_tape_says(
         quantization_group=rounding.group,
         rounds_inputs=rounding.rounds_inputs,
     )
-    tape = spec.build_op_graphs(shape).block
-    foreseen = simulate_part(tape, recompute, fresh_gradients=fresh)
+    graph = spec.build_op_graphs(shape).block
+    predicted = simulate_part(graph, recompute, fresh_gradients=fresh)
     found = _measured(spec, precision, recompute, fresh=fresh)
     # What the block reads stays for as long as the test has it.
-    kept = recompute is not Recompute.nothing or any(0 in op.saved for op in tape.operators)
-    given = 0 if kept else tape.sizes[0]
-    assert found["kept"] == pytest.approx(foreseen.saved_bytes + given, rel=1e-3)
-    assert found["forward"] == pytest.approx(foreseen.forward_peak, rel=1e-3)
-    assert found["backward"] == pytest.approx(foreseen.backward_peak + given, rel=1e-3)
+    kept = recompute is not Recompute.nothing or any(0 in op.saved for op in graph.operators)
+    given = 0 if kept else graph.sizes[0]
+    assert found["kept"] == pytest.approx(predicted.saved_bytes + given, rel=1e-3)
+    assert found["forward"] == pytest.approx(predicted.forward_peak, rel=1e-3)
+    assert found["backward"] == pytest.approx(predicted.backward_peak + given, rel=1e-3)
 
 
 def _measured(

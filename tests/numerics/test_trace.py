@@ -35,8 +35,8 @@ def run_of(compose: Compose) -> Compose:
 def test_ledger_and_trace_agree(line: tuple[str, ...], run_of: Compose) -> None:
     run = run_of(*line)
     assert rejection_reason(run) is None
-    found, foreseen = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
-    error = foreseen.peak / found.peak - 1
+    found, predicted = trace_run(run), worst_rank.worst_rank_breakdown(with_cpu_operators(run))
+    error = predicted.peak / found.peak - 1
     fullest = max(found.phase_peaks, key=lambda moment: found.phase_peaks[moment])
     print(f"{' '.join(line)}: {error:+.2%}, {found.peak:,} at {fullest}")
     assert abs(error) < 0.05

@@ -198,14 +198,14 @@ def test_steps_of_its_own_are_followed(job: Job) -> None:
 def test_a_trace_foresees_what_is_measured(layout: tuple[str, ...], job: Job) -> None:
     lines = (*YOURS, *layout, "+objective.arguments.width=256", "+data.arguments.batch_size=16")
     measured = job.of(*lines).summary["metrics"]
-    foreseen = user_module_trace.trace_user_module(compose(lines))
+    predicted = user_module_trace.trace_user_module(compose(lines))
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         key = f"memory/{name}_bytes"
-        print(f"{key}: {foreseen[key]:,} traced, {measured[key]:,} measured")
+        print(f"{key}: {predicted[key]:,} traced, {measured[key]:,} measured")
     for name in ("parameters", "gradients", "optimizer"):
-        assert foreseen[f"memory/{name}_bytes"] == measured[f"memory/{name}_bytes"], name
-    assert foreseen["memory/peak_bytes"] == pytest.approx(measured["memory/peak_bytes"], rel=0.05)
-    assert foreseen["rows"] == 16
+        assert predicted[f"memory/{name}_bytes"] == measured[f"memory/{name}_bytes"], name
+    assert predicted["memory/peak_bytes"] == pytest.approx(measured["memory/peak_bytes"], rel=0.05)
+    assert predicted["rows"] == 16
 
 
 @pytest.mark.parametrize(

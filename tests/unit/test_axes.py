@@ -28,9 +28,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
         file.parent.mkdir(parents=True, exist_ok=True)
         content = {"hydra": {"mode": "MULTIRUN", "sweeper": sweeper}}
         file.write_text(yaml.safe_dump(content, sort_keys=False))
-        verb = Noted()
-        assert run_command(verb, ["-cd", "own", "sweep=own", *typed]) == 0
-        return verb.jobs
+        command = Noted()
+        assert run_command(command, ["-cd", "own", "sweep=own", *typed]) == 0
+        return command.jobs
 
     return found
 
@@ -148,10 +148,10 @@ def test_a_sweep_of_too_many_jobs_is_counted_not_listed(
         key = key if "never ends" in reason or "shuffle" in line[0] else "hydra.sweeper.sampler"
     with pytest.raises(ConfigError) as caught:
         preview_search(["-m", *line]) if command == "wandb" else run_command(Noted(), ["-m", *line])
-    found = {complaint.key: complaint for complaint in caught.value.issues}
-    complaint = found.get(key) or found[""]  # W&B has the grid by its size alone
-    assert reason in complaint.reason
-    assert complaint.fix
+    found = {issue.key: issue for issue in caught.value.issues}
+    issue = found.get(key) or found[""]  # W&B has the grid by its size alone
+    assert reason in issue.reason
+    assert issue.fix
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_search_of_too_many_jobs_is_rejected(line: list[str], key: str) -> Non
     axis = "seed=1,2" if "hydra/sweeper=optuna" in line else factors
     with pytest.raises(ConfigError, match="where a sweep has at most 10,000") as caught:
         run_command(Noted(), ["-m", axis, *line])
-    assert key in [complaint.key for complaint in caught.value.issues]
+    assert key in [issue.key for issue in caught.value.issues]
 
 
 def test_a_sweep_file_of_too_many_jobs_is_rejected(jobs: Jobs) -> None:

@@ -37,7 +37,7 @@ def test_what_was_measured_is_drawn_though_no_link_is_found() -> None:
 def test_all_options_that_are_wrong_are_named() -> None:
     with pytest.raises(ConfigError) as refused:
         options.split_options(["ranks=x", "record=1"], collectives.CollectivesOptions)
-    assert [str(complaint) for complaint in refused.value.issues] == [
+    assert [str(issue) for issue in refused.value.issues] == [
         "ranks=x: is not a whole number",
         "record=1: is not true or false",
     ]

@@ -79,6 +79,6 @@ def test_resolved_configs_of_runs(
     run = make_run(tmp_path / "run", steps=4)
     (run / "resolved.yaml").write_text(text)
     assert read_yaml(run / "resolved.yaml") == {}
-    for verb in ("evaluate", "export"):
-        assert cli.main([verb, str(run)]) == 2
+    for command in ("evaluate", "export"):
+        assert cli.main([command, str(run)]) == 2
     assert "resolved.yaml" in capsys.readouterr().err

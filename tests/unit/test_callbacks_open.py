@@ -68,9 +68,9 @@ def test_what_cannot_be_made_is_refused(
     run = compose(trusted, *(f"++callbacks.{line}" for line in lines))
     with pytest.raises(ConfigError) as caught:
         instantiate_callbacks(run)
-    (complaint,) = caught.value.issues
-    assert complaint.key == f"callbacks.{key}"
-    assert reason in complaint.reason
+    (issue,) = caught.value.issues
+    assert issue.key == f"callbacks.{key}"
+    assert reason in issue.reason
 
 
 @pytest.mark.parametrize(

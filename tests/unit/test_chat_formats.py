@@ -640,11 +640,11 @@ def test_an_endless_template_is_named_with_its_record(
     chat = ChatData(paths=lines(tmp_path, {"messages": [USER, ANSWER]}), max_bad_rows=1, **options)
     with pytest.raises(DataError) as error:
         chat.prepare(1000, 0)
-    (complaint,) = error.value.issues
-    assert complaint.key == "data.tokenizer"
-    assert str(complaint.value).endswith("tokenizer_config.json")
-    assert "takes " in complaint.reason
-    assert name == "constant" or complaint.reason.endswith(" at a.jsonl:1")
+    (issue,) = error.value.issues
+    assert issue.key == "data.tokenizer"
+    assert str(issue.value).endswith("tokenizer_config.json")
+    assert "takes " in issue.reason
+    assert name == "constant" or issue.reason.endswith(" at a.jsonl:1")
 
 
 def test_a_template_with_an_error_of_syntax_is_named(tmp_path: Path) -> None:

@@ -235,16 +235,16 @@ def test_what_must_not_differ(
 ) -> None:
     folder = leave(compose(), tmp_path / "run", 3)
     run = compose(*overrides, f"resume={folder}")
-    complaints = list(resume_issues(run, folder))
-    assert sorted(complaint.key for complaint in complaints) == keys
+    issues = list(resume_issues(run, folder))
+    assert sorted(issue.key for issue in issues) == keys
 
     def resumed(lines: Sequence[str]) -> None:
         run = compose(*lines)
         if run.resume and (found := list(resume_issues(run, folder))):
             raise ConfigError(found)
 
-    for complaint in complaints:
-        assert_fixes_work([*overrides, f"resume={folder}"], complaint, resumed)
+    for issue in issues:
+        assert_fixes_work([*overrides, f"resume={folder}"], issue, resumed)
     if keys:
         message = refused(run, tmp_path / "now")
         assert all(f"{key}=" in message for key in keys)
@@ -268,10 +268,10 @@ def test_the_rows_of_a_step_are_those_of_the_layout_that_wrote(
     folder = leave(wrote, tmp_path / "run", 3)
     assert wrote.global_batch == run.global_batch
     assert list(resume_issues(run, folder)) == []
-    (complaint,) = resume_issues(compose("trainer.global_batch=7"), folder)
-    assert (complaint.key, complaint.value) == ("trainer.global_batch", 7)
-    assert f"trained with {wrote.global_batch}" in complaint.reason
-    assert f"trainer.global_batch={wrote.global_batch}" in complaint.fix
+    (issue,) = resume_issues(compose("trainer.global_batch=7"), folder)
+    assert (issue.key, issue.value) == ("trainer.global_batch", 7)
+    assert f"trained with {wrote.global_batch}" in issue.reason
+    assert f"trainer.global_batch={wrote.global_batch}" in issue.fix
 
 
 def test_a_layout_that_is_no_longer_known_is_not_guessed_at(
@@ -326,7 +326,7 @@ def written(run: RunConfig, folder: Path) -> Path:
 
 
 def reasons(run: RunConfig, folder: Path) -> dict[str, str]:
-    return {complaint.key: complaint.reason for complaint in resume_issues(run, folder)}
+    return {issue.key: issue.reason for issue in resume_issues(run, folder)}
 
 
 def test_the_same_files_elsewhere_are_no_difference(compose: Compose, tmp_path: Path) -> None:
@@ -361,10 +361,10 @@ def test_runs_of_earlier_versions_had_no_special_tokens(
     values = yaml.safe_load(yaml.safe_dump(run.as_dict()))
     del values["data"]["special_tokens"]
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    found = [complaint.key for complaint in resume_issues(run, tmp_path)]
+    found = [issue.key for issue in resume_issues(run, tmp_path)]
     assert found == ["data.special_tokens"] * given
     if given:
-        (complaint,) = resume_issues(run, tmp_path)
-        assert complaint.fix == "set data.special_tokens=false, or resume=null"
+        (issue,) = resume_issues(run, tmp_path)
+        assert issue.fix == "set data.special_tokens=false, or resume=null"
         line.append("data.special_tokens=false")
     assert not list(resume_issues(compose("data=text", "data.paths=[x.txt]", *line), tmp_path))

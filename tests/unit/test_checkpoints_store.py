@@ -70,10 +70,10 @@ def file_of(path: Path, kind: str) -> str:
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         store.load_state(path)
-    (complaint,) = caught.value.issues
-    assert complaint.key == "resume"
-    assert complaint.value == path
-    return complaint.reason
+    (issue,) = caught.value.issues
+    assert issue.key == "resume"
+    assert issue.value == path
+    return issue.reason
 
 
 def sign(path: Path) -> None:
@@ -115,9 +115,9 @@ def test_another_model_s_tensors_are_refused(
     before = {name: tensor.clone() for name, tensor in into.items()}
     with pytest.raises(CheckpointError) as caught:
         store.read_into(saved, "model", into)
-    (complaint,) = caught.value.issues
-    assert (complaint.key, complaint.value, complaint.reason) == ("resume", saved, reason)
-    assert "the model that wrote it" in complaint.fix
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value, issue.reason) == ("resume", saved, reason)
+    assert "the model that wrote it" in issue.fix
     assert all(torch.equal(into[name], tensor) for name, tensor in before.items())
 
 
@@ -214,7 +214,7 @@ def test_tensors_that_are_no_safetensors_are_refused(
     sign(saved)
     with pytest.raises(CheckpointError, match="cannot be read: ") as caught:
         ask(saved, part)
-    assert [complaint.key for complaint in caught.value.issues] == ["resume"]
+    assert [issue.key for issue in caught.value.issues] == ["resume"]
 
 
 class PanicException(BaseException):
@@ -353,9 +353,9 @@ def test_weights_are_read_where_the_training_state_alone_is_damaged(
         return
     with pytest.raises(CheckpointError) as caught:
         trained.choose_checkpoint(tmp_path, step, reads)
-    (complaint,) = caught.value.issues
-    assert (complaint.key, complaint.value) == ("step", step)
-    assert f": step 3 is damaged ({name}: " in complaint.reason
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value) == ("step", step)
+    assert f": step 3 is damaged ({name}: " in issue.reason
     assert capsys.readouterr().out == ""
 
 

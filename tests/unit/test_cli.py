@@ -39,8 +39,8 @@ def test_help_lists_verbs_groups_and_examples(
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
     words = " ".join(said.split())
-    for verb in cli.VERBS:
-        assert f"{verb} {cli.VERBS[verb]}" in words
+    for command in cli.VERBS:
+        assert f"{command} {cli.VERBS[command]}" in words
     for group, summary in option_docs.group_summaries().items():
         plain = summary.replace("`", "")
         assert f"{group} {plain} {', '.join(paths.option_names(group))}" in words

@@ -19,8 +19,8 @@ def folder(path: Path, memory: str, peak: float, step: float, shards: int | None
     if shards:
         changed.insert(0, {"key": "parallelism.shards", "default": 2, "value": shards})
     status = {"status": "ok", "name": path.name, "changed": changed, "command": "scalewise train"}
-    ledger = {"optimizer state": GIB, "activations of blocks": (peak / 2 - 1) * GIB}
-    plan = {"ledger": ledger, "step_parts": {"products": 0.1, "recompute": step - 0.1}}
+    breakdown = {"optimizer state": GIB, "activations of blocks": (peak / 2 - 1) * GIB}
+    plan = {"ledger": breakdown, "step_parts": {"products": 0.1, "recompute": step - 0.1}}
     metrics = {
         "memory/peak_bytes": peak * GIB,
         "time/step_s": 2 * step,

@@ -322,8 +322,8 @@ WITH: list[Row] = [
         "set optimizer.in_backward=false",
     ),
     *(
-        ([*BLIP2, *SHAPES, given], key, reason, cure)
-        for given, key, reason, cure in (
+        ([*BLIP2, *SHAPES, given], key, reason, fix)
+        for given, key, reason, fix in (
             ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
             ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
             ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),

@@ -154,9 +154,9 @@ def test_an_encoding_that_is_not_certain_is_one_of_those_named(tmp_path, text, e
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     with pytest.raises(DataError) as caught:
         texts(tmp_path / "a.txt")
-    cure = caught.value.issues[0].fix
-    assert named in cure.partition("may be ")[2].partition(", and convert")[0].split(" or ")
-    assert "iconv -f ENCODING -t UTF-8 " in cure
+    fix = caught.value.issues[0].fix
+    assert named in fix.partition("may be ")[2].partition(", and convert")[0].split(" or ")
+    assert "iconv -f ENCODING -t UTF-8 " in fix
 
 
 @pytest.mark.parametrize(
@@ -439,16 +439,16 @@ def test_what_is_not_read_is_rejected_with_the_reason(tmp_path, name, reason):
     write_files(tmp_path, "x.txt.gz", "x.log", "noext")
     (tmp_path / "dangling.txt").symlink_to("missing.txt")
     os.mkfifo(tmp_path / "pipe.txt")
-    (complaint,) = complaints(tmp_path / name)
-    assert complaint.reason == reason
+    (issue,) = complaints(tmp_path / name)
+    assert issue.reason == reason
 
 
 @pytest.mark.parametrize("folder", ["plain", "run [2024]", "it's"])
 def test_a_folder_is_rejected_with_a_pattern_of_its_files(tmp_path, folder):
     write_files(tmp_path, f"{folder}/deep/a.jsonl", f"{folder}/deep/b.jsonl", f"{folder}/c.md")
-    (complaint,) = complaints(tmp_path / folder)
-    assert complaint.reason == "is a folder"
-    typed = complaint.fix.removeprefix("give ")
+    (issue,) = complaints(tmp_path / folder)
+    assert issue.reason == "is a folder"
+    typed = issue.fix.removeprefix("give ")
     ran = subprocess.run(["sh", "-c", f"printf %s {typed}"], check=True, capture_output=True)
     pattern = ran.stdout.decode().removeprefix("data.paths=[").removesuffix("]").strip("'")
     found = match_paths([pattern.replace("\\'", "'")])

@@ -134,8 +134,8 @@ WITH: list[Row] = [
         "quantization=none",
     ),
     *(
-        ([*T5, *SYNTHETIC, given], key, reason, cure)
-        for given, key, reason, cure in (
+        ([*T5, *SYNTHETIC, given], key, reason, fix)
+        for given, key, reason, fix in (
             ("parallelism=context", "parallelism.context", "does not cut", "fsdp"),
             ("parallelism=pipeline", "parallelism.pipeline", "does not cut", "fsdp"),
             ("parallelism=deepspeed_zero2", "parallelism", "is not proven", "fsdp"),

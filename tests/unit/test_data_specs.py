@@ -52,7 +52,7 @@ SPECS = {
 
 
 def said(data):
-    return [str(complaint) for complaint in data.validate()]
+    return [str(issue) for issue in data.validate()]
 
 
 @pytest.mark.parametrize("name", SPECS)

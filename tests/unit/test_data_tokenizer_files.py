@@ -189,8 +189,8 @@ def test_split_special_tokens_is_rejected_since_no_file_stores_it(tmp_path):
 )
 def test_paths_without_a_tokenizer_are_rejected(tmp_path, name, reason):
     (tmp_path / "empty").mkdir()
-    (complaint,) = TokenizerSource(0, str(tmp_path / name)).validate()
-    assert complaint.reason == reason
+    (issue,) = TokenizerSource(0, str(tmp_path / name)).validate()
+    assert issue.reason == reason
 
 
 def test_a_torn_tokenizer_is_rejected(tmp_path):

@@ -115,9 +115,9 @@ def test_a_decoder_computes_what_its_weights_were_trained_for(
     tmp_path: Path,
 ) -> None:
     begun = dataclasses.replace(spec, weights=beside(tmp_path, config))
-    found = [complaint.fix for complaint in begun.validate()]
+    found = [issue.fix for issue in begun.validate()]
     assert len(found) == len(cures)
-    assert all(cure in said for cure, said in zip(cures, found, strict=True)), found
+    assert all(fix in said for fix, said in zip(cures, found, strict=True)), found
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, dataclasses.replace(LLAMA, rope_scaling=True)])
@@ -133,7 +133,7 @@ def test_a_file_has_the_configuration_of_its_folder_if_there_is_one(tmp_path: Pa
     begun = dataclasses.replace(LLAMA, weights=str(file))
     assert list(begun.validate()) == []
     beside(tmp_path, LlamaConfig(**EIGHT))
-    assert "model.heads" in [complaint.key for complaint in begun.validate()]
+    assert "model.heads" in [issue.key for issue in begun.validate()]
 
 
 CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "gpt2": GPT2Config}
@@ -235,13 +235,13 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
     tied = bool(config.tie_word_embeddings)
     begun = dataclasses.replace(GPT2 if kind == "gpt2" else LLAMA, weights=str(tmp_path), tied=tied)
     while found := list(begun.validate()):
-        assert all(complaint.fix for complaint in found)
+        assert all(issue.fix for issue in found)
         if (kind, more) in OTHER:
-            assert "model.weights" in [complaint.key for complaint in found]
+            assert "model.weights" in [issue.key for issue in found]
             return
         values = {}
-        for complaint in found:
-            key, _, value = complaint.fix.removeprefix("set model.").partition("=")
+        for issue in found:
+            key, _, value = issue.fix.removeprefix("set model.").partition("=")
             values[key] = json.loads(value)
         begun = dataclasses.replace(begun, **values)
     tokens = torch.arange(2 * 24).reshape(2, 24)[:, : begun.context]
@@ -253,7 +253,7 @@ def test_a_configuration_is_rejected_or_gives_the_logits_of_transformers(
 def test_an_unknown_key_names_itself_and_a_way_out(tmp_path: Path) -> None:
     config = {**OLD, "residual_multiplier": 0.2, "note": None}
     begun = dataclasses.replace(LLAMA, weights=beside(tmp_path, config))
-    (complaint,) = begun.validate()
-    assert "residual_multiplier=0.2" in complaint.reason
-    assert "model=hf" in complaint.fix
-    assert "remove residual_multiplier" in complaint.fix
+    (issue,) = begun.validate()
+    assert "residual_multiplier=0.2" in issue.reason
+    assert "model=hf" in issue.fix
+    assert "remove residual_multiplier" in issue.fix

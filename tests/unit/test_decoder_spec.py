@@ -97,10 +97,10 @@ def test_contradiction_names_key_value_and_cure(
     change: dict[str, object], key: str, cure: str
 ) -> None:
     spec = dataclasses.replace(SMALL, **change)
-    (complaint,) = spec.validate()
-    assert complaint.key == key
-    assert complaint.value == getattr(spec, key.removeprefix("model."))
-    assert cure in complaint.fix
+    (issue,) = spec.validate()
+    assert issue.key == key
+    assert issue.value == getattr(spec, key.removeprefix("model."))
+    assert cure in issue.fix
 
 
 def test_odd_heads_are_fine_without_rotation() -> None:

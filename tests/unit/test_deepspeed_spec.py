@@ -72,9 +72,9 @@ def test_the_extra_is_named_where_it_is_absent(
 ) -> None:
     run = compose(*ZERO_3, here=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    complaints = [str(complaint) for complaint in run.parallelism.validate_machine(run)]
+    issues = [str(issue) for issue in run.parallelism.validate_machine(run)]
     reason = "parallelism=deepspeed_zero3: deepspeed is not installed"
-    assert complaints == [f"{reason}; pip install 'scalewise[deepspeed]'"]
+    assert issues == [f"{reason}; pip install 'scalewise[deepspeed]'"]
 
 
 def test_what_deepspeed_is_told(compose: Compose) -> None:

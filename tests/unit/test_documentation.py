@@ -91,10 +91,10 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "books" / "one.txt").write_text("A book.\n")
     monkeypatch.chdir(tmp_path)
     app.prepare()
-    _, verb, *words = shlex.split(line, comments=True)
+    _, command, *words = shlex.split(line, comments=True)
     words = [word for word in words if word not in ("-m", "--cfg", "job", "...", "sweep=NAME")]
-    if verb in ("bench", "calibrate"):
-        name = BENCHMARKS[words.pop(0)] if verb == "bench" else verb
+    if command in ("bench", "calibrate"):
+        name = BENCHMARKS[words.pop(0)] if command == "bench" else command
         benchmark = import_module(f"scalewise.bench.{name}")
         overrides = options_and_overrides(_as_overrides(words), benchmark.OPTIONS)
         runs = getattr(benchmark, "RUNS", {"": ()})
@@ -102,21 +102,21 @@ def test_commands_compose(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             diagnose_overrides([*next(iter(runs.values())), *overrides], check_machine=False) == []
         )
         return
-    if verb in ("evaluate", "export"):
-        known = import_module(f"scalewise.commands.{verb}").DEFAULTS
+    if command in ("evaluate", "export"):
+        known = import_module(f"scalewise.commands.{command}").DEFAULTS
         assert {word.partition("=")[0] for word in words if "=" in word} <= {*known}
         return
-    if verb == "explain":
+    if command == "explain":
         assert all(map(explain.explain_lines, words))
         return
-    if verb not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
-        assert verb in VERBS
+    if command not in ("train", "plan", "wandb-sweep") or words[:1] == ["explain"]:
+        assert command in VERBS
         assert not any("=" in word for word in words)
         return
     _, overrides = sweep_resume.parse_resume_request(words)
     if "-cd" in overrides:  # a folder of the user's
         return
-    here = verb != "plan" and "hydra/launcher=slurm" not in words
+    here = command != "plan" and "hydra/launcher=slurm" not in words
     assert diagnose_overrides(overrides, check_machine=here) == []
 
 
@@ -125,7 +125,7 @@ def options_and_overrides(words: list[str], options: type[BenchOptions]) -> list
     try:
         return split_options(words, options)[1]
     except ConfigError as error:  # of files that are not there
-        if {complaint.key for complaint in error.issues} <= {"data", "learn", "name"}:
+        if {issue.key for issue in error.issues} <= {"data", "learn", "name"}:
             return []
         raise
 

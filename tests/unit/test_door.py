@@ -57,7 +57,7 @@ def test_a_command_is_refused_whole_and_leaves_nothing(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
-    assert sorted({complaint.key for complaint in caught.value.issues}) == keys
+    assert sorted({issue.key for issue in caught.value.issues}) == keys
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,9 +68,9 @@ def test_a_command_is_refused_whole_and_leaves_nothing(
 def test_a_flag_that_hydra_lacks(arguments: list[str], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
-    (complaint,) = caught.value.issues
-    assert reason in complaint.reason
-    assert "--cfg job" in complaint.fix
+    (issue,) = caught.value.issues
+    assert reason in issue.reason
+    assert "--cfg job" in issue.fix
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_pickle_is_not_loaded(
     Path("config.pickle").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(ConfigError) as caught:
         command(arguments)
-    (complaint,) = caught.value.issues
-    assert complaint.key == "--experimental-rerun"
-    assert complaint.fix
+    (issue,) = caught.value.issues
+    assert issue.key == "--experimental-rerun"
+    assert issue.fix
     assert [path.name for path in tmp_path.iterdir()] == ["config.pickle"]
 
 
@@ -127,18 +127,18 @@ def test_each_flag_of_hydra_is_accepted_or_rejected() -> None:
 def test_a_rejected_flag_is_named_with_a_fix(arguments: list[str], key: str, cure: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), arguments)
-    (complaint,) = caught.value.issues
-    assert complaint.key == key
-    assert cure in complaint.fix
+    (issue,) = caught.value.issues
+    assert issue.key == key
+    assert cure in issue.fix
 
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info"], ["-cn", "other"], ["--resolve"]])
 def test_a_sweep_for_wandb_rejects_flags_that_it_would_ignore(flags: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         preview_search(["-m", "seed=1,2", *flags])
-    (complaint,) = caught.value.issues
-    assert complaint.key.startswith("--")
-    assert complaint.fix == "leave it out"
+    (issue,) = caught.value.issues
+    assert issue.key.startswith("--")
+    assert issue.fix == "leave it out"
 
 
 def test_the_help_of_flags_lists_those_that_are_accepted(
@@ -201,8 +201,8 @@ def test_info_before_an_override(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_in_a_cure_is_no_value_of_the_sweep() -> None:
-    (complaint,) = diagnose_overrides(["optimizer.lr=1e-3,fast"])
-    assert complaint.fix == "the default is optimizer.lr=0.0003"
+    (issue,) = diagnose_overrides(["optimizer.lr=1e-3,fast"])
+    assert issue.fix == "the default is optimizer.lr=0.0003"
 
 
 def test_an_error_of_the_verb_is_not_dressed_up(compose: Callable[..., RunConfig]) -> None:
@@ -316,9 +316,9 @@ def test_a_rejected_name_makes_and_removes_no_folder(
 def test_a_folder_beyond_a_new_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    verb = Never()
-    monkeypatch.setattr(verb, "run_single", lambda *_: 0)
-    assert run_command(verb, ["hydra.run.dir=new/../there"]) == 0
+    command = Never()
+    monkeypatch.setattr(command, "run_single", lambda *_: 0)
+    assert run_command(command, ["hydra.run.dir=new/../there"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -327,8 +327,8 @@ def test_jobs_stay_in_the_folder_of_their_sweep(subdir: str, tmp_path: Path) -> 
     line = ["-m", "seed=1,2", f"hydra.sweep.subdir={subdir}"]
     with pytest.raises(ConfigError, match=r"leads out of the sweep's folder.*job\.num") as caught:
         run_command(Never(), line)
-    (complaint,) = caught.value.issues
-    assert (complaint.key, complaint.value) == ("hydra.sweep.subdir", subdir)
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value) == ("hydra.sweep.subdir", subdir)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -358,9 +358,9 @@ def test_an_interpolation_of_hydra_is_named_by_its_key(
     flags = ["-m"] * (key != "hydra.run.dir")
     with pytest.raises(ConfigError) as caught:
         run_command(Never(), [*flags, "seed=1", f"{key}={value}"])
-    (complaint,) = caught.value.issues
-    assert (complaint.key, complaint.value) == (key, value)
-    assert reason in complaint.reason
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value) == (key, value)
+    assert reason in issue.reason
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,22 +17,23 @@ X, WIDE, SUM = 1000, 4000, 10
 
 def norm_and_product() -> OpGraph:
     """A norm taken apart, a product, and an activation that another product reads."""
-    tape = OpGraph()
-    x = tape.add_tensor(X)
-    mean = tape.add_op(OpWork.pointwise, (x,), SUM, saves_output=True)
-    scaled = tape.add_op(OpWork.pointwise, (x, mean), X, saved=(x, mean), backward_scratch=X)
-    normed = tape.add_op(OpWork.pointwise, (scaled,), X, saved=(scaled,))
-    up = tape.add_op(OpWork.matmul, (normed,), WIDE, saved=(normed,), weight_gradient_bytes=(8, 8))
-    half = tape.add_op(OpWork.pointwise, (up,), WIDE, saved=(up,))
-    whole = tape.add_op(OpWork.pointwise, (half, up), WIDE, saved=(half, up))
-    tape.add_op(OpWork.matmul, (whole,), X, saved=(whole,), weight_gradient_bytes=(8, 8))
-    return tape
+    graph = OpGraph()
+    x = graph.add_tensor(X)
+    mean = graph.add_op(OpWork.pointwise, (x,), SUM, saves_output=True)
+    scaled = graph.add_op(OpWork.pointwise, (x, mean), X, saved=(x, mean), backward_scratch=X)
+    normed = graph.add_op(OpWork.pointwise, (scaled,), X, saved=(scaled,))
+    up = graph.add_op(OpWork.matmul, (normed,), WIDE, saved=(normed,), weight_gradient_bytes=(8, 8))
+    half = graph.add_op(OpWork.pointwise, (up,), WIDE, saved=(up,))
+    whole = graph.add_op(OpWork.pointwise, (half, up), WIDE, saved=(half, up))
+    graph.add_op(OpWork.matmul, (whole,), X, saved=(whole,), weight_gradient_bytes=(8, 8))
+    return graph
 
 
 def test_what_only_kernels_read_is_made_again() -> None:
-    tape = norm_and_product()
+    graph = norm_and_product()
     eager, compiled = (
-        simulate_part(each, Recompute.nothing, fresh_gradients=True) for each in (tape, fuse(tape))
+        simulate_part(each, Recompute.nothing, fresh_gradients=True)
+        for each in (graph, fuse(graph))
     )
     assert eager.saved_bytes == X + SUM + X + X + WIDE + WIDE + WIDE
     assert compiled.saved_bytes == X + SUM + X + WIDE + WIDE
@@ -40,77 +41,79 @@ def test_what_only_kernels_read_is_made_again() -> None:
 
 
 def test_what_only_kernels_read_is_not_moved() -> None:
-    tape = norm_and_product()
-    compiled = fuse(tape)
+    graph = norm_and_product()
+    compiled = fuse(graph)
     assert compiled.fused_intermediates == {1, 2, 5}
-    for operator in tape.operators:
+    for operator in graph.operators:
         places = (*operator.reads, *operator.writes)
-        inside = sum(tape.sizes[place] for place in places if place in compiled.fused_intermediates)
-        assert compiled.count_moved_bytes(places) == tape.count_moved_bytes(places) - inside
+        inside = sum(
+            graph.sizes[place] for place in places if place in compiled.fused_intermediates
+        )
+        assert compiled.count_moved_bytes(places) == graph.count_moved_bytes(places) - inside
 
 
 def test_a_dropped_sum_keeps_what_it_is_made_of() -> None:
     """Of the stream behind a sublayer, which a norm reads, backward keeps both summands."""
-    tape = OpGraph()
-    x = tape.add_tensor(X)
-    branch = tape.add_op(OpWork.matmul, (x,), X, saved=(x,), weight_gradient_bytes=(8, 8))
-    stream = tape.add_op(OpWork.pointwise, (x, branch), X, shares_gradient=True)
-    normed = tape.add_op(OpWork.pointwise, (stream,), X, saved=(stream,))
-    tape.add_op(OpWork.matmul, (normed,), X, saved=(normed,), weight_gradient_bytes=(8, 8))
-    found = fuse(tape)
+    graph = OpGraph()
+    x = graph.add_tensor(X)
+    branch = graph.add_op(OpWork.matmul, (x,), X, saved=(x,), weight_gradient_bytes=(8, 8))
+    stream = graph.add_op(OpWork.pointwise, (x, branch), X, shares_gradient=True)
+    normed = graph.add_op(OpWork.pointwise, (stream,), X, saved=(stream,))
+    graph.add_op(OpWork.matmul, (normed,), X, saved=(normed,), weight_gradient_bytes=(8, 8))
+    found = fuse(graph)
     assert {place for each in found.operators for place in each.saved} == {x, branch, normed}
 
 
 def test_casts_of_the_same_are_kept_once_and_those_of_weights_each() -> None:
-    tape = OpGraph()
-    x = tape.add_tensor(X)
+    graph = OpGraph()
+    x = graph.add_tensor(X)
     for _ in range(2):
-        weight = tape.add_op(OpWork.pointwise, (), SUM)
-        cast = tape.add_op(OpWork.pointwise, (x,), X // 2)
-        tape.add_op(OpWork.matmul, (cast,), X, saved=(cast, weight), weight_gradient_bytes=(8, 8))
-    assert simulate_part(tape, fresh_gradients=True).saved_bytes == 2 * (SUM + X // 2)
-    assert simulate_part(fuse(tape), fresh_gradients=True).saved_bytes == 2 * SUM + X // 2
+        weight = graph.add_op(OpWork.pointwise, (), SUM)
+        cast = graph.add_op(OpWork.pointwise, (x,), X // 2)
+        graph.add_op(OpWork.matmul, (cast,), X, saved=(cast, weight), weight_gradient_bytes=(8, 8))
+    assert simulate_part(graph, fresh_gradients=True).saved_bytes == 2 * (SUM + X // 2)
+    assert simulate_part(fuse(graph), fresh_gradients=True).saved_bytes == 2 * SUM + X // 2
 
 
 def test_what_is_drawn_is_kept_with_its_mask() -> None:
     """As the inputs of two adapters: neither another draw nor a mask is made of what was read."""
-    tape = OpGraph()
-    x = tape.add_tensor(X)
+    graph = OpGraph()
+    x = graph.add_tensor(X)
     for _ in range(2):
-        drawn = tape.add_op(OpWork.pointwise, (x,), X, extra_output_bytes=(X // 4,))
-        tape.add_op(OpWork.matmul, (drawn,), X, saved=(drawn,), weight_gradient_bytes=(8, 8))
-    assert simulate_part(fuse(tape), fresh_gradients=True).saved_bytes == 2 * (X + X // 4)
+        drawn = graph.add_op(OpWork.pointwise, (x,), X, extra_output_bytes=(X // 4,))
+        graph.add_op(OpWork.matmul, (drawn,), X, saved=(drawn,), weight_gradient_bytes=(8, 8))
+    assert simulate_part(fuse(graph), fresh_gradients=True).saved_bytes == 2 * (X + X // 4)
 
 
 def test_a_sum_is_kept_where_it_is_less_than_what_it_is_made_of() -> None:
     """As beside every layer that has an adapter."""
-    tape = OpGraph()
-    x = tape.add_tensor(X)
+    graph = OpGraph()
+    x = graph.add_tensor(X)
     parts = [
-        tape.add_op(OpWork.matmul, (x,), WIDE, saved=(x,), weight_gradient_bytes=(8, 8))
+        graph.add_op(OpWork.matmul, (x,), WIDE, saved=(x,), weight_gradient_bytes=(8, 8))
         for _ in range(2)
     ]
-    whole = tape.add_op(OpWork.pointwise, parts, WIDE, shares_gradient=True)
-    half = tape.add_op(OpWork.pointwise, (whole,), WIDE, saved=(whole,))
-    tape.add_op(OpWork.matmul, (half,), X, saved=(half,), weight_gradient_bytes=(8, 8))
-    assert simulate_part(fuse(tape), fresh_gradients=True).saved_bytes == X + WIDE + WIDE
-    again = fuse(tape, full_recompute=True)
+    whole = graph.add_op(OpWork.pointwise, parts, WIDE, shares_gradient=True)
+    half = graph.add_op(OpWork.pointwise, (whole,), WIDE, saved=(whole,))
+    graph.add_op(OpWork.matmul, (half,), X, saved=(half,), weight_gradient_bytes=(8, 8))
+    assert simulate_part(fuse(graph), fresh_gradients=True).saved_bytes == X + WIDE + WIDE
+    again = fuse(graph, full_recompute=True)
     kernel = next(each for each in again.operators if half in each.writes)
     assert {*kernel.saved} == {*parts, half}
 
 
 def test_a_kernel_reads_all_that_arrives_for_it_and_writes_over_it() -> None:
-    tape = OpGraph()
-    x = tape.add_tensor(X)
-    wide = tape.add_op(OpWork.matmul, (x,), WIDE, saved=(x,), weight_gradient_bytes=(8, 8))
-    half = tape.add_op(OpWork.pointwise, (wide,), WIDE, saved=(wide,))
+    graph = OpGraph()
+    x = graph.add_tensor(X)
+    wide = graph.add_op(OpWork.matmul, (x,), WIDE, saved=(x,), weight_gradient_bytes=(8, 8))
+    half = graph.add_op(OpWork.pointwise, (wide,), WIDE, saved=(wide,))
     ends = [
-        tape.add_op(OpWork.matmul, (half,), X, saved=(half,), weight_gradient_bytes=(8, 8))
+        graph.add_op(OpWork.matmul, (half,), X, saved=(half,), weight_gradient_bytes=(8, 8))
         for _ in range(4)
     ]
-    tape.add_op(OpWork.pointwise, ends, X, shares_gradient=True)
+    graph.add_op(OpWork.pointwise, ends, X, shares_gradient=True)
     eager, compiled = (
-        simulate_part(each, fresh_gradients=False).backward_peak for each in (tape, fuse(tape))
+        simulate_part(each, fresh_gradients=False).backward_peak for each in (graph, fuse(graph))
     )
     besides = X + WIDE + WIDE + X + 8
     assert eager == besides + 3 * WIDE  # two, and their sum

@@ -104,10 +104,10 @@ def a_run_or_a_refusal(line: list[str]) -> None:
             assert min(answered(line)[1] for _ in range(3)) < TIMES * plain
     if isinstance(answer, ConfigError):
         assert answer.issues
-        for complaint in answer.issues:
-            assert complaint.reason.strip()
-            assert str(complaint).isprintable()
-            str(complaint).encode()
+        for issue in answer.issues:
+            assert issue.reason.strip()
+            assert str(issue).isprintable()
+            str(issue).encode()
 
 
 @settings(max_examples=4)
@@ -151,8 +151,8 @@ def test_a_value_that_is_refused_is_refused_under_its_key(key: str, value: str) 
         compose([line], here=False)
     except ConfigError as error:
         group = key.split(".")[0]
-        named = {complaint.key.split(".")[0] for complaint in error.issues}
-        unreadable = any("override" in complaint.reason for complaint in error.issues)
+        named = {issue.key.split(".")[0] for issue in error.issues}
+        unreadable = any("override" in issue.reason for issue in error.issues)
         across = {"data", "trainer", "schedule", "model", "name", "precision"}
         assert unreadable or named & {group, *across}
 
@@ -163,5 +163,5 @@ def test_diagnosing_never_raises(line: list[str]) -> None:
     registry.import_options()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for complaint in diagnose_overrides(line):
-            assert complaint.reason
+        for issue in diagnose_overrides(line):
+            assert issue.reason

@@ -178,10 +178,10 @@ def test_a_configuration_of_something_else_is_refused(case: str, tmp_path: Path)
     config, reason = ELSEWHERE[case]
     path = described(tmp_path / "model", **config)
     overrides = ["model=hf", f"model.path={path}", "model.init=random", *REST]
-    (complaint,) = refused(overrides)
-    assert complaint.key == "model.path"
-    assert reason in complaint.reason
-    assert "\n" not in str(complaint)
+    (issue,) = refused(overrides)
+    assert issue.key == "model.path"
+    assert reason in issue.reason
+    assert "\n" not in str(issue)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_a_name_is_found_in_the_cache_of_the_hub(
 
 def test_folders_without_weights_begin_with_fresh_ones_alone(tmp_path: Path) -> None:
     path = described(tmp_path / "bare", **LLAMA)
-    (complaint,) = HuggingFaceConfig(path=path).validate()
-    assert "has no weights as safetensors" in complaint.reason
-    assert "model.init=random" in complaint.fix
+    (issue,) = HuggingFaceConfig(path=path).validate()
+    assert "has no weights as safetensors" in issue.reason
+    assert "model.init=random" in issue.fix
     assert [*HuggingFaceConfig(path=path, init=InitKind.random).validate()] == []
     assert [each.key for each in HuggingFaceConfig(path=path, depth=9).validate()] == [
         "model.depth",

@@ -147,9 +147,9 @@ def test_reading_commands_on_run_folders_with_hostile_strings(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ledger = {"ledger": {"weights": 2.0**30}, "step_parts": {"products": 0.1}}
+    breakdown = {"ledger": {"weights": 2.0**30}, "step_parts": {"products": 0.1}}
     one, other = (
-        make_run(tmp_path / name, steps=4, plan=ledger, reason="r", log_tail=["line"], seed=seed)
+        make_run(tmp_path / name, steps=4, plan=breakdown, reason="r", log_tail=["line"], seed=seed)
         for seed, name in enumerate(("one", "other"), start=1)
     )
     sweep = make_sweep(tmp_path / "sweep", {"seed": ["1", "2"]}, lambda n, v: {"steps": 4})

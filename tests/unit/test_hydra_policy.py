@@ -99,7 +99,7 @@ def test_an_experiment_file_cannot_run_code_by_hydra(
     before = list(logging.getLogger().handlers)
     with pytest.raises(ConfigError) as caught:
         run_command(Quiet(), [*flags, "-cd", "own", "experiment=x"])
-    assert any(complaint.key.startswith("hydra") for complaint in caught.value.issues)
+    assert any(issue.key.startswith("hydra") for issue in caught.value.issues)
     assert logging.getLogger().handlers == before
     assert os.listdir() == ["own"]
 
@@ -120,7 +120,7 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
     added = "+" if group == "callbacks" else ""
     with pytest.raises(ConfigError) as caught:
         run_command(Quiet(), [*flags, "-cd", "own", f"{added}hydra/{group}=x"])
-    assert any(complaint.key.startswith("hydra") for complaint in caught.value.issues)
+    assert any(issue.key.startswith("hydra") for issue in caught.value.issues)
     assert os.listdir() == ["own"]
 
 
@@ -141,10 +141,10 @@ def test_a_group_of_a_config_folder_cannot_run_code_by_hydra(
 def test_a_line_cannot_run_code_by_hydra(line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([line])
-    (complaint,) = caught.value.issues
-    assert complaint.key.startswith("hydra")
-    assert_fixes_work([line], complaint, compose)
-    with pytest.raises(ConfigError, match=complaint.key.replace(".", r"\.")):
+    (issue,) = caught.value.issues
+    assert issue.key.startswith("hydra")
+    assert_fixes_work([line], issue, compose)
+    with pytest.raises(ConfigError, match=issue.key.replace(".", r"\.")):
         run_command(Quiet(), [line])
 
 

@@ -76,9 +76,9 @@ UNNUMBERED = {"precision", "compile", "tracking", "plan"}
 def check(run: RunConfig, key: str, value: float) -> None:
     told = f"{key}={value}"
     run = run.resolve()
-    complaints = list(run.validate())
-    if complaints:
-        assert all(complaint.key for complaint in complaints), told
+    issues = list(run.validate())
+    if issues:
+        assert all(issue.key for issue in issues), told
         return
     assert math.isfinite(value), told
     assert value >= 0 or key in NEGATIVE, told
@@ -117,7 +117,7 @@ def test_a_number_beyond_its_limit_is_rejected_by_its_key(
     lines = override.split()
     with pytest.raises(ConfigError) as caught:
         compose("experiment=smoke", *lines)
-    assert lines[-1].partition("=")[0] in [complaint.key for complaint in caught.value.issues]
+    assert lines[-1].partition("=")[0] in [issue.key for issue in caught.value.issues]
 
 
 def test_every_class_of_options_is_tried() -> None:

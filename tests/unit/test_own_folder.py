@@ -38,9 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def runs(folder: str, *lines: str) -> list[RunConfig]:
-    verb = Noted()
-    assert run_command(verb, ["-cd", folder, *lines]) == 0
-    return verb.runs
+    command = Noted()
+    assert run_command(command, ["-cd", folder, *lines]) == 0
+    return command.runs
 
 
 @pytest.mark.parametrize("name", ["copy", "deep/copy", "headed", "as_in_the_tree", "smoke"])

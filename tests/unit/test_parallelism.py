@@ -130,9 +130,9 @@ def test_torch_knows_every_schedule() -> None:
     ids=repr,
 )  # fmt: skip
 def test_what_is_no_layout(spec: ParallelismConfig, keys: list[str]) -> None:
-    complaints = list(spec.validate())
-    assert [complaint.key for complaint in complaints] == [f"parallelism.{key}" for key in keys]
-    assert all(complaint.reason for complaint in complaints)
+    issues = list(spec.validate())
+    assert [issue.key for issue in issues] == [f"parallelism.{key}" for key in keys]
+    assert all(issue.reason for issue in issues)
 
 
 @pytest.mark.parametrize(

@@ -145,13 +145,13 @@ def test_what_fits_needs_no_cure(plan_of: Compose) -> None:
 @pytest.mark.parametrize("name", ["llama3_8b", "gpt2_124m", "decoder_nano"])
 def test_the_tape_makes_the_flops_that_the_model_counts(name: str, compose: Compose) -> None:
     run = compose(f"model={name}", "data=synthetic", "data.sequence=256", here=False)
-    tapes = run.model.build_op_graphs(forward_spec(run, sequences=2, tokens_per_sequence=256))
-    parts = [*[tapes.block] * run.model.layers, tapes.head]
+    op_graphs = run.model.build_op_graphs(forward_spec(run, sequences=2, tokens_per_sequence=256))
+    parts = [*[op_graphs.block] * run.model.layers, op_graphs.head]
     made = {
         work: sum(
             operator.flops + operator.backward_flops
-            for tape in parts
-            for operator in tape.operators
+            for graph in parts
+            for operator in graph.operators
             if operator.work is work
         )
         for work in OpWork

@@ -81,7 +81,7 @@ def test_keys_have_type_default_and_unit() -> None:
 
 def test_the_cli_page_has_every_command() -> None:
     page = PAGES["reference/cli.md"]
-    assert all(f"## scalewise {verb}\n" in page for verb in VERBS)
+    assert all(f"## scalewise {command}\n" in page for command in VERBS)
     assert page.count("```") == 2 * (1 + len(VERBS))
 
 

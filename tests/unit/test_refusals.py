@@ -163,7 +163,7 @@ def test_one_complaint_names_key_reason_and_cure(
 
 def test_all_complaints_come_at_once() -> None:
     lines = ["modle=x", "optimizer=adamm", "model.width=abc", "trainer.micro_batch=0", "x y"]
-    keys = [complaint.key for complaint in refused([*lines, "data.vocabulary=9999"])]
+    keys = [issue.key for issue in refused([*lines, "data.vocabulary=9999"])]
     assert sorted(keys) == [
         "",
         "data.vocabulary",
@@ -176,7 +176,7 @@ def test_all_complaints_come_at_once() -> None:
 
 def test_values_are_checked_beside_a_preset_that_does_not_fit() -> None:
     lines = ["experiment=smoke", "model=hf", "model.path=ll", "model.widht=3", "data.sequence=a"]
-    keys = [complaint.key for complaint in refused(lines)]
+    keys = [issue.key for issue in refused(lines)]
     assert sorted(keys) == ["data.sequence", "experiment", "model.widht"]
 
 
@@ -192,15 +192,15 @@ def test_the_message_is_a_line_a_complaint() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 5000, "[" + "x," * 3000 + "x]", "a\\nb\x1b[31m"])
 def test_a_message_stays_short_and_printable(value: str) -> None:
-    for complaint in refused([f"model.width='{value}'"]):
-        assert len(str(complaint)) < 400
-        assert str(complaint).isprintable()
+    for issue in refused([f"model.width='{value}'"]):
+        assert len(str(issue)) < 400
+        assert str(issue).isprintable()
 
 
 def test_a_secret_of_the_environment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     for line in ("optimizer.lr=${oc.env:WANDB_API_KEY}", "name=${oc.env:WANDB_API_KEY}"):
-        assert "hunter2" not in " ".join(str(complaint) for complaint in refused([line]))
+        assert "hunter2" not in " ".join(str(issue) for issue in refused([line]))
 
 
 def test_a_package_that_the_user_trusts() -> None:
@@ -212,8 +212,8 @@ def test_a_package_that_the_user_trusts() -> None:
 
 def test_overrides_are_a_list_of_texts() -> None:
     assert compose("seed=3").seed == 3
-    (complaint,) = refused([3])
-    assert "an override is a text" in complaint.reason
+    (issue,) = refused([3])
+    assert "an override is a text" in issue.reason
 
 
 @pytest.mark.parametrize("line", ["model=decoder_nano", "optimizer.lr=1e-3", "~callbacks.guard"])

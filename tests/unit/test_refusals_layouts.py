@@ -246,19 +246,19 @@ def test_no_step_is_taken_on_scaled_gradients() -> None:
     line = ["optimizer.in_backward=true", "trainer.clip_norm=null", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose([*line, "precision=fp16_mixed"], here=False)
-    (complaint,) = caught.value.issues
-    assert complaint.key == "optimizer.in_backward"
-    assert "known to be finite" in complaint.reason
+    (issue,) = caught.value.issues
+    assert issue.key == "optimizer.in_backward"
+    assert "known to be finite" in issue.reason
 
 
 def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
     line = ["parallelism=fsdp", "precision=fp16_mixed", "hardware=v100"]
     with pytest.raises(ConfigError) as caught:
         compose(line, here=False)
-    (complaint,) = caught.value.issues
-    assert (complaint.key, complaint.value) == ("precision", "fp16_mixed")
-    assert "scales no fp16 gradients" in complaint.reason
-    assert "parallelism=ddp" in complaint.fix
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value) == ("precision", "fp16_mixed")
+    assert "scales no fp16 gradients" in issue.reason
+    assert "parallelism=ddp" in issue.fix
     compose(["parallelism=ddp", *line[1:]], here=False)
 
 
@@ -272,9 +272,9 @@ def test_fp16_gradients_are_not_scaled_over_a_mesh() -> None:
 def test_fp8_wants_a_device_and_formats_for_it(line: list[str], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["precision=fp8", *line], here=False)
-    (complaint,) = caught.value.issues
-    assert complaint.key == key
-    assert reason in complaint.reason
+    (issue,) = caught.value.issues
+    assert issue.key == key
+    assert reason in issue.reason
 
 
 UNEVEN = ["trainer.micro_batch=3", "trainer.global_batch=8"]

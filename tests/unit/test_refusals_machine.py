@@ -45,10 +45,10 @@ def test_variables_on_which_the_tracker_would_stumble(
     if not reason:
         compose(lines)
         return
-    (complaint,) = refused(lines)
-    assert complaint.key == variable
-    assert reason in complaint.reason
-    assert "unset it" in complaint.fix
+    (issue,) = refused(lines)
+    assert issue.key == variable
+    assert reason in issue.reason
+    assert "unset it" in issue.fix
 
 
 def test_a_device_that_is_elsewhere_is_no_reason_to_refuse_a_plan() -> None:
@@ -70,5 +70,5 @@ def test_another_device_than_was_asked_for(
     for module in ("hardware", "run_config", "validation.compatibility"):
         machine = Machine(gpus, "", 8, 2**34)
         monkeypatch.setattr(f"scalewise.{module}.this_machine", lambda machine=machine: machine)
-    (complaint,) = refused(overrides)
-    assert reason in complaint.reason
+    (issue,) = refused(overrides)
+    assert reason in issue.reason

@@ -91,7 +91,11 @@ class TestLadder:
         found = ablation_effects.as_ablation(
             rungs({"seed": 1}, {"seed": 1, "a": 2}, {"seed": 1, "a": 2, "b": 3})
         )
-        assert [rung.added_overrides for rung in found] == [(), ("a=2",), ("b=3",)]
+        assert [ablation_step.added_overrides for ablation_step in found] == [
+            (),
+            ("a=2",),
+            ("b=3",),
+        ]
 
     def test_fields_of_a_new_option_go_without_saying(self) -> None:
         new = {"memory": "x", "memory.every": 2}

@@ -116,7 +116,7 @@ def test_a_number_that_is_none_is_found_in_any_group(compose: Compose) -> None:
     for group, key in [("model", "rope_theta"), ("launch", "timeout"), ("hardware", "tf32_tflops")]:
         spec: Any = getattr(run, group)
         changed = replace(run, **{group: replace(spec, **{key: float("inf")})})
-        assert f"{group}.{key}" in [complaint.key for complaint in changed.validate()]
+        assert f"{group}.{key}" in [issue.key for issue in changed.validate()]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class TestDesigns:
     def test_what_is_no_screen_is_refused(
         self, screen: ScreeningDesign, fixed: list[str], words: list[str]
     ) -> None:
-        said = "\n".join(str(complaint) for complaint in screen.validate(fixed))
+        said = "\n".join(str(issue) for issue in screen.validate(fixed))
         assert all(word in said for word in words), said
 
     def test_what_is_one_is_not(self) -> None:

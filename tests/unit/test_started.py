@@ -114,8 +114,8 @@ def test_a_rank_that_lacks_a_variable_is_told_which(absent: str) -> None:
     environment = {key: value for key, value in TORCHRUN.items() if key != absent}
     error = adopt_slurm_step(environment)
     assert error is not None
-    (complaint,) = error.issues
-    assert f"{absent} is not set" in complaint.reason
+    (issue,) = error.issues
+    assert f"{absent} is not set" in issue.reason
     assert not set(environment) & set(RANK_VARIABLES), "no other command takes it for a rank"
 
 

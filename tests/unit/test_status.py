@@ -103,10 +103,10 @@ def test_cures_are_overrides_that_compose(
 ) -> None:
     run = compose(*overrides, here=False)
     found = suggested_overrides(ending, run, has_checkpoint=True)
-    assert [cure["override"] for cure in found] == expected
-    assert all(cure["why"].endswith(".") for cure in found)
-    for cure in found:
-        compose(*overrides, *cure["override"].split(), here=False)
+    assert [fix["override"] for fix in found] == expected
+    assert all(fix["why"].endswith(".") for fix in found)
+    for fix in found:
+        compose(*overrides, *fix["override"].split(), here=False)
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -115,16 +115,16 @@ def test_only_what_left_a_checkpoint_can_be_resumed(
 ) -> None:
     if saved:
         (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
-    ending = Outcome("interrupted", signal_number=15)
-    found = a_status().with_outcome(ending, compose(), 1, tmp_path).cures
-    assert [cure["override"] for cure in found] == ["resume=last"] * saved
+    outcome = Outcome("interrupted", signal_number=15)
+    found = a_status().with_outcome(outcome, compose(), 1, tmp_path).cures
+    assert [fix["override"] for fix in found] == ["resume=last"] * saved
 
 
 def test_a_status_that_ended(compose: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     write_json(tmp_path / FACTS, {"mode": "offline", "id": "x"})
-    ending = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
-    a_status().with_outcome(ending, compose(), 2, tmp_path).write(tmp_path)
+    outcome = Outcome("out_of_memory", "no memory", 1, ("last", "lines"))
+    a_status().with_outcome(outcome, compose(), 2, tmp_path).write(tmp_path)
     found = read_json(tmp_path / "status.json")
     expected = {
         "status": "out_of_memory",
@@ -173,9 +173,9 @@ def test_git_where_there_is_one(changes: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("status", ["failed", "out_of_memory", "refused", "timeout"])
 def test_what_fails_after_a_signal_is_interrupted(status: str) -> None:
-    ending = Outcome(status, "InductorError: g++ failed", 1, ("tail",))
-    assert ending.after_signal(0) is ending
-    after = ending.after_signal(signal.SIGTERM)
+    outcome = Outcome(status, "InductorError: g++ failed", 1, ("tail",))
+    assert outcome.after_signal(0) is outcome
+    after = outcome.after_signal(signal.SIGTERM)
     assert (after.status, after.exit_code, after.rank) == ("interrupted", 143, 1)
     assert after.reason == "SIGTERM, then InductorError: g++ failed"
     assert after.log_tail == ("tail",)
@@ -200,7 +200,7 @@ def test_a_rank_ends_interrupted_by_an_error_that_follows_a_signal(
     monkeypatch.setattr(rank_worker, "fit_run", fit)
     monkeypatch.setattr(rank_worker.STOP, "install", lambda: None)
     exit_reports.prepare_reports(tmp_path)
-    ending = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)
-    assert (ending.status, ending.signal_number) == ("interrupted", number)
-    assert "C++ compile error" in ending.reason
+    outcome = rank_worker.run_attempt(compose("tracking=none"), tmp_path, None, None)
+    assert (outcome.status, outcome.signal_number) == ("interrupted", number)
+    assert "C++ compile error" in outcome.reason
     assert exit_reports.read_reports(tmp_path)[0].status == "interrupted"

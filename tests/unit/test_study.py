@@ -118,7 +118,7 @@ class TestRefused:
     def test_says_what_and_how_to_mend_it(
         self, options: dict[str, Any], space: tuple[Axis, ...], words: tuple[str, ...]
     ) -> None:
-        said = "\n".join(str(complaint) for complaint in SearchConfig(**options).validate(space))
+        said = "\n".join(str(issue) for issue in SearchConfig(**options).validate(space))
         assert all(word in said for word in words), said
 
     def test_what_is_sound_is_not(self) -> None:
@@ -362,8 +362,8 @@ class TestPruning:
         assert found.ask_trials() == []
 
     def test_an_ending_that_is_no_failure(self) -> None:
-        ending = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
-        assert (ending.status, ending.exit_code) == ("pruned", 0)
+        outcome = outcome_of_exception(Pruned("the study stopped it after step 4"), 0)
+        assert (outcome.status, outcome.exit_code) == ("pruned", 0)
 
     def test_no_pruner_no_link(self, tmp_path: Path) -> None:
         found = optuna_study.open_study(SearchConfig(), SPACE, tmp_path)

@@ -55,9 +55,9 @@ def test_a_refusal_speaks_the_ledgers_words(compose: Compose) -> None:
     reject_unfit(compose("launch.refuse_unfit=true", "hardware=cpu"))
     with pytest.raises(ConfigError) as caught:
         reject_unfit(compose("model=llama3_70b", *H100, here=False))
-    (complaint,) = caught.value.issues
-    assert complaint.key == "launch.refuse_unfit"
-    assert complaint.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
+    (issue,) = caught.value.issues
+    assert issue.key == "launch.refuse_unfit"
+    assert issue.reason.startswith("out_of_memory: 1.03 TiB of 80.00 GiB (optimizer state 52")
     fitting = ("trainer.micro_batch=1", "memory=checkpoint_full", "hardware.context_gib=1")
     node = ("parallelism.cpu_offload=true", "hardware.host_memory_gib=64")
     with pytest.raises(ConfigError, match=r"host_out_of_memory: .* of 64.00 GiB \(offloaded"):

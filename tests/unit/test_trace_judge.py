@@ -43,13 +43,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
 
 
 def test_the_phases_of_a_trace_are_its_moments() -> None:
-    ledger = held(100, 50).build_breakdown()
-    assert {phase: size for phase, size in ledger.phases.items() if size} == {
+    breakdown = held(100, 50).build_breakdown()
+    assert {phase: size for phase, size in breakdown.phases.items() if size} == {
         StepPhase.forward: 150,
         StepPhase.backward_loss: 150,
         StepPhase.optimizer: 109,
     }
-    at_step = {line.name: line.bytes.get(StepPhase.optimizer, 0) for line in ledger.entries}
+    at_step = {line.name: line.bytes.get(StepPhase.optimizer, 0) for line in breakdown.entries}
     assert at_step["parameters"] == 100
     assert at_step["gradients"] == 7
     assert at_step["what else is alive"] == 2

@@ -142,9 +142,9 @@ def test_what_cannot_be_made_is_refused(
     run = compose(*kept, *lines, "trusted_packages=[fixtures,nowhere_at_all]")
     with pytest.raises(ConfigError) as caught:
         build_user_module(run)
-    (complaint,) = caught.value.issues
-    assert complaint.key == key
-    assert reason in complaint.reason
+    (issue,) = caught.value.issues
+    assert issue.key == key
+    assert reason in issue.reason
 
 
 def test_the_ledger_says_that_only_a_trace_knows(compose: Compose) -> None:

@@ -37,11 +37,11 @@ from scalewise.launch.status import Outcome
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_exceptions(error: BaseException, status: str, reason: str, signal_number: int) -> None:
-    ending = outcome_of_exception(error, rank=1)
-    assert ending.status == status
-    assert reason in ending.reason
-    assert ending.signal_number == signal_number
-    assert ending.rank == 1
+    outcome = outcome_of_exception(error, rank=1)
+    assert outcome.status == status
+    assert reason in outcome.reason
+    assert outcome.signal_number == signal_number
+    assert outcome.rank == 1
 
 
 def test_only_the_unexpected_shows_its_traceback() -> None:
@@ -52,9 +52,9 @@ def test_only_the_unexpected_shows_its_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError) as caught:
         deep(30)
-    ending = outcome_of_exception(caught.value, 0)
-    assert len(ending.log_tail) == LOG_LINES
-    assert ending.log_tail[-1] == "ZeroDivisionError: by zero"
+    outcome = outcome_of_exception(caught.value, 0)
+    assert len(outcome.log_tail) == LOG_LINES
+    assert outcome.log_tail[-1] == "ZeroDivisionError: by zero"
     assert outcome_of_exception(ScalewiseError("no"), 0).log_tail == ()
     assert outcome_of_exception(Interrupted(2, ""), 0).log_tail == ()
 
@@ -68,22 +68,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_words_come_in_the_order_in_which_they_were_left(tmp_path: Path) -> None:
-    endings = [
+    outcomes = [
         Outcome("failed", "peer gone", 2),
         Outcome("out_of_memory", "no room", 0, ("a", "b")),
         Outcome("interrupted", "told", 11, (), 15),
     ]
     exit_reports.prepare_reports(tmp_path)
-    for ending in endings:
-        exit_reports.write_report(tmp_path, ending.rank or 0, ending)
-    assert exit_reports.read_reports(tmp_path) == endings
+    for outcome in outcomes:
+        exit_reports.write_report(tmp_path, outcome.rank or 0, outcome)
+    assert exit_reports.read_reports(tmp_path) == outcomes
 
 
 def test_a_torn_word_is_passed_over(tmp_path: Path) -> None:
     exit_reports.prepare_reports(tmp_path)
     exit_reports.write_report(tmp_path, 0, Outcome("ok"))
     (tmp_path / ".ranks" / "1.json").write_text('{"time": 3, "sta')
-    assert [ending.rank for ending in exit_reports.read_reports(tmp_path)] == [0]
+    assert [outcome.rank for outcome in exit_reports.read_reports(tmp_path)] == [0]
 
 
 def test_words_of_another_attempt_are_cleared(tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ def test_why_a_rank_was_lost(
     endings: list[Outcome], reason: str, rank: int | None, tmp_path: Path
 ) -> None:
     exit_reports.prepare_reports(tmp_path)
-    for ending in endings:
-        assert ending.rank is not None
-        exit_reports.write_report(tmp_path, ending.rank, ending)
+    for outcome in endings:
+        assert outcome.rank is not None
+        exit_reports.write_report(tmp_path, outcome.rank, outcome)
     found = exit_reports.lost_rank_reason(tmp_path, 2)
     assert found is not None
     assert (found.reason, found.rank) == (reason, rank)

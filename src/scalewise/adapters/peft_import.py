@@ -60,10 +60,8 @@ class PeftFolder:
             reason = f"{CONFIG} is truncated or no JSON object"
             raise CheckpointError.for_key(KEY, path, reason, AGAIN)
         if not (path / WEIGHTS).is_file():
-            cure = "save it with safe_serialization=True"
-            raise CheckpointError.for_key(
-                KEY, path, f"has no {WEIGHTS}; pickles are not read", cure
-            )
+            fix = "save it with safe_serialization=True"
+            raise CheckpointError.for_key(KEY, path, f"has no {WEIGHTS}; pickles are not read", fix)
         self.file = SafetensorsFiles([path / WEIGHTS], KEY, path)
         self.names = {
             strip_prefix(name.removeprefix("base_model.model.")): name for name in self.file.names
@@ -240,13 +238,13 @@ def shape_issues(
         for weight in weight_census(current_adapter, model)
         if weight.trainable
     }
-    folder, cure = PeftFolder(path, model), "set the model that it belongs to"
+    folder, fix = PeftFolder(path, model), "set the model that it belongs to"
     found, homes = load_tensors(path, wanted, model), set()
     for name, shape in wanted.items():
         homes.add(folder.locate_weight(name)[2])
         if tuple(found[name].shape) != shape:
             reason = f"{name} is {tuple(found[name].shape)}, the model has {shape}"
-            yield ConfigIssue(KEY, path, reason, cure)
+            yield ConfigIssue(KEY, path, reason, fix)
             return
     if folder.model.tied and HEAD in folder.names:
         homes.add(HEAD)
@@ -258,7 +256,7 @@ def shape_issues(
         reason = "has trained an embedding and left the head that is tied to it"
         yield ConfigIssue(KEY, path, reason, "set model.tied=false")
     if left := sorted(folder.names.keys() - homes):
-        yield ConfigIssue(KEY, path, f"holds {left[0]}, which the run does not train", cure)
+        yield ConfigIssue(KEY, path, f"holds {left[0]}, which the run does not train", fix)
     counts = Counter[str]()
     for name, tensor in found.items():
         counts[folder.locate_weight(name)[2]] += int(tensor.count_nonzero())

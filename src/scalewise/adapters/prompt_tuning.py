@@ -54,11 +54,11 @@ class VirtualTokenAdapterConfig(AdapterConfig):
         places, most = run.data.sequence + self.tokens, run.model.context
         if run.data.sequence <= most < places:
             reason = f"and data.sequence={run.data.sequence} are more than model.context={most}"
-            cure = f"set data.sequence={most - self.tokens}"
+            fix = f"set data.sequence={most - self.tokens}"
             if most <= self.tokens:
                 room = min(self.tokens, most) // 2
-                cure = f"set adapter.tokens={room} data.sequence={min(places, most) - room}"
-            yield ConfigIssue("adapter.tokens", self.tokens, reason, cure)
+                fix = f"set adapter.tokens={room} data.sequence={min(places, most) - room}"
+            yield ConfigIssue("adapter.tokens", self.tokens, reason, fix)
         if run.objective.pairs or run.objective.reference_objective is not None:
             chosen = run.choices.get("adapter", type(self).__name__)
             objective = run.choices.get("objective", "")

@@ -103,7 +103,7 @@ def _predict_rows(path: Path) -> tuple[list[RowPrediction], list[str]]:
         try:
             found.append(predict_row(row))
         except ConfigError as error:
-            what = "; ".join(str(complaint) for complaint in error.issues)
+            what = "; ".join(str(issue) for issue in error.issues)
             left.append(f"{row['source']} {row['model']}: {what}")
     return found, left
 

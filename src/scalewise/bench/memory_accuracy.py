@@ -77,9 +77,9 @@ def measure(
 
 def _train_and_measure(runs: Mapping[str, RunConfig], folder: Path) -> Iterator[MemoryAccuracyRow]:
     for name, run in runs.items():
-        foreseen = worst_rank.worst_rank_breakdown(run)
+        predicted = worst_rank.worst_rank_breakdown(run)
         yield MemoryAccuracyRow(
-            name, foreseen.peak, _measured_peak(name, run, folder), foreseen.peak_phase
+            name, predicted.peak, _measured_peak(name, run, folder), predicted.peak_phase
         )
 
 
@@ -98,8 +98,8 @@ def _trace(runs: Mapping[str, RunConfig]) -> Iterator[MemoryAccuracyRow]:
     from scalewise.training.fake_tensor_trace import trace_run, with_cpu_operators
 
     for name, run in runs.items():
-        foreseen = worst_rank.worst_rank_breakdown(with_cpu_operators(run))
-        yield MemoryAccuracyRow(name, foreseen.peak, trace_run(run).peak, foreseen.peak_phase)
+        predicted = worst_rank.worst_rank_breakdown(with_cpu_operators(run))
+        yield MemoryAccuracyRow(name, predicted.peak, trace_run(run).peak, predicted.peak_phase)
 
 
 def _print_rows(title: str, rows: Iterator[MemoryAccuracyRow]) -> dict[str, object]:
@@ -108,8 +108,8 @@ def _print_rows(title: str, rows: Iterator[MemoryAccuracyRow]) -> dict[str, obje
     kept = []
     for row in rows:
         kept.append(row)
-        foreseen, found = format_bytes(row.foreseen), format_bytes(row.found)
-        print_lines(f"{foreseen:>11}{found:>11}{row.error:>+9.2%}  {row.line}")
+        predicted, found = format_bytes(row.foreseen), format_bytes(row.found)
+        print_lines(f"{predicted:>11}{found:>11}{row.error:>+9.2%}  {row.line}")
     errors = error_summary([abs(row.error) for row in kept])
     print_lines("{rows} rows: median {median:.2%}, worst {worst:.2%}".format(**errors), "")
     return {"errors": errors, "rows": [vars(row) | {"error": row.error} for row in kept]}

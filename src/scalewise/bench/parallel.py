@@ -102,8 +102,8 @@ def _check_options(run: RunConfig) -> None:
         chosen = run.choices.get("precision")
         wrong.append(ConfigIssue("precision", chosen, "the hand-written loop computes in fp32"))
     if run.accumulation > 1:
-        reason, cure = "the hand-written loop has one micro batch a step", "leave it out"
-        wrong.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, cure))
+        reason, fix = "the hand-written loop has one micro batch a step", "leave it out"
+        wrong.append(ConfigIssue("trainer.global_batch", run.global_batch, reason, fix))
     if wrong:
         raise ConfigError(wrong)
 

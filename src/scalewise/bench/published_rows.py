@@ -43,8 +43,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
             table = csv.DictReader(file)
             if lacking := [key for key in NEEDED if key not in (table.fieldnames or ())]:
                 reason = f"has no column {' and none '.join(lacking)}"
-                cure = "the first line of a CSV file names its columns, with commas between them"
-                raise ConfigError.for_key("data", path, reason, cure)
+                fix = "the first line of a CSV file names its columns, with commas between them"
+                raise ConfigError.for_key("data", path, reason, fix)
             for cells in table:
                 row = {str(key): str(text or "").strip() for key, text in cells.items() if key}
                 if not any(row.values()):

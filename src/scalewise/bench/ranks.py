@@ -26,15 +26,15 @@ def run_ranks(task: Callable[[], None], ranks: int, folder: Path) -> None:
     from scalewise.launch.elastic import run_entry
 
     try:
-        ending = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE))
+        outcome = run_entry(ranks, _serve_task, (task, folder), folder, Launch(grace=GRACE))
     finally:
         exit_reports.remove_reports(folder)
-    if ending.status == "interrupted":
-        name = signal.Signals(ending.signal_number).name
-        raise Interrupted(ending.signal_number, f"{name} while measuring; nothing was written")
-    if ending.status != "ok":
-        tail = "\n".join(ending.log_tail)
-        raise ScalewiseError(f"{ending.status}: {ending.reason}\n{tail}".rstrip())
+    if outcome.status == "interrupted":
+        name = signal.Signals(outcome.signal_number).name
+        raise Interrupted(outcome.signal_number, f"{name} while measuring; nothing was written")
+    if outcome.status != "ok":
+        tail = "\n".join(outcome.log_tail)
+        raise ScalewiseError(f"{outcome.status}: {outcome.reason}\n{tail}".rstrip())
 
 
 def _serve_task(task: Callable[[], None], folder: Path) -> None:
@@ -44,11 +44,11 @@ def _serve_task(task: Callable[[], None], folder: Path) -> None:
     number = int(os.environ["RANK"])
     try:
         task()
-        ending = Outcome("ok")
+        outcome = Outcome("ok")
     except Exception as error:  # told to the launcher, whatever it is
-        ending = outcome_of_exception(error, number)
-    exit_reports.write_report(folder, number, ending)
-    rank_entrypoint.end_rank(ending)
+        outcome = outcome_of_exception(error, number)
+    exit_reports.write_report(folder, number, outcome)
+    rank_entrypoint.end_rank(outcome)
 
 
 def check_ranks(ranks: int, key: str, num_gpus: int | None, max_cpu_ranks: int) -> None:
@@ -58,9 +58,9 @@ def check_ranks(ranks: int, key: str, num_gpus: int | None, max_cpu_ranks: int) 
     ranks.
     """
     if num_gpus is not None and max(ranks, 2) > num_gpus:
-        cure = "set hardware=cpu, or run it where there are more"
+        fix = "set hardware=cpu, or run it where there are more"
         reason = f"needs {max(ranks, 2)} CUDA devices, this machine has {num_gpus}"
-        raise ConfigError.for_key(key, ranks, reason, cure)
+        raise ConfigError.for_key(key, ranks, reason, fix)
     if ranks < 2:
         raise ConfigError.for_key(key, ranks, "there is nobody to send to", f"set {key}=2")
     if num_gpus is None and ranks > max_cpu_ranks:

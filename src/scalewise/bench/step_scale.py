@@ -36,9 +36,9 @@ def input_issues(folder: str, file: Path) -> Iterator[ConfigIssue]:
     if not Path(folder).is_dir():
         yield ConfigIssue("learn", folder, "is no folder", "set learn=runs")
     if not file.exists():
-        cure = f"{command_line('calibrate', [f'name={file.stem}'])}, then train with "
-        cure += format_override("hardware", file.stem)
-        yield ConfigIssue("name", file.stem, f"{file} is not there yet", cure)
+        fix = f"{command_line('calibrate', [f'name={file.stem}'])}, then train with "
+        fix += format_override("hardware", file.stem)
+        yield ConfigIssue("name", file.stem, f"{file} is not there yet", fix)
 
 
 def learn_step_scale(folder: Path, file: Path) -> StepScale:
@@ -54,9 +54,9 @@ def learn_step_scale(folder: Path, file: Path) -> StepScale:
             f"{len(found)} runs below {folder} ended well on {file} under torch {torch} and have "
             f"a measured step; {LEAST} are needed"
         )
-        cure = "scalewise train -cd " + shell_word(file.parents[1])
-        cure += f" {format_override('hardware', file.stem)} ..."
-        raise ConfigError.for_key("", "", reason, cure)
+        fix = "scalewise train -cd " + shell_word(file.parents[1])
+        fix += f" {format_override('hardware', file.stem)} ..."
+        raise ConfigError.for_key("", "", reason, fix)
     deciles = quantiles(found, n=10, method="inclusive")
     middle = median(found)
     scale = StepScale(middle, deciles[0] / middle, deciles[-1] / middle, len(found))
@@ -87,10 +87,10 @@ def _step_ratio(run: Path, figures: Mapping[str, object], torch: str | None) -> 
         return None
     if any(used.get(key) != value for key, value in figures.items()):
         return None
-    took, foreseen = metrics.get("time/step_s"), plan.get("plan/step_s")
-    if not isinstance(took, float) or not isinstance(foreseen, float):
+    took, predicted = metrics.get("time/step_s"), plan.get("plan/step_s")
+    if not isinstance(took, float) or not isinstance(predicted, float):
         return None
-    return took / foreseen * float(used["step_scale"])
+    return took / predicted * float(used["step_scale"])
 
 
 def _ratio_table(content: object) -> dict[str, Any]:

@@ -188,9 +188,9 @@ def checkpoint_errors(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _other_model_error(checkpoint: Path | None, reason: str) -> CheckpointError:
-    cure = "choose another step, or put a copy of the run's resolved.yaml back"
+    fix = "choose another step, or put a copy of the run's resolved.yaml back"
     text = f"{checkpoint} does not fit the model of its run: {reason}"
-    return CheckpointError.for_key("", "", text, cure)
+    return CheckpointError.for_key("", "", text, fix)
 
 
 def read_resolved(folder: Path) -> Mapping[str, Any]:
@@ -236,13 +236,13 @@ def choose_checkpoint(folder: Path, step: str, parts: Collection[str]) -> Path:
         return path
     if damages:
         reason = f"no checkpoint of {folder} is whole: " if step == "last" else f"{folder}: "
-        cure = "train anew, or copy one from a backup"
+        fix = "train anew, or copy one from a backup"
         if len(known) > len(damages):
-            cure = "choose another step, or copy this one from a backup"
-        raise CheckpointError.for_key("step", step, reason + ", ".join(damages), cure)
+            fix = "choose another step, or copy this one from a backup"
+        raise CheckpointError.for_key("step", step, reason + ", ".join(damages), fix)
     names = [*map(str, known), "last", *(["best"] if best else [])]
-    cure = f"choose one of step={', '.join(names)}" if known else "give the folder of another run"
-    raise ConfigError.for_key("step", step, f"{folder} has no such checkpoint", cure)
+    fix = f"choose one of step={', '.join(names)}" if known else "give the folder of another run"
+    raise ConfigError.for_key("step", step, f"{folder} has no such checkpoint", fix)
 
 
 def _damage(path: Path, parts: Collection[str]) -> str:

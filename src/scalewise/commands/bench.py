@@ -34,10 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs one benchmark into a folder under runs/ and prints what it found; exit code 0."""
     name, *words = arguments or [""]
     if name not in BENCHMARKS:
-        cure = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
-        raise ConfigError.for_key(
-            "", "", f"no benchmark {name!r}" if name else "no benchmark", cure
-        )
+        fix = f"scalewise bench {'|'.join(BENCHMARKS)} [overrides]"
+        raise ConfigError.for_key("", "", f"no benchmark {name!r}" if name else "no benchmark", fix)
     words = _as_overrides(words)
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError.for_key("", "", f"bench takes overrides, not {flags[0]}")

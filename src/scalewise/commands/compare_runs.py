@@ -22,8 +22,8 @@ SMALL_SHARE = 0.005
 def main(arguments: Sequence[str]) -> int:
     """Prints the difference of two runs' folders; exit code 0."""
     if len(arguments) != 2:
-        cure = "scalewise plan explain runs/NAME/TIME runs/NAME/TIME"
-        raise ConfigError.for_key("", "", f"two runs are compared, not {len(arguments)}", cure)
+        fix = "scalewise plan explain runs/NAME/TIME runs/NAME/TIME"
+        raise ConfigError.for_key("", "", f"two runs are compared, not {len(arguments)}", fix)
     one, other = _read_runs(arguments)
     console = get_console()
     for run in (one, other):
@@ -44,17 +44,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read_runs(arguments: Sequence[str]) -> list[RunRecord]:
-    found, complaints = [], []
+    found, issues = [], []
     for argument in arguments:
         run = records.read_run(Path(argument).expanduser())
         if run is None:
             reason = f"{argument} is no folder of a run: it has no readable status.json"
-            cure = "give the folder of a run, or put a copy of the file back"
-            complaints.append(ConfigIssue("", "", reason, cure))
+            fix = "give the folder of a run, or put a copy of the file back"
+            issues.append(ConfigIssue("", "", reason, fix))
         else:
             found.append(run)
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return found
 
 

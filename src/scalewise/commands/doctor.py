@@ -53,8 +53,8 @@ def finding_lines(machine: Machine) -> Iterator[Line]:
     yield from _tracking_lines()
     for extra, (package, purpose) in EXTRAS.items():
         there = importlib.util.find_spec(package) is not None
-        cure = "" if there else f"; pip install 'scalewise[{extra}]'"
-        yield f"extra {extra}", "installed" if there else "absent", f"for {purpose}{cure}"
+        fix = "" if there else f"; pip install 'scalewise[{extra}]'"
+        yield f"extra {extra}", "installed" if there else "absent", f"for {purpose}{fix}"
 
 
 def _device_lines(machine: Machine) -> Iterator[Line]:
@@ -87,14 +87,14 @@ def _tracking_lines() -> Iterator[Line]:
     from scalewise.tracking.connection import base_url, has_key
     from scalewise.tracking.wandb_session import choose_mode
 
-    if wrong := [str(complaint) for complaint in WandbConfig().validate_machine()]:
+    if wrong := [str(issue) for issue in WandbConfig().validate_machine()]:
         yield "W&B", "cannot run", "; ".join(wrong)
         return
     server = base_url()
     key = "logged in" if has_key(server) else "no key"
     mode = choose_mode(WandbConfig())
-    cure = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
+    fix = "" if has_key(server) else "; wandb login, or WANDB_API_KEY, brings them online"
     meaning = (
-        "runs are not tracked" if mode is WandbMode.disabled else f"runs are tracked {mode}{cure}"
+        "runs are not tracked" if mode is WandbMode.disabled else f"runs are tracked {mode}{fix}"
     )
     yield "W&B", f"{key} at {server}", meaning

@@ -100,15 +100,15 @@ def _option_issues(options: dict[str, str]) -> Iterator[ConfigIssue]:
     for key, others in (("rows", (ALL, AS_TRAINED)), ("tokens", ()), ("seed", ("0",))):
         number = options[key].isdecimal() and len(options[key]) < LONGEST and int(options[key]) > 0
         if options[key] not in others and not number:
-            cure = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
-            yield ConfigIssue(key, options[key], "is no number of 1 or more", cure)
+            fix = f"set {key}={DEFAULTS[key] if key != 'rows' else ALL}"
+            yield ConfigIssue(key, options[key], "is no number of 1 or more", fix)
     try:
         temperature = float(options["temperature"])
     except ValueError:
         temperature = -1.0
     if not (isfinite(temperature) and temperature >= 0):
-        cure = "set temperature=0 for the likeliest token"
-        yield ConfigIssue("temperature", options["temperature"], "is no number of 0 or more", cure)
+        fix = "set temperature=0 for the likeliest token"
+        yield ConfigIssue("temperature", options["temperature"], "is no number of 0 or more", fix)
 
 
 def _write_evaluation(

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     wrong = []
     form = trained.parse_options(arguments).get("adapter", AdapterExport.merged)
     if form not in set(AdapterExport):
-        cure = f"choose one of adapter={', '.join(AdapterExport)}"
-        wrong.append(ConfigIssue("adapter", form, "is no form of an export", cure))
+        fix = f"choose one of adapter={', '.join(AdapterExport)}"
+        wrong.append(ConfigIssue("adapter", form, "is no form of an export", fix))
     folder, options = trained.read_arguments("export", arguments, DEFAULTS, wrong)
     to = Path(options["to"]).expanduser().absolute() if options["to"] else folder / "export"
     from scalewise.export import hf_export as exports

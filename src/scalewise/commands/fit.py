@@ -66,17 +66,16 @@ def resolve_auto_all(
 ) -> list[tuple[RunConfig, MicroBatchChoice | None]]:
     """Returns what ``fitted`` does of each of ``runs``; raises with every complaint."""
     fit: list[tuple[RunConfig, MicroBatchChoice | None]] = []
-    complaints: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     for number, run in enumerate(runs):
         try:
             fit.append(resolve_auto(run, no_probe_reason=no_probe_reason))
         except ConfigError as error:
-            complaints += [
-                replace(complaint, reason=f"job {number}: {complaint.reason}")
-                for complaint in error.issues
+            issues += [
+                replace(issue, reason=f"job {number}: {issue.reason}") for issue in error.issues
             ]
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return fit
 
 
@@ -98,8 +97,8 @@ def _fit_overrides(run: RunConfig) -> tuple[str, ...]:
         return plan.suggested_fix.overrides
     needed, there = format_bytes(plan.fit.reserved[1]), format_bytes(plan.fit.capacity or 0)
     reason = f"needs {needed} of {there}, and no change that was tried makes it fit"
-    cure = "see `scalewise plan` with the same line, or set plan.fit=none"
-    raise ConfigError.for_key("plan.fit", run.plan.fit.value, reason, cure)
+    fix = "see `scalewise plan` with the same line, or set plan.fit=none"
+    raise ConfigError.for_key("plan.fit", run.plan.fit.value, reason, fix)
 
 
 def _on_available_devices(run: RunConfig) -> RunConfig:

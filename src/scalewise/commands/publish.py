@@ -48,12 +48,12 @@ def _check_folders(arguments: Sequence[str]) -> list[Path]:
             "", "", "no folder given", "scalewise publish runs/NAME/TIMESTAMP"
         )
     folders = [Path(argument).expanduser().absolute() for argument in arguments]
-    cure = "give one that holds a status.json or a sweep.json"
-    complaints = [
-        ConfigIssue("", "", f"{argument} is no folder of a run or a sweep", cure)
+    fix = "give one that holds a status.json or a sweep.json"
+    issues = [
+        ConfigIssue("", "", f"{argument} is no folder of a run or a sweep", fix)
         for argument, folder in zip(arguments, folders, strict=True)
         if not (read_json(folder / "sweep.json") or read_json(folder / "status.json"))
     ]
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return list(dict.fromkeys(folders))

@@ -182,18 +182,18 @@ def train_command(run: RunConfig, overrides: Sequence[str]) -> str:
 
 
 def _breakdown_table(plan: Plan) -> Table:
-    ledger = plan.fit.breakdown
+    breakdown = plan.fit.breakdown
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("where the bytes go")
     shown.add_column("at the peak", justify="right")
     shown.add_column("at most", justify="right")
     shown.add_column("formula", style="dim")
     shown.add_column("why", style="dim")
-    lines = sorted(ledger.entries, key=lambda line: -line.bytes.get(ledger.peak_phase, 0))
+    lines = sorted(breakdown.entries, key=lambda line: -line.bytes.get(breakdown.peak_phase, 0))
     rest = 0
     for line in lines:
-        now = line.bytes.get(ledger.peak_phase, 0)
-        if line.max_bytes < SMALL_SHARE * ledger.peak:
+        now = line.bytes.get(breakdown.peak_phase, 0)
+        if line.max_bytes < SMALL_SHARE * breakdown.peak:
             rest += now
             continue
         told = format_bytes(now) if now else MISSING
@@ -223,16 +223,16 @@ def print_fit(plan: Plan) -> None:
     console.print(styled_text((str(fit.status), STYLES[fit.status]), f", {of}"))
     if fit.status is FitStatus.fits:
         return
-    cure = plan.suggested_fix
-    if cure is None and plan.run.objective.is_user_defined:
+    fix = plan.suggested_fix
+    if fix is None and plan.run.objective.is_user_defined:
         return
-    if cure is None:
+    if fix is None:
         more = "" if plan.run.objective.trace_only else "; plan.search=all tries more"
         console.print(f"no change that was tried makes it fit{more}")
     else:
         taken = "; train takes it, for plan.fit=auto" * (plan.run.plan.fit is UnfitPolicy.auto)
-        console.print(f"to make it fit: {cure.override_text}{taken}", soft_wrap=True)
-        console.print(train_command(plan.run, cure.overrides), style="dim", soft_wrap=True)
+        console.print(f"to make it fit: {fix.override_text}{taken}", soft_wrap=True)
+        console.print(train_command(plan.run, fix.overrides), style="dim", soft_wrap=True)
 
 
 def _print_host_and_disk(console: Console, plan: Plan) -> None:

@@ -73,17 +73,17 @@ def load_trained(
     except ConfigError as error:
         raise _record_error(folder, error.issues) from None
     if any(isinstance(spec, UserModule) for spec in parts):
-        reason, cure = "is of a module of yours", "load its checkpoint in code of your own"
-        raise ConfigError.for_key("", "", f"{folder} {reason}", cure)
+        reason, fix = "is of a module of yours", "load its checkpoint in code of your own"
+        raise ConfigError.for_key("", "", f"{folder} {reason}", fix)
     named = zip(trained.SPECS, parts, strict=True)
-    complaints = [
-        complaint
+    issues = [
+        issue
         for group, spec in named
         if needs_data or group != "data"
-        for complaint in config_issues(group, spec)
+        for issue in config_issues(group, spec)
     ]
-    if complaints:
-        raise _record_error(folder, complaints)
+    if issues:
+        raise _record_error(folder, issues)
     told = trained.TrainedRun(folder, None, int(values["seed"]), *parts)
     if untrained:
         return told
@@ -97,10 +97,10 @@ def _record_error(folder: Path, issues: Iterable[ConfigIssue]) -> ConfigError:
     """
     file = folder / "resolved.yaml"
     return ConfigError(
-        complaint
-        if complaint.key in inputs.READERS
-        else ConfigIssue("", "", f"{file}: {complaint}", "put a copy of it back")
-        for complaint in issues
+        issue
+        if issue.key in inputs.READERS
+        else ConfigIssue("", "", f"{file}: {issue}", "put a copy of it back")
+        for issue in issues
     )
 
 

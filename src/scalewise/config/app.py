@@ -150,7 +150,7 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
     away = any(f"hydra/launcher={name}" in flags.overrides for name in command.remote_launchers)
     made: list[Path] = []
     own = Path(flags.config_dir).absolute() if flags.config_dir else None
-    passage = CommandContext(command, own, tuple(flags.overrides))
+    context = CommandContext(command, own, tuple(flags.overrides))
     if unreadable := list(diagnostics.unparsable_overrides(flags.overrides)):
         raise ConfigError(unreadable)
     typed = [line.partition("=") for line in flags.overrides]
@@ -163,25 +163,25 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
         with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
             config.hydra.runtime.output_dir = os.path.abspath(config.hydra.run.dir)
         try:
-            passage.run = _single_run(config, passage)
+            context.run = _single_run(config, context)
         except Exception as error:  # Hydra would hide which error it was
-            passage.exceptions.append(error)
+            context.exceptions.append(error)
             raise
 
     def task(_: DictConfig) -> None:
         console.redact_logs()
         try:
             gc.enable()
-            assert passage.run is not None
-            passage.exit_codes.append(
-                command.run_single(passage.run, Path(HydraConfig.get().runtime.output_dir))
+            assert context.run is not None
+            context.exit_codes.append(
+                command.run_single(context.run, Path(HydraConfig.get().runtime.output_dir))
             )
         except Exception as error:  # Hydra would print about it
-            passage.exceptions.append(error)
+            context.exceptions.append(error)
         finally:  # a signal is no Exception
             remove_empty(made)
 
-    _contexts.append(passage)
+    _contexts.append(context)
     program = hydra.main(
         version_base="1.3", config_path=str(paths.project_root() / "conf"), config_name="config"
     )(task)
@@ -199,33 +199,33 @@ def run_command(command: Command, arguments: Sequence[str]) -> int:
             nullcontext() if _may_switch_to_multirun(flags) else _skip_mode_composition(),
         ):
             program()
-        if passage.exceptions:
-            raise passage.exceptions[0]
+        if context.exceptions:
+            raise context.exceptions[0]
     except SystemExit as error:
         if not (error.code and flags.package):
             raise
-        reason, cure = (
+        reason, fix = (
             "is no part of the config",
             did_you_mean(flags.package, paths.GROUPS, "--package "),
         )
-        raise ConfigError.for_key("--package", flags.package, reason, cure) from None
+        raise ConfigError.for_key("--package", flags.package, reason, fix) from None
     except Exception as error:  # whatever Hydra made of it is translated below
-        if error in passage.exceptions or (isinstance(error, ConfigError) and not error.__cause__):
+        if error in context.exceptions or (isinstance(error, ConfigError) and not error.__cause__):
             raise
-        lines = [*passage.file_overrides, *flags.overrides]
+        lines = [*context.file_overrides, *flags.overrides]
         raise diagnostics.translate_hydra_error(
             error, lines, check_machine=command.checks_machine and not away
         ) from error
     finally:
         gc.enable()
         command.release_sweep_folder()
-        remove_empty(passage.new_folders)
-        _contexts.remove(passage)
+        remove_empty(context.new_folders)
+        _contexts.remove(context)
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")
         if errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = errors
-    return _exit_code(passage.exit_codes)
+    return _exit_code(context.exit_codes)
 
 
 def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
@@ -233,8 +233,8 @@ def _single_run(config: DictConfig, context: CommandContext) -> RunConfig:
     if (
         launcher := config.hydra.runtime.choices["hydra/launcher"]
     ) in context.command.remote_launchers:
-        cure = "add -m: a sweep of one job"
-        raise ConfigError.for_key("hydra/launcher", launcher, "a single run runs here", cure)
+        fix = "add -m: a sweep of one job"
+        raise ConfigError.for_key("hydra/launcher", launcher, "a single run runs here", fix)
     return parse_run(
         config,
         _typed_overrides(config.hydra),
@@ -284,22 +284,22 @@ def launch(
     ``options``: those of the launcher, some of which name the folder of the multirun.
     """
     gc.enable()
-    passage = _contexts[-1]
-    proposed = passage.sweep_folder or current_sweep_folder(config)
+    context = _contexts[-1]
+    proposed = context.sweep_folder or current_sweep_folder(config)
     here = (
-        passage.command.checks_machine
-        and options()["engine"] not in passage.command.remote_launchers
+        context.command.checks_machine
+        and options()["engine"] not in context.command.remote_launchers
     )
     jobs = _validate_jobs(loader, config, job_overrides, first_number, proposed, check_machine=here)
     folder = claimed_sweep_folder(config)
     jobs = [_relocated(job, proposed, folder) for job in jobs]
     engine = options()
     try:
-        ends = passage.command.run_sweep(jobs, folder, jobs[0].run.question, engine)
+        ends = context.command.run_sweep(jobs, folder, jobs[0].run.question, engine)
     except Exception as error:  # Hydra would hide which error it was
-        passage.exceptions.append(error)
+        context.exceptions.append(error)
         raise
-    passage.exit_codes.extend(end.exit_code for end in ends)
+    context.exit_codes.extend(end.exit_code for end in ends)
     return [_job_return(end) for end in ends]
 
 
@@ -316,27 +316,27 @@ def current_sweep_folder(config: DictConfig) -> Path:
 
 def claimed_sweep_folder(config: DictConfig) -> Path:
     """Returns the folder of the multirun under way once it is its own: a colliding one moves."""
-    passage = _contexts[-1]
-    assert passage.sweep_folder is not None
-    if not passage.folder_is_claimed:
+    context = _contexts[-1]
+    assert context.sweep_folder is not None
+    if not context.folder_is_claimed:
         _set_sweep_folder(
             config,
-            passage.command.claim_sweep_folder(
-                passage.sweep_folder, user_named=passage.folder_is_user_named
+            context.command.claim_sweep_folder(
+                context.sweep_folder, user_named=context.folder_is_user_named
             ),
         )
-        passage.folder_is_claimed = True
-    return passage.sweep_folder
+        context.folder_is_claimed = True
+    return context.sweep_folder
 
 
 def _set_sweep_folder(config: DictConfig, folder: Path) -> Path:
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(folder)
-    passage = _contexts[-1]
-    passage.new_folders = [*missing_folders(folder), *passage.new_folders]
-    if passage.sweep_folder not in (None, folder):  # a new one beside that which was proposed
-        passage.new_folders.insert(0, folder)
-    passage.sweep_folder = folder
+    context = _contexts[-1]
+    context.new_folders = [*missing_folders(folder), *context.new_folders]
+    if context.sweep_folder not in (None, folder):  # a new one beside that which was proposed
+        context.new_folders.insert(0, folder)
+    context.sweep_folder = folder
     return folder
 
 
@@ -400,7 +400,7 @@ def _validate_jobs(
 ) -> list[SweepJob]:
     varied = _varied_values(job_overrides, _contexts[-1].varied_keys)
     jobs: list[SweepJob] = []
-    complaints: dict[str, ConfigIssue] = {}
+    issues: dict[str, ConfigIssue] = {}
     failed: Exception | None = None
     checking = console.show_progress(job_overrides, "checking", "jobs")
     for number, overrides in enumerate(checking, start=first_number):
@@ -420,17 +420,17 @@ def _validate_jobs(
                 composed, lines, _contexts[-1].cli_overrides, check_machine=check_machine
             )
         except ConfigError as error:
-            complaints |= {str(complaint): complaint for complaint in error.issues}
+            issues |= {str(issue): issue for issue in error.issues}
             continue
         subdir = str(OmegaConf.select(composed, "hydra.sweep.subdir"))
         if not _is_inside(subdir):
-            cure = "give the name of a folder in it: 'hydra.sweep.subdir=${hydra.job.num}'"
+            fix = "give the name of a folder in it: 'hydra.sweep.subdir=${hydra.job.num}'"
             reason = "leads out of the sweep's folder"
-            raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, cure)
+            raise ConfigError.for_key("hydra.sweep.subdir", subdir, reason, fix)
         own = folder / subdir
         jobs.append(SweepJob(number, run, own, varied[number - first_number]))
-    if complaints:
-        raise ConfigError(complaints.values()) from failed
+    if issues:
+        raise ConfigError(issues.values()) from failed
     if failed is not None:
         raise failed
     return jobs

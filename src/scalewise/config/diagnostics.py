@@ -48,7 +48,7 @@ def translate_hydra_error(
     known = error.issues if isinstance(error, ConfigError) else ()
     if "multirun" in str(error):
         found += [c for text in overrides for c in _sweep_issues(_parse_override(text, []))]
-    together = {str(complaint): complaint for complaint in (*found, *known)}
+    together = {str(issue): issue for issue in (*found, *known)}
     return ConfigError(together.values() or [_issue_from_error(error, overrides)])
 
 
@@ -63,9 +63,9 @@ def _issue_from_error(error: Exception, overrides: Sequence[str]) -> ConfigIssue
 
 def _sweep_issues(override: Override | None) -> Iterator[ConfigIssue]:
     if override is not None and override.is_sweep_override():
-        cure = "add -m for a sweep, or quote the comma of a text"
+        fix = "add -m for a sweep, or quote the comma of a text"
         yield ConfigIssue(
-            _key(override), _display_value(override), "is several values, for one run", cure
+            _key(override), _display_value(override), "is several values, for one run", fix
         )
 
 
@@ -89,29 +89,27 @@ def diagnose_overrides(
 ) -> list[ConfigIssue]:
     """Returns what is wrong with these overrides, one complaint each, then across groups."""
     lines = list(overrides)
-    if complaints := list(unparsable_overrides(lines)):
-        return complaints
+    if issues := list(unparsable_overrides(lines)):
+        return issues
     with hydra_session() as loader:
-        parsed = [o for text in lines if (o := _parse_override(text, complaints)) is not None]
+        parsed = [o for text in lines if (o := _parse_override(text, issues)) is not None]
         groups = [o for o in parsed if _option_names(_key(o), loader)]
-        sound = [o for o in groups if not _add(complaints, _choice_issue(o, loader))]
+        sound = [o for o in groups if not _add(issues, _choice_issue(o, loader))]
         values = [o for o in parsed if o not in groups]
-        if complaints and not sound and not values:
-            return complaints
-        config, kept = _compose_compatible(
-            [o for o in sound if not o.is_sweep_override()], complaints
-        )
+        if issues and not sound and not values:
+            return issues
+        config, kept = _compose_compatible([o for o in sound if not o.is_sweep_override()], issues)
         if config is None:
-            return complaints
-        sound = [o for o in values if not _add(complaints, _value_issue(o, config, loader))]
-        _add(complaints, _hydra_issues(sound, kept))
-        if any(complaint.key in PRESETS for complaint in complaints):
-            return complaints  # the rules would judge values that the preset replaces
+            return issues
+        sound = [o for o in values if not _add(issues, _value_issue(o, config, loader))]
+        _add(issues, _hydra_issues(sound, kept))
+        if any(issue.key in PRESETS for issue in issues):
+            return issues  # the rules would judge values that the preset replaces
         try:
             parse_run(config, (), lines, check_machine=check_machine)
         except ConfigError as error:
-            complaints += error.issues
-    return complaints
+            issues += error.issues
+    return issues
 
 
 def _parse_override(text: str, issues: list[ConfigIssue]) -> Override | None:
@@ -172,8 +170,8 @@ def _issue_from_conflict(
     for choice in compatible_overrides if _key(override) in PRESETS else ():
         if key.startswith(choice.lstrip("+").partition("=")[0].replace("/", ".") + "."):
             reason = f"sets keys that {choice} lacks, such as {key}"
-            cure = f"leave it out, or choose another {_key(override)}"
-            return ConfigIssue(_key(override), _display_value(override), reason, cure)
+            fix = f"leave it out, or choose another {_key(override)}"
+            return ConfigIssue(_key(override), _display_value(override), reason, fix)
     return ConfigIssue(_key(override), _display_value(override), _first_sentence(error))
 
 
@@ -259,12 +257,12 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
         return
     known = group in (*paths.GROUPS, *PRESETS)
     if override.is_add() and known:
-        cure = f"leave out the +: {shell_word(text[1:])}"
-        yield ConfigIssue(group, _display_value(override), "is chosen already", cure)
+        fix = f"leave out the +: {shell_word(text[1:])}"
+        yield ConfigIssue(group, _display_value(override), "is chosen already", fix)
         return
     if not override.is_add() and not known:
-        cure = f"put + before it: {shell_word('+' + text)}"
-        yield ConfigIssue(group, _display_value(override), "is no group of a run at rest", cure)
+        fix = f"put + before it: {shell_word('+' + text)}"
+        yield ConfigIssue(group, _display_value(override), "is no group of a run at rest", fix)
         return
     options = _option_names(group, loader)
     for value in _override_values(override):
@@ -272,8 +270,8 @@ def _choice_issue(override: Override, loader: ConfigLoader) -> Iterator[ConfigIs
             continue
         if value is None or (isinstance(value, list) and group != "callbacks"):
             optional = group in PRESETS
-            cure = f"write {shell_word('~' + group)}" if optional else did_you_mean("", options)
-            yield ConfigIssue(group, value, "one option is needed", cure)
+            fix = f"write {shell_word('~' + group)}" if optional else did_you_mean("", options)
+            yield ConfigIssue(group, value, "one option is needed", fix)
             continue
         for choice in value if isinstance(value, list) else [value]:
             if str(choice) not in options:
@@ -291,23 +289,21 @@ def _value_issue(
     adds = override.is_add() or override.is_force_add()
     if not adds and not _exists(config, key):
         shown = _display_value(override)
-        cure = _closest_key(key, config, loader)
-        if _accepts_new_keys(key.rpartition(".")[0], config) and not cure.startswith(
-            "did you mean"
-        ):
-            cure = f"to add an entry, put + before the key: {shell_word(f'+{key}={shown}')}"
-        yield ConfigIssue(key, shown, "no such key", cure)
+        fix = _closest_key(key, config, loader)
+        if _accepts_new_keys(key.rpartition(".")[0], config) and not fix.startswith("did you mean"):
+            fix = f"to add an entry, put + before the key: {shell_word(f'+{key}={shown}')}"
+        yield ConfigIssue(key, shown, "no such key", fix)
         return
     if override.is_delete():
         if not key.startswith("callbacks."):
-            cure = f"give it another value: {key}=VALUE"
-            yield ConfigIssue(key, None, "cannot be left out", cure)
+            fix = f"give it another value: {key}=VALUE"
+            yield ConfigIssue(key, None, "cannot be left out", fix)
         return
     default = _node_at(config, key)
     for value in _override_values(override):
         if isinstance(value, dict) and not adds and _accepts_new_keys(key, config):
-            cure = f"put + before the key: {shell_word(f'+{key}={_display_value(override)}')}"
-            yield ConfigIssue(key, _display_value(override), "would add entries", cure)
+            fix = f"put + before the key: {shell_word(f'+{key}={_display_value(override)}')}"
+            yield ConfigIssue(key, _display_value(override), "would add entries", fix)
             continue
         try:
             with open_dict(config):
@@ -343,20 +339,20 @@ def _type_issue(
         typing.get_args(declared_type) if isinstance(declared_type, UnionType) else (declared_type,)
     )
     kind: Any = next((kind for kind in kinds if kind is not type(None)), None)
-    cure = (
+    fix = (
         f"the default is {format_override(key, default)}"
         if isinstance(default, str | int | float) and default != ""
         else ""
     )
     if declared_type is None or (isinstance(value, str) and "${" in value):
-        return ConfigIssue(key, value, _first_sentence(error), cure)
+        return ConfigIssue(key, value, _first_sentence(error), fix)
     if value is None:
-        return ConfigIssue(key, value, "cannot be null", cure)
+        return ConfigIssue(key, value, "cannot be null", fix)
     if isinstance(kind, type) and issubclass(kind, Enum):
         names = [member.name for member in kind]
         close = did_you_mean(str(value), names)
         reason = f"is none of {', '.join(names)}"
-        return ConfigIssue(key, value, reason, close if close.startswith("did") else cure)
+        return ConfigIssue(key, value, reason, close if close.startswith("did") else fix)
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return ConfigIssue(key, value, "is not a whole number", f"write {key}={int(value)}")
     if typing.get_origin(kind) is tuple:
@@ -367,7 +363,7 @@ def _type_issue(
         bool: "is neither true nor false",
         str: "is not a text",
     }.get(kind, _first_sentence(error))
-    return ConfigIssue(key, value, reason, cure)
+    return ConfigIssue(key, value, reason, fix)
 
 
 def _declared_type(key: str, config: DictConfig) -> Any:

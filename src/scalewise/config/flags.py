@@ -73,18 +73,18 @@ def split_flags(arguments: Sequence[str], accepted: Collection[str] = ACCEPTED) 
         if not error.code:  # Hydra's own version, by a shortened flag
             raise ConfigError.for_key("", "", *REJECTED["version"]) from error
         reason = said.getvalue().strip().rpartition("error: ")[2]
-        cure = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
-        raise ConfigError.for_key("", "", reason, cure) from error
-    complaints = [
+        fix = "flags are -m, --cfg job, --info, -cd DIR, and Hydra's others (--hydra-help)"
+        raise ConfigError.for_key("", "", reason, fix) from error
+    issues = [
         ConfigIssue(f"--{name.replace('_', '-')}", value, *REJECTED.get(name, UNUSED))
         for name, value in vars(flags).items()
         if name not in ("overrides", *accepted) and value != parser.get_default(name)
     ]
     if flags.package is not None and not flags.cfg:
-        reason, cure = "shows a part of the config, without --cfg", "add --cfg job"
-        complaints.append(ConfigIssue("--package", flags.package, reason, cure))
-    if complaints:
-        raise ConfigError(complaints)
+        reason, fix = "shows a part of the config, without --cfg", "add --cfg job"
+        issues.append(ConfigIssue("--package", flags.package, reason, fix))
+    if issues:
+        raise ConfigError(issues)
     return flags
 
 
@@ -105,7 +105,7 @@ def launcher_issues(launcher: str) -> Iterator[ConfigIssue]:
         reason = (
             "is not the suite's: no check before the first job starts, no record of how they end"
         )
-        cure = did_you_mean(launcher, LAUNCHERS, "hydra/launcher=")
-        if not cure.startswith("did you mean"):
-            cure = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
-        yield ConfigIssue("hydra/launcher", launcher, reason, cure)
+        fix = did_you_mean(launcher, LAUNCHERS, "hydra/launcher=")
+        if not fix.startswith("did you mean"):
+            fix = f"choose one of hydra/launcher={', '.join(LAUNCHERS)}"
+        yield ConfigIssue("hydra/launcher", launcher, reason, fix)

@@ -66,13 +66,13 @@ def enforce_policy() -> Iterator[None]:
 
     def load_checked(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
         config = load(self, *args, **kwargs)
-        if complaints := list(policy_issues(config)):
-            raise ConfigError(complaints)
+        if issues := list(policy_issues(config)):
+            raise ConfigError(issues)
         return config
 
     def append_checked(self: Any, provider: str, path: str, *args: Any, **kwargs: Any) -> None:
-        if complaints := list(_search_path_issues(provider, path)):
-            raise ConfigError(complaints)
+        if issues := list(_search_path_issues(provider, path)):
+            raise ConfigError(issues)
         append(self, provider, path, *args, **kwargs)
 
     def save_redacted(cfg: DictConfig, filename: str, output_dir: Path) -> None:
@@ -127,9 +127,9 @@ def _search_path_issues(provider: str, path: str) -> Iterator[ConfigIssue]:
         *(e.value.split(".")[0] for e in entry_points(group=registry.ENTRY_POINTS)),
     }
     if re.split(r"[./]", path.removeprefix("pkg://"))[0] not in known:
-        cure = "give the folder: 'hydra.searchpath=[file:///path/to/its/conf]'"
+        fix = "give the folder: 'hydra.searchpath=[file:///path/to/its/conf]'"
         reason = "would import a package that offers no options to the suite"
-        yield ConfigIssue("hydra.searchpath", path, reason, cure)
+        yield ConfigIssue("hydra.searchpath", path, reason, fix)
 
 
 def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
@@ -141,8 +141,8 @@ def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
     key, given = f"hydra.{name}", options if isinstance(options, Mapping) else {}
     if (target := given.get("_target_")) not in PLUGINS[name]:
         own = {"launcher": "scalewise", "sweeper": "basic"}[name]
-        cure = f"set hydra/{name}={own} instead"
-        yield ConfigIssue(f"{key}._target_", target, FOREIGN_TARGET, cure)
+        fix = f"set hydra/{name}={own} instead"
+        yield ConfigIssue(f"{key}._target_", target, FOREIGN_TARGET, fix)
     elif (recursive := given.get("_recursive_")) is not False:
         yield ConfigIssue(f"{key}._recursive_", recursive, FOREIGN_TARGET, LEAVE_OUT)
     for option, value in given.items():
@@ -154,9 +154,9 @@ def _plugin_issues(name: str, options: object) -> Iterator[ConfigIssue]:
 def _callback_issues(value: object) -> Iterator[ConfigIssue]:
     """Yields every callback of Hydra's; the suite has none."""
     entries = value if isinstance(value, Mapping) else {"": value} if value else {}
-    cure = "leave it out; a Lightning callback goes under callbacks.NAME._target_"
+    fix = "leave it out; a Lightning callback goes under callbacks.NAME._target_"
     for name, entry in entries.items():
-        yield ConfigIssue(f"hydra.callbacks.{name}".rstrip("."), entry, FOREIGN_TARGET, cure)
+        yield ConfigIssue(f"hydra.callbacks.{name}".rstrip("."), entry, FOREIGN_TARGET, fix)
 
 
 def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
@@ -182,8 +182,8 @@ def _logging_issues(key: str, value: object) -> Iterator[ConfigIssue]:
                 )
         elif name == "filename":
             if not (isinstance(entry, str) and _LOG_FILE.fullmatch(entry)):
-                cure = "set " + shell_word(f"{inner}='${{hydra.runtime.output_dir}}/run.log'")
-                yield ConfigIssue(inner, entry, "is no file of the run's own folder", cure)
+                fix = "set " + shell_word(f"{inner}='${{hydra.runtime.output_dir}}/run.log'")
+                yield ConfigIssue(inner, entry, "is no file of the run's own folder", fix)
         else:
             yield from _logging_issues(inner, entry)
 
@@ -199,9 +199,9 @@ def _job_issues(job: Mapping[str, Any]) -> Iterator[ConfigIssue]:
         if reveals_secret(str(name), str(value)):
             yield ConfigIssue(f"hydra.job.env_copy.{name}", HIDDEN, WOULD_REVEAL, LEAVE_OUT)
         elif value != os.environ.get(str(name)):  # Hydra copies those of hydra.job.env_copy here
-            cure = "leave it out, and export it in the shell"
+            fix = "leave it out, and export it in the shell"
             reason = "is a variable of the environment, which no config may set"
-            yield ConfigIssue(f"hydra.job.env_set.{name}", value, reason, cure)
+            yield ConfigIssue(f"hydra.job.env_set.{name}", value, reason, fix)
 
 
 def _nested_targets(key: str, value: object) -> Iterator[ConfigIssue]:

@@ -49,8 +49,8 @@ def record_hydra_folders(new_folders: list[Path]) -> Iterator[None]:
                 super().mkdir(*args, **kwargs)
             except OSError as error:
                 reason = f"cannot be made: {error.strerror}"
-                cure = "give hydra.run.dir=DIR where you may write"
-                raise ConfigError.for_key("hydra.run.dir", str(self), reason, cure) from None
+                fix = "give hydra.run.dir=DIR where you may write"
+                raise ConfigError.for_key("hydra.run.dir", str(self), reason, fix) from None
             finally:
                 new_folders.extend(absent)
 

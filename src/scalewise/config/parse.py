@@ -45,14 +45,14 @@ def parse_run(
     An interpolation may read the environment, but not what is named like a secret there: the
     resolved config is written to the run's folder and sent to the tracker.
     """
-    complaints: list[ConfigIssue] = []
-    run = compose_unresolved(config, overrides, complaints).resolve()
-    complaints += untrusted_packages(run.trusted_packages, cli_overrides)
-    complaints += run.validate()
+    issues: list[ConfigIssue] = []
+    run = compose_unresolved(config, overrides, issues).resolve()
+    issues += untrusted_packages(run.trusted_packages, cli_overrides)
+    issues += run.validate()
     if check_machine:
-        complaints += run.validate_machine()
-    if complaints:
-        raise ConfigError(complaints)
+        issues += run.validate_machine()
+    if issues:
+        raise ConfigError(issues)
     return run
 
 
@@ -100,8 +100,8 @@ def untrusted_packages(
     trusted = {package for line in cli_overrides for package in _trusted_by(line)}
     if any(package not in trusted for package in packages):
         reason = "is set by a file; only the command line may trust packages"
-        cure = f"if you trust them, type {typed_override.format_override(TRUSTED, packages)}"
-        yield ConfigIssue(TRUSTED, list(packages), reason, cure)
+        fix = f"if you trust them, type {typed_override.format_override(TRUSTED, packages)}"
+        yield ConfigIssue(TRUSTED, list(packages), reason, fix)
 
 
 def _trusted_by(override_text: str) -> Iterator[str]:
@@ -127,14 +127,14 @@ def parse_group(group: str, recorded_values: Mapping[str, object]) -> Any:
     Raises ``ConfigError`` where it is none of ours, or of a version with other fields.
     """
     registry.import_options()
-    complaints: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     target = str(recorded_values.get("_target_"))
     known = registry.registered_targets().get(target)
     values: object = dict(recorded_values)
     if hidden := [key for key, value in recorded_values.items() if HIDDEN in str(value)]:
         reason = "was a secret, which is not written down"
-        cure = "train again without it: what needs it reads it from the environment"
-        raise ConfigError.for_key(f"{group}.{hidden[0]}", recorded_values[hidden[0]], reason, cure)
+        fix = "train again without it: what needs it reads it from the environment"
+        raise ConfigError.for_key(f"{group}.{hidden[0]}", recorded_values[hidden[0]], reason, fix)
     if known is not None:
         try:
             merged = OmegaConf.merge(OmegaConf.structured(schema_mirror(known)), values)
@@ -150,9 +150,9 @@ def parse_group(group: str, recorded_values: Mapping[str, object]) -> Any:
             if converted[key] != value:  # what a run has written is of the declared type
                 reason = f"{key} is {format_value(value)}, not of the type of that field"
                 raise ConfigError.for_key(group, target, reason)
-    found = _parse_part(group, values, complaints)
-    if complaints:
-        raise ConfigError(complaints)
+    found = _parse_part(group, values, issues)
+    if issues:
+        raise ConfigError(issues)
     return found
 
 
@@ -170,29 +170,29 @@ def _resolved_values(config: DictConfig) -> dict[str, Any]:
     known = (*_PLAIN, *paths.GROUPS)
     nodes = config.items_ex(resolve=False)
     raw = {str(key): _unresolved_entry(node) for key, node in nodes if key != "hydra"}
-    complaints = [
+    issues = [
         ConfigIssue(key, value, "no such key", did_you_mean(key, known))
         for key, value in raw.items()
         if key not in known
     ]
-    complaints += [
+    issues += [
         ConfigIssue(key, None, "cannot be left out", f"give it another value: {key}=VALUE")
         for key in known
         if key not in raw
     ]
-    complaints += _entry_issues(config, {key: raw[key] for key in known if key in raw}, "")
-    if complaints:
-        raise ConfigError(complaints)
+    issues += _entry_issues(config, {key: raw[key] for key in known if key in raw}, "")
+    if issues:
+        raise ConfigError(issues)
     plain = {key: _plain(config[key]) if "${" in str(raw[key]) else raw[key] for key in known}
     texts = list(_iter_strings(plain, ""))
     if contains_secret("\n".join(text for _, text in texts)):  # one search: each costs 0.1 ms
-        complaints = [
+        issues = [
             ConfigIssue(key, text, WOULD_REVEAL, LEAVE_OUT)
             for key, text in texts
             if contains_secret(text)
         ]
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return plain
 
 
@@ -247,10 +247,10 @@ def unresolved_issue(key: str, raw_value: object, error: Exception) -> ConfigIss
     said = str(error).splitlines()[0].split("raised while resolving interpolation: ")[-1]
     if "recursi" in str(error).lower():
         said = "refers to itself"
-    cure = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
+    fix = "give a default: ${oc.env:NAME,default}" if "Environment variable" in said else ""
     if WOULD_REVEAL in said:
-        said, cure = WOULD_REVEAL, LEAVE_OUT
-    return ConfigIssue(key, raw_value, said.strip('"'), cure)
+        said, fix = WOULD_REVEAL, LEAVE_OUT
+    return ConfigIssue(key, raw_value, said.strip('"'), fix)
 
 
 @cache
@@ -276,8 +276,8 @@ def _parse_part(group: str, values: object, issues: list[ConfigIssue]) -> Any:
     keys = [entry.name for entry in dataclasses.fields(cls)]
     if lacking := [key for key in keys if key not in values]:
         reason = f"has other keys than the option chosen: {', '.join(lacking[:3])}"
-        cure = f"choose one of {group}={', '.join(paths.option_names(group))}"
-        issues.append(ConfigIssue(f"{group}._target_", given, reason, cure))
+        fix = f"choose one of {group}={', '.join(paths.option_names(group))}"
+        issues.append(ConfigIssue(f"{group}._target_", given, reason, fix))
         return None
     unknown = [str(key) for key in values if key not in ("_target_", *keys)]
     issues += [
@@ -302,7 +302,7 @@ def _convert_to_declared(
     if typing.get_origin(declared_type) is not tuple:
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        cure = f"write {format_override(key, ['TEXT'])}"
-        issues.append(ConfigIssue(key, value, "is not a list of texts", cure))
+        fix = f"write {format_override(key, ['TEXT'])}"
+        issues.append(ConfigIssue(key, value, "is not a list of texts", fix))
         return ()
     return tuple(value)

@@ -19,17 +19,17 @@ def sweep_overrides(params: Mapping[str, object], zipped: Mapping[str, object]) 
     ``params`` are crossed, ``zipped`` go together. Raises ``ConfigError`` for a key in both, and
     for values that are no text or number.
     """
-    complaints = [
+    issues = [
         ConfigIssue(f"zip.{key}", zipped[key], "is in params too", "leave one of the two out")
         for key in zipped
         if key in params
     ]
     for key, values in (*params.items(), *zipped.items()):
         if not isinstance(values, str | int | float):
-            cure = "write its values as one text: 'a,b,c'"
-            complaints.append(ConfigIssue(key, values, "is no text of values", cure))
-    if complaints:
-        raise ConfigError(complaints)
+            fix = "write its values as one text: 'a,b,c'"
+            issues.append(ConfigIssue(key, values, "is no text of values", fix))
+    if issues:
+        raise ConfigError(issues)
     return [f"{key}={values}" for key, values in (*params.items(), *zipped.items())]
 
 
@@ -57,19 +57,17 @@ def expand_jobs(
         for override in parser.parse_overrides([*cli_overrides])
     }
     together = [key for key in own if key in zipped_keys and key not in given]
-    complaints: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     counts = {key: bounded_count(override) for key, override in {**own, **given}.items()}
     crossed = prod(n for key, n in counts.items() if key not in together)
     crossed *= max((counts[key] for key in together), default=1)
-    if complaints := list(too_many("", "", crossed)):
-        raise ConfigError(complaints)
-    values = {
-        key: _sweep_override(override, complaints) for key, override in {**own, **given}.items()
-    }
-    if not complaints and together:
-        complaints += _unequal_zip_issues({key: values[key] for key in together})
-    if complaints:
-        raise ConfigError(complaints)
+    if issues := list(too_many("", "", crossed)):
+        raise ConfigError(issues)
+    values = {key: _sweep_override(override, issues) for key, override in {**own, **given}.items()}
+    if not issues and together:
+        issues += _unequal_zip_issues({key: values[key] for key in together})
+    if issues:
+        raise ConfigError(issues)
     axes = [[[line] for line in found] for key, found in values.items() if key not in together]
     if together:
         rows = zip(*(values[key] for key in together), strict=True)
@@ -90,16 +88,16 @@ def count(override: Override) -> int:
     key, shown = override.get_key_element(), override.get_value_string()
     start, stop, step = (Decimal(number or 0) for number in (value.start, value.stop, value.step))
     if not (start.is_finite() and stop.is_finite() and step.is_finite() and step):
-        cure = "write range(first,end,step) with a step other than 0"
-        raise ConfigError.for_key(key, shown, "is a range that never ends", cure)
+        fix = "write range(first,end,step) with a step other than 0"
+        raise ConfigError.for_key(key, shown, "is a range that never ends", fix)
     return max(0, ceil((stop - start) / step))
 
 
 def bounded_count(override: Override) -> int:
     """Returns :func:`count`; raises ``ConfigError`` for more values than a sweep has jobs."""
     found = count(override)
-    if complaints := list(too_many(override.get_key_element(), override.get_value_string(), found)):
-        raise ConfigError(complaints)
+    if issues := list(too_many(override.get_key_element(), override.get_value_string(), found)):
+        raise ConfigError(issues)
     return found
 
 
@@ -109,8 +107,8 @@ def _sweep_override(override: Override, issues: list[ConfigIssue]) -> list[str]:
         return [str(override.input_line)]
     key, shown = override.get_key_element(), override.get_value_string()
     if not override.is_discrete_sweep():
-        reason, cure = "is no list of values", "write a,b,c or range(first,end,step)"
-        issues.append(ConfigIssue(key, shown, reason, cure))
+        reason, fix = "is no list of values", "write a,b,c or range(first,end,step)"
+        issues.append(ConfigIssue(key, shown, reason, fix))
         return []
     found = [f"{key}={value}" for value in override.sweep_string_iterator()]
     if not found:

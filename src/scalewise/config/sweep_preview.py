@@ -58,7 +58,7 @@ def _check_values(
     validated = not intervals and prod(map(len, grid)) <= MAX_CHECKED
     jobs = [*product(*grid)] if validated else [(line,) for values in grid for line in values]
     jobs += [(f"{axis.key}={end}",) for axis in intervals for end in (axis.low, axis.high)]
-    complaints: dict[str, ConfigIssue] = {}
+    issues: dict[str, ConfigIssue] = {}
     for job in jobs:
         config = hydra.compose(
             "config", overrides=[*fixed_overrides, *job], return_hydra_config=True
@@ -67,9 +67,9 @@ def _check_values(
             if validated or TRUSTED in job[0].partition("=")[0]:
                 parse_run(config, [*overrides, *job], cli_overrides, check_machine=False)
         except ConfigError as error:
-            complaints |= {str(complaint): complaint for complaint in error.issues}
-    if complaints:
-        raise ConfigError(complaints.values())
+            issues |= {str(issue): issue for issue in error.issues}
+    if issues:
+        raise ConfigError(issues.values())
 
 
 def preview_search(arguments: Sequence[str]) -> SearchPreview:
@@ -100,8 +100,8 @@ def preview_search(arguments: Sequence[str]) -> SearchPreview:
             space, fixed = search_space.read_axes([*lines, *own_lines, *swept], loader)
             if str(sweeper["_target_"]).endswith(".ScalewiseSweeper"):
                 stepped = [a for a in space if isinstance(a, ChoiceAxis) or a.step is not None]
-                if complaints := list(too_many("", "", grid_size(stepped))):
-                    raise ConfigError(complaints)
+                if issues := list(too_many("", "", grid_size(stepped))):
+                    raise ConfigError(issues)
             run = parse_run(config, fixed, flags.overrides, check_machine=False)
             _check_values(space, single, fixed, flags.overrides)
             name = Path(config.hydra.sweep.dir).parent.name

@@ -143,8 +143,8 @@ class DataConfig(ABC):
     def target_length_issue(self) -> ConfigIssue:
         """Returns the complaint about a target that leaves an encoder nothing to read."""
         reason = f"is no part of data.sequence={self.sequence}: an encoder reads the rest"
-        cure = f"give data.target_length={max(1, self.sequence // 4)}"
-        return ConfigIssue("data.target_length", self.target_length, reason, cure)
+        fix = f"give data.target_length={max(1, self.sequence // 4)}"
+        return ConfigIssue("data.target_length", self.target_length, reason, fix)
 
     def non_positive_issues(self, *fields: str) -> Iterator[ConfigIssue]:
         """Yields a complaint for each of the named fields that is zero or less."""

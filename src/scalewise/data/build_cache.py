@@ -56,10 +56,10 @@ def build_cached(
         else:
             raise
         reason = f"the cache cannot be written: {said}"
-        cure = "point SCALEWISE_CACHE to a writable folder with space"
+        fix = "point SCALEWISE_CACHE to a writable folder with space"
         if lacking is not None:
-            cure = f"{lacking[1]}, or {cure}"
-        raise DataError.for_key("SCALEWISE_CACHE", cache_folder(), reason, cure) from error
+            fix = f"{lacking[1]}, or {fix}"
+        raise DataError.for_key("SCALEWISE_CACHE", cache_folder(), reason, fix) from error
     return folder
 
 

@@ -47,8 +47,8 @@ class CaptionData(ChatData):
         from scalewise.data import caption_cache, content
         from scalewise.data.build_cache import build_cached
 
-        if complaints := list(self.validate()):
-            raise DataError(complaints)
+        if issues := list(self.validate()):
+            raise DataError(issues)
         self.tokenizer_source.check_vocabulary(vocabulary)
         files = content.digests_by_content(match_paths(self.paths))
         identity = caption_cache.cache_identity(self, files)

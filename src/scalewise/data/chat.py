@@ -61,11 +61,11 @@ class ChatData(DataConfig):
         yield from self.tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the conversations, from 0 to below 1"
-            cure = "give data.validation_fraction=0.05"
-            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, cure)
+            fix = "give data.validation_fraction=0.05"
+            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
         if self.max_bad_rows < 0:
-            cure = "give data.max_bad_rows=0"
-            yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", cure)
+            fix = "give data.max_bad_rows=0"
+            yield ConfigIssue("data.max_bad_rows", self.max_bad_rows, "is below zero", fix)
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.jsonl]'")
         yield from path_issues("data.paths", self.paths, SUFFIXES, "my/*.jsonl")
@@ -75,8 +75,8 @@ class ChatData(DataConfig):
         from scalewise.data import chat_cache, content
         from scalewise.data.build_cache import build_cached
 
-        if complaints := list(self.validate()):
-            raise DataError(complaints)
+        if issues := list(self.validate()):
+            raise DataError(issues)
         self.tokenizer_source.check_vocabulary(vocabulary)
         files = content.digests_by_content(match_paths(self.paths))
         folder = build_cached(

@@ -89,8 +89,8 @@ def check_records(
         named = "; ".join(map(str, bad_records[:TOLD])) + "; ..." * (len(bad_records) > TOLD)
         are = "are" if len(bad_records) > 1 else "is"
         reason = f"{_count_tokens(bad_records)} that {are} no {config.record_description}: {named}"
-        cure = f"mend them, or leave them out with data.max_bad_rows={len(bad_records)}"
-        raise DataError.for_key("data.max_bad_rows", config.max_bad_rows, reason, cure)
+        fix = f"mend them, or leave them out with data.max_bad_rows={len(bad_records)}"
+        raise DataError.for_key("data.max_bad_rows", config.max_bad_rows, reason, fix)
     if bad_records:
         print_lines(
             f"left out {_count_tokens(bad_records)}, the first {bad_records[0]}", stderr=True
@@ -103,8 +103,8 @@ def check_records(
     for split, texts in splits.items():
         if not texts:
             reason = f"the {split} split has no {config.record_description}"
-            cure = "give more, or data.validation_fraction=0"
-            raise DataError.for_key("data.paths", list(config.paths), reason, cure)
+            fix = "give more, or data.validation_fraction=0"
+            raise DataError.for_key("data.paths", list(config.paths), reason, fix)
 
 
 def write_split(
@@ -184,8 +184,8 @@ def _records_within_sequence(
         texts = texts[firsts <= config.sequence]
     if not len(texts):
         reason = f"no answer of the {split} split begins so early; one begins at {firsts.min()}"
-        cure = f"give data.sequence={2 * int(firsts.min())}"
-        raise DataError.for_key("data.sequence", config.sequence, reason, cure)
+        fix = f"give data.sequence={2 * int(firsts.min())}"
+        raise DataError.for_key("data.sequence", config.sequence, reason, fix)
     if config.target_length:
         return AnswerDataset(
             ids_N,

@@ -59,14 +59,13 @@ class TemplateLimitError(DataError):
     @classmethod
     def for_template(cls, template: Path, reason: str) -> "TemplateLimitError":
         """The error of a template in a file."""
-        cure = "repair the template, or put another beside data.tokenizer"
-        return cls.for_key("data.tokenizer", template, f"the chat template {reason}", cure)
+        fix = "repair the template, or put another beside data.tokenizer"
+        return cls.for_key("data.tokenizer", template, f"the chat template {reason}", fix)
 
     def with_record(self, record: str) -> "TemplateLimitError":
         """The same error, naming the record."""
         return TemplateLimitError(
-            replace(complaint, reason=f"{complaint.reason} at {record}")
-            for complaint in self.issues
+            replace(issue, reason=f"{issue.reason} at {record}") for issue in self.issues
         )
 
 
@@ -230,9 +229,9 @@ def _iter_parquet_rows(path: Path) -> Iterator[object]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        cure = "pip install 'scalewise[hf]'"
+        fix = "pip install 'scalewise[hf]'"
         raise DataError.for_key(
-            "data.paths", path, "reading .parquet needs pyarrow", cure
+            "data.paths", path, "reading .parquet needs pyarrow", fix
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

@@ -365,10 +365,10 @@ class _TurnSpans:
         absent.
         """
         while prefix_text and not self._full_text.startswith(prefix_text):
-            ending = next((token for token in self._special if prefix_text.endswith(token)), "")
-            if not ending and not prefix_text[-1].isspace():
+            outcome = next((token for token in self._special if prefix_text.endswith(token)), "")
+            if not outcome and not prefix_text[-1].isspace():
                 return 0
-            prefix_text = prefix_text[: -len(ending) or -1]
+            prefix_text = prefix_text[: -len(outcome) or -1]
         return len(prefix_text)
 
 

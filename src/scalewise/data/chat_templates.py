@@ -240,9 +240,9 @@ class ChatTemplate(ConversationTemplate):
         answer = self._send_request({"request": None})
         if "error" in answer:
             self.close()
-            cure = "repair the template, or put another beside data.tokenizer"
+            fix = "repair the template, or put another beside data.tokenizer"
             reason = f"the chat template {answer['error']}"
-            raise DataError.for_key("data.tokenizer", self._path, reason, cure)
+            raise DataError.for_key("data.tokenizer", self._path, reason, fix)
 
     def _send_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer of the process; raises ``DataError`` where a limit ended it."""

@@ -48,8 +48,8 @@ class DigitReversal(DataConfig):
         yield from self.non_positive_issues("rows")
         if self.sequence < 2 or self.sequence % 2:
             reason = "is not twice the digits of a prompt"
-            cure = f"set data.sequence={max(2, self.sequence + 1)}"
-            yield ConfigIssue("data.sequence", self.sequence, reason, cure)
+            fix = f"set data.sequence={max(2, self.sequence + 1)}"
+            yield ConfigIssue("data.sequence", self.sequence, reason, fix)
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns distinct prompts, drawn by ``seed``."""
@@ -58,8 +58,8 @@ class DigitReversal(DataConfig):
         from scalewise.data.datasets import RandomDataset
 
         if vocabulary < VOCABULARY:
-            reason, cure = f"needs {VOCABULARY} token ids", f"give model.vocabulary={VOCABULARY}"
-            raise DataError.for_key("model.vocabulary", vocabulary, reason, cure)
+            reason, fix = f"needs {VOCABULARY} token ids", f"give model.vocabulary={VOCABULARY}"
+            raise DataError.for_key("model.vocabulary", vocabulary, reason, fix)
         drawn_ND = RandomDataset(seed, 10, 0, self.rows, self.answer_length - 1).gather(
             range(self.rows)
         )

@@ -96,8 +96,8 @@ def encode_texts(
             if not _is_tokenizer_error(error):
                 raise
             reason = f"cannot encode {source}: {' '.join(str(error).split())}"
-            cure = "mend the text, or give a tokenizer that encodes it"
-            raise DataError.for_key("data.tokenizer", path, reason, cure) from error
+            fix = "mend the text, or give a tokenizer that encodes it"
+            raise DataError.for_key("data.tokenizer", path, reason, fix) from error
     raise DataError.for_key("data.tokenizer", path, "cannot encode the texts", "give another")
 
 

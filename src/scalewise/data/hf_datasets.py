@@ -66,8 +66,8 @@ class HFDatasetData(DataConfig):
         yield from self.non_positive_issues("sequence")
         yield from self._tokenizer_source.validate()
         if not self.path:
-            cure = "give data.path=roneneldan/TinyStories, or a folder"
-            yield ConfigIssue("data.path", "''", "is empty", cure)
+            fix = "give data.path=roneneldan/TinyStories, or a folder"
+            yield ConfigIssue("data.path", "''", "is empty", fix)
         elif self.path.startswith((".", "/", "~")) and not self._dataset_folder.is_dir():
             yield ConfigIssue(
                 "data.path", self.path, "no such folder", "give a folder or a Hub name"
@@ -87,10 +87,10 @@ class HFDatasetData(DataConfig):
         )
 
         if importlib.util.find_spec("datasets") is None:
-            cure = "pip install 'scalewise[hf]'"
-            raise ConfigError.for_key("data", "hf", "needs the package datasets", cure)
-        if complaints := list(self.validate()):
-            raise DataError(complaints)
+            fix = "pip install 'scalewise[hf]'"
+            raise ConfigError.for_key("data", "hf", "needs the package datasets", fix)
+        if issues := list(self.validate()):
+            raise DataError(issues)
         train = partial(self._iter_documents, self.split)
         parts: dict[str, Documents] = {} if self.streaming else {"train": train}
         if self.validation_split:
@@ -150,8 +150,8 @@ class HFDatasetData(DataConfig):
             rows.gather([0])
         except IndexError as error:
             reason = f"the split {self.split!r} does not fill one row"
-            cure = "give more text or a smaller data.sequence"
-            raise DataError.for_key("data.sequence", self.sequence, reason, cure) from error
+            fix = "give more text or a smaller data.sequence"
+            raise DataError.for_key("data.sequence", self.sequence, reason, fix) from error
         return rows
 
     def _iter_documents(self, split: str) -> Iterator[Document]:
@@ -162,8 +162,8 @@ class HFDatasetData(DataConfig):
             yield from skip_nulls(self._iter_texts(split), self.path, self.field)
         except (DatasetsError, ValueError, KeyError, OSError) as error:
             reason = f"split {split!r} cannot be read: {' '.join(str(error).split())}"
-            cure = "check data.path, data.configuration and the split"
-            raise DataError.for_key("data.path", self.path, reason, cure) from error
+            fix = "check data.path, data.configuration and the split"
+            raise DataError.for_key("data.path", self.path, reason, fix) from error
 
     def _iter_texts(self, split: str) -> Iterator[tuple[str, str | None]]:
         """Yields each record's place and text, which may be null."""

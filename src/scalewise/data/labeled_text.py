@@ -32,8 +32,8 @@ class LabeledText(ChatData):
         """Yields classes that cannot be told apart, and what ``Chat`` does."""
         yield from super().validate()
         if len({*self.classes}) < max(2, len(self.classes)):
-            reason, cure = "are not two or more, all different", "give 'data.classes=[no,yes]'"
-            yield ConfigIssue("data.classes", list(self.classes), reason, cure)
+            reason, fix = "are not two or more, all different", "give 'data.classes=[no,yes]'"
+            yield ConfigIssue("data.classes", list(self.classes), reason, fix)
         if self.packing:
             reason = "would put texts beside each other, and a row is of one class"
             yield ConfigIssue("data.packing", True, reason, "set data.packing=false")

@@ -53,8 +53,8 @@ class PretokenizedData(DataConfig):
 
     def prepare(self, vocabulary: int, seed: int) -> DataSplits:
         """Returns the packed rows; the first time every id is read to find the largest."""
-        if complaints := list(self.validate()):
-            raise DataError(complaints)
+        if issues := list(self.validate()):
+            raise DataError(issues)
         from scalewise.data.token_shards import TokenShards
 
         kind, length, held = self.dtype.value, self.sequence, self.validation_paths

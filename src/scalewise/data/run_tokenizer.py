@@ -30,8 +30,8 @@ def check_tokenizer(splits: DataSplits, folder: Path) -> None:
             f"gives another tokenizer than {kept}, of which the weights of that run were made: "
             "what it was trained on has changed since"
         )
-        cure = "put the data back as they were; a new run takes them as they are"
-        raise DataError.for_key("data", splits.tokenizer, reason, cure)
+        fix = "put the data back as they were; a new run takes them as they are"
+        raise DataError.for_key("data", splits.tokenizer, reason, fix)
 
 
 def load_tokenizer(file: Path) -> dict[str, Any]:

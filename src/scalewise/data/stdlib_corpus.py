@@ -62,8 +62,8 @@ class StdlibCorpus(DataConfig):
         sizes = self.list_source_sizes(root)
         if len(sizes) < 2:
             reason = f"{root} has no two Python sources within that size"
-            cure = "give more data.megabytes, or your own files with data=text"
-            raise DataError.for_key("data.megabytes", self.megabytes, reason, cure)
+            fix = "give more data.megabytes, or your own files with data=text"
+            raise DataError.for_key("data.megabytes", self.megabytes, reason, fix)
         held = held_out_names(sizes, VALIDATION_FRACTION)
         train = partial(_iter_texts, root, [name for name in sizes if name not in held])
         source = TokenizeSource(

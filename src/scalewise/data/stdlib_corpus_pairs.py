@@ -90,11 +90,11 @@ def _write_pairs(root: Path, names: list[str], config: StdlibCorpusPairs, folder
     }
     for split, found in parts.items():
         if not found:
-            reason, cure = (
+            reason, fix = (
                 f"the {split} split has no {config.record_description}",
                 "give more data.megabytes",
             )
-            raise DataError.for_key("data.megabytes", config.megabytes, reason, cure)
+            raise DataError.for_key("data.megabytes", config.megabytes, reason, fix)
     chat_cache.write_split(parts, config.tokenizer_source, config.kind, folder)
 
 

@@ -76,8 +76,8 @@ class SyntheticShapes(DataConfig):
         from scalewise.data.build_cache import build_cached
 
         if vocabulary < len(WORDS):
-            reason, cure = f"needs {len(WORDS)} token ids", "give a model of as many"
-            raise DataError.for_key("model.vocabulary", vocabulary, reason, cure)
+            reason, fix = f"needs {len(WORDS)} token ids", "give a model of as many"
+            raise DataError.for_key("model.vocabulary", vocabulary, reason, fix)
         captions_NP = np.array(CAPTIONS)[np.random.default_rng(seed).permutation(len(CAPTIONS))]
         held = len(CAPTIONS) // HELD_OUT
         kept = build_cached("shapes", {"words": WORDS}, _write_tokenizer) / "tokenizer.json"

@@ -51,8 +51,8 @@ class TextData(DataConfig):
         yield from self._tokenizer_source.validate()
         if not 0 <= self.validation_fraction < 1:
             reason = "is a share of the text, from 0 to below 1"
-            cure = "give data.validation_fraction=0.05"
-            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, cure)
+            fix = "give data.validation_fraction=0.05"
+            yield ConfigIssue("data.validation_fraction", self.validation_fraction, reason, fix)
         if not self.paths:
             yield ConfigIssue("data.paths", "[]", "is empty", "give 'data.paths=[my/*.txt]'")
         yield from path_issues("data.paths", self.paths, PLAIN | RECORDS, "my/*.txt")
@@ -66,8 +66,8 @@ class TextData(DataConfig):
         from scalewise.data import content
         from scalewise.data.tokenized_cache import TokenizeSource, build_tokenized, load_splits
 
-        if complaints := list(self.validate()):
-            raise DataError(complaints)
+        if issues := list(self.validate()):
+            raise DataError(issues)
         files = content.digests_by_content(match_paths(self.paths))
         parts = self._split_documents(files)
         identity = {

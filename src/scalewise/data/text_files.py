@@ -129,21 +129,19 @@ def _bom_encoding(path: Path, file: io.BufferedReader) -> str:
         reason = f"has the byte order mark of {known[encoding]}, but text in {known[actual]}"
         new = shell_word(str(text_encodings.converted_path(path)))
         skipped = f"tail -c +{len(mark) + 1} {shell_word(str(path))}"
-        cure = f"convert the file: {skipped} | iconv -f {known[actual]} -t UTF-8 > {new}"
-        raise DataError.for_key("data.paths", path, reason, cure)
+        fix = f"convert the file: {skipped} | iconv -f {known[actual]} -t UTF-8 > {new}"
+        raise DataError.for_key("data.paths", path, reason, fix)
     return encoding
 
 
 def _decode_error(path: Path, line: int, position: int, error: UnicodeDecodeError) -> DataError:
     if error.reason in ("unexpected end of data", "truncated data"):
-        cure = "copy the file again: its end is cut off"
+        fix = "copy the file again: its end is cut off"
     elif error.encoding.startswith("utf-8"):
-        cure = text_encodings.conversion_fix(path, position)
+        fix = text_encodings.conversion_fix(path, position)
     else:
-        cure = "mend the file, or remove its byte order mark if it is in another encoding"
-    return DataError.for_key(
-        "data.paths", path, f"line {line} is not {_encoding_name(error)}", cure
-    )
+        fix = "mend the file, or remove its byte order mark if it is in another encoding"
+    return DataError.for_key("data.paths", path, f"line {line} is not {_encoding_name(error)}", fix)
 
 
 def _encoding_name(error: UnicodeDecodeError) -> str:
@@ -284,9 +282,9 @@ def _iter_parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        cure = "pip install 'scalewise[hf]'"
+        fix = "pip install 'scalewise[hf]'"
         raise DataError.for_key(
-            "data.paths", path, "reading .parquet needs pyarrow", cure
+            "data.paths", path, "reading .parquet needs pyarrow", fix
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

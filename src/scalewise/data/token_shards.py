@@ -34,8 +34,8 @@ class TokenShards:
             if low < 0 or high >= vocabulary:
                 reason = f"holds token id {min(low, high) if low < 0 else high}, outside the"
                 reason += f" model's vocabulary of {vocabulary}"
-                cure = f"give model.vocabulary={high + 1}, or the right data.dtype"
-                raise DataError.for_key(self.key, file, reason, cure)
+                fix = f"give model.vocabulary={high + 1}, or the right data.dtype"
+                raise DataError.for_key(self.key, file, reason, fix)
         rows = PackedDataset(shards, sequence)
         if not len(rows):
             raise too_short_error(split, max(map(len, shards)), sequence)

@@ -39,12 +39,12 @@ class TokenizerSource:
     def validate(self) -> Iterator[ConfigIssue]:
         """Yields what is wrong with the vocabulary, the tokenizer's path or the end of a text."""
         if not self.end_of_text:
-            cure = f"give {format_override('data.end_of_text', END_OF_TEXT)}"
-            yield ConfigIssue("data.end_of_text", "", "is empty: texts have to end", cure)
+            fix = f"give {format_override('data.end_of_text', END_OF_TEXT)}"
+            yield ConfigIssue("data.end_of_text", "", "is empty: texts have to end", fix)
         if self.tokenizer is None and self.vocabulary < SMALLEST_VOCABULARY:
             reason = "a byte-level tokenizer has 256 bytes and an end-of-text token"
-            cure = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
-            yield ConfigIssue("data.vocabulary", self.vocabulary, reason, cure)
+            fix = f"give data.vocabulary={SMALLEST_VOCABULARY} or more"
+            yield ConfigIssue("data.vocabulary", self.vocabulary, reason, fix)
         if self.tokenizer is not None:
             yield from tokenizer_files.tokenizer_issues(self.tokenizer)
 
@@ -67,8 +67,8 @@ class TokenizerSource:
         if tokenizer.token_to_id(self.end_of_text) is None:
             reason = f"{self.tokenizer} has no such token to put between documents"
             given = format_override("data.end_of_text", "</s>")
-            cure = f"give {given}, or what that tokenizer calls it"
-            raise DataError.for_key("data.end_of_text", self.end_of_text, reason, cure)
+            fix = f"give {given}, or what that tokenizer calls it"
+            raise DataError.for_key("data.end_of_text", self.end_of_text, reason, fix)
         tokenizer.no_truncation()  # a tokenizer.json may hold the settings of one batch
         tokenizer.no_padding()
         return tokenizer
@@ -80,16 +80,16 @@ class TokenizerSource:
         if needed <= vocabulary:
             return
         reason = f"makes ids up to {needed - 1}, but the model's vocabulary is {vocabulary}"
-        cure = f"give model.vocabulary={needed}"
+        fix = f"give model.vocabulary={needed}"
         if loaded is None:
-            raise DataError.for_key("data.vocabulary", needed, reason, cure)
+            raise DataError.for_key("data.vocabulary", needed, reason, fix)
         past = {it for it, token in loaded.get_vocab().items() if token >= vocabulary}
         if past <= tokenizer_files.declared_tokens(str(self.tokenizer)):
             names = shorten(", ".join(sorted(past)), 160, placeholder="...")
             reason += f"; declared beside the tokenizer.json, past the model's rows: {names}"
-            cure += " (resize_token_embeddings for a model of transformers); "
-            cure += tokenizer_files.ignore_declarations_fix(str(self.tokenizer))
-        raise DataError.for_key("data.tokenizer", self.tokenizer, reason, cure)
+            fix += " (resize_token_embeddings for a model of transformers); "
+            fix += tokenizer_files.ignore_declarations_fix(str(self.tokenizer))
+        raise DataError.for_key("data.tokenizer", self.tokenizer, reason, fix)
 
     def train(self, documents: Documents) -> Tokenizer:
         """Returns a byte-level BPE trained on the head of ``documents``; deterministic."""

@@ -60,12 +60,12 @@ def tokenizer_files(path: str) -> list[Path]:
 def tokenizer_issues(path: str) -> Iterator[ConfigIssue]:
     """Yields a path that does not exist, and a folder without a tokenizer."""
     given = Path(path).expanduser()
-    cure = f"give the path of a tokenizer.json, or {KEY}=null to train one"
+    fix = f"give the path of a tokenizer.json, or {KEY}=null to train one"
     if given.is_dir():
         if not any(True for name in (FILE, *VOCABULARIES) for _ in given.glob(name)):
-            yield ConfigIssue(KEY, path, "is a folder without a tokenizer", cure)
+            yield ConfigIssue(KEY, path, "is a folder without a tokenizer", fix)
     elif not given.is_file():
-        yield ConfigIssue(KEY, path, "no such file", cure)
+        yield ConfigIssue(KEY, path, "no such file", fix)
 
 
 def resolve_tokenizer(path: str) -> Path:
@@ -199,14 +199,14 @@ def conversion_error(path: str, folder: Path, error: Exception) -> DataError:
     if pieces and lacking:
         reason = f"{pieces[0].name} is converted by transformers with {', '.join(lacking)}"
         return DataError.for_key(KEY, path, reason, "pip install 'scalewise[hf]'")
-    cure = "give the path of a tokenizer.json"
+    fix = "give the path of a tokenizer.json"
     if not (folder / CONFIG).is_file():
         config = shell_word(folder / CONFIG)
         known = "GPT2Tokenizer" if (folder / "vocab.json").is_file() else "BertTokenizer"
         known = "LlamaTokenizer" if pieces else known
-        cure = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
+        fix = f"""name its class: echo '{{"tokenizer_class": "{known}"}}' > {config}"""
     reason = f"transformers makes no tokenizer.json of {folder} ({said})"
-    return DataError.for_key(KEY, path, reason, cure)
+    return DataError.for_key(KEY, path, reason, fix)
 
 
 def ignore_declarations_fix(path: str) -> str:

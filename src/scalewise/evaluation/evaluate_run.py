@@ -44,8 +44,8 @@ def measure_run(
     Raises ``ConfigError`` where there are none.
     """
     if splits.validation is None:
-        reason, cure = "the run's data have no held-out rows", "give the folder of another run"
-        raise ConfigError.for_key("", str(trained_run.folder), reason, cure)
+        reason, fix = "the run's data have no held-out rows", "give the folder of another run"
+        raise ConfigError.for_key("", str(trained_run.folder), reason, fix)
     count = {ALL: len(splits.validation), AS_TRAINED: trained_run.trainer.validation_rows}.get(rows)
     count = int(rows) if count is None else count
     given = (splits.validation, count, int(trained_run.trainer.micro_batch))  # auto is settled

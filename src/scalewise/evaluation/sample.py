@@ -46,8 +46,8 @@ def sample_text(
     model that reads pictures the prompt is the file of one.
     """
     if splits.tokenizer is None:
-        reason, cure = "the run's data were token ids, not text", "leave out prompt"
-        raise ConfigError.for_key("prompt", prompt, reason, cure)
+        reason, fix = "the run's data were token ids, not text", "leave out prompt"
+        raise ConfigError.for_key("prompt", prompt, reason, fix)
     tokenizer = run_tokenizer(splits)
     last = end_tokens(tokenizer)
     text = prompt.encode("utf-8", "replace").decode("utf-8")
@@ -91,8 +91,8 @@ def _read_pixels(file: str, image_size: int) -> torch.Tensor:
     try:
         found_CHW = image_io.resize_image(image_io.read_image(Path(file).expanduser()), image_size)
     except ValueError as error:
-        cure = "give prompt=FILE of a picture, such as .png, .jpg or .npy"
-        raise ConfigError.for_key("prompt", file, str(error), cure) from error
+        fix = "give prompt=FILE of a picture, such as .png, .jpg or .npy"
+        raise ConfigError.for_key("prompt", file, str(error), fix) from error
     return torch.from_numpy(found_CHW.copy())[None]
 
 

@@ -31,14 +31,14 @@ def staging_folder(target_folder: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        reason, cure = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
-        raise ConfigError.for_key("to", str(target_folder), reason, cure) from None
+        reason, fix = f"cannot be made: {error.strerror}", "give to=FOLDER where you may write"
+        raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        reason, cure = "is being written by another export", "wait for it, or give to=FOLDER"
-        raise ConfigError.for_key("to", str(target_folder), reason, cure) from None
+        reason, fix = "is being written by another export", "wait for it, or give to=FOLDER"
+        raise ConfigError.for_key("to", str(target_folder), reason, fix) from None
     try:
         _is_empty(partial)
         yield partial

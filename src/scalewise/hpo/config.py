@@ -63,8 +63,8 @@ class SearchConfig:
                 )
         yield from self._objective_issues()
         if not space:
-            cure = "give values: optimizer.lr=1e-4,1e-3 or 'optimizer.lr=interval(1e-4,1e-3)'"
-            yield ConfigIssue("", "", "a search needs an axis to search along", cure)
+            fix = "give values: optimizer.lr=1e-4,1e-3 or 'optimizer.lr=interval(1e-4,1e-3)'"
+            yield ConfigIssue("", "", "a search needs an axis to search along", fix)
         stepped = all(isinstance(axis, ChoiceAxis) or axis.step is not None for axis in space)
         if self.sampler == "grid" and stepped:
             yield from too_many("hydra.sweeper.sampler", "grid", grid_size(space))
@@ -72,11 +72,11 @@ class SearchConfig:
             if isinstance(axis, IntervalAxis):
                 yield from axis.validate()
                 if self.sampler == "grid" and axis.step is None:
-                    cure = "list its values, or set hydra.sweeper.sampler=random"
-                    yield ConfigIssue(axis.key, "interval", "has no grid", cure)
+                    fix = "list its values, or set hydra.sweeper.sampler=random"
+                    yield ConfigIssue(axis.key, "interval", "has no grid", fix)
         if self.storage is not None and "://" in self.storage:
-            cure = "give a path: search.journal, or search.db for sqlite"
-            yield ConfigIssue("hydra.sweeper.storage", self.storage, "is no file", cure)
+            fix = "give a path: search.journal, or search.db for sqlite"
+            yield ConfigIssue("hydra.sweeper.storage", self.storage, "is no file", fix)
 
     def _number_issues(self) -> Iterator[ConfigIssue]:
         if self.jobs < 1:
@@ -90,13 +90,13 @@ class SearchConfig:
     def _objective_issues(self) -> Iterator[ConfigIssue]:
         for group in ("objectives", "constraints"):
             if not isinstance(asked := getattr(self, group), Mapping):
-                cure = f"write '++hydra.sweeper.{group}={{val/loss: ...}}'"
-                yield ConfigIssue(f"hydra.sweeper.{group}", asked, "is no mapping by metric", cure)
+                fix = f"write '++hydra.sweeper.{group}={{val/loss: ...}}'"
+                yield ConfigIssue(f"hydra.sweeper.{group}", asked, "is no mapping by metric", fix)
                 return
             for key in asked:
                 if key not in METRICS:
-                    cure = did_you_mean(key, METRICS)
-                    yield ConfigIssue(f"hydra.sweeper.{group}", key, "is no metric", cure)
+                    fix = did_you_mean(key, METRICS)
+                    yield ConfigIssue(f"hydra.sweeper.{group}", key, "is no metric", fix)
         for key, goal in self.objectives.items():
             if goal not in GOALS:
                 reason = f"is neither {' nor '.join(GOALS)}"
@@ -106,14 +106,14 @@ class SearchConfig:
                 reason = "an upper bound is a finite number"
                 yield ConfigIssue(f"hydra.sweeper.constraints.{key}", bound, reason)
         if not self.objectives:
-            cure = "set " + format_override("hydra.sweeper.objectives", {"val/loss": "minimize"})
-            yield ConfigIssue("hydra.sweeper.objectives", "{}", "nothing to look for", cure)
+            fix = "set " + format_override("hydra.sweeper.objectives", {"val/loss": "minimize"})
+            yield ConfigIssue("hydra.sweeper.objectives", "{}", "nothing to look for", fix)
         if self.pruner != "none" and len(self.objectives) > 1:
-            cure = "set hydra.sweeper.pruner=none, or one objective"
+            fix = "set hydra.sweeper.pruner=none, or one objective"
             yield ConfigIssue(
-                "hydra.sweeper.pruner", self.pruner, "decides by one objective only", cure
+                "hydra.sweeper.pruner", self.pruner, "decides by one objective only", fix
             )
         if self.constraints and self.sampler in ("random", "grid"):
-            cure = "set hydra.sweeper.sampler=tpe or nsga2"
+            fix = "set hydra.sweeper.sampler=tpe or nsga2"
             reason = f"{self.sampler} takes no notice of constraints"
-            yield ConfigIssue("hydra.sweeper.constraints", dict(self.constraints), reason, cure)
+            yield ConfigIssue("hydra.sweeper.constraints", dict(self.constraints), reason, fix)

@@ -149,8 +149,8 @@ def open_study(config: SearchConfig, space: Sequence[Axis], sweep: Path) -> Optu
         for key, value in asked.items():
             if before.get(key) != value:
                 reason = f"the study {name} there has other {key}: {before.get(key)}"
-                cure = "give hydra.sweeper.study=NAME, or another storage"
-                raise ConfigError.for_key("hydra.sweeper.storage", file, reason, cure)
+                fix = "give hydra.sweeper.study=NAME, or another storage"
+                raise ConfigError.for_key("hydra.sweeper.storage", file, reason, fix)
     study = optuna.create_study(
         study_name=name,
         storage=kept,

@@ -41,24 +41,24 @@ class ScreeningDesign:
         if not isinstance(self.factors, Mapping) or not 2 <= len(self.factors) <= MOST:
             reason = f"a screen has 2 to {MOST} factors of two levels"
             example = {"precision": ["fp32", "bf16_mixed"], "memory": ["none", "checkpoint_full"]}
-            cure = "set " + shell_word("+" + override(f"{key}.factors", example))
-            yield ConfigIssue(f"{key}.factors", format_value(self.factors), reason, cure)
+            fix = "set " + shell_word("+" + override(f"{key}.factors", example))
+            yield ConfigIssue(f"{key}.factors", format_value(self.factors), reason, fix)
             return
         for name, levels in self.factors.items():
             two = isinstance(levels, Sequence) and not isinstance(levels, str)
             if not two or len(levels) != 2 or levels[0] == levels[1]:
                 yield ConfigIssue(f"{key}.factors.{name}", levels, "is no list of two values")
             if name in fixed_keys:
-                cure = f"leave it out, or +{key}.factors without it"
-                yield ConfigIssue(name, "", "is a factor of the screen", cure)
+                fix = f"leave it out, or +{key}.factors without it"
+                yield ConfigIssue(name, "", "is a factor of the screen", fix)
         if self.repeats < 1:
             yield ConfigIssue(f"{key}.repeats", self.repeats, "must be 1 or more")
         resolution = INTERACTIONS if self.interactions else MAIN_EFFECTS
         jobs = self.repeats * len(fractional_design(len(self.factors), resolution))
         yield from too_many(f"{key}.repeats", self.repeats, jobs)
         if "seed" in fixed_keys and self.repeats > 1:
-            cure = f"leave it out, or set {key}.repeats=1"
-            yield ConfigIssue("seed", "", "each repeat has a seed of its own", cure)
+            fix = f"leave it out, or set {key}.repeats=1"
+            yield ConfigIssue("seed", "", "each repeat has a seed of its own", fix)
 
     def build_overrides(self) -> list[list[str]]:
         """Returns the overrides of each job, the first with every factor at rest.

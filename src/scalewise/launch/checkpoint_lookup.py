@@ -52,12 +52,12 @@ def find_checkpoint(
     path = path.absolute()
     done = store.verify_checkpoint(path)
     reject_running(asked, path.parents[1])
-    complaints = list(resume_issues(run, path.parents[1]))
+    issues = list(resume_issues(run, path.parents[1]))
     if done > steps or (done == steps and asked != "auto"):
-        cure = f"set trainer.max_steps above {done}, or resume=null"
-        complaints.append(ConfigIssue("resume", asked, f"has done {done} of {steps} steps", cure))
-    if complaints:
-        raise CheckpointError(complaints)
+        fix = f"set trainer.max_steps above {done}, or resume=null"
+        issues.append(ConfigIssue("resume", asked, f"has done {done} of {steps} steps", fix))
+    if issues:
+        raise CheckpointError(issues)
     if done == steps:
         print_lines(f"resume: {path.parents[1]} has done all {steps} steps; its end follows")
     return path
@@ -80,8 +80,8 @@ def locked_find_checkpoint(
         try:
             lock = locks.acquire_lock(path.parents[1])
         except InUseError as error:
-            cure = f"wait for it, or end it: {error.owner.kill_command}"
-            raise CheckpointError.for_key("resume", run.resume, str(error), cure) from None
+            fix = f"wait for it, or end it: {error.owner.kill_command}"
+            raise CheckpointError.for_key("resume", run.resume, str(error), fix) from None
         with lock:
             if _newest_first(folder, in_sweep) == known:
                 yield path
@@ -239,8 +239,8 @@ def reject_running(resume: str, folder: Path) -> None:
             return
         holder = LockOwner(str(status["process"]), host)
     reason = f"{folder} is in use by {holder}"
-    cure = f"wait for it, or end it: {holder.kill_command}"
-    raise CheckpointError.for_key("resume", resume, reason, cure)
+    fix = f"wait for it, or end it: {holder.kill_command}"
+    raise CheckpointError.for_key("resume", resume, reason, fix)
 
 
 def _newest_checkpoint(resume: str, folder: Path, in_sweep: bool) -> Path | None:

@@ -74,18 +74,18 @@ def run_entry(
             elastic_launch(config, run_with_affinity)(
                 resource_affinity.current_affinity(), entry, *arguments
             )
-        ending = next(
+        outcome = next(
             (w for w in exit_reports.read_reports(folder) if w.status == "pruned"), Outcome("ok")
         )
     except SignalException as error:
-        ending = _signal_outcome(error.sigval, folder)
+        outcome = _signal_outcome(error.sigval, folder)
     except ChildFailedError as error:
-        ending = _failure_outcome(error, folder, processes.out_of_memory_kills() > kills)
+        outcome = _failure_outcome(error, folder, processes.out_of_memory_kills() > kills)
     finally:
         with signals.ignore_signals():
             processes.terminate(processes.descendants(), grace=1.0)
             _show_cursor()
-    return watchdog.apply_timeout(ending)
+    return watchdog.apply_timeout(outcome)
 
 
 class _SignalForwarder:
@@ -157,14 +157,14 @@ def _failure_outcome(error: ChildFailedError, folder: Path, memory_kill: bool) -
     What a rank says that has only lost another is the last resort.
     """
     said = exit_reports.read_reports(folder)
-    spoken = {ending.rank for ending in said}
+    spoken = {outcome.rank for outcome in said}
     for rank, failure in sorted(error.failures.items()):
         if failure.exitcode < 0 and rank not in spoken:
             name = signal.Signals(-failure.exitcode).name
             if memory_kill:
                 return Outcome("out_of_memory", f"the kernel killed rank {rank} for memory", rank)
             return Outcome("failed", f"rank {rank} was killed by {name}", rank)
-    causes = [ending for ending in said if ending.status not in ("ok", "pruned", "interrupted")]
+    causes = [outcome for outcome in said if outcome.status not in ("ok", "pruned", "interrupted")]
     if causes:
         return min(causes, key=lambda cause: cause.peer_failure)
     if said and said[0].status == "interrupted":

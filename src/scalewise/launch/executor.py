@@ -73,5 +73,5 @@ def execute_task(task: SweepTask, on_start: Began) -> Result:
 
 def failed_result(task: SweepTask, error: Exception) -> Result:
     """Returns the result of a task that ended by an exception, without a status of its own."""
-    ending = outcome_of_exception(error, None)
-    return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
+    outcome = outcome_of_exception(error, None)
+    return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})

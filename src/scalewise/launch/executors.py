@@ -22,8 +22,8 @@ def _packed_executor(slots: int | None = None) -> Executor:
 
 def _slurm(**options: Any) -> Executor:
     if find_spec("submitit") is None:
-        cure = "pip install 'scalewise[slurm]'"
-        raise ConfigError.for_key("hydra/launcher", "slurm", "needs hydra-submitit-launcher", cure)
+        fix = "pip install 'scalewise[slurm]'"
+        raise ConfigError.for_key("hydra/launcher", "slurm", "needs hydra-submitit-launcher", fix)
     from scalewise.launch.slurm import SlurmExecutor
 
     return SlurmExecutor(**options)
@@ -31,8 +31,8 @@ def _slurm(**options: Any) -> Executor:
 
 def _joblib(n_jobs: int = -1) -> Executor:
     if find_spec("joblib") is None:
-        cure = "pip install 'scalewise[joblib]', or choose hydra/launcher=packed"
-        raise ConfigError.for_key("hydra/launcher", "joblib", "needs joblib", cure)
+        fix = "pip install 'scalewise[joblib]', or choose hydra/launcher=packed"
+        raise ConfigError.for_key("hydra/launcher", "joblib", "needs joblib", fix)
     from scalewise.launch.joblib_pool import JoblibExecutor
 
     return JoblibExecutor(n_jobs)

@@ -65,7 +65,7 @@ def read_reports(folder: Path) -> list[Outcome]:
     for file in (folder / _FOLDER).glob("*.json"):
         word = read_json(file)
         if word:
-            ending = Outcome(
+            outcome = Outcome(
                 str(word["status"]),
                 str(word["reason"]),
                 int(file.stem),
@@ -73,17 +73,17 @@ def read_reports(folder: Path) -> list[Outcome]:
                 int(str(word["signal_number"])),
                 bool(word["bereft"]),
             )
-            found.append((float(str(word["time"])), ending))
-    return [ending for _, ending in sorted(found, key=lambda pair: pair[0])]
+            found.append((float(str(word["time"])), outcome))
+    return [outcome for _, outcome in sorted(found, key=lambda pair: pair[0])]
 
 
 def lost_rank_reason(folder: Path, ranks: int) -> Outcome | None:
     """Returns why one of so many ranks was lost: what it said, else that it said nothing."""
-    endings = read_reports(folder)
-    for ending in endings:
-        if ending.status not in ("ok", "interrupted") and not ending.peer_failure:
-            return ending
-    silent = sorted(set(range(ranks)) - {ending.rank for ending in endings})
+    outcomes = read_reports(folder)
+    for outcome in outcomes:
+        if outcome.status not in ("ok", "interrupted") and not outcome.peer_failure:
+            return outcome
+    silent = sorted(set(range(ranks)) - {outcome.rank for outcome in outcomes})
     if not silent:
         return None
     if len(silent) == 1:
@@ -112,7 +112,7 @@ def blocking_ranks(folder: Path) -> tuple[list[int], str]:
     that did not wait: a rank that waits is somewhere inside torch. May be empty.
     """
     asked = _request_stacks(folder)
-    ended = {ending.rank for ending in read_reports(folder)}
+    ended = {outcome.rank for outcome in read_reports(folder)}
     if silent := [rank for rank, frames in asked if not frames and rank not in ended]:
         return silent, "did not answer"
     elsewhere = [rank for rank, frames in asked if frames and "/torch/" not in frames[0]]

@@ -91,8 +91,8 @@ def _out_of_range(environment: MutableMapping[str, str]) -> ConfigError | None:
         if not (value.isdecimal() and most.isdecimal() and int(value) < int(most)):
             for key in RANK_VARIABLES:
                 environment.pop(key)
-            cure = "start the ranks with torchrun or srun, or unset both for a run that is alone"
-            return ConfigError.for_key(name, value, f"is no rank of {ranks}={most}", cure)
+            fix = "start the ranks with torchrun or srun, or unset both for a run that is alone"
+            return ConfigError.for_key(name, value, f"is no rank of {ranks}={most}", fix)
     return None
 
 
@@ -101,8 +101,8 @@ def _mpi_error(environment: MutableMapping[str, str]) -> ConfigError | None:
     for name, least in MPI_VARIABLES.items():
         if "SLURM_STEP_NUM_TASKS" not in environment and _parse_count(environment, name) >= least:
             reason = "mpirun started several processes, and each would be a run of its own"
-            cure = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
-            return ConfigError.for_key(name, environment[name], reason, cure)
+            fix = f"start one, or the ranks with torchrun or srun; if one is meant, unset {name}"
+            return ConfigError.for_key(name, environment[name], reason, fix)
     return None
 
 
@@ -111,8 +111,8 @@ def _incomplete_variables(
 ) -> ConfigError:
     are = "are" if len(missing_names) > 1 else "is"
     reason = f"names one of several ranks, and {', '.join(missing_names)} {are} not set"
-    cure = f"start the ranks with torchrun or srun, or unset {name} for a run that is alone"
-    return ConfigError.for_key(name, environment[name], reason, cure)
+    fix = f"start the ranks with torchrun or srun, or unset {name} for a run that is alone"
+    return ConfigError.for_key(name, environment[name], reason, fix)
 
 
 def _parse_count(environment: Mapping[str, str], name: str) -> int:

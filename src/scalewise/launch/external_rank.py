@@ -74,19 +74,19 @@ def _run_rank_job(
                     folder.rmdir()  # Hydra made one for each rank
             known = wandb_facts(job_spec, status, own, resume, status.attempts) if status else {}
             with signals.restore_handlers():
-                ending = run_attempt(with_wandb_group(job_spec, own, resume), own, resume, known)
+                outcome = run_attempt(with_wandb_group(job_spec, own, resume), own, resume, known)
     except Interrupted as error:
-        ending = Outcome("interrupted", str(error), None, (), error.signal_number)
+        outcome = Outcome("interrupted", str(error), None, (), error.signal_number)
     except Exception as error:  # whatever it is, the job has a status
-        ending = outcome_of_exception(error, rank)
-        exit_reports.write_report(own, rank, ending)
-    if ending.peer_failure and status:
+        outcome = outcome_of_exception(error, rank)
+        exit_reports.write_report(own, rank, outcome)
+    if outcome.peer_failure and status:
         time.sleep(LAUNCHER_LOST_WAIT_S)  # until the others have left word
-        ending = exit_reports.lost_rank_reason(own, world_size) or ending
-    result = Result(ending.status, ending.reason, ending.exit_code, own, {})
+        outcome = exit_reports.lost_rank_reason(own, world_size) or outcome
+    result = Result(outcome.status, outcome.reason, outcome.exit_code, own, {})
     if status is not None:
-        result = finish_job(status, ending, job_spec, status.attempts, own)
-    if (ending.exit_code == 0 or ending.status == "interrupted") and dist.is_initialized():
+        result = finish_job(status, outcome, job_spec, status.attempts, own)
+    if (outcome.exit_code == 0 or outcome.status == "interrupted") and dist.is_initialized():
         _wait_for_rank_0()
     return result
 

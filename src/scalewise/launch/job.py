@@ -90,8 +90,8 @@ def execute(job_spec: JobSpec, folder: Path) -> Result:
         with ExitStack() as locked:
             folder, resume = claim_locked(job_spec, folder, steps, locked)
             status = begin_job(job_spec, folder, resume)
-            ending, attempts = _run_attempts(job_spec, folder, resume, status)
-            return finish_job(status, ending, job_spec, attempts, folder)
+            outcome, attempts = _run_attempts(job_spec, folder, resume, status)
+            return finish_job(status, outcome, job_spec, attempts, folder)
 
 
 def prepare_job(job_spec: JobSpec) -> int:
@@ -273,15 +273,15 @@ def _run_attempts(
         number += 1
         try:
             with signals.raise_on_signals("before training began"):
-                ending = _run_attempt(job_spec, folder, resume, status, number)
+                outcome = _run_attempt(job_spec, folder, resume, status, number)
         except Exception as error:  # whatever it is, the job has a status
-            ending = outcome_of_exception(error, None)
-        if ending.status not in ("failed", "timeout") or number >= allowed:
-            return ending, number
+            outcome = outcome_of_exception(error, None)
+        if outcome.status not in ("failed", "timeout") or number >= allowed:
+            return outcome, number
         from scalewise.checkpoints import store
 
         resume = store.newest_checkpoint(folder / "checkpoints") or resume
-        print_lines(f"attempt {number} {ending.status}: {ending.reason}; starting again")
+        print_lines(f"attempt {number} {outcome.status}: {outcome.reason}; starting again")
 
 
 def _run_attempt(

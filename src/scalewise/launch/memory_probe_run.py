@@ -34,10 +34,10 @@ def probe_status(run: RunConfig) -> str:
         folder = Path(place)
         (folder / "checkpoints").mkdir()
         prepare_job(JobSpec(short))
-        ending = run_ranks(short, folder, None, None)
-    if ending.status == "interrupted":
-        raise Interrupted(ending.signal_number, ending.reason)
-    return ending.status
+        outcome = run_ranks(short, folder, None, None)
+    if outcome.status == "interrupted":
+        raise Interrupted(outcome.signal_number, outcome.reason)
+    return outcome.status
 
 
 def shorten_run(run: RunConfig) -> RunConfig:

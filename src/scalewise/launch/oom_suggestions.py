@@ -38,10 +38,10 @@ def oom_suggestions(run: RunConfig) -> list[tuple[str, str]]:
         return []
     return [
         (
-            cure.override_text,
-            f"Peak foreseen: {format_bytes(cure.fit.peak)} in place of {format_bytes(was)}.",
+            fix.override_text,
+            f"Peak foreseen: {format_bytes(fix.fit.peak)} in place of {format_bytes(was)}.",
         )
-        for cure in found
+        for fix in found
     ]
 
 
@@ -60,15 +60,13 @@ def _cheapest_changes(run: RunConfig) -> Iterator[SuggestedFix]:
         return fit if fit.peak <= most else None
 
     seen: set[frozenset[str]] = set()
-    for cure in suggest_fixes(run, judge, max_changes=1):
-        kinds = cure.changes[0].kinds
-        if kinds not in seen and _is_appendable(cure, run):
+    for fix in suggest_fixes(run, judge, max_changes=1):
+        kinds = fix.changes[0].kinds
+        if kinds not in seen and _is_appendable(fix, run):
             seen.add(kinds)
-            yield cure
+            yield fix
     if not seen:
-        yield from islice(
-            (cure for cure in suggest_fixes(run, judge) if _is_appendable(cure, run)), 1
-        )
+        yield from islice((fix for fix in suggest_fixes(run, judge) if _is_appendable(fix, run)), 1)
 
 
 def _is_appendable(fix: SuggestedFix, run: RunConfig) -> bool:

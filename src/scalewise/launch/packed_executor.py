@@ -46,8 +46,8 @@ class PackedExecutor:
                 yield task, Result("refused", reason, code, task.folder, {})
             else:
                 waiting.append((task, demand))
-        with SupervisorPool(preload_modules(tasks)) as crew, signals.forward_signals(crew.stop):
-            yield from _run_job(waiting, room, on_cuda, crew, on_start)
+        with SupervisorPool(preload_modules(tasks)) as pool, signals.forward_signals(pool.stop):
+            yield from _run_job(waiting, room, on_cuda, pool, on_start)
 
 
 def _run_job(

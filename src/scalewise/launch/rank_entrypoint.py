@@ -45,11 +45,11 @@ def train_as_rank(
 
     try:
         begin_rank(folder, run.launch.grace)
-        ending = run_attempt(run, folder, resume, tracking_metadata)
+        outcome = run_attempt(run, folder, resume, tracking_metadata)
     except Exception as error:  # before training was tried
-        ending = outcome_of_exception(error, int(os.environ["RANK"]))
-        exit_reports.write_report(folder, int(os.environ["RANK"]), ending)
-    end_rank(ending)
+        outcome = outcome_of_exception(error, int(os.environ["RANK"]))
+        exit_reports.write_report(folder, int(os.environ["RANK"]), outcome)
+    end_rank(outcome)
 
 
 def begin_rank(folder: Path, grace: float) -> None:

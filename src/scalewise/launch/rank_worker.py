@@ -48,9 +48,9 @@ def _run_guarded(
         if run.hardware.device is not DeviceKind.cuda:  # CUDA maps all that the devices have
             limit_memory(run.launch.memory_limit_gib)  # after W&B started a process of its own
         fit_run(run, folder, place, resume, session)
-        ending = Outcome("ok")
+        outcome = Outcome("ok")
     except BaseException as error:
-        ending = outcome_of_exception(error, place.rank).after_signal(STOP.received_signal)
-    exit_reports.write_report(folder, place.rank, ending)
-    session.finish(ending.status, ending.reason, ending.exit_code)
-    return ending
+        outcome = outcome_of_exception(error, place.rank).after_signal(STOP.received_signal)
+    exit_reports.write_report(folder, place.rank, outcome)
+    session.finish(outcome.status, outcome.reason, outcome.exit_code)
+    return outcome

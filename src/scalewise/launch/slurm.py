@@ -57,8 +57,8 @@ class SlurmExecutor:
 
         A signal ends the watching and no job: it raises ``Interrupted``, which says how to go on.
         """
-        if complaints := list(self._validate(tasks)):
-            raise ConfigError({str(complaint): complaint for complaint in complaints}.values())
+        if issues := list(self._validate(tasks)):
+            raise ConfigError({str(issue): issue for issue in issues}.values())
         tasks = [replace(task, folder=_next_folder(task.folder)) for task in tasks]
         jobs = self._submit_all(tasks)
         for task in tasks:
@@ -79,8 +79,8 @@ class SlurmExecutor:
     def _validate(self, tasks: Sequence[SweepTask]) -> Iterator[ConfigIssue]:
         if not slurm_cli.has_slurm():
             reason = "there is no sbatch here"
-            cure = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
-            yield ConfigIssue("hydra/launcher", "slurm", reason, cure)
+            fix = "submit from a machine of the cluster, or set hydra/launcher=scalewise"
+            yield ConfigIssue("hydra/launcher", "slurm", reason, fix)
         devices = self._options["gpus_per_node"]
         for run in (task.job_spec.run for task in tasks):
             nodes = self._count_nodes(run)
@@ -88,18 +88,18 @@ class SlurmExecutor:
                 reason = f"a run of {run.world_size} ranks is not spread evenly over {nodes} nodes"
                 yield ConfigIssue("hydra.launcher.nodes", self._nodes, reason)
             if devices and run.hardware.device is not DeviceKind.cuda:
-                cure = "name the device of the nodes, as by hardware=h100"
+                fix = "name the device of the nodes, as by hardware=h100"
                 reason = "the run goes to the CPU, and needs none"
-                yield ConfigIssue("hydra.launcher.gpus_per_node", devices, reason, cure)
+                yield ConfigIssue("hydra.launcher.gpus_per_node", devices, reason, fix)
             if run.launch.timeout is not None:
-                cure = "set hydra.launcher.timeout_min"
+                fix = "set hydra.launcher.timeout_min"
                 yield ConfigIssue(
-                    "launch.timeout", run.launch.timeout, "Slurm ends what takes too long", cure
+                    "launch.timeout", run.launch.timeout, "Slurm ends what takes too long", fix
                 )
             if run.launch.max_restarts:
                 reason = "Slurm starts jobs again where a place or their time was lost"
-                cure = "leave it out"
-                yield ConfigIssue("launch.max_restarts", run.launch.max_restarts, reason, cure)
+                fix = "leave it out"
+                yield ConfigIssue("launch.max_restarts", run.launch.max_restarts, reason, fix)
 
     def _count_nodes(self, run: RunConfig) -> int:
         """Returns the nodes of a run: as many as asked for, or as its ranks need."""
@@ -218,14 +218,14 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
     status = read_json(folder / "status.json")
     if not status:
         return
-    ending = exit_reports.lost_rank_reason(folder, int(str(status["world_size"])))
+    outcome = exit_reports.lost_rank_reason(folder, int(str(status["world_size"])))
     state, reason = _slurm_state(job)
     log = sorted(log_folder.glob(f"{job}_*_log.err"))
     tail = regular_files.read_text(log[0], errors="replace").splitlines()[-12:] if log else []
     name = _OUTCOMES.get(state, "failed")
-    if ending is not None:
-        reason = f"{ending.reason}; {reason}"
-        tail = list(ending.log_tail) or tail
+    if outcome is not None:
+        reason = f"{outcome.reason}; {reason}"
+        tail = list(outcome.log_tail) or tail
     ended = datetime.now(UTC)
     begun = datetime.fromisoformat(str(status["started"]))
     status |= {
@@ -234,7 +234,7 @@ def write_lost_status(folder: Path, job: str, log_folder: Path) -> None:
         "exit_code": EXIT_CODES.get(name, 128 + 15),
         "ended": ended.isoformat(timespec="milliseconds"),
         "seconds": round((ended - begun).total_seconds(), 3),
-        "rank": ending.rank if ending else None,
+        "rank": outcome.rank if outcome else None,
         "log_tail": tail,
     }
     write_json(folder / "status.json", status)

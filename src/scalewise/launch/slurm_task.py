@@ -56,21 +56,21 @@ def _run_rank(task: SweepTask) -> Result:
     again = requeued and (task.folder / "status.json").is_file()
     try:
         with signals.raise_on_signals("before training began"):
-            if complaints := list(task.job_spec.run.validate_machine()):
-                raise ConfigError(complaints)
+            if issues := list(task.job_spec.run.validate_machine()):
+                raise ConfigError(issues)
             from scalewise.launch.external_rank import run_external_rank
 
             return run_external_rank(task.job_spec, task.folder, is_retry=again)
     except Interrupted as error:
-        ending = Outcome("interrupted", str(error), None, (), error.signal_number)
+        outcome = Outcome("interrupted", str(error), None, (), error.signal_number)
     except Exception as error:  # whatever it is, the job has a status
-        ending = outcome_of_exception(error, int(os.environ["RANK"]))
+        outcome = outcome_of_exception(error, int(os.environ["RANK"]))
     if not external_launcher.is_leader():
-        return Result(ending.status, ending.reason, ending.exit_code, task.folder, {})
+        return Result(outcome.status, outcome.reason, outcome.exit_code, task.folder, {})
     earlier = read_json(task.folder / "status.json")
     folder = task.folder if again else claim_folder(task.folder)
     status = begin_job(task.job_spec, folder, None, earlier)
-    return finish_job(status, ending, task.job_spec, status.attempts, folder)
+    return finish_job(status, outcome, task.job_spec, status.attempts, folder)
 
 
 def _write_report(folder: Path) -> None:

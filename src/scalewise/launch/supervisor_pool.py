@@ -148,13 +148,13 @@ class SupervisorPool:
             processes.processes_with_variable(MARK, supervisor.marker), ORPHAN_GRACE
         )
         cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        ending = Outcome("failed", f"its supervising process died: {cause}")
+        outcome = Outcome("failed", f"its supervising process died: {cause}")
         if self.stop_signal:
             name = signal.Signals(self.stop_signal).name
-            ending = Outcome(
+            outcome = Outcome(
                 "interrupted", f"{name} ended it at once", signal_number=self.stop_signal
             )
-        return _write_lost_result(task, process.pid, ending)
+        return _write_lost_result(task, process.pid, outcome)
 
 
 def _write_lost_result(task: SweepTask, pid: int, outcome: Outcome) -> Result:

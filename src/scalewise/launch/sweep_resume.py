@@ -40,8 +40,8 @@ class ResumeRequest:
 
     def reject_single_run(self) -> NoReturn:
         """Raises ``ConfigError``: it was asked for with the line of a single run."""
-        cure = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
-        raise ConfigError.for_key("resume_sweep", self.sweep, "this line is a single run", cure)
+        fix = "for a run: resume=last or resume=DIR; for a sweep: add sweep=NAME, or -m"
+        raise ConfigError.for_key("resume_sweep", self.sweep, "this line is a single run", fix)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_resume_request(arguments: Sequence[str]) -> tuple[ResumeRequest | None
     rest = [word for word in arguments if not word.startswith(("resume_sweep=", "retry="))]
     given = dict(mine)
     retry = tuple(filter(None, given.get("retry", "").split(",")))
-    complaints = [
+    issues = [
         ConfigIssue(
             "retry", status, "is no ending to try again", did_you_mean(status, RETRIED_STATUSES)
         )
@@ -75,10 +75,10 @@ def parse_resume_request(arguments: Sequence[str]) -> tuple[ResumeRequest | None
         if status not in RETRIED_STATUSES
     ]
     if mine and not given.get("resume_sweep"):
-        cure = "add resume_sweep=last, or resume_sweep=DIR"
-        complaints.append(ConfigIssue("", "", "no sweep is named to go on with", cure))
-    if complaints:
-        raise ConfigError(complaints)
+        fix = "add resume_sweep=last, or resume_sweep=DIR"
+        issues.append(ConfigIssue("", "", "no sweep is named to go on with", fix))
+    if issues:
+        raise ConfigError(issues)
     return (ResumeRequest(given["resume_sweep"], retry) if mine else None), rest
 
 
@@ -119,8 +119,8 @@ def lock_sweep(key: str, value: str, folder: Path) -> FolderLock:
         return locks.acquire_lock(folder)
     except InUseError as error:
         reason = f"{folder} is driven by {error.owner}"
-        cure = f"wait for it, or end it: {error.owner.kill_command}"
-        raise ConfigError.for_key(key, value, reason, cure) from None
+        fix = f"wait for it, or end it: {error.owner.kill_command}"
+        raise ConfigError.for_key(key, value, reason, fix) from None
 
 
 def earlier_jobs(folder: Path, retry: Sequence[str]) -> list[EarlierJob]:
@@ -218,8 +218,8 @@ def _reject_running(sweep: str, folder: Path, record: Mapping[str, Any]) -> None
     host = process["host"]
     if record.get("ended") is None and host != socket.gethostname():
         reason = f"{folder} was not ended by its process {process['pid']} on {host}"
-        cure = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
-        raise ConfigError.for_key("resume_sweep", sweep, reason, cure)
+        fix = f"go on with it there; if that process is gone, set host in {folder}/sweep.json"
+        raise ConfigError.for_key("resume_sweep", sweep, reason, fix)
     if host != socket.gethostname():
         return
     living = {}
@@ -250,5 +250,5 @@ def _reject_queued(sweep: str, folder: Path) -> None:
         reason = f"Slurm still has {len(left)} of its jobs, of {arrays}"
         if states is None:
             reason = f"Slurm does not say whether it still has its jobs, of {arrays}"
-        cure = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
-        raise ConfigError.for_key("resume_sweep", sweep, reason, cure)
+        fix = f"wait for them ({command_line('status', [folder])}), or end them: scancel {arrays}"
+        raise ConfigError.for_key("resume_sweep", sweep, reason, fix)

@@ -116,8 +116,8 @@ def claim_sweep_folder(folder: Path) -> FolderLock:
         except (FileExistsError, InUseError):  # another sweep was faster
             continue
         except OSError as error:
-            reason, cure = f"cannot be made: {error.strerror}", "run in another folder"
-            raise ConfigError.for_key("hydra.sweep.dir", own, reason, cure) from error
+            reason, fix = f"cannot be made: {error.strerror}", "run in another folder"
+            raise ConfigError.for_key("hydra.sweep.dir", own, reason, fix) from error
         if (new or lock.is_held) and not (own / "sweep.json").exists():
             return lock
         lock.release()

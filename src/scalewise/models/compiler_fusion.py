@@ -47,10 +47,12 @@ class _Fuser:
 
     def build_fused_graph(self) -> OpGraph:
         """Returns the tape."""
-        tape, inside = self._graph, self._find_fused_intermediates()
+        graph, inside = self._graph, self._find_fused_intermediates()
         late = self._find_gradient_only_tensors() if self._full_recompute else frozenset()
-        operators = [self._compile_op(each, late) for each in _kernel_order(tape.operators, inside)]
-        return OpGraph(tape.sizes, tape.requires_grad, operators, inside)
+        operators = [
+            self._compile_op(each, late) for each in _kernel_order(graph.operators, inside)
+        ]
+        return OpGraph(graph.sizes, graph.requires_grad, operators, inside)
 
     def _find_gradient_only_tensors(self) -> frozenset[int]:
         """Returns what kernels make beside gradients, as the products that read it run no more."""

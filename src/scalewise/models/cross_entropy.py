@@ -7,25 +7,25 @@ from scalewise.models.op_graph import ForwardSpec, OpGraph, OpWork
 
 def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
     """Returns the cross-entropy of logits, in fp32; tensor ranks may have some of these each."""
-    tape = OpGraph()
+    graph = OpGraph()
     count = (
         forward_spec.num_tokens
         * output_size
         // (forward_spec.tensor_ranks if forward_spec.loss_parallel else 1)
     )
     logits, size = (
-        tape.add_tensor(count * forward_spec.compute_element_bytes),
+        graph.add_tensor(count * forward_spec.compute_element_bytes),
         count * forward_spec.loss_element_bytes,
     )
     whole = (
         logits
         if forward_spec.compute_element_bytes == forward_spec.loss_element_bytes
-        else tape.add_op(OpWork.pointwise, (logits,), size)
+        else graph.add_op(OpWork.pointwise, (logits,), size)
     )
     # Two backward steps hold a whole gradient: of the likelihoods, then of the logits.
     scratch = 0 if forward_spec.loss_parallel else size
     reads = (whole, logits)
-    tape.add_op(
+    graph.add_op(
         OpWork.pointwise,
         reads,
         0,
@@ -33,4 +33,4 @@ def cross_entropy_ops(forward_spec: ForwardSpec, output_size: int) -> OpGraph:
         extra_output_bytes=(size,),
         backward_scratch=scratch,
     )
-    return tape
+    return graph

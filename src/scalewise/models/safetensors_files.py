@@ -97,8 +97,8 @@ class SafetensorsFiles:
             regular_files.check_regular(file)
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            reason, cure = _open_error(file, error)
-            raise CheckpointError.for_key(self._key, self._value, reason, cure) from error
+            reason, fix = _open_error(file, error)
+            raise CheckpointError.for_key(self._key, self._value, reason, fix) from error
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -84,8 +84,8 @@ class ObjectiveConfig(ABC):
             yield ConfigIssue("data", chosen, reason, "set objective=captioning, or data=text")
         if run.model.classes:
             reason = "has no logits of tokens, which this objective is about"
-            cure = "set model.classes=null, or objective=classification"
-            yield ConfigIssue("model.classes", run.model.classes, reason, cure)
+            fix = "set model.classes=null, or objective=classification"
+            yield ConfigIssue("model.classes", run.model.classes, reason, fix)
 
     def validate_planning(self, run: RunConfig, subject: str) -> Iterator[ConfigIssue]:
         """Yields what of a run asks the ledger, which knows nothing of ``subject``."""

@@ -31,12 +31,12 @@ class Captioning(Seq2Seq):
         reads, shows = run.model.image_size, run.data.image_size
         if not reads:
             chosen = run.choices.get("model", option_name(run.model))
-            cure = "set model=hf model.path=FOLDER of a model as BLIP-2, or objective=causal_lm"
-            yield ConfigIssue("model", chosen, "reads no pictures", cure)
+            fix = "set model=hf model.path=FOLDER of a model as BLIP-2, or objective=causal_lm"
+            yield ConfigIssue("model", chosen, "reads no pictures", fix)
         if not shows:
             chosen = run.choices.get("data", option_name(run.data))
-            cure = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
-            yield ConfigIssue("data", chosen, "has no pictures", cure)
+            fix = "set data=captions 'data.paths=[my/*.jsonl]', or data=shapes"
+            yield ConfigIssue("data", chosen, "has no pictures", fix)
         if reads and shows and reads != shows:
             reason = f"is not the side of the pictures that the model reads, {reads}"
             yield ConfigIssue("data.image_size", shows, reason, f"set data.image_size={reads}")

@@ -32,21 +32,21 @@ class Classification(CausalLM):
         """Yields data without classes, a head that has not one for each, or one that is frozen."""
         if not (number := len(run.data.classes)):
             chosen = run.choices.get("data", option_name(run.data))
-            reason, cure = "has no classes", "set data=corpus_classes, or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, cure)
+            reason, fix = "has no classes", "set data=corpus_classes, or objective=causal_lm"
+            yield ConfigIssue("data", chosen, reason, fix)
         elif run.model.classes != number:
             named = ", ".join(run.data.classes)
             reason = f"and data.classes are {number}: {named}"
-            cure = f"set model.classes={number} model.tied=false"
+            fix = f"set model.classes={number} model.tied=false"
             if not run.model.has_key("classes"):
-                cure = f"set model=decoder_nano {cure[4:]}, or with another decoder of the suite"
-            yield ConfigIssue("model.classes", run.model.classes, reason, cure)
+                fix = f"set model=decoder_nano {fix[4:]}, or with another decoder of the suite"
+            yield ConfigIssue("model.classes", run.model.classes, reason, fix)
         elif not any(w.trainable for w in run.adapter.weights(run.model) if w.role == "head"):
             reason = "leaves the head of classes as it was drawn"
             trains = "trained" in vars(run.adapter)
             head = "'adapter.trained=[head]'"
-            cure = f"set {head}" if trains else f"set adapter=lora {head}"
-            yield ConfigIssue("adapter", run.choices.get("adapter"), reason, cure)
+            fix = f"set {head}" if trains else f"set adapter=lora {head}"
+            yield ConfigIssue("adapter", run.choices.get("adapter"), reason, fix)
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Returns the cross-entropy of all labels, and how many are the likeliest class."""

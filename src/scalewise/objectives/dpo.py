@@ -39,16 +39,16 @@ class DPO(LogProbabilities):
         """Yields figures out of range."""
         yield from super().validate()
         if not self.beta > 0:
-            cure = "set objective.beta=0.1"
-            yield ConfigIssue("objective.beta", self.beta, "must be positive", cure)
+            fix = "set objective.beta=0.1"
+            yield ConfigIssue("objective.beta", self.beta, "must be positive", fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without pairs."""
         if not run.data.pairs:
             chosen = run.choices.get("data", option_name(run.data))
             reason = "has no pairs of answers to compare"
-            cure = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, cure)
+            fix = "set data=preference 'data.paths=[my/*.jsonl]', or objective=causal_lm"
+            yield ConfigIssue("data", chosen, reason, fix)
 
     @property
     def reference_objective(self) -> LogProbabilities:

@@ -64,20 +64,20 @@ class GRPO(TokenLogProbabilities):
             reason = "must be 2 or more: an answer is as good as others to its prompt are bad"
             yield ConfigIssue("objective.answers", self.answers, reason, "set objective.answers=8")
         if not self.beta >= 0:
-            cure = "set objective.beta=0"
-            yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", cure)
+            fix = "set objective.beta=0"
+            yield ConfigIssue("objective.beta", self.beta, "must be 0 or more", fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields data without answers to check, and a reference that is nowhere."""
         if not run.data.answer_length:
             chosen = run.choices.get("data", option_name(run.data))
             reason = "has no answers that can be checked"
-            cure = "set data=reversal, or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, cure)
+            fix = "set data=reversal, or objective=causal_lm"
+            yield ConfigIssue("data", chosen, reason, fix)
         if self.beta > 0 and not run.adapter.turns_off:
             reason = "needs the model as it was, and nothing keeps it: no adapter can be turned off"
-            cure = "set adapter=lora, or objective.beta=0"
-            yield ConfigIssue("objective.beta", self.beta, reason, cure)
+            fix = "set adapter=lora, or objective.beta=0"
+            yield ConfigIssue("objective.beta", self.beta, reason, fix)
 
     def count_targets(self, labels_BT: Tensor) -> Tensor:
         """Returns the answers that have labels; others fill batches up."""

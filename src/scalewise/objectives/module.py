@@ -46,8 +46,8 @@ class UserModule(ObjectiveConfig):
     def validate(self) -> Iterator[ConfigIssue]:
         """Yields a loss in pieces: a module takes its own."""
         if self.loss_chunk is not None:
-            reason, cure = "a module of yours takes its own loss", "set objective.loss_chunk=null"
-            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, cure)
+            reason, fix = "a module of yours takes its own loss", "set objective.loss_chunk=null"
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
 
     def sum_over_tokens(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         """Raises ``NotImplementedError``: a module takes its own loss."""
@@ -94,8 +94,8 @@ def misplaced_issues(run: RunConfig) -> Iterator[ConfigIssue]:
         decided = spec.is_user_defined if group == "data" else isinstance(spec, ModuleDecides)
         chosen = run.choices.get(group, option_name(spec))
         if decided and not run.objective.is_user_defined:
-            cure = f"set objective=module, or {group}={usual}"
-            yield ConfigIssue(group, chosen, "goes with a module of yours alone", cure)
+            fix = f"set objective=module, or {group}={usual}"
+            yield ConfigIssue(group, chosen, "goes with a module of yours alone", fix)
         elif run.objective.is_user_defined and not decided:
             reason = f"is not read by objective=module: a module of yours has its own {group}"
             yield ConfigIssue(group, chosen, reason, f"leave it out, or set {group}=module")
@@ -118,25 +118,23 @@ def _trainer_issues(trainer: TrainerConfig) -> Iterator[ConfigIssue]:
     usual = TrainerConfig()
     if trainer.micro_batch != usual.micro_batch:
         reason = "the loader of a data module of yours decides how many rows a batch has"
-        cure = (
-            f"set trainer.micro_batch={usual.micro_batch}, and what data.arguments say of batches"
-        )
-        yield ConfigIssue("trainer.micro_batch", trainer.micro_batch, reason, cure)
+        fix = f"set trainer.micro_batch={usual.micro_batch}, and what data.arguments say of batches"
+        yield ConfigIssue("trainer.micro_batch", trainer.micro_batch, reason, fix)
     if trainer.global_batch is not None:
         reason = "a module of yours takes a step with each batch that its loader gives"
-        cure = "set trainer.global_batch=null"
-        yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, cure)
+        fix = "set trainer.global_batch=null"
+        yield ConfigIssue("trainer.global_batch", trainer.global_batch, reason, fix)
     if trainer.max_tokens is not None:
-        reason, cure = "a module of yours has no tokens to count", "set trainer.max_steps"
-        yield ConfigIssue("trainer.max_tokens", trainer.max_tokens, reason, cure)
+        reason, fix = "a module of yours has no tokens to count", "set trainer.max_steps"
+        yield ConfigIssue("trainer.max_tokens", trainer.max_tokens, reason, fix)
     if trainer.validation_rows != usual.validation_rows:
         reason = "a module of yours validates on all that its loader gives"
-        cure = f"set trainer.validation_rows={usual.validation_rows}"
-        yield ConfigIssue("trainer.validation_rows", trainer.validation_rows, reason, cure)
+        fix = f"set trainer.validation_rows={usual.validation_rows}"
+        yield ConfigIssue("trainer.validation_rows", trainer.validation_rows, reason, fix)
     epochs = trainer.max_epochs
     if epochs is not None and epochs % 1:
-        cure = f"set trainer.max_epochs={max(1, round(epochs))}"
-        yield ConfigIssue("trainer.max_epochs", epochs, "is no whole number of epochs", cure)
+        fix = f"set trainer.max_epochs={max(1, round(epochs))}"
+        yield ConfigIssue("trainer.max_epochs", epochs, "is no whole number of epochs", fix)
 
 
 def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -146,13 +144,13 @@ def _parallelism_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     for axis in LENGTHS:
         if sizes.get(axis, 1) > 1:
             reason = "does not cut a module of yours: only rows and weights are shared out"
-            cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
-            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, cure)
+            fix = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, fix)
     for key in ("cpu_offload", "offload_optimizer", "offload_parameters"):
         if (value := getattr(layout, key, "none")) not in (False, "none"):
             reason = "does not offload a module of yours"
-            cure = f"set parallelism.{key}={'false' if value is True else 'none'}"
-            yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
+            fix = f"set parallelism.{key}={'false' if value is True else 'none'}"
+            yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
     scales = run.precision.compute is not FloatFormat.fp16
     if not scales and (sizes or layout.flattens_parameters):
         chosen = run.choices.get("precision", "fp16")

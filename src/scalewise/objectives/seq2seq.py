@@ -33,8 +33,8 @@ class Seq2Seq(CausalLM):
         """Yields figures out of range, and a loss in pieces."""
         yield from super().validate()
         if self.loss_chunk is not None:
-            reason, cure = f"is not taken of {self.model_kind}", "set objective.loss_chunk=null"
-            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, cure)
+            reason, fix = f"is not taken of {self.model_kind}", "set objective.loss_chunk=null"
+            yield ConfigIssue("objective.loss_chunk", self.loss_chunk, reason, fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields a model and data of another kind, and what asks the ledger."""
@@ -51,10 +51,10 @@ class Seq2Seq(CausalLM):
         if not run.model.is_encoder_decoder:
             chosen = run.choices.get("model", option_name(run.model))
             reason = "has no encoder to read questions"
-            cure = "set model=hf model.path=FOLDER of a model as T5, or objective=causal_lm"
-            yield ConfigIssue("model", chosen, reason, cure)
+            fix = "set model=hf model.path=FOLDER of a model as T5, or objective=causal_lm"
+            yield ConfigIssue("model", chosen, reason, fix)
         if not run.data.target_length:
             chosen = run.choices.get("data", option_name(run.data))
             reason = "has no answers apart from what an encoder reads"
-            cure = "set data=seq2seq 'data.paths=[my/*.jsonl]', or objective=causal_lm"
-            yield ConfigIssue("data", chosen, reason, cure)
+            fix = "set data=seq2seq 'data.paths=[my/*.jsonl]', or objective=causal_lm"
+            yield ConfigIssue("data", chosen, reason, fix)

@@ -141,15 +141,15 @@ class OptimizerConfig(ABC):
             for pattern in patterns:
                 if not any(re.search(pattern, name) for name in names):
                     reason = "is found in no name of a trained weight"
-                    cure = f"the first are {', '.join(names[:3])}" if names else ""
-                    yield ConfigIssue(f"optimizer.{key}", pattern, reason, cure)
+                    fix = f"the first are {', '.join(names[:3])}" if names else ""
+                    yield ConfigIssue(f"optimizer.{key}", pattern, reason, fix)
 
     def _validate_in_backward(self, run: RunConfig) -> Iterator[ConfigIssue]:
         key = "optimizer.in_backward"
         if run.accumulation > 1:
             reason = f"steps before the gradients of {run.accumulation} micro batches are summed up"
-            cure = f"set trainer.global_batch={run.samples_per_forward}"
-            yield ConfigIssue(key, True, reason, cure)
+            fix = f"set trainer.global_batch={run.samples_per_forward}"
+            yield ConfigIssue(key, True, reason, fix)
         if run.trainer.clip_norm is not None:
             reason = "steps before the norm of the whole gradient is known"
             yield ConfigIssue(key, True, reason, "set trainer.clip_norm=null")
@@ -165,8 +165,8 @@ class OptimizerConfig(ABC):
         for package in self.packages:
             if find_spec(package) is None:
                 reason = f"needs {package}, which is not installed"
-                cure = "pip install 'scalewise[optimizers]'"
-                yield ConfigIssue("optimizer", type(self).__name__, reason, cure)
+                fix = "pip install 'scalewise[optimizers]'"
+                yield ConfigIssue("optimizer", type(self).__name__, reason, fix)
 
 
 @dataclass(frozen=True)

@@ -97,17 +97,17 @@ class ParallelismConfig(ABC):
         """Yields what this layout cannot do with the other parts of ``run``."""
         if run.optimizer.in_backward and self.reduces_after_backward:
             reason = "steps before the gradient is whole, which in this layout it is at the end"
-            cure = "set optimizer.in_backward=false, or parallelism=fsdp"
-            yield ConfigIssue("optimizer.in_backward", True, reason, cure)
+            fix = "set optimizer.in_backward=false, or parallelism=fsdp"
+            yield ConfigIssue("optimizer.in_backward", True, reason, fix)
         if run.optimizer.shard and not self.supports_optimizer_sharding:
             reason = "this layout has no replicas that could share the state out"
-            cure = "set optimizer.shard=false, or parallelism=ddp"
-            yield ConfigIssue("optimizer.shard", True, reason, cure)
+            fix = "set optimizer.shard=false, or parallelism=ddp"
+            yield ConfigIssue("optimizer.shard", True, reason, fix)
         if run.optimizer.offload and not self.supports_optimizer_offload:
             reason = "steps whole weights in host memory, and this layout has a way of its own"
             own = "offload_optimizer=cpu" if self.flattens_parameters else "cpu_offload=true"
-            cure = f"set optimizer.offload=false parallelism.{own}"
-            yield ConfigIssue("optimizer.offload", True, reason, cure)
+            fix = f"set optimizer.offload=false parallelism.{own}"
+            yield ConfigIssue("optimizer.offload", True, reason, fix)
         gathered = run.optimizer.gathers_shards and self.has_gatherable_shards
         asks_whole = run.optimizer.uses_whole_weights and self.shards_parameters and not gathered
         if asks_whole or (self.flattens_parameters and not run.optimizer.elementwise):
@@ -116,8 +116,8 @@ class ParallelismConfig(ABC):
             if not asks_whole:
                 reason = "needs each weight by itself, and this layout steps them as one vector"
             better = "fsdp" if run.optimizer.gathers_shards else "ddp"
-            cure = f"set optimizer=adamw, or parallelism={better}"
-            yield ConfigIssue("optimizer", chosen, reason, cure)
+            fix = f"set optimizer=adamw, or parallelism={better}"
+            yield ConfigIssue("optimizer", chosen, reason, fix)
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns what a rank sends in one optimizer step of ``run``."""

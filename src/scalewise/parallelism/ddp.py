@@ -98,8 +98,8 @@ class DDPConfig(ParallelismConfig):
         least = 2 if self.comm_hook.is_powersgd else 0
         if self.lossless_steps < least:
             reason = f"must be {least} or more with comm_hook={self.comm_hook}"
-            cure = f"set parallelism.lossless_steps={least}"
-            yield ConfigIssue("parallelism.lossless_steps", self.lossless_steps, reason, cure)
+            fix = f"set parallelism.lossless_steps={least}"
+            yield ConfigIssue("parallelism.lossless_steps", self.lossless_steps, reason, fix)
 
     def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields a hook that gloo lacks."""

@@ -128,8 +128,8 @@ class DeepSpeedConfig(ParallelismConfig):
     def _validate_lower_stages(self) -> Iterator[ConfigIssue]:
         if self.offload_optimizer is OffloadTarget.nvme:
             reason = f"stage {self.stage} keeps optimizer state in memory"
-            cure = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
-            yield ConfigIssue("parallelism.offload_optimizer", "nvme", reason, cure)
+            fix = "set parallelism.stage=3, or parallelism.offload_optimizer=cpu"
+            yield ConfigIssue("parallelism.offload_optimizer", "nvme", reason, fix)
         untouched = {
             "offload_parameters": OffloadTarget.none,
             "hierarchical": 1,
@@ -139,8 +139,8 @@ class DeepSpeedConfig(ParallelismConfig):
         for key, none in untouched.items():
             if (value := getattr(self, key)) != none:
                 reason = f"stage {self.stage} keeps every rank's weights whole"
-                cure = f"set parallelism.stage=3, or {format_override(f'parallelism.{key}', none)}"
-                yield ConfigIssue(f"parallelism.{key}", value, reason, cure)
+                fix = f"set parallelism.stage=3, or {format_override(f'parallelism.{key}', none)}"
+                yield ConfigIssue(f"parallelism.{key}", value, reason, fix)
 
     def validate_on_device(self, device: DeviceKind) -> Iterator[ConfigIssue]:
         """Yields kernels that the CPU lacks."""
@@ -189,14 +189,14 @@ class DeepSpeedConfig(ParallelismConfig):
         """Yields what has to be installed first."""
         if importlib.util.find_spec("deepspeed") is None:
             chosen = run.choices.get("parallelism", "deepspeed")
-            cure = "pip install 'scalewise[deepspeed]'"
-            yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", cure)
+            fix = "pip install 'scalewise[deepspeed]'"
+            yield ConfigIssue("parallelism", chosen, "deepspeed is not installed", fix)
         if "async_io" in self.native_extensions and ctypes.util.find_library("aio") is None:
             key = "offload_optimizer"
             if self.offload_optimizer is not OffloadTarget.nvme:
                 key = "offload_parameters"
-            cure = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
-            yield ConfigIssue(f"parallelism.{key}", "nvme", "needs libaio", cure)
+            fix = f"apt-get install libaio-dev, or set parallelism.{key}=cpu"
+            yield ConfigIssue(f"parallelism.{key}", "nvme", "needs libaio", fix)
 
     def collectives(self, run: RunConfig, rank: int = 0) -> tuple[Collective, ...]:
         """Returns the gradients' way to their owners, and the weights' way back.

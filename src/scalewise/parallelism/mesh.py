@@ -196,8 +196,8 @@ class MeshConfig(ParallelismConfig):
                 "2" if schedule.is_v_shaped else "2 or more" if schedule.is_interleaved else "1"
             )
             reason = f"{schedule.name} wants {wanted} stages on a rank"
-            cure = "set parallelism.stages_per_rank=null"
-            yield ConfigIssue("parallelism.stages_per_rank", each, reason, cure)
+            fix = "set parallelism.stages_per_rank=null"
+            yield ConfigIssue("parallelism.stages_per_rank", each, reason, fix)
 
     def validate_with(self, run: RunConfig) -> Iterator[ConfigIssue]:
         """Yields sizes that do not divide what they cut, and what the axes rule out."""

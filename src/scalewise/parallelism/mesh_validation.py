@@ -59,8 +59,8 @@ def _prompt_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
     for axis, tokens, reason in (("pipeline", ahead, alone), ("context", ahead or before, apart)):
         if tokens and mesh.sizes[axis] > 1:
             chosen = run.choices.get("adapter", option_name(run.adapter))
-            cure = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
-            yield ConfigIssue("adapter", chosen, reason, cure)
+            fix = f"set parallelism=fsdp parallelism.{axis}=1, or adapter=lora"
+            yield ConfigIssue("adapter", chosen, reason, fix)
 
 
 def _tensor_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:
@@ -179,8 +179,8 @@ def _classification_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigI
     if mesh.sizes["pipeline"] > 1 and mesh.pipeline_schedule.splits_backward:
         schedule = mesh.pipeline_schedule.value
         reason = "takes a loss alone, and classes are counted beside it"
-        cure = "set parallelism.pipeline_schedule=interleaved_1f1b"
-        yield ConfigIssue("parallelism.pipeline_schedule", schedule, reason, cure)
+        fix = "set parallelism.pipeline_schedule=interleaved_1f1b"
+        yield ConfigIssue("parallelism.pipeline_schedule", schedule, reason, fix)
 
 
 def _rollout_issues(mesh: MeshConfig, run: RunConfig) -> Iterator[ConfigIssue]:

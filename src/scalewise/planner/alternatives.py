@@ -111,11 +111,11 @@ def _reason_worse(best: SearchCandidate, other: SearchCandidate, rank: RankBy) -
         return f"a node needs {format_bytes(host.peak)} of {capacity}: {what}"
     if not other.is_acceptable:
         least, _, most = other.fit.reserved
-        verb, size = "needs", least
+        command, size = "needs", least
         if other.fit.status is FitStatus.borderline:
-            verb, size = "may need", most
+            command, size = "may need", most
         there = format_bytes(other.fit.capacity or 0)
-        return f"{verb} {format_bytes(size)} of {there}: {_grown_entry(best, other)}"
+        return f"{command} {format_bytes(size)} of {there}: {_grown_entry(best, other)}"
     more = other.cost(rank)[0] / (best.cost(rank)[0] or 1) - 1
     if more < 0:  # the best of those that are trained like this one
         return f"{-more:.0%} less {rank}, but trained otherwise"
@@ -137,8 +137,8 @@ def _grown_entry(best: SearchCandidate, other: SearchCandidate) -> str:
 
 
 def _bytes_at_peak(candidate: SearchCandidate) -> dict[str, int]:
-    ledger = candidate.fit.breakdown
-    return {line.name: line.bytes.get(ledger.peak_phase, 0) for line in ledger.entries}
+    breakdown = candidate.fit.breakdown
+    return {line.name: line.bytes.get(breakdown.peak_phase, 0) for line in breakdown.entries}
 
 
 def _slowed_part(best: SearchCandidate, other: SearchCandidate) -> str:

@@ -49,8 +49,8 @@ def resolve_auto_checkpointing(run: RunConfig) -> tuple[RunConfig, tuple[str, ..
     if budget is None or peak <= budget * GIB:
         return least, _overrides(least.memory)  # the device lacks memory, as the verdict will say
     reason = f"is less than the {format_bytes(peak)} that are left when all blocks compute again"
-    cure = f"set memory.budget_gib={_round_up_gib(peak)}, or a smaller trainer.micro_batch"
-    raise ConfigError.for_key("memory.budget_gib", budget, reason, cure)
+    fix = f"set memory.budget_gib={_round_up_gib(peak)}, or a smaller trainer.micro_batch"
+    raise ConfigError.for_key("memory.budget_gib", budget, reason, fix)
 
 
 def _candidates_within_budget(run: RunConfig, budget: float | None) -> Iterator[RunConfig]:

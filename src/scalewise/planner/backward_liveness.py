@@ -59,9 +59,9 @@ class BackwardLiveness:
 
     def run(self, operators: Sequence[Op]) -> None:
         """Goes through the last operators of the tape, from the gradient of what comes out."""
-        tape = self._graph
-        output = tape.operators[-1].writes[0]
-        self._gradient_buffers[output] = (self._allocate(tape.sizes[output]),)
+        graph = self._graph
+        output = graph.operators[-1].writes[0]
+        self._gradient_buffers[output] = (self._allocate(graph.sizes[output]),)
         for operator in reversed(operators):
             if operator.writes[0] in self._gradient_buffers:
                 self._run_op(operator)

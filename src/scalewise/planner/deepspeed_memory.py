@@ -45,17 +45,20 @@ class DeepSpeedDeviceMemory(DeviceMemory):
         return super()._parameter_entry(self.run.precision.compute)
 
     def _persistent_entries(self) -> Iterator[MemoryEntry]:
-        run, holds, zero = self.run, self.rank_memory, self.zero
+        run, rank_memory, zero = self.run, self.rank_memory, self.zero
         yield from super()._persistent_entries()
-        if not holds.states_on_host:
-            count = holds.numel(holds.state_shards, trained=True)
+        if not rank_memory.states_on_host:
+            count = rank_memory.numel(rank_memory.state_shards, trained=True)
             formula = f"{count:,} x {zero.master_element_bytes} B"
             reason = f"a copy in {run.precision.parameters} that the optimizer steps"
             yield constant_entry(
                 "masters", count * zero.master_element_bytes, ALL_PHASES, formula, reason
             )
         if zero.persistence_threshold:
-            weights = (*holds.block_weights * holds.num_layers, *holds.other_weights)
+            weights = (
+                *rank_memory.block_weights * rank_memory.num_layers,
+                *rank_memory.other_weights,
+            )
             whole = sum(each.numel for each in weights if each.numel < zero.persistence_threshold)
             reason = "too small to be shared out: parallelism.keep_whole_below"
             formula = f"{whole:,} x {zero.weight_element_bytes} B"
@@ -64,12 +67,12 @@ class DeepSpeedDeviceMemory(DeviceMemory):
             )
 
     def _gradient_entries(self) -> Iterator[MemoryEntry]:
-        holds, zero, run = self.rank_memory, self.zero, self.run
-        share = holds.numel(holds.state_shards, trained=True)
+        rank_memory, zero, run = self.rank_memory, self.zero, self.run
+        share = rank_memory.numel(rank_memory.state_shards, trained=True)
         formula = f"{share:,} x {zero.gradient_element_bytes} B"
         if zero.stage == 1:
             yield from self._stage1_gradient_entries()
-        elif not holds.states_on_host:
+        elif not rank_memory.states_on_host:
             reason = "those of this rank's share"
             yield constant_entry(
                 "gradients",
@@ -84,7 +87,7 @@ class DeepSpeedDeviceMemory(DeviceMemory):
             and zero.gradient_element_bytes
             == zero.weight_element_bytes
             == zero.master_element_bytes
-            and not holds.states_on_host
+            and not rank_memory.states_on_host
         ):
             reason = "before they are added to those of other passes"
             yield constant_entry(
@@ -100,20 +103,20 @@ class DeepSpeedDeviceMemory(DeviceMemory):
 
     def _stage1_gradient_entries(self) -> Iterator[MemoryEntry]:
         """Gradients stay where they are, or leave for buckets as they are made."""
-        holds, zero = self.rank_memory, self.zero
-        trained, each = holds.numel(1, trained=True), zero.gradient_element_bytes
-        ends = [w for w in holds.other_weights if w.role in ("embedding", "position")]
+        rank_memory, zero = self.rank_memory, self.zero
+        trained, each = rank_memory.numel(1, trained=True), zero.gradient_element_bytes
+        ends = [w for w in rank_memory.other_weights if w.role in ("embedding", "position")]
         if self.gradients_persist or zero.num_buckets == 1 or zero.bucket_elements >= trained:
             yield from super()._gradient_entries()
         else:
             weights = (
-                *holds.block_weights * holds.num_layers,
-                *(w for w in holds.other_weights if w not in ends),
+                *rank_memory.block_weights * rank_memory.num_layers,
+                *(w for w in rank_memory.other_weights if w not in ends),
             )
             large = shard_elements(
                 (w for w in weights if w.numel > zero.bucket_elements), trained=True
             )
-            kept = holds.numel(holds.state_shards, trained=True) + large
+            kept = rank_memory.numel(rank_memory.state_shards, trained=True) + large
             reason = "of this rank's share, and those that no bucket holds"
             phases = dict.fromkeys(AFTER_HEAD, kept * each) | {StepPhase.optimizer: trained * each}
             yield MemoryEntry("gradients", phases, f"{kept:,} x {each} B", reason)
@@ -186,10 +189,10 @@ class DeepSpeedDeviceMemory(DeviceMemory):
 
     def _gathered_weights_entry(self) -> MemoryEntry:
         """Stage 3: what is whole stays so while no more than ``live`` numbers are."""
-        zero, holds = self.zero, self.rank_memory
-        weights = (*holds.block_weights * holds.num_layers, *holds.other_weights)
+        zero, rank_memory = self.zero, self.rank_memory
+        weights = (*rank_memory.block_weights * rank_memory.num_layers, *rank_memory.other_weights)
         large = sum(each.numel for each in weights if each.numel >= zero.persistence_threshold)
-        whole = min(large, max(zero.max_live_elements, shard_elements(holds.block_weights)))
+        whole = min(large, max(zero.max_live_elements, shard_elements(rank_memory.block_weights)))
         reason = "gathered for their next use, up to 1e9 numbers"
         formula = f"{whole:,} x {zero.weight_element_bytes} B"
         return constant_entry(

@@ -166,21 +166,24 @@ class DeviceMemory:
             yield from self._pipeline_entries()
 
     def _persistent_entries(self) -> Iterator[MemoryEntry]:
-        run, holds = self.run, self.rank_memory
-        if not holds.parameters_on_host:
+        run, rank_memory = self.run, self.rank_memory
+        if not rank_memory.parameters_on_host:
             yield self._parameter_entry(run.precision.parameters)
         yield constant_entry(
             "buffers",
             getattr(run.model, "buffer_bytes", 0)
-            * len(holds.stages)
-            * holds.forward_spec.rope_element_bytes
+            * len(rank_memory.stages)
+            * rank_memory.forward_spec.rope_element_bytes
             // 4,
             ALL_PHASES,
             "2 x context x head width",
             "rotations of every place, whole on every rank",
         )
-        trained, state = holds.numel(holds.state_shards, trained=True), holds.state_bytes(run)
-        if state and not (holds.states_on_host or holds.states_paged):
+        trained, state = (
+            rank_memory.numel(rank_memory.state_shards, trained=True),
+            rank_memory.state_bytes(run),
+        )
+        if state and not (rank_memory.states_on_host or rank_memory.states_paged):
             yield constant_entry(
                 "optimizer state",
                 state,
@@ -188,12 +191,13 @@ class DeviceMemory:
                 f"{trained:,} x {state / trained:.4g} B",
                 "for each number that is trained",
             )
-        if not holds.parameters_on_host:
-            formula = f"{holds.numel(holds.parameter_shards, trained=True):,} x {AVERAGED_BYTES} B"
+        if not rank_memory.parameters_on_host:
+            averaged = rank_memory.numel(rank_memory.parameter_shards, trained=True)
+            formula = f"{averaged:,} x {AVERAGED_BYTES} B"
             reason = "moving average of the weights, as they are sharded"
-            yield constant_entry("average", holds.ema_bytes(run), ALL_PHASES, formula, reason)
-        if holds.forward_spec.on_cpu and self.step_scratch_ratio < 0:
-            scratch = holds.scratch_bytes(run)
+            yield constant_entry("average", rank_memory.ema_bytes(run), ALL_PHASES, formula, reason)
+        if rank_memory.forward_spec.on_cpu and self.step_scratch_ratio < 0:
+            scratch = rank_memory.scratch_bytes(run)
             when = STEPPED_IN_BACKWARD if run.optimizer.in_backward else (StepPhase.optimizer,)
             yield constant_entry("step", scratch, when, "", "what stepping the largest takes")
 
@@ -214,13 +218,13 @@ class DeviceMemory:
     def _gradient_entries(self) -> Iterator[MemoryEntry]:
         if self.run.optimizer.in_backward:
             return
-        holds, each = self.rank_memory, self.gradient_element_bytes
-        count = holds.numel(holds.gradient_shards, trained=True)
+        rank_memory, each = self.rank_memory, self.gradient_element_bytes
+        count = rank_memory.numel(rank_memory.gradient_shards, trained=True)
         whole = count * each
-        if holds.bucket_copy_bytes:
+        if rank_memory.bucket_copy_bytes:
             yield constant_entry(
                 "buckets",
-                holds.bucket_copy_bytes,
+                rank_memory.bucket_copy_bytes,
                 ALL_PHASES,
                 f"{count:,} x {each} B",
                 "as they are sent",
@@ -228,10 +232,10 @@ class DeviceMemory:
         reason = "made as backward comes to them"
         if self.gradients_persist:
             reason = "summed up over micro batches"
-            if holds.has_persistent_buckets:
+            if rank_memory.has_persistent_buckets:
                 reason = "in buckets that outlive the step"
             yield constant_entry("gradients", whole, ALL_PHASES, f"{count:,} x {each} B", reason)
-            if holds.has_persistent_buckets and self.run.accumulation > 1:
+            if rank_memory.has_persistent_buckets and self.run.accumulation > 1:
                 yield self._earlier_gradient_entry(
                     each, "each moves into its bucket when it is complete"
                 )
@@ -239,8 +243,11 @@ class DeviceMemory:
         if self.has_next_micro_batch:
             return
         block, rest = self.block_liveness.gradient_bytes, self.head_liveness.gradient_bytes
-        if holds.fsdp is not None:
-            block = shard_elements(holds.block_weights, holds.gradient_shards, trained=True) * each
+        if rank_memory.fsdp is not None:
+            block = (
+                shard_elements(rank_memory.block_weights, rank_memory.gradient_shards, trained=True)
+                * each
+            )
             rest = 0
         grown = {
             phase: done * block + rest
@@ -266,10 +273,10 @@ class DeviceMemory:
 
     def _fsdp_entries(self, fsdp: FSDPMemory) -> Iterator[MemoryEntry]:
         """FSDP: whole weights around the block at work, and gradients on their way to shards."""
-        holds, shards = self.rank_memory, fsdp.num_shards
-        block = shard_bytes(holds.block_weights, fsdp.gathered_element_bytes, shards) * shards
-        rest = shard_bytes(holds.other_weights, fsdp.gathered_element_bytes, shards) * shards
-        layers, keeps = holds.num_layers, fsdp.keeps_unsharded
+        rank_memory, shards = self.rank_memory, fsdp.num_shards
+        block = shard_bytes(rank_memory.block_weights, fsdp.gathered_element_bytes, shards) * shards
+        rest = shard_bytes(rank_memory.other_weights, fsdp.gathered_element_bytes, shards) * shards
+        layers, keeps = rank_memory.num_layers, fsdp.keeps_unsharded
         if shards > 1 or fsdp.has_replicas:
             yield constant_entry(
                 "gathered weights outside of blocks",
@@ -281,7 +288,7 @@ class DeviceMemory:
             # The buffer of a gather is as large as what it fills; torch keeps it for one block,
             # and the last until the module's forward ends: with the loss in pieces, after that.
             each, whole = block, layers * keeps
-            last = each * (holds.forward_spec.loss_chunk > 0)
+            last = each * (rank_memory.forward_spec.loss_chunk > 0)
             ahead = min(fsdp.prefetch, layers - 1)
             held = {
                 StepPhase.forward: max(whole, 1) * each + each,
@@ -316,8 +323,8 @@ class DeviceMemory:
             )
         if fsdp.has_replicas and (self.gradients_persist or self.run.optimizer.in_backward):
             yield self._replica_gradient_entry(fsdp)
-        trained = shard_elements(holds.block_weights, shards, trained=True) * shards
-        ends = shard_elements(holds.other_weights, shards, trained=True) * shards
+        trained = shard_elements(rank_memory.block_weights, shards, trained=True) * shards
+        ends = shard_elements(rank_memory.other_weights, shards, trained=True) * shards
         reduced = trained * fsdp.reduced_element_bytes
         own, root = (
             self.block_liveness.gradient_bytes,
@@ -434,23 +441,25 @@ class DeviceMemory:
 
     def _pipeline_entries(self) -> Iterator[MemoryEntry]:
         """Stages: other pieces that await their backward, and what is sent on and back."""
-        holds, tapes, moment, parts = (
+        rank_memory, op_graphs, moment, parts = (
             self.rank_memory,
             self.op_graphs,
             self.moment,
             len(self.rank_memory.stages),
         )
-        stream = tapes.block.sizes[0]
-        received = stream * sum(not part.is_first for part in holds.stages)
-        returned = stream * sum(not part.is_last for part in holds.stages)
-        given = tapes.loss.sizes[0] if holds.has_head and tapes.loss else stream
-        replays = self._simulate_blocks(tuple(iter_waiting_parts(holds, moment)))
+        stream = op_graphs.block.sizes[0]
+        received = stream * sum(not part.is_first for part in rank_memory.stages)
+        returned = stream * sum(not part.is_last for part in rank_memory.stages)
+        given = op_graphs.loss.sizes[0] if rank_memory.has_head and op_graphs.loss else stream
+        replays = self._simulate_blocks(tuple(iter_waiting_parts(rank_memory, moment)))
         others = sum(each.saved_bytes for each in replays)
-        others += moment.waiting_passes * (tapes.shared_bytes + self.embedding_liveness.saved_bytes)
+        others += moment.waiting_passes * (
+            op_graphs.shared_bytes + self.embedding_liveness.saved_bytes
+        )
         offload = self.run.memory.offload  # then nothing that was kept is in a buffer
         others -= (
             stream
-            * sum(not part.is_first for part in iter_waiting_parts(holds, moment))
+            * sum(not part.is_first for part in iter_waiting_parts(rank_memory, moment))
             * (not offload)
         )
         if parts == 1:  # of several the last goes backward at once
@@ -464,7 +473,7 @@ class DeviceMemory:
             others,
             PASSES,
             f"those of {len(replays)} blocks and more",
-            f"{holds.in_flight} of {holds.num_pipeline_micro_batches * parts} passes "
+            f"{rank_memory.in_flight} of {rank_memory.num_pipeline_micro_batches * parts} passes "
             "await their backward at the most",
         )
         held = given + (parts - 1) * stream
@@ -473,13 +482,13 @@ class DeviceMemory:
         )
         # Of the piece at work one is counted already: what its first block reads, the gradient
         # that its last is given.
-        every = holds.num_pipeline_micro_batches * (received + returned)
+        every = rank_memory.num_pipeline_micro_batches * (received + returned)
         sent = (
             received // parts * (moment.finished_backwards > 0)
         )  # the gradient that went last is still there
         buffers = dict.fromkeys(ALL_PHASES, every + sent - received * (not offload))
         buffers[StepPhase.backward_last] -= returned // parts
         buffers[StepPhase.optimizer] = every
-        formula = f"{holds.num_pipeline_micro_batches} x {received + returned:,} B"
+        formula = f"{rank_memory.num_pipeline_micro_batches} x {received + returned:,} B"
         reason = "one a piece for activations, and one for their gradients"
         yield MemoryEntry("buffers between stages", buffers, formula, reason)

@@ -138,12 +138,14 @@ def reject_unfit(run: RunConfig) -> None:
     fit = check_fit(run)
     if not fit.status.is_out_of_memory:
         return
-    ledger, needed, capacity = fit.breakdown, fit.reserved[0], fit.capacity
+    breakdown, needed, capacity = fit.breakdown, fit.reserved[0], fit.capacity
     if fit.status is FitStatus.host_out_of_memory and fit.host_breakdown is not None:
-        ledger, needed, capacity = fit.host_breakdown, fit.host_breakdown.peak, fit.host_capacity
-    largest = sorted(ledger.entries, key=lambda line: -line.bytes.get(ledger.peak_phase, 0))[:SAID]
+        breakdown, needed, capacity = fit.host_breakdown, fit.host_breakdown.peak, fit.host_capacity
+    largest = sorted(breakdown.entries, key=lambda line: -line.bytes.get(breakdown.peak_phase, 0))[
+        :SAID
+    ]
     parts = ", ".join(
-        f"{line.name} {format_bytes(line.bytes.get(ledger.peak_phase, 0))}" for line in largest
+        f"{line.name} {format_bytes(line.bytes.get(breakdown.peak_phase, 0))}" for line in largest
     )
     reason = f"{fit.status}: {format_bytes(needed)} of {format_bytes(capacity or 0)} ({parts})"
     raise ConfigError.for_key("launch.refuse_unfit", True, reason, "see `scalewise plan`")
@@ -154,8 +156,10 @@ def _process_overhead(run: RunConfig, peak: int) -> int:
 
     A save copies the rank's weights and state once, while gradients may be there still.
     """
-    holds, each = run.parallelism.rank_memory(run), run.precision.parameters.bytes
-    saved = holds.weight_bytes(each, holds.parameter_shards) + holds.state_bytes(run)
+    rank_memory, each = run.parallelism.rank_memory(run), run.precision.parameters.bytes
+    saved = rank_memory.weight_bytes(each, rank_memory.parameter_shards) + rank_memory.state_bytes(
+        run
+    )
     checkpoint = run.checkpoint
     saves = checkpoint.every is not None or checkpoint.best or checkpoint.at_end
     return PROCESS_BYTES + int(SCATTERED * peak) + saved * saves

@@ -42,42 +42,47 @@ def checkpoint_bytes(run: RunConfig) -> int:
 
 
 def _node_entries(run: RunConfig) -> Iterator[MemoryEntry]:
-    ranks, holds = ranks_per_node(run), run.parallelism.rank_memory(run)
+    ranks, rank_memory = ranks_per_node(run), run.parallelism.rank_memory(run)
     each = int(PROCESS_GIB[run.hardware.device] * GIB)
     yield _node_entry("processes", ranks, each, "Python, torch and its libraries")
-    held, zero = run.precision.parameters.bytes, holds.zero
-    states = held * holds.numel(holds.state_shards, trained=True)
-    if holds.states_on_host and not holds.states_on_disk:
-        size = holds.state_bytes(run)
+    held, zero = run.precision.parameters.bytes, rank_memory.zero
+    states = held * rank_memory.numel(rank_memory.state_shards, trained=True)
+    if rank_memory.states_on_host and not rank_memory.states_on_disk:
+        size = rank_memory.state_bytes(run)
         yield _node_entry("offloaded optimizer state", ranks, size, "stepped on the host")
         if zero is not None:
             yield _node_entry("offloaded masters", ranks, states, "the weights that the host steps")
-        if holds.streams_weights:
-            size, reason = 4 * held * holds.largest_numel, "a weight that is stepped, and the next"
+        if rank_memory.streams_weights:
+            size, reason = (
+                4 * held * rank_memory.largest_numel,
+                "a weight that is stepped, and the next",
+            )
             yield _node_entry("weights and gradients", ranks, size, reason)
         else:
-            size = held * holds.numel(holds.gradient_shards, trained=True)
+            size = held * rank_memory.numel(rank_memory.gradient_shards, trained=True)
             yield _node_entry("offloaded gradients", ranks, size, "what the host steps by")
-    if holds.states_paged:
+    if rank_memory.states_paged:
         reason = "where the device has no room for it"
-        yield _node_entry("paged optimizer state", ranks, holds.state_bytes(run), reason)
-    if holds.parameters_on_host and not holds.parameters_on_disk:
-        size = holds.weight_bytes(
-            zero.weight_element_bytes if zero else held, holds.parameter_shards
+        yield _node_entry("paged optimizer state", ranks, rank_memory.state_bytes(run), reason)
+    if rank_memory.parameters_on_host and not rank_memory.parameters_on_disk:
+        size = rank_memory.weight_bytes(
+            zero.weight_element_bytes if zero else held, rank_memory.parameter_shards
         )
         yield _node_entry(
             "offloaded parameters", ranks, size, "gathered from there, block by block"
         )
-    if holds.parameters_on_host:
+    if rank_memory.parameters_on_host:
         reason = "moving average of the weights"
-        yield _node_entry("offloaded average", ranks, holds.ema_bytes(run), reason)
-    if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, holds)):
-        passes = -(-holds.in_flight // len(holds.stages))
+        yield _node_entry("offloaded average", ranks, rank_memory.ema_bytes(run), reason)
+    if run.hardware.device is DeviceKind.cuda and (size := offloaded_bytes(run, rank_memory)):
+        passes = -(-rank_memory.in_flight // len(rank_memory.stages))
         yield _node_entry(
             "offloaded activations", ranks, passes * size, "until backward reads them"
         )
     if run.checkpoint.background:
-        size = holds.weight_bytes(held, holds.parameter_shards) + holds.state_bytes(run)
+        size = rank_memory.weight_bytes(
+            held, rank_memory.parameter_shards
+        ) + rank_memory.state_bytes(run)
         yield _node_entry("checkpoint on its way", ranks, size, "a copy that a thread writes")
     rows = run.sequences_per_forward * (run.data.sequence + 1) * ID_BYTES * BATCHES_AHEAD
     yield _node_entry("rows", ranks, rows, "of the loader, as token ids")

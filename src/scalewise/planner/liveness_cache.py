@@ -31,7 +31,7 @@ def model_op_graphs(
     if not forward_spec.is_compiled:
         return found
     start, block = (
-        fuse(tape, full_recompute=full_recompute) for tape in (found.first_block, found.block)
+        fuse(graph, full_recompute=full_recompute) for graph in (found.first_block, found.block)
     )
     return replace(found, first_block=start, block=block)
 
@@ -96,14 +96,16 @@ def ends_liveness(
     step_scratch_ratio: float = -1,
 ) -> tuple[PartLiveness, PartLiveness, PartLiveness]:
     """Returns embedding, head and loss; a loss that is taken in pieces is in the head."""
-    tapes = model_op_graphs(model, forward_spec)
+    op_graphs = model_op_graphs(model, forward_spec)
     ends = (
         min(step_scratch_ratio, 0.0) if model.tied_weights else step_scratch_ratio
     )  # then stepped after both
     return (
         simulate_part(
-            tapes.embedding, inputs=(), fresh_gradients=fresh_gradients, step_scratch_ratio=ends
+            op_graphs.embedding, inputs=(), fresh_gradients=fresh_gradients, step_scratch_ratio=ends
         ),
-        simulate_part(tapes.head, fresh_gradients=fresh_gradients, step_scratch_ratio=ends),
-        simulate_part(tapes.loss, fresh_gradients=fresh_gradients) if tapes.loss else NOTHING,
+        simulate_part(op_graphs.head, fresh_gradients=fresh_gradients, step_scratch_ratio=ends),
+        simulate_part(op_graphs.loss, fresh_gradients=fresh_gradients)
+        if op_graphs.loss
+        else NOTHING,
     )

@@ -98,13 +98,13 @@ def plan_record(run: RunConfig) -> dict[str, object]:
     if run.objective.trace_only:
         return {}
     fit, step = check_fit(run), predict_step_time(run)
-    ledger = fit.breakdown
-    at_peak = {line.name: line.bytes.get(ledger.peak_phase, 0) for line in ledger.entries}
+    breakdown = fit.breakdown
+    at_peak = {line.name: line.bytes.get(breakdown.peak_phase, 0) for line in breakdown.entries}
     return {
         **predicted_metrics(run),
-        "fullest": ledger.peak_phase.value,
+        "fullest": breakdown.peak_phase.value,
         "ledger": {what: size for what, size in at_peak.items() if size},
-        "phases": {phase.value: size for phase, size in ledger.phases.items() if size},
+        "phases": {phase.value: size for phase, size in breakdown.phases.items() if size},
         "step_parts": {} if step is None else step.parts(),
         "collectives": [
             {

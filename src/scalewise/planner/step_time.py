@@ -148,31 +148,36 @@ def predict_step_time(run: RunConfig) -> StepTime | None:
 
 
 def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
-    holds = run.parallelism.rank_memory(run, rank)
-    tapes = model_op_graphs(run.model, holds.forward_spec)
-    passes = run.accumulation * holds.num_pipeline_micro_batches
+    rank_memory = run.parallelism.rank_memory(run, rank)
+    op_graphs = model_op_graphs(run.model, rank_memory.forward_spec)
+    passes = run.accumulation * rank_memory.num_pipeline_micro_batches
     spent = dict.fromkeys(OpWork, 0.0)
-    for tape, count in _rank_parts(tapes, holds):
-        for operator in tape.operators:
+    for graph, count in _rank_parts(op_graphs, rank_memory):
+        for operator in graph.operators:
             spent[operator.work] += (
-                passes * count * _forward_backward_seconds(tape, operator, rates)
+                passes * count * _forward_backward_seconds(graph, operator, rates)
             )
     recompute = passes * _part_recompute_seconds(
-        tapes.block, Counter(run.memory.recompute_per_layer(holds.stages)), rates
+        op_graphs.block, Counter(run.memory.recompute_per_layer(rank_memory.stages)), rates
     )
-    reference = passes * run.extra_forward_passes * _reference_seconds(holds, run, rates)
-    host = host_transfer.transfer_seconds(run, holds)
+    reference = passes * run.extra_forward_passes * _reference_seconds(rank_memory, run, rates)
+    host = host_transfer.transfer_seconds(run, rank_memory)
     optimizer = host.stepping
-    if not holds.states_on_host or run.hardware.device is DeviceKind.cpu:
+    if not rank_memory.states_on_host or run.hardware.device is DeviceKind.cpu:
         # Weights and state are read and written, gradients read, and once before for their norm.
-        stepped = holds.numel(holds.state_shards, trained=True) * run.precision.parameters.bytes
-        optimizer += (stepped * (2 + 2) + 2 * holds.state_bytes(run)) / rates.memory_bytes_per_s
+        stepped = (
+            rank_memory.numel(rank_memory.state_shards, trained=True)
+            * run.precision.parameters.bytes
+        )
+        optimizer += (
+            stepped * (2 + 2) + 2 * rank_memory.state_bytes(run)
+        ) / rates.memory_bytes_per_s
     arithmetic = sum(spent.values()) + recompute + reference
     messages, hidden = _collective_seconds(run, rank, arithmetic)
-    beside = host.stepping if holds.streams_weights else HIDDEN_SHARE * arithmetic - hidden
+    beside = host.stepping if rank_memory.streams_weights else HIDDEN_SHARE * arithmetic - hidden
     copies = max(0.0, host.copies - beside) + host.activations
-    rounds = holds.num_pipeline_micro_batches * len(holds.stages)
-    bubble = (arithmetic + sum(messages.values())) * (holds.pipeline_ranks - 1) / rounds
+    rounds = rank_memory.num_pipeline_micro_batches * len(rank_memory.stages)
+    bubble = (arithmetic + sum(messages.values())) * (rank_memory.pipeline_ranks - 1) / rounds
     return StepTime(
         spent[OpWork.matmul] + spent[OpWork.matmul_fp8],
         spent[OpWork.attention],
@@ -191,20 +196,20 @@ def _rank_step_time(run: RunConfig, rank: int, rates: DeviceRates) -> StepTime:
 def _rank_parts(op_graphs: ModelOpGraphs, rank_memory: RankMemory) -> list[tuple[OpGraph, int]]:
     """Returns what a rank runs in a pass, and how often."""
     ends = [
-        tape
-        for tape in (op_graphs.head, op_graphs.loss)
-        if tape is not None and rank_memory.has_head
+        graph
+        for graph in (op_graphs.head, op_graphs.loss)
+        if graph is not None and rank_memory.has_head
     ]
     return [(op_graphs.block, rank_memory.num_layers), *((end, 1) for end in ends)]
 
 
 def _reference_seconds(rank_memory: RankMemory, run: RunConfig, rates: DeviceRates) -> float:
     """Returns the seconds of a pass forward through the model without its adapter."""
-    tapes = model_op_graphs(run.model, replace(rank_memory.forward_spec, adapted_layers=()))
+    op_graphs = model_op_graphs(run.model, replace(rank_memory.forward_spec, adapted_layers=()))
     return sum(
-        count * _forward_seconds(tape, operator, rates)
-        for tape, count in _rank_parts(tapes, rank_memory)
-        for operator in tape.operators
+        count * _forward_seconds(graph, operator, rates)
+        for graph, count in _rank_parts(op_graphs, rank_memory)
+        for operator in graph.operators
     )
 
 

@@ -65,8 +65,8 @@ class Float8(Precision):
             yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
         if run.data.sequence % DIM_MULTIPLE:
             reason = f"is not divisible by {DIM_MULTIPLE}, and fp8 products sum over tokens"
-            cure = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
-            yield ConfigIssue("data.sequence", run.data.sequence, reason, cure)
+            fix = f"set data.sequence={max(1, run.data.sequence // DIM_MULTIPLE) * DIM_MULTIPLE}"
+            yield ConfigIssue("data.sequence", run.data.sequence, reason, fix)
         if not self.fp8_layers(run.model):
             reason = f"no linear layer of the model has features that {DIM_MULTIPLE} divides"
             yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
@@ -78,8 +78,8 @@ class Float8(Precision):
             for axis in ("tensor", "context"):
                 if (ranks := layout.sizes.get(axis, 1)) > 1:
                     reason = "would give every rank's part of a row a scale of its own in fp8"
-                    cure = f"set parallelism=fsdp parallelism.{axis}=1"
-                    yield ConfigIssue(f"parallelism.{axis}", ranks, reason, cure)
+                    fix = f"set parallelism=fsdp parallelism.{axis}=1"
+                    yield ConfigIssue(f"parallelism.{axis}", ranks, reason, fix)
         if isinstance(layout, DeepSpeedConfig):
             option = run.choices.get("parallelism", "deepspeed")
             reason = "casts weights by itself, and knows nothing of fp8"
@@ -88,8 +88,8 @@ class Float8(Precision):
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that torchao is not installed."""
         if find_spec("torchao") is None:
-            reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
-            yield ConfigIssue("precision", "fp8", reason, cure)
+            reason, fix = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
+            yield ConfigIssue("precision", "fp8", reason, fix)
 
     def fp8_layers(self, model: ModelConfig) -> tuple[str, ...]:
         """Returns the linear layers of a block whose features can be multiplied in 8 bits."""

@@ -54,12 +54,12 @@ class BitsAndBytesConfig(QuantizationConfig):
             *self.packed_layers(run.model)
         }:
             reason = f"describes {min(both)}, which quantization={name} packs"
-            cure = "leave it out, or set quantization=none"
-            yield ConfigIssue("adapter.trained", run.adapter.trained, reason, cure)
+            fix = "leave it out, or set quantization=none"
+            yield ConfigIssue("adapter.trained", run.adapter.trained, reason, fix)
         if isinstance(layout, MeshConfig) and layout.sizes.get("tensor", 1) > 1:
             reason = f"would cut the matrices that quantization={name} packs whole"
-            cure = "set parallelism=fsdp parallelism.tensor=1"
-            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, cure)
+            fix = "set parallelism=fsdp parallelism.tensor=1"
+            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, fix)
         if isinstance(layout, DeepSpeedConfig):
             chosen = run.choices.get("parallelism", "deepspeed")
             reason = f"makes numbers of its own format of what quantization={name} packs"
@@ -71,16 +71,16 @@ class BitsAndBytesConfig(QuantizationConfig):
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that bitsandbytes is not installed."""
         if find_spec("bitsandbytes") is None:
-            reason, cure = "needs bitsandbytes, which is not installed", "pip install bitsandbytes"
-            yield ConfigIssue("quantization", option_name(self), reason, cure)
+            reason, fix = "needs bitsandbytes, which is not installed", "pip install bitsandbytes"
+            yield ConfigIssue("quantization", option_name(self), reason, fix)
 
     def apply(self, module: ModelModule, model: ModelConfig) -> None:
         """Puts layers that pack what is put into them in the place of the linear ones.
 
         Raises ``ConfigError`` without bitsandbytes.
         """
-        if complaints := [*self.validate_machine()]:
-            raise ConfigError(complaints)
+        if issues := [*self.validate_machine()]:
+            raise ConfigError(issues)
 
         def packing(held: nn.Linear) -> nn.Module:
             out, into = held.weight.shape
@@ -197,8 +197,8 @@ class Int8Config(BitsAndBytesConfig):
     def validate(self) -> Iterator[ConfigIssue]:
         """Yields figures out of range."""
         if not self.threshold >= 0:
-            cure = "set quantization.threshold=6.0, or 0"
-            yield ConfigIssue("quantization.threshold", self.threshold, "is below zero", cure)
+            fix = "set quantization.threshold=6.0, or 0"
+            yield ConfigIssue("quantization.threshold", self.threshold, "is below zero", fix)
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns the numbers and the scale of each row."""

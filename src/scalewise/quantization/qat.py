@@ -66,16 +66,16 @@ class QATInt4Config(QuantizationConfig):
         if run.has_frozen_weights:
             chosen = run.choices.get("adapter", option_name(run.adapter))
             reason = f"freezes the matrices that quantization={name} is to train"
-            cure = "set adapter=none, or quantization=nf4"
-            yield ConfigIssue("adapter", chosen, reason, cure)
+            fix = "set adapter=none, or quantization=nf4"
+            yield ConfigIssue("adapter", chosen, reason, fix)
         if run.precision.fp8_layers(model):
             chosen = run.choices.get("precision", "fp8")
             reason = f"rounds to floating-point numbers what quantization={name} rounds to integers"
             yield ConfigIssue("precision", chosen, reason, "set precision=bf16_mixed")
         if isinstance(layout, MeshConfig) and layout.sizes.get("tensor", 1) > 1:
             reason = f"would give every rank's part of a row a scale of its own in {name}"
-            cure = "set parallelism=fsdp parallelism.tensor=1"
-            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, cure)
+            fix = "set parallelism=fsdp parallelism.tensor=1"
+            yield ConfigIssue("parallelism.tensor", layout.sizes["tensor"], reason, fix)
         if isinstance(layout, DeepSpeedConfig):
             chosen = run.choices.get("parallelism", "deepspeed")
             reason = f"has no place in its ledger for what quantization={name} rounds"
@@ -85,8 +85,8 @@ class QATInt4Config(QuantizationConfig):
         for field, wanted in LLAMA_SHAPE.items():
             if (held := getattr(model, field)) != wanted:
                 reason = f"is not Llama's, whose form quantization={name} is exported in"
-                cure = f"set {format_override(f'model.{field}', wanted)}"
-                yield ConfigIssue(f"model.{field}", held, reason, cure)
+                fix = f"set {format_override(f'model.{field}', wanted)}"
+                yield ConfigIssue(f"model.{field}", held, reason, fix)
 
     def _validate_groups(self, model: ModelConfig) -> Iterator[ConfigIssue]:
         rounded = (
@@ -97,14 +97,14 @@ class QATInt4Config(QuantizationConfig):
             reason = f"does not divide {undivided[0]}, the features that a linear layer reads"
             fitting = (n for n in (128, 64, 32, 16, 8) if n <= self.group and not gcd(*read) % n)
             smaller = next(fitting, None)
-            cure = f"set quantization.group={smaller}" if smaller else "set quantization=none"
-            yield ConfigIssue("quantization.group", self.group, reason, cure)
+            fix = f"set quantization.group={smaller}" if smaller else "set quantization=none"
+            yield ConfigIssue("quantization.group", self.group, reason, fix)
 
     def validate_machine(self) -> Iterator[ConfigIssue]:
         """Yields that torchao is not installed."""
         if find_spec("torchao") is None:
-            reason, cure = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
-            yield ConfigIssue("quantization", option_name(self), reason, cure)
+            reason, fix = "needs torchao, which is not installed", "pip install 'scalewise[quant]'"
+            yield ConfigIssue("quantization", option_name(self), reason, fix)
 
     def packed_parts(self, weight: Weight) -> tuple[Weight, ...]:
         """Returns the integers, eight in one of 32 bits, and the scale of each group, in fp32."""

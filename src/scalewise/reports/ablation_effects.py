@@ -46,9 +46,9 @@ class AblationStep:
 
 def changes_section(comparison: ReportComparison, unit: MemoryUnit) -> ReportSection | None:
     """Returns what the jobs changed; ``None`` where no two of them were measured."""
-    rungs = as_ablation(comparison)
-    if rungs:
-        return _ablation_panel(rungs, unit)
+    ablation_steps = as_ablation(comparison)
+    if ablation_steps:
+        return _ablation_panel(ablation_steps, unit)
     return _paired_swaps(comparison) or _reference_panel(comparison)
 
 
@@ -61,7 +61,7 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
     jobs = [job for job in comparison.finished if job.measured(STEP) is not None]
     if len(jobs) < 3:
         return ()
-    rungs, seen = [AblationStep(jobs[0], ())], set[str]()
+    ablation_steps, seen = [AblationStep(jobs[0], ())], set[str]()
     for before, job in pairwise(jobs):
         old, new = _setting_texts(before.run), _setting_texts(job.run)
         keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
@@ -73,8 +73,10 @@ def as_ablation(comparison: ReportComparison) -> tuple[AblationStep, ...]:
         # A field of an option that has just been chosen goes without saying.
         told = [key for key in keys if "." not in key or key.split(".")[0] not in keys]
         added = [f"{key}={new.get(key, 'default')}" for key in told if key not in left]
-        rungs.append(AblationStep(job, (*added, *(f"without {key}={old[key]}" for key in left))))
-    return tuple(rungs)
+        ablation_steps.append(
+            AblationStep(job, (*added, *(f"without {key}={old[key]}" for key in left)))
+        )
+    return tuple(ablation_steps)
 
 
 def _setting_texts(run: RunRecord) -> Mapping[str, str]:
@@ -253,9 +255,11 @@ def _ablation_panel(steps: Sequence[AblationStep], unit: MemoryUnit) -> ReportSe
     finding = f"{count} together {_between_text(last, first)}"
     said = [
         Markup("<b>{}</b> ({}) {}.").format(
-            rung.job.name, ", ".join(rung.added_overrides), _between_text(rung.job, before.job)
+            ablation_step.job.name,
+            ", ".join(ablation_step.added_overrides),
+            _between_text(ablation_step.job, before.job),
         )
-        for before, rung in pairwise(steps)
+        for before, ablation_step in pairwise(steps)
     ]
     panels = [
         _effects_panel(
@@ -288,20 +292,20 @@ def _effects_panel(
     colour: str,
 ) -> ChartPanel | None:
     bars = []
-    for before, rung in zip((steps[0], *steps), steps, strict=False):
-        number = rung.job.measured(key)
+    for before, ablation_step in zip((steps[0], *steps), steps, strict=False):
+        number = ablation_step.job.measured(key)
         if number is None:
             continue
-        shown, name = f"{text(number)} {unit}", rung.job.name
+        shown, name = f"{text(number)} {unit}", ablation_step.job.name
         part = BarSegment(colour, number * scale, f"{name}: {shown}")
-        said = rung.job.predicted(key)
+        said = ablation_step.job.predicted(key)
         bars.append(
             StackedBar(
                 name,
                 (part,),
                 shown,
                 predicted=None if said is None else said * scale,
-                error=_change_text(rung, before, key),
+                error=_change_text(ablation_step, before, key),
             )
         )
     if len(bars) < 2:
@@ -322,22 +326,25 @@ def _change_text(step: AblationStep, base: AblationStep, key: str) -> str:
 
 def _effect_numbers(steps: Sequence[AblationStep], unit: MemoryUnit) -> NumbersTable:
     first = steps[0]
-    priced = any(rung.job.measured(PRICE) is not None for rung in steps)
+    priced = any(ablation_step.job.measured(PRICE) is not None for ablation_step in steps)
     heads = ["adds"]
     for key, head in ((STEP, "step, ms"), (PEAK, f"peak, {unit.name}")):
-        known = any(rung.job.predicted(key) is not None for rung in steps)
+        known = any(ablation_step.job.predicted(key) is not None for ablation_step in steps)
         heads += [head, *(["foreseen"] if known else []), "change", "in all"]
     heads += [*(["$ a billion tokens"] if priced else []), "train loss"]
     rows = []
-    for before, rung in zip((first, *steps), steps, strict=False):
-        job, cells = rung.job, [", ".join(rung.added_overrides) or number_format.MISSING]
+    for before, ablation_step in zip((first, *steps), steps, strict=False):
+        job, cells = (
+            ablation_step.job,
+            [", ".join(ablation_step.added_overrides) or number_format.MISSING],
+        )
         for key, text in ((STEP, number_format.format_milliseconds), (PEAK, unit.text)):
             known = any(each.job.predicted(key) is not None for each in steps)
             cells += [
                 text(job.measured(key)),
                 *([text(job.predicted(key))] if known else []),
-                _change_text(rung, before, key),
-                _change_text(rung, first, key),
+                _change_text(ablation_step, before, key),
+                _change_text(ablation_step, first, key),
             ]
         if priced:
             cells.append(format_price(job.measured(PRICE)))

@@ -144,7 +144,7 @@ def time_heading(shares: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) 
     """Returns where the step goes: a stall where there is one, else the largest part."""
     by_label = {part.label: rows for part, rows in shares.items()}
     single = all(len(rows) == 1 for rows in shares.values())
-    for label, limit, verb in (
+    for label, limit, command in (
         ("data", 0.10, "Waiting for data takes"),
         (TIME_REST.label, 0.25, "Time outside data, forward, backward and optimizer takes"),
     ):
@@ -152,7 +152,9 @@ def time_heading(shares: Mapping[StackPart, Sequence[tuple[float, ReportJob]]]) 
         worst = max(rows, key=lambda row: row[0], default=None)
         if worst is not None and worst[0] >= limit:
             whose = "the step" if single else Markup("the step of {}").format(worst[1].name)
-            return Markup("{} {} of {}").format(verb, number_format.format_percent(worst[0]), whose)
+            return Markup("{} {} of {}").format(
+                command, number_format.format_percent(worst[0]), whose
+            )
     top = largest_part(shares)
     if top is None:
         return Markup("No one part leads in every job")
@@ -176,11 +178,11 @@ def loss_heading(comparison: ReportComparison) -> Markup:
     rest = sorted(far for far, _ in known if far > EQUIVALENT)
     said = []
     if near:
-        verb = "follows" if len(near) == 1 else "follow"
+        command = "follows" if len(near) == 1 else "follow"
         how = f"to within {number_format.format_power(near[-1])}" if near[-1] else "exactly"
         said.append(
             Markup("{} {} {} {}").format(
-                number_format.pluralize(len(near), "job"), verb, reference.name, how
+                number_format.pluralize(len(near), "job"), command, reference.name, how
             )
         )
     if rest:
@@ -188,10 +190,10 @@ def loss_heading(comparison: ReportComparison) -> Markup:
         if number_format.format_power(rest[0]) != span:
             span = f"{number_format.format_power(rest[0])} to {span}"
         whose = "" if near else Markup(" from {}").format(reference.name)
-        verb = "strays" if len(rest) == 1 else "stray"
+        command = "strays" if len(rest) == 1 else "stray"
         said.append(
             Markup("{} {} {}{}").format(
-                number_format.pluralize(len(rest), "job"), verb, span, whose
+                number_format.pluralize(len(rest), "job"), command, span, whose
             )
         )
     text = Markup("; ").join(said)

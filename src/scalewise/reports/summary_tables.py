@@ -348,7 +348,7 @@ def _failure_card(job: ReportJob, other_jobs: tuple[str, ...]) -> FailureCard:
         where=", ".join(filter(None, where)),
         reason=" ".join(filter(None, (run.reason, _predicted_peak_text(job)))),
         log=tuple(dedent("\n".join(last)).splitlines()),
-        cures=tuple((cure.override, cure.reason) for cure in run.fixes if cure.override),
+        cures=tuple((fix.override, fix.reason) for fix in run.fixes if fix.override),
         command=run.command,
         same=other_jobs,
     )

@@ -94,11 +94,11 @@ class WandbConfig:
             return
         mode, server = (os.environ.get(f"WANDB_{name}", "") for name in ("MODE", "BASE_URL"))
         if mode.strip() and mode.strip().lower() not in VARIABLE:
-            cure = "set WANDB_MODE=offline, or unset it"
-            yield ConfigIssue("WANDB_MODE", mode, f"is none of {', '.join(VARIABLE)}", cure)
+            fix = "set WANDB_MODE=offline, or unset it"
+            yield ConfigIssue("WANDB_MODE", mode, f"is none of {', '.join(VARIABLE)}", fix)
         if server and not is_server_url(server):
-            cure = "write it with its scheme, as http://localhost:8080, or unset it"
-            yield ConfigIssue("WANDB_BASE_URL", server, "is no address of a server", cure)
+            fix = "write it with its scheme, as http://localhost:8080, or unset it"
+            yield ConfigIssue("WANDB_BASE_URL", server, "is no address of a server", fix)
 
 
 def is_server_url(address: str) -> bool:

@@ -114,8 +114,8 @@ def server_error_text(error: object) -> str:
     if status := re.search(r"(?:HTTP|error|status(?: code)?):? (4\d\d|5\d\d)", text):
         code = int(status[1])
         what = {401: "refuses the key", 403: "does not permit it", 429: "asks to wait"}
-        cure = LOGIN if code in (401, 403) else "try again later"
-        return f"the server {what.get(code, 'has failed')} (HTTP {code}); {cure}"
+        fix = LOGIN if code in (401, 403) else "try again later"
+        return f"the server {what.get(code, 'has failed')} (HTTP {code}); {fix}"
     return re.sub(r"^wandb: ERROR (\[\S+\] )?", "", text)[:200] or type(error).__name__
 
 

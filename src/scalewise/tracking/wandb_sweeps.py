@@ -29,15 +29,15 @@ def wandb_sweep_config(
     Raises ``ConfigError`` for what W&B cannot search. The metric is the figure that stays of a
     run, ``final/...``: the value of the others at W&B is that of the last window.
     """
-    complaints = list(search.validate(space))
+    issues = list(search.validate(space))
     method = METHODS.get(search.sampler, "")
     if method == "bayes" and len(search.objectives) > 1:
-        cure = "name one objective, or set hydra.sweeper.sampler=random"
+        fix = "name one objective, or set hydra.sweeper.sampler=random"
         asked = dict(search.objectives)
         reason = "W&B searches by one metric"
-        complaints.append(ConfigIssue("hydra.sweeper.objectives", asked, reason, cure))
-    if complaints:
-        raise ConfigError(complaints)
+        issues.append(ConfigIssue("hydra.sweeper.objectives", asked, reason, fix))
+    if issues:
+        raise ConfigError(issues)
     metric, goal = next(iter(search.objectives.items()))
     capped = {} if method == "grid" and search.trials is None else {"run_cap": search.trials}
     if method != "grid":

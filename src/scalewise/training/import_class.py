@@ -72,8 +72,8 @@ def import_class(
         cls = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a foreign module does as it is imported
         said = _error_reason(error)
-        cure = _trust_fix(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError.for_key(key, path, f"cannot be imported: {said}", cure) from error
+        fix = _trust_fix(error, trusted_packages) if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError.for_key(key, path, f"cannot be imported: {said}", fix) from error
     # Looked at before it is called: a trusted package has callables that run files.
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         package = kind.__module__.partition(".")[0]
@@ -82,8 +82,8 @@ def import_class(
     if defined_in not in (*TRUSTED_PACKAGES, *trusted_packages):
         reason = f"is defined in the package {defined_in!r}, which is not trusted"
         trusted = format_override("trusted_packages", [*trusted_packages, defined_in])
-        cure = f"if you trust it, set {trusted}"
-        raise ConfigError.for_key(key, path, reason, cure)
+        fix = f"if you trust it, set {trusted}"
+        raise ConfigError.for_key(key, path, reason, fix)
     return cls
 
 

@@ -51,7 +51,7 @@ def import_classes(run: RunConfig) -> Classes:
 
     None: the module has loaders of its own.
     """
-    objective, data, complaints = run.objective, run.data, list[ConfigIssue]()
+    objective, data, issues = run.objective, run.data, list[ConfigIssue]()
     assert isinstance(objective, UserModule)
     assert isinstance(data, UserDataModule)
     found: dict[str, Any] = {"data": None}
@@ -67,13 +67,13 @@ def import_classes(run: RunConfig) -> Classes:
             )
             import_class.check_arguments(f"{group}.arguments", found[group], spec.arguments)
         except ConfigError as error:
-            complaints += error.issues
+            issues += error.issues
     module = found.get("objective")
     if not data.target and module and module.train_dataloader is LightningModule.train_dataloader:
         reason = "is not given, and the module has no train_dataloader of its own"
-        complaints.append(ConfigIssue("data.target", "''", reason, "set data.target=mypkg.MyData"))
-    if complaints:
-        raise ConfigError(complaints)
+        issues.append(ConfigIssue("data.target", "''", reason, "set data.target=mypkg.MyData"))
+    if issues:
+        raise ConfigError(issues)
     return found["objective"], found["data"]
 
 
@@ -183,16 +183,16 @@ class UserMetricsRecorder(MetricsRecorder):
             )
         limit = self.run.trainer.clip_norm
         if limit is not None and not pl_module.automatic_optimization:
-            reason, cure = (
+            reason, fix = (
                 "a module that steps by itself clips by itself",
                 "set trainer.clip_norm=null",
             )
-            raise ConfigError.for_key("trainer.clip_norm", limit, reason, cure)
+            raise ConfigError.for_key("trainer.clip_norm", limit, reason, fix)
         steps = trainer.estimated_stepping_batches
         if isinf(steps):
-            reason, cure = "the loader has no length to count epochs by", "set trainer.max_steps"
+            reason, fix = "the loader has no length to count epochs by", "set trainer.max_steps"
             raise ConfigError.for_key(
-                "trainer.max_epochs", self.run.trainer.max_epochs, reason, cure
+                "trainer.max_epochs", self.run.trainer.max_epochs, reason, fix
             )
         trainer.fit_loop.epoch_loop.max_steps = int(steps)
 

@@ -61,8 +61,8 @@ def token_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     if needed is not None and needed > known and hasattr(run.data, "vocabulary"):
         reason = f"yields token ids beyond the model's vocabulary of {known}"
         enough = known >= SMALLEST_VOCABULARY
-        cure = f"set data.vocabulary={known} or {grown}" if enough else f"set {grown}"
-        yield ConfigIssue("data.vocabulary", needed, reason, cure)
+        fix = f"set data.vocabulary={known} or {grown}" if enough else f"set {grown}"
+        yield ConfigIssue("data.vocabulary", needed, reason, fix)
     elif needed is not None and needed > known:
         reason = f"is too small: the rows of data={run.choices.get('data')} have {needed} ids"
         yield ConfigIssue("model.vocabulary", known, reason, f"set {grown}")
@@ -83,15 +83,15 @@ def _tokenizer_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields a tokenizer trained anew, of whose ids pretrained weights know nothing."""
     if run.model.pretrained_path is None or not run.data.trains_tokenizer:
         return
-    cure = "give data.tokenizer=PATH of the tokenizer.json that they were trained with"
+    fix = "give data.tokenizer=PATH of the tokenizer.json that they were trained with"
     if file := run.model.find_tokenizer_file():
-        cure, end = f"set {format_override('data.tokenizer', file)}", read_end_of_text(file)
+        fix, end = f"set {format_override('data.tokenizer', file)}", read_end_of_text(file)
         if end not in ("", getattr(run.data, "end_of_text", end)):
-            cure += " " + format_override("data.end_of_text", end)
+            fix += " " + format_override("data.end_of_text", end)
     reason = (
         f"trains one anew, whose ids mean nothing to the weights of {run.model.pretrained_path}"
     )
-    yield ConfigIssue("data.tokenizer", None, reason, cure)
+    yield ConfigIssue("data.tokenizer", None, reason, fix)
 
 
 def device_issues(run: RunConfig) -> Iterator[ConfigIssue]:

@@ -25,14 +25,14 @@ def module_issues(run: RunConfig) -> Iterator[ConfigIssue]:
             continue
         path, given = spec.target, spec.arguments
         if "." not in path and (path or group == "objective"):
-            cure = f"give {group}.target=package.module.Class"
-            yield ConfigIssue(f"{group}.target", path or "''", "names no class", cure)
+            fix = f"give {group}.target=package.module.Class"
+            yield ConfigIssue(f"{group}.target", path or "''", "names no class", fix)
         elif path:
             yield from _untrusted_issue(run, f"{group}.target", path)
         if nested := [key for key, value in given.items() if _names_target(value)]:
             key, reason = nested[0], "only a module itself is built, not its arguments"
-            cure = "give it plain values"
-            yield ConfigIssue(f"{group}.arguments.{key}", given[key], reason, cure)
+            fix = "give it plain values"
+            yield ConfigIssue(f"{group}.arguments.{key}", given[key], reason, fix)
 
 
 def _untrusted_issue(run: RunConfig, key: str, path: str) -> Iterator[ConfigIssue]:
@@ -40,16 +40,16 @@ def _untrusted_issue(run: RunConfig, key: str, path: str) -> Iterator[ConfigIssu
     if package not in (*TRUSTED_PACKAGES, *run.trusted_packages):
         reason = f"the package {package!r} is not trusted"
         trusting = format_override("trusted_packages", [*run.trusted_packages, package])
-        cure = f"if you trust it, set {trusting}"
-        yield ConfigIssue(key, path, reason, cure)
+        fix = f"if you trust it, set {trusting}"
+        yield ConfigIssue(key, path, reason, fix)
 
 
 def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields callbacks that are none, come of a package that is not trusted, or could not act."""
     if "_target_" in run.callbacks:
         reason = "stands at the top of callbacks, where each callback has a name of its own"
-        cure = "put it below a name in its file: my_callback: {_target_: package.module.Class}"
-        yield ConfigIssue("callbacks._target_", run.callbacks["_target_"], reason, cure)
+        fix = "put it below a name in its file: my_callback: {_target_: package.module.Class}"
+        yield ConfigIssue("callbacks._target_", run.callbacks["_target_"], reason, fix)
         return
     for name, callback in run.callbacks.items():
         path = callback.get("_target_") if isinstance(callback, Mapping) else None
@@ -71,8 +71,8 @@ def callback_issues(run: RunConfig) -> Iterator[ConfigIssue]:
                 yield from _averaging_issues(name, run)
         elif path.endswith(".EarlyStopping") and run.trainer.validate_every is None:
             reason = "could never act: nothing is validated"
-            cure = "set trainer.validate_every=100, or leave it out"
-            yield ConfigIssue("trainer.validate_every", None, f"callbacks.{name} {reason}", cure)
+            fix = "set trainer.validate_every=100, or leave it out"
+            yield ConfigIssue("trainer.validate_every", None, f"callbacks.{name} {reason}", fix)
 
 
 def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
@@ -83,8 +83,8 @@ def _averaging_issues(name: str, run: RunConfig) -> Iterator[ConfigIssue]:
     if not run.objective.is_user_defined and run.optimizer.averages_weights:
         reason = "would average once more what this optimizer averages by itself"
         found.append((reason, "set optimizer=adamw"))
-    for reason, cure in found:
-        yield ConfigIssue(key, own_callbacks.EMA, reason, f"remove it, or {cure}")
+    for reason, fix in found:
+        yield ConfigIssue(key, own_callbacks.EMA, reason, f"remove it, or {fix}")
 
 
 def _names_target(value: object) -> bool:

@@ -17,13 +17,13 @@ class AttentionOps(CommOps):
 
     def add_attention(self, query: int, key: int, value: int) -> int:
         """Writes attention, and what brings it the tokens of other context ranks."""
-        spec, run, tape = self.spec, self.forward_spec, self.graph
+        spec, run, graph = self.spec, self.forward_spec, self.graph
         whole, mask = run.tokens_per_sequence * run.context_ranks + run.prefix_tokens, 0
         if run.prefix_tokens:
             key, value = self._add_prefix(key), self._add_prefix(value)
         if run.context_ranks > 1 and run.gathers_keys:
-            both = tape.sizes[key] * run.context_ranks * 2
-            gathered = tape.add_op(
+            both = graph.sizes[key] * run.context_ranks * 2
+            gathered = graph.add_op(
                 OpWork.communication,
                 (key, value),
                 both,
@@ -43,9 +43,9 @@ class AttentionOps(CommOps):
             )
         elif run.context_ranks > 1:
             heads = spec.key_heads // run.tensor_ranks
-            wide = tape.sizes[key] if heads % run.context_ranks == 0 else tape.sizes[query]
+            wide = graph.sizes[key] if heads % run.context_ranks == 0 else graph.sizes[query]
             read = (
-                self.add_all_to_all(query, tape.sizes[query]),
+                self.add_all_to_all(query, graph.sizes[query]),
                 self.add_all_to_all(key, wide),
                 self.add_all_to_all(value, wide),
             )
@@ -59,10 +59,10 @@ class AttentionOps(CommOps):
         products = 2.0 if skips and fused else 4.0  # a mask hides what was computed
         flops = products * run.num_tokens * whole * spec.query_width / run.tensor_ranks
         if fused:
-            mixed = tape.add_op(
+            mixed = graph.add_op(
                 OpWork.attention,
                 read,
-                tape.sizes[query],
+                graph.sizes[query],
                 saved=read,
                 saves_output=True,
                 extra_output_bytes=(run.num_tokens * spec.heads // run.tensor_ranks * FP32, mask),
@@ -75,8 +75,8 @@ class AttentionOps(CommOps):
         if run.context_ranks == 1:
             return mixed
         if run.gathers_keys:  # the halves of the tokens are put together
-            return tape.add_op(OpWork.pointwise, (mixed,), tape.sizes[mixed])
-        return self.add_all_to_all(mixed, tape.sizes[mixed])
+            return graph.add_op(OpWork.pointwise, (mixed,), graph.sizes[mixed])
+        return self.add_all_to_all(mixed, graph.sizes[mixed])
 
     def _add_unfused_attention(
         self, inputs: tuple[int, ...], total_keys: int, masked: bool, flops: float
@@ -85,33 +85,33 @@ class AttentionOps(CommOps):
 
         After ``at::_scaled_dot_product_attention_math``; each product reads copies.
         """
-        spec, run, tape = self.spec, self.forward_spec, self.graph
-        size = tape.sizes[inputs[0]]
+        spec, run, graph = self.spec, self.forward_spec, self.graph
+        size = graph.sizes[inputs[0]]
         queries = size // run.compute_element_bytes * FP32
         spread = run.context_ranks > 1 and not run.gathers_keys  # some heads of all tokens
         keys = queries if spread else queries * total_keys // run.tokens_per_sequence
         scores = run.num_tokens * total_keys * spec.heads // run.tensor_ranks * FP32
-        query = tape.add_op(OpWork.pointwise, inputs[:1], queries)
-        key = tape.add_op(OpWork.pointwise, inputs[1:2], keys)
+        query = graph.add_op(OpWork.pointwise, inputs[:1], queries)
+        key = graph.add_op(OpWork.pointwise, inputs[1:2], keys)
         products = self._add_bmm(query, key, scores, flops / 2)
         mask = 0 if masked else run.tokens_per_sequence * total_keys * FP32
-        shares = tape.add_op(
+        shares = graph.add_op(
             OpWork.pointwise, (products,), scores, saves_output=True, forward_scratch=scores + mask
         )
         dropped = self.add_dropout(shares, spec.dropout)
-        value = tape.add_op(OpWork.pointwise, inputs[-1:], keys)
+        value = graph.add_op(OpWork.pointwise, inputs[-1:], keys)
         mixed = self._add_bmm(dropped, value, queries, flops / 2)
-        return mixed if size == queries else tape.add_op(OpWork.pointwise, (mixed,), size)
+        return mixed if size == queries else graph.add_op(OpWork.pointwise, (mixed,), size)
 
     def _add_bmm(self, one: int, other: int, size: int, flops: float) -> int:
         """Writes a product of two tensors, of which backward reads each for the other's sake."""
-        tape = self.graph
+        graph = self.graph
         pairs = ((one, other), (other, one))
-        return tape.add_op(
+        return graph.add_op(
             OpWork.attention,
             (one, other),
             size,
-            saved=tuple(each for each, partner in pairs if tape.requires_grad[partner]),
+            saved=tuple(each for each, partner in pairs if graph.requires_grad[partner]),
             saved_by_selective=True,
             flops=flops,
             backward_flops=2.0 * flops,

@@ -11,11 +11,11 @@ class CommOps(LinearOps):
 
     def add_all_gather(self, x: int) -> int:
         """Writes how tokens that tensor ranks share out become whole, and their gradients sums."""
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         if run.tensor_ranks == 1 or not run.sequence_parallel:
             return x
-        whole = tape.sizes[x] * run.tensor_ranks
-        return tape.add_op(
+        whole = graph.sizes[x] * run.tensor_ranks
+        return graph.add_op(
             OpWork.communication, (x,), whole, forward_scratch=whole, backward_scratch=whole
         )
 
@@ -24,12 +24,12 @@ class CommOps(LinearOps):
 
         ``live_tensors``: what lives on meanwhile.
         """
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         if run.tensor_ranks == 1:
             return x
-        size = tape.sizes[x]
+        size = graph.sizes[x]
         if not scatter:
-            return tape.add_op(
+            return graph.add_op(
                 OpWork.communication,
                 (x, *live_tensors),
                 size,
@@ -37,7 +37,7 @@ class CommOps(LinearOps):
                 shares_gradient=True,
                 saved_by_selective=True,
             )
-        return tape.add_op(
+        return graph.add_op(
             OpWork.communication,
             (x, *live_tensors),
             size // run.tensor_ranks,

@@ -238,8 +238,8 @@ class DecoderConfig(ModelConfig):
             default = getattr(
                 DecoderConfig, name, 1
             )  # a field without a default is no class attribute
-            cure = f"try {format_override(f'model.{name}', default)}"
-            yield self._issue(name, "must be positive", cure)
+            fix = f"try {format_override(f'model.{name}', default)}"
+            yield self._issue(name, "must be positive", fix)
         if not wrong:
             yield from self._validate_shape()
         if not 0 <= self.dropout < 1:
@@ -251,8 +251,8 @@ class DecoderConfig(ModelConfig):
             reason = "needs rope_factor and rope_original_context >= 1, 0 < low < high frequency"
             yield self._issue("rope_scaling", reason, "try model.rope_scaling=false")
         if self.weights is not None and not Path(self.weights).exists():
-            cure = "model.weights=PATH of a folder of safetensors, or model.weights=null"
-            yield self._issue("weights", "no such file or folder", cure)
+            fix = "model.weights=PATH of a folder of safetensors, or model.weights=null"
+            yield self._issue("weights", "no such file or folder", fix)
         elif self.weights is not None and not wrong:
             yield from config_issues(self, self.weights)
 
@@ -261,15 +261,15 @@ class DecoderConfig(ModelConfig):
             reason = "has the head tell tokens apart, which model.classes is not about"
             yield self._issue("tied", reason, "set model.tied=false")
         if self.head_width is None and self.width % self.heads:
-            cure = f"try model.width={self.heads * (self.width // self.heads + 1)}"
-            yield self._issue("width", f"is not divisible by model.heads={self.heads}", cure)
+            fix = f"try model.width={self.heads * (self.width // self.heads + 1)}"
+            yield self._issue("width", f"is not divisible by model.heads={self.heads}", fix)
         if self.heads % self.key_heads:
             reason = f"does not divide model.heads={self.heads}"
             yield self._issue("kv_heads", reason, "try model.kv_heads=null")
         if self.position is PositionKind.rope and self.head_size % 2:
             reason = f"rotary position pairs features, and {self.head_size} per head is odd"
-            cure = f"try model.head_width={self.head_size + 1}"
-            yield self._issue("head_width", reason, cure)
+            fix = f"try model.head_width={self.head_size + 1}"
+            yield self._issue("head_width", reason, fix)
 
     def _issue(self, field: str, reason: str, fix: str) -> ConfigIssue:
         return ConfigIssue(f"model.{field}", getattr(self, field), reason, fix)

@@ -26,22 +26,22 @@ class LinearOps:
         live_tensors: tuple[int, ...] = (),
     ) -> int:
         """Writes a product with a matrix, cast where it is held in another format."""
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         tokens = tokens or run.num_tokens
         count, more = in_features * out_features, out_features * bias
         saved, read = [], x
         if run.autocast:
             if bias:
-                tape.add_op(OpWork.pointwise, (), out_features * run.compute_element_bytes)
-            if tape.requires_grad[x]:
-                saved.append(tape.add_op(OpWork.pointwise, (), count * run.compute_element_bytes))
+                graph.add_op(OpWork.pointwise, (), out_features * run.compute_element_bytes)
+            if graph.requires_grad[x]:
+                saved.append(graph.add_op(OpWork.pointwise, (), count * run.compute_element_bytes))
             else:
-                tape.add_op(OpWork.pointwise, (), count * run.compute_element_bytes)
-            if tape.sizes[x] != tokens * in_features * run.compute_element_bytes:
+                graph.add_op(OpWork.pointwise, (), count * run.compute_element_bytes)
+            if graph.sizes[x] != tokens * in_features * run.compute_element_bytes:
                 read = self.add_cast(x, tokens * in_features * run.compute_element_bytes)
         weights = (count + more) * trains
         flops = 2.0 * count * tokens
-        return tape.add_op(
+        return graph.add_op(
             OpWork.matmul,
             (read, *live_tensors),
             tokens * out_features * run.compute_element_bytes,
@@ -54,7 +54,7 @@ class LinearOps:
             weight_gradient_first=not bias,
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
-            backward_flops=flops * (tape.requires_grad[x] + trains),
+            backward_flops=flops * (graph.requires_grad[x] + trains),
         )
 
     def add_fp8_linear(
@@ -72,10 +72,10 @@ class LinearOps:
         the gradient for either product, and what forward has cast once more. Compiled, a cast
         reads its numbers twice and writes them once; by torch's own operators it moves more.
         """
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         if (
             not run.on_cpu
-            and tape.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
+            and graph.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
         ):
             x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
         read, made, weights = (
@@ -90,12 +90,12 @@ class LinearOps:
         moved = [
             2 * size + count
             for count, size in (
-                (read, tape.sizes[x]),
+                (read, graph.sizes[x]),
                 (made, made * run.compute_element_bytes),
                 (weights, weights * run.gradient_element_bytes),
             )
         ]
-        written = tape.add_op(
+        written = graph.add_op(
             OpWork.matmul_fp8,
             (x, *live_tensors),
             made * run.compute_element_bytes,
@@ -111,7 +111,7 @@ class LinearOps:
                 max(10 * made, 2 * made + 9 * read) + weights + gradients[0],
                 (made + read) * (1 + turned) + made + weights + sum(gradients),
             )
-            - tape.sizes[x]
+            - graph.sizes[x]
             - gradients[1],
             cast_bytes=(moved[0] + moved[2], moved[0] + 2 * moved[1] + moved[2]),
             saved_by_selective=self._is_next_matmul_saved(),
@@ -124,10 +124,10 @@ class LinearOps:
             out_features * run.compute_element_bytes,
             out_features * run.gradient_element_bytes,
         )
-        return tape.add_op(
+        return graph.add_op(
             OpWork.pointwise,
             (written,),
-            tape.sizes[written],
+            graph.sizes[written],
             weight_gradient_bytes=added,
             shares_gradient=True,
         )
@@ -136,10 +136,10 @@ class LinearOps:
         self, x: int, in_features: int, out_features: int, live_tensors: tuple[int, ...]
     ) -> int:
         """Writes a product with a frozen matrix, unpacked for forward and again for backward."""
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         if (
             run.autocast
-            and tape.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
+            and graph.sizes[x] != run.num_tokens * in_features * run.compute_element_bytes
         ):
             x = self.add_cast(x, run.num_tokens * in_features * run.compute_element_bytes)
         size, flops = (
@@ -147,8 +147,8 @@ class LinearOps:
             2.0 * in_features * out_features * run.num_tokens,
         )
         scales = round(in_features * out_features * run.scale_bytes)
-        matrix = tape.add_op(OpWork.pointwise, (), size, forward_scratch=scales)
-        return tape.add_op(
+        matrix = graph.add_op(OpWork.pointwise, (), size, forward_scratch=scales)
+        return graph.add_op(
             OpWork.matmul,
             (x, matrix, *live_tensors),
             run.num_tokens * out_features * run.compute_element_bytes,
@@ -157,7 +157,7 @@ class LinearOps:
             unpacks_weight=True,
             saved_by_selective=self._is_next_matmul_saved(),
             flops=flops,
-            backward_flops=flops * tape.requires_grad[x],
+            backward_flops=flops * graph.requires_grad[x],
         )
 
     def add_fake_quantized_linear(
@@ -169,7 +169,7 @@ class LinearOps:
         well. Scales are three numbers for each group; torch's own operators pass fourteen times
         over what is rounded, and over a gradient that is masked.
         """
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         read, made, weights = (
             run.num_tokens * in_features,
             run.num_tokens * out_features,
@@ -183,16 +183,16 @@ class LinearOps:
         scales = 3 * FP32 * weights // run.quantization_group, 3 * FP32 * run.num_tokens
         rounding = self._rounding_bytes(weights, held, scales[0])
         of_x, of_weight = read * run.compute_element_bytes, weights * run.compute_element_bytes
-        given = of_x if rounds or tape.sizes[x] != of_x else 0
-        giving = self._rounding_bytes(read, tape.sizes[x], scales[1]) if rounds else given
+        given = of_x if rounds or graph.sizes[x] != of_x else 0
+        giving = self._rounding_bytes(read, graph.sizes[x], scales[1]) if rounds else given
         if rounds:
-            passing = _gradient_mask_bytes(read, tape.sizes[x], scales[1])
+            passing = _gradient_mask_bytes(read, graph.sizes[x], scales[1])
         else:
-            passing = tape.sizes[x] if given else 0
-        summed = tape.sizes[x] + of_weight
+            passing = graph.sizes[x] if given else 0
+        summed = graph.sizes[x] + of_weight
         passes = 14 * FP32 * (weights + read * rounds)
         flops = 2.0 * weights * run.num_tokens
-        return tape.add_op(
+        return graph.add_op(
             OpWork.matmul,
             (x, *live_tensors),
             made * run.compute_element_bytes,
@@ -210,11 +210,11 @@ class LinearOps:
                 rounding,
                 matrix + of_x,
                 of_x + passing,
-                tape.sizes[x] + giving,
+                graph.sizes[x] + giving,
                 summed + given,
                 summed + _gradient_mask_bytes(weights, held, scales[0]),
             )
-            - tape.sizes[x]
+            - graph.sizes[x]
             - held,
             cast_bytes=(passes, 2 * passes),
             saved_by_selective=self._is_next_matmul_saved(),

@@ -52,12 +52,12 @@ class OpGraphWriter(AttentionOps):
 
     def add_embedding(self) -> None:
         """Writes the look-up of tokens, and of their places."""
-        spec, run, tape = self.spec, self.forward_spec, self.graph
+        spec, run, graph = self.spec, self.forward_spec, self.graph
         size = run.num_tokens * spec.width * run.residual_element_bytes
         count = spec.vocabulary * spec.width * run.gradient_element_bytes
         # Its gradient is made whole, and cut as the weight is.
         weight = (count, count // run.tensor_ranks) if self.is_trained("embedding") else (0, 0)
-        x = tape.add_op(OpWork.pointwise, (), size, weight_gradient_bytes=weight)
+        x = graph.add_op(OpWork.pointwise, (), size, weight_gradient_bytes=weight)
         x = (
             self._add_prompt(x)
             if run.prompt_tokens
@@ -67,10 +67,10 @@ class OpGraphWriter(AttentionOps):
             place = spec.context * spec.width * run.gradient_element_bytes
             table = (place, place) if self.is_trained("position") else (0, 0)
             rows = 1 if run.sequence_packing else run.sequences
-            row = tape.add_op(
-                OpWork.pointwise, (), tape.sizes[x] // rows, weight_gradient_bytes=table
+            row = graph.add_op(
+                OpWork.pointwise, (), graph.sizes[x] // rows, weight_gradient_bytes=table
             )
-            x = tape.add_op(OpWork.pointwise, (x, row), tape.sizes[x], shares_gradient=True)
+            x = graph.add_op(OpWork.pointwise, (x, row), graph.sizes[x], shares_gradient=True)
         self.add_dropout(x, spec.dropout)
 
     def add_block(self, *, input_requires_grad: bool = True) -> None:
@@ -120,15 +120,15 @@ class OpGraphWriter(AttentionOps):
 
     def _add_prompt(self, x: int) -> int:
         """Writes how vectors come before all tokens, of which a tensor rank goes on with some."""
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         x = self.add_reduction(x, scatter=False)
-        more = tape.sizes[x] * run.prompt_tokens // run.tokens_per_sequence
+        more = graph.sizes[x] * run.prompt_tokens // run.tokens_per_sequence
         vectors = run.prompt_tokens * self.spec.width * run.gradient_element_bytes
-        x = tape.add_op(
-            OpWork.pointwise, (x,), tape.sizes[x] + more, weight_gradient_bytes=(more, vectors)
+        x = graph.add_op(
+            OpWork.pointwise, (x,), graph.sizes[x] + more, weight_gradient_bytes=(more, vectors)
         )
         return (
-            tape.add_op(OpWork.communication, (x,), tape.sizes[x] // run.tensor_ranks)
+            graph.add_op(OpWork.communication, (x,), graph.sizes[x] // run.tensor_ranks)
             if run.sequence_parallel
             else x
         )
@@ -139,7 +139,7 @@ class OpGraphWriter(AttentionOps):
         Made once more for backward, gradients of the head's weight are summed out of place: the
         sum so far, one more, and both. Taken in forward they are summed in place, and held.
         """
-        spec, run, tape = self.spec, self.forward_spec, self.graph
+        spec, run, graph = self.spec, self.forward_spec, self.graph
         piece = max(1, run.loss_chunk // run.sequences) * run.sequences
         count = spec.width * spec.output_size // run.tensor_ranks
         logits, read = (
@@ -160,10 +160,10 @@ class OpGraphWriter(AttentionOps):
         trains = self.is_trained("head")
         gradient = count * run.gradient_element_bytes * trains
         if run.loss_in_forward:
-            of_x = tape.sizes[normed] * tape.requires_grad[normed]
+            of_x = graph.sizes[normed] * graph.requires_grad[normed]
             computed = count * run.compute_element_bytes * run.autocast * trains
             last = max(read + gradient + (computed or logits), made + max(logits, read + computed))
-            tape.add_op(
+            graph.add_op(
                 OpWork.matmul,
                 (normed,),
                 0,
@@ -174,7 +174,7 @@ class OpGraphWriter(AttentionOps):
                 flops=(2 + trains) * flops,
             )
             return
-        tape.add_op(
+        graph.add_op(
             OpWork.matmul,
             (normed,),
             0,
@@ -195,16 +195,16 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_norm(self, name: str, x: int) -> int:
-        spec, run, tape = self.spec, self.forward_spec, self.graph
+        spec, run, graph = self.spec, self.forward_spec, self.graph
         trains = self.is_trained(name)
-        size, small = tape.sizes[x], run.residual_tokens * FP32
+        size, small = graph.sizes[x], run.residual_tokens * FP32
         biased = spec.bias and spec.norm is NormKind.layernorm
         count = spec.width * (1 + biased) * trains
         weight = (count * run.gradient_element_bytes,) * 2
         if spec.norm is NormKind.layernorm or not run.on_cpu:
             mean = run.residual_tokens * (run.residual_element_bytes if run.on_cpu else FP32)
             extra = (mean, mean) if spec.norm is NormKind.layernorm else (small,)
-            return tape.add_op(
+            return graph.add_op(
                 OpWork.pointwise,
                 (x,),
                 size,
@@ -214,19 +214,19 @@ class OpGraphWriter(AttentionOps):
             )
         whole = run.residual_tokens * spec.width * FP32
         wide = self.add_cast(x, whole) if size != whole else x
-        square = tape.add_op(
+        square = graph.add_op(
             OpWork.pointwise, (wide,), whole, saved=(wide,), backward_scratch=2 * whole
         )
-        mean = tape.add_op(OpWork.pointwise, (square,), small)
-        root = tape.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
-        scaled = tape.add_op(
+        mean = graph.add_op(OpWork.pointwise, (square,), small)
+        root = graph.add_op(OpWork.pointwise, (mean,), small, saves_output=True)
+        scaled = graph.add_op(
             OpWork.pointwise,
             (wide, root),
             whole,
             saved=(wide, root),
             backward_scratch=whole - small,
         )
-        out = tape.add_op(
+        out = graph.add_op(
             OpWork.pointwise,
             (scaled,),
             whole,
@@ -252,7 +252,7 @@ class OpGraphWriter(AttentionOps):
         ``row_parallel``: whether tensor ranks have parts of its sums, as each reads some of the
         features.
         """
-        run, tape = self.forward_spec, self.graph
+        run, graph = self.forward_spec, self.graph
         scaled = name in run.scaled_layers
         x = self._add_ia3_scale(x, in_features, casts_input=True) if row_parallel and scaled else x
         if name in run.fp8_layers:
@@ -277,9 +277,9 @@ class OpGraphWriter(AttentionOps):
             return self._add_ia3_scale(written, out_features)
         if name not in run.adapted_layers:
             return written
-        size = tape.sizes[written]
+        size = graph.sizes[written]
         if run.has_magnitudes and bias:
-            written = tape.add_op(OpWork.pointwise, (written,), size)
+            written = graph.add_op(OpWork.pointwise, (written,), size)
         narrow = self.add_linear(
             self.add_dropout(x, run.adapter_dropout), in_features, run.adapter_rank
         )
@@ -294,13 +294,13 @@ class OpGraphWriter(AttentionOps):
         )
         if run.has_magnitudes:
             self._add_dora_norms(in_features, out_features)
-        weighed = tape.add_op(OpWork.pointwise, (wide,), size)
-        summed = tape.add_op(OpWork.pointwise, (written, weighed), size, shares_gradient=True)
+        weighed = graph.add_op(OpWork.pointwise, (wide,), size)
+        summed = graph.add_op(OpWork.pointwise, (written, weighed), size, shares_gradient=True)
         if not run.has_magnitudes:
             return summed
         grown = self._add_vector_mul(summed, size, out_features)
         return (
-            tape.add_op(OpWork.pointwise, (grown,), size, shares_gradient=True) if bias else grown
+            graph.add_op(OpWork.pointwise, (grown,), size, shares_gradient=True) if bias else grown
         )
 
     def _add_dora_norms(self, in_features: int, out_features: int) -> None:
@@ -347,18 +347,18 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_rope(self, x: int) -> int:
-        run, tape = self.forward_spec, self.graph
-        size = tape.sizes[x]
+        run, graph = self.forward_spec, self.graph
+        size = graph.sizes[x]
         # The table is fp32: in a mixed pass what it multiplies becomes so.
         wide = (
             size
             // run.compute_element_bytes
             * max(run.compute_element_bytes, run.rope_element_bytes)
         )
-        rolled = tape.add_op(OpWork.pointwise, (x,), size)
-        second = tape.add_op(OpWork.pointwise, (rolled,), wide)
-        first = tape.add_op(OpWork.pointwise, (x,), wide)
-        total = tape.add_op(
+        rolled = graph.add_op(OpWork.pointwise, (x,), size)
+        second = graph.add_op(OpWork.pointwise, (rolled,), wide)
+        first = graph.add_op(OpWork.pointwise, (x,), wide)
+        total = graph.add_op(
             OpWork.pointwise,
             (second, first, rolled),
             wide,
@@ -393,7 +393,7 @@ class OpGraphWriter(AttentionOps):
         )
 
     def _add_feedforward_sublayer(self, normed: int) -> int:
-        spec, tape, bias = self.spec, self.graph, self.spec.bias
+        spec, graph, bias = self.spec, self.graph, self.spec.bias
         read, hidden_width = (
             self.add_all_gather(normed),
             self.spec.feedforward // self.forward_spec.tensor_ranks,
@@ -402,17 +402,17 @@ class OpGraphWriter(AttentionOps):
             gate = self._add_adapted_linear(
                 "feedforward.gate", read, spec.width, hidden_width, bias=bias
             )
-            size = tape.sizes[gate]
-            opened = tape.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
+            size = graph.sizes[gate]
+            opened = graph.add_op(OpWork.pointwise, (gate,), size, saved=(gate,))
             up = self._add_adapted_linear(
                 "feedforward.up", read, spec.width, hidden_width, bias=bias
             )
-            hidden = tape.add_op(OpWork.pointwise, (opened, up), size, saved=(opened, up))
+            hidden = graph.add_op(OpWork.pointwise, (opened, up), size, saved=(opened, up))
         else:
             up = self._add_adapted_linear(
                 "feedforward.up", read, spec.width, hidden_width, bias=bias
             )
-            hidden = tape.add_op(OpWork.pointwise, (up,), tape.sizes[up], saved=(up,))
+            hidden = graph.add_op(OpWork.pointwise, (up,), graph.sizes[up], saved=(up,))
         return self._add_adapted_linear(
             "feedforward.down",
             hidden,

@@ -84,7 +84,7 @@ def is_llama_shape(spec: DecoderConfig) -> bool:
         have = {name: getattr(spec, name) for name in wanted}
         have |= {"kv_heads": spec.key_heads, "head_width": spec.head_size}
     shape = "Llama" if llama else "GPT-2"
-    complaints = [
+    issues = [
         ConfigIssue(
             f"model.{name}",
             have[name],
@@ -94,8 +94,8 @@ def is_llama_shape(spec: DecoderConfig) -> bool:
         for name, value in wanted.items()
         if have[name] != value
     ]
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return llama
 
 
@@ -162,13 +162,13 @@ def from_hf_state_dict(
         ("holds", misshapen, shape),
         ("has a head that is not its embedding:", ["lm_head.weight"] * other, "model.tied=false"),
     )
-    complaints = [
-        ConfigIssue(KEY, source, f"{reason} {names[0]}" + _other_tensors(names), cure)
-        for reason, names, cure in found
+    issues = [
+        ConfigIssue(KEY, source, f"{reason} {names[0]}" + _other_tensors(names), fix)
+        for reason, names, fix in found
         if names
     ]
-    if complaints:
-        raise CheckpointError(complaints)
+    if issues:
+        raise CheckpointError(issues)
     return state
 
 

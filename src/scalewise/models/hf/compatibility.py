@@ -28,8 +28,8 @@ def hf_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIssue]
     reasons["tensor"] = _tensor_parallel_obstacle(model)
     for axis, reason in reasons.items():
         if sizes.get(axis, 1) > 1 and reason:
-            cure = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
-            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, cure)
+            fix = "set parallelism=fsdp, hsdp, ddp or deepspeed_zero3"
+            yield ConfigIssue(f"parallelism.{axis}", sizes[axis], reason, fix)
     if sizes.get("tensor", 1) > 1:
         yield from _tensor_parallel_issues(run)
     biases = {f"blocks.0.{name}.bias" for name, _ in model.info.linear_layers}
@@ -64,8 +64,8 @@ def _stack_issues(model: HuggingFaceConfig, run: RunConfig) -> Iterator[ConfigIs
             yield ConfigIssue("precision", option, reason, "set precision=bf16_mixed")
     if not known:
         objective = "captioning" if model.image_size else data
-        reason, cure = f"{what} ({model.info.model_type})", f"set objective={objective} data={data}"
-        yield ConfigIssue("model.path", model.path, reason, cure)
+        reason, fix = f"{what} ({model.info.model_type})", f"set objective={objective} data={data}"
+        yield ConfigIssue("model.path", model.path, reason, fix)
     what = f"a model that {what}" if model.image_size else ENCODES
     reason = f"is not proven for {what}"
     if run.parallelism.flattens_parameters:
@@ -104,8 +104,8 @@ def _tensor_parallel_issues(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yields what does not go with tensor parallelism."""
     if getattr(run.parallelism, "sequence_parallel", False):
         reason = "leaves a rank some of the tokens, which transformers' models count themselves"
-        cure = "set parallelism.sequence_parallel=false"
-        yield ConfigIssue("parallelism.sequence_parallel", True, reason, cure)
+        fix = "set parallelism.sequence_parallel=false"
+        yield ConfigIssue("parallelism.sequence_parallel", True, reason, fix)
     if run.has_frozen_weights:
         option = run.choices.get("adapter", "lora")
         reason = "is not put on models of transformers that tensor parallelism cuts"

@@ -61,8 +61,8 @@ class HuggingFaceConfig(ModelConfig):
             from scalewise.models.hf import introspection
         except ModuleNotFoundError as error:
             reason = f"is known by {error.name}, which is not installed"
-            cure = f"pip install {error.name}"
-            raise ConfigError.for_key("model", "hf", reason, cure) from None
+            fix = f"pip install {error.name}"
+            raise ConfigError.for_key("model", "hf", reason, fix) from None
         return introspection.read_model_info(self.path, self.depth)
 
     @property
@@ -266,8 +266,8 @@ class HuggingFaceConfig(ModelConfig):
         if self.depth is not None and self.depth < 1:
             yield ConfigIssue("model.depth", self.depth, "must be positive", "set model.depth=null")
         elif not self.path:
-            cure = "give model.path=FOLDER, or a name on the Hub"
-            yield ConfigIssue("model.path", "''", "is empty", cure)
+            fix = "give model.path=FOLDER, or a name on the Hub"
+            yield ConfigIssue("model.path", "''", "is empty", fix)
         else:
             yield from self._validate_readable()
 

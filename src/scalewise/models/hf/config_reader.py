@@ -60,10 +60,8 @@ def read_config(path: str, depth: int | None) -> PretrainedConfig:
     ):
         if found:
             tokens = found is unnamed and all(name.endswith("_token_id") for name in unnamed)
-            cure = (
-                "write it into config.json" if tokens else f"choose a causal language model{LIKE}"
-            )
-            raise ConfigError.for_key(KEY, path, reason, cure)
+            fix = "write it into config.json" if tokens else f"choose a causal language model{LIKE}"
+            raise ConfigError.for_key(KEY, path, reason, fix)
     if depth is not None:
         text.num_hidden_layers = depth
         for name in DECODERS:

@@ -27,14 +27,14 @@ def model_folder(path: str, files: tuple[str, ...]) -> Path:
     here = Path(path).expanduser()
     if here.is_dir():
         return here
-    cure = "give model.path=FOLDER that save_pretrained wrote, or HF_HOME=CACHE that has it"
+    fix = "give model.path=FOLDER that save_pretrained wrote, or HF_HOME=CACHE that has it"
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError.for_key(KEY, path, "there is no such folder", cure)
+        raise ConfigError.for_key(KEY, path, "there is no such folder", fix)
     try:
         return _download(path, files)
     except Exception as error:  # of its client, of its network: there are many kinds
         reason = f"is no folder, and neither in the Hub's cache nor to be had ({_hub_error(error)})"
-        raise ConfigError.for_key(KEY, path, reason, cure) from error
+        raise ConfigError.for_key(KEY, path, reason, fix) from error
 
 
 def model_tokenizer(path: str) -> Path | None:

@@ -155,8 +155,8 @@ def _cached_module(path: str, depth: int | None) -> CausalLMModule:
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.device.type != "meta":
                 owner._parameters[name] = nn.Parameter(parameter.detach().to("meta"))
-    if complaints := list(_block_issues(made, path)) or list(_forward_issues(made, path)):
-        raise ConfigError(complaints)
+    if issues := list(_block_issues(made, path)) or list(_forward_issues(made, path)):
+        raise ConfigError(issues)
     return made
 
 
@@ -283,13 +283,13 @@ def _block_issues(module: CausalLMModule, path: str) -> Iterator[ConfigIssue]:
         {name: (*parameter.shape,) for name, parameter in block.named_parameters()}
         for block in module.layers()
     )
-    cure = f"choose a model of which they are{LIKE}"
+    fix = f"choose a model of which they are{LIKE}"
     if not isinstance(module, MultiStackModule) and any(other != first for other in others):
-        yield ConfigIssue(KEY, path, "its blocks are not alike", cure)
+        yield ConfigIssue(KEY, path, "its blocks are not alike", fix)
     if any(len(shape) > 2 for block in (first, *others) for shape in block.values()):
-        yield ConfigIssue(KEY, path, "its blocks are not dense (experts)", cure)
+        yield ConfigIssue(KEY, path, "its blocks are not dense (experts)", fix)
     if any(buffer.device.type == "meta" for buffer in module.buffers()):
-        yield ConfigIssue(KEY, path, "it has buffers of unknown numbers", cure)
+        yield ConfigIssue(KEY, path, "it has buffers of unknown numbers", fix)
 
 
 def rope_type(config: Any) -> str | None:

@@ -57,18 +57,18 @@ def load_into(module: CausalLMModule, path: str, depth: int | None) -> None:
         init.copy_into(
             parameter, tensor.T if module.hf_name(name) in module.transposed_weights else tensor
         )
-    if complaints := [
+    if issues := [
         *_tie_issues(tensors, module, names, path),
         *_buffer_issues(tensors, module, path),
     ]:
-        raise CheckpointError(complaints)
+        raise CheckpointError(issues)
 
 
 def open_checkpoint(path: str, depth: int | None) -> PretrainedTensors:
     """Returns the tensors at ``path`` by transformers' names; raises ``CheckpointError``."""
     folder = hub.model_folder(path, hub.WEIGHTS)
-    cure = "save_pretrained writes them; or set model.init=random"
-    files = SafetensorsFiles(weight_files(folder, KEY, path, cure), KEY, path)
+    fix = "save_pretrained writes them; or set model.init=random"
+    files = SafetensorsFiles(weight_files(folder, KEY, path, fix), KEY, path)
     return PretrainedTensors(files, introspection.build_original(path, depth))
 
 
@@ -113,7 +113,7 @@ def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) 
     whole = len(module.blocks) == module.num_layers
     lines = {"lacks": missing, "holds": misshapen}
     lines |= {"holds what the model lacks:": tensors.unexpected if whole else []}
-    if complaints := [
+    if issues := [
         ConfigIssue(
             KEY,
             path,
@@ -123,7 +123,7 @@ def _match_names(tensors: PretrainedTensors, module: CausalLMModule, path: str) 
         for said, names in lines.items()
         if names
     ]:
-        raise CheckpointError(complaints)
+        raise CheckpointError(issues)
     return found
 
 
@@ -136,8 +136,8 @@ def _tie_issues(
         for other in {*tensors.find_tied_names(name)} - read:
             if not tensors.is_equal(name, other):
                 reason = f"holds {other} and {name} with different values, which config.json ties"
-                cure = "write tie_word_embeddings=false into config.json"
-                yield ConfigIssue(KEY, path, reason, cure)
+                fix = "write tie_word_embeddings=false into config.json"
+                yield ConfigIssue(KEY, path, reason, fix)
 
 
 def _buffer_issues(

@@ -128,8 +128,8 @@ def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[C
     """Yields arguments of one of the suite's callbacks that it lacks, or does not take."""
     path = str(callback["_target_"])
     if path not in OWN:
-        cure = did_you_mean(path, OWN)
-        yield ConfigIssue(f"callbacks.{name}._target_", path, "is no callback of the suite", cure)
+        fix = did_you_mean(path, OWN)
+        yield ConfigIssue(f"callbacks.{name}._target_", path, "is no callback of the suite", fix)
         return
     kinds = get_type_hints(OWN[path])
     for field, value in callback.items():
@@ -137,8 +137,8 @@ def callback_arg_issues(name: str, callback: Mapping[str, object]) -> Iterator[C
         if field == "_target_":
             continue
         if field not in kinds:
-            cure = did_you_mean(field, kinds, f"callbacks.{name}.")
-            yield ConfigIssue(key, value, f"{path} has no such argument", cure)
+            fix = did_you_mean(field, kinds, f"callbacks.{name}.")
+            yield ConfigIssue(key, value, f"{path} has no such argument", fix)
         elif reason := _argument_issue(field, value, kinds[field]):
             default = getattr(OWN[path], field)
             yield ConfigIssue(key, value, reason, f"the default is {format_override(key, default)}")

@@ -18,14 +18,14 @@ REPLACE_WEIGHTS = (WeightAveraging, StochasticWeightAveraging)
 def instantiate_callbacks(run: RunConfig) -> list[Callback]:
     """Returns the run's callbacks in their order; raises ``ConfigError`` as ``checked`` does."""
     callbacks: list[Callback] = []
-    complaints: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     for name, cls, arguments in check_callbacks(run):
         try:
             callbacks.append(import_class.construct(f"callbacks.{name}", cls, arguments))
         except ConfigError as error:
-            complaints += error.issues
-    if complaints:
-        raise ConfigError(complaints)
+            issues += error.issues
+    if issues:
+        raise ConfigError(issues)
     return callbacks
 
 
@@ -37,7 +37,7 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
     way that a resumed run would train from.
     """
     found: list[tuple[str, type[Callback], dict[str, Any]]] = []
-    complaints: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     for name, config in run.callbacks.items():
         key, path = f"callbacks.{name}", str(config["_target_"])
         arguments = {key: value for key, value in config.items() if key != "_target_"}
@@ -48,9 +48,9 @@ def check_callbacks(run: RunConfig) -> list[tuple[str, type[Callback], dict[str,
                 reason = "puts an average in the place of the weights before the last checkpoint"
                 raise ConfigError.for_key(f"{key}._target_", path, reason, "set 'callbacks=[ema]'")
         except ConfigError as error:
-            complaints += error.issues
+            issues += error.issues
             continue
         found.append((name, cls, arguments))
-    if complaints:
-        raise ConfigError(complaints)
+    if issues:
+        raise ConfigError(issues)
     return found

@@ -62,15 +62,15 @@ class LossGuard(LossGuardArgs, Callback):
             self._check_loss(step, loss)
 
     def _check_loss(self, step: int, loss: float) -> None:
-        cure = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
+        fix = "lower optimizer.lr, lengthen schedule.warmup_steps or tighten trainer.clip_norm"
         if not isfinite(loss):
-            raise TrainingDiverged(f"the loss is {loss} at step {step}; {cure}")
+            raise TrainingDiverged(f"the loss is {loss} at step {step}; {fix}")
         if self._mean is not None and loss > max(self.factor * self._mean, self.floor):
             self._num_spikes += 1
             if self._num_spikes >= self.patience:
                 raise TrainingDiverged(
                     f"the loss leapt to {loss:.4g} at step {step}, {loss / self._mean:.1f} times "
-                    f"its mean, for {self._num_spikes} micro batches in a row; {cure}"
+                    f"its mean, for {self._num_spikes} micro batches in a row; {fix}"
                 )
             return
         self._num_spikes = 0
