@@ -16,6 +16,7 @@ FLOORS = {
         "bounded_yaml",
         "errors",
         "failures",
+        "lazy_dispatch",
         "console",
         "plain_console",
         "redaction",

@@ -1,0 +1,50 @@
+"""Builders of configs: functions dispatched on a config's type, whose code is imported when needed.
+
+A config class imports no torch. It names the module of its builders instead, as the class
+attribute ``implementation``; that module registers them::
+
+    # models/build.py
+    @lazy_dispatch
+    def build_meta(config: ModelConfig, stage: StageSlice) -> ModelModule: ...
+
+    # models/decoder/config.py
+    class DecoderConfig(ModelConfig):
+        implementation = "scalewise.models.decoder.model"
+
+    # models/decoder/model.py
+    @build_meta.register(DecoderConfig)
+    def _build_decoder(config: DecoderConfig, stage: StageSlice) -> DecoderModule:
+        return DecoderModule(config, stage)
+"""
+
+from collections.abc import Callable
+from functools import singledispatch, update_wrapper
+from importlib import import_module
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+C = TypeVar("C")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class lazy_dispatch(Generic[C, P, R]):  # noqa: N801 (a decorator, as functools.singledispatch)
+    """:func:`functools.singledispatch` that imports ``config.implementation`` before the call.
+
+    The decorated function is the default of types without a registered one.
+    """
+
+    def __init__(self, default: Callable[Concatenate[C, P], R]) -> None:
+        self._dispatcher = singledispatch(default)
+        self.register = self._dispatcher.register
+        update_wrapper(self, default)
+
+    def __call__(self, config: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function that is registered for the type of ``config``."""
+        if module := _implementation(config):
+            import_module(module)
+        function: Callable[Concatenate[C, P], R] = self._dispatcher.dispatch(type(config))
+        return function(config, *args, **kwargs)
+
+
+def _implementation(config: Any) -> str:
+    return getattr(config, "implementation", "")

@@ -1,0 +1,57 @@
+"""A builder is registered by the module that a config names, imported at the first call."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalewise.lazy_dispatch import lazy_dispatch
+
+MODULE = """
+from lazy_dispatch_base import Config, build
+
+@build.register(Config)
+def _build(config: Config, scale: int) -> int:
+    return config.size * scale
+"""
+BASE = """
+from scalewise.lazy_dispatch import lazy_dispatch
+
+class Config:
+    implementation = "lazy_dispatch_builders"
+    size = 3
+
+@lazy_dispatch
+def build(config: object, scale: int) -> int:
+    \"\"\"Docstring of the default.\"\"\"
+    raise NotImplementedError
+"""
+
+
+def test_the_first_call_imports_the_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_dispatch_base.py").write_text(BASE)
+    (tmp_path / "lazy_dispatch_builders.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lazy_dispatch_base", "lazy_dispatch_builders"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import lazy_dispatch_base  # type: ignore[import-not-found]
+
+    assert "lazy_dispatch_builders" not in sys.modules
+    assert lazy_dispatch_base.build(lazy_dispatch_base.Config(), scale=2) == 6
+    assert "lazy_dispatch_builders" in sys.modules
+    assert lazy_dispatch_base.build.__doc__ == "Docstring of the default."
+
+
+def test_subclasses_inherit_registered_functions_and_others_get_the_default() -> None:
+    @lazy_dispatch
+    def name(config: object) -> str:
+        return "default"
+
+    @name.register(int)
+    def _name_integer(config: int) -> str:
+        return "integer"
+
+    assert name(True) == "integer"
+    assert name("text") == "default"
